@@ -1,0 +1,38 @@
+# make demo, make test and make check set up what they need, once, in .venv.
+
+PYTHON := .venv/bin/python
+READY := .venv/ready
+
+.PHONY: help setup demo test check clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train examples/scalar_field.py on Spark local[2]"
+	@echo "make test    run the tests"
+	@echo "make check   ruff, mypy and the tests, as CI does"
+	@echo "make setup   only set up .venv, and Java where there is none"
+	@echo "make clean   remove .venv and everything built"
+
+setup: $(READY)
+
+$(READY): .ci/setup pyproject.toml constraints.txt $(wildcard csrc/*)
+	@.ci/setup
+	@touch $@
+
+demo: $(READY)
+	@$(PYTHON) examples/scalar_field.py
+
+test: $(READY)
+	@$(PYTHON) -m pytest
+
+check: $(READY)
+	@failed=; \
+	for step in "ruff check" "ruff format --check" "mypy" "pytest"; do \
+		echo "== $$step"; \
+		$(PYTHON) -m $$step || failed="$$failed, $$step"; \
+	done; \
+	[ -z "$$failed" ] || { echo "failed: $${failed#, }" >&2; exit 1; }
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,98 @@
+"""Time to launch: a function that does nothing, on 2 ranks, through lagom and through TorchDistributor.
+
+    python -m benchmarks.launch [--rounds 5] [--master local[2]]
+
+Everything runs once to warm up, then in rounds, each contender once a round, so that a slow moment of the machine
+hits all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks import peers
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.config.torch_distributed import Launcher
+
+WORLD_SIZE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print medians, ranges and ratios; 0 when the targets hold, else 1."""
+    args = _arguments(argv)
+    with peers.spark(args.master):
+        seconds = measure(_contenders(), args.rounds)
+    print(report(seconds))
+    return 0 if all(held for _, held in targets(seconds)) else 1
+
+
+def measure(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, by contender, after one call of each that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, call in contenders.items():
+            start = time.perf_counter()
+            call()
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+        print(f"round {number} of {rounds} done", file=sys.stderr)
+    return seconds
+
+
+def report(seconds: Mapping[str, Sequence[float]]) -> str:
+    """A table, and whether each target holds."""
+    slowest = statistics.median(seconds["TorchDistributor, distributed"])
+    lines = [f"{f'no-op on {WORLD_SIZE} ranks, warm':30}  median s     min     max   faster by"]
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        lines.append(f"{name:30} {median:9.3f} {min(times):7.3f} {max(times):7.3f} {slowest / median:10.1f}x")
+    lines += [f"{'holds' if held else 'MISSED':7}{target}" for target, held in targets(seconds)]
+    return "\n".join(lines)
+
+
+def targets(seconds: Mapping[str, Sequence[float]]) -> list[tuple[str, bool]]:
+    """What lagom promises, and whether it is so in these medians."""
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    spark, local, peer = median["lagom, spark"], median["lagom, local"], median["TorchDistributor, distributed"]
+    return [
+        ("lagom on Spark takes at most 1/15 of TorchDistributor, distributed", spark * 15 <= peer),
+        ("lagom on Spark takes less than 0.8 s", spark < 0.8),
+        ("lagom local takes less than 0.5 s", local < 0.5),
+    ]
+
+
+def nothing() -> None:
+    """The function that is launched."""
+
+
+def _contenders() -> dict[str, Callable[[], object]]:
+    return {
+        "lagom, spark": lambda: _lagom("spark"),
+        "lagom, local": lambda: _lagom("local"),
+        "TorchDistributor, distributed": lambda: _torch_distributor(local_mode=False),
+        "TorchDistributor, local": lambda: _torch_distributor(local_mode=True),
+    }
+
+
+def _lagom(launcher: Launcher) -> object:
+    return experiment.lagom(nothing, TorchDistributedConfig(world_size=WORLD_SIZE, launcher=launcher))
+
+
+def _torch_distributor(local_mode: bool) -> object:
+    return peers.torch_distributor(nothing, world_size=WORLD_SIZE, local_mode=local_mode)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time to launch, against TorchDistributor.")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--master", default=f"local[{WORLD_SIZE}]", help="also local-cluster[2,1,1024], spark://...")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""A large in-memory data set on 2 ranks: time from the call to the first batch, and the memory it adds in all.
+
+    python -m benchmarks.payload [--megabytes 1000] [--master local[2]]
+
+Through lagom, and handed to TorchDistributor as an argument. What counts as added is the peak, over all processes,
+above the moment before the call, in which the data set is already in memory once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import memory, peers
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.config.torch_distributed import Launcher
+
+WORLD_SIZE = 2
+MB = 1_000_000
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One call."""
+
+    seconds: float
+    """From the call to the first batch, on the slowest rank known."""
+    added: int
+    """Bytes."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print time and memory of each contender; 0 when the targets hold, else 1."""
+    args = _arguments(argv)
+    data = TensorDataset(torch.ones(args.megabytes * MB // 4000, 1000))
+    size = data.tensors[0].nbytes
+    with peers.spark(args.master):
+        measured = {name: measure(name, call, data) for name, call in _contenders().items()}
+    print(report(measured, size))
+    return 0 if all(held for _, held in targets(measured, size)) else 1
+
+
+def measure(
+    name: str, call: Callable[[TensorDataset], Sequence[float]], data: TensorDataset
+) -> Measurement | None:
+    """Time and memory of ``call``, which gives its ranks' times of day at their first batches; None: it failed."""
+    try:
+        call(TensorDataset(torch.ones(64, 1000)))  # warm
+        with memory.watched() as added:
+            start = time.time()
+            firsts = call(data)
+    except Exception as error:  # a peer that cannot do it is a finding, not the end of the benchmark
+        print(f"{name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+        return None
+    return Measurement(max(firsts) - start, added())
+
+
+def report(measured: Mapping[str, Measurement | None], size: int) -> str:
+    """A table, and whether each target holds."""
+    lines = [f"{f'{size / MB:.0f} MB on {WORLD_SIZE} ranks, warm':30} first batch s   memory added / data"]
+    for name, one in measured.items():
+        figures = f"{one.seconds:13.2f} {one.added / size:21.2f}" if one else f"{'failed':>13} {'failed':>21}"
+        lines.append(f"{name:30} {figures}")
+    lines += [f"{'holds' if held else 'MISSED':7}{target}" for target, held in targets(measured, size)]
+    return "\n".join(lines)
+
+
+def targets(measured: Mapping[str, Measurement | None], size: int) -> list[tuple[str, bool]]:
+    """What lagom promises, and whether it is so."""
+    found = []
+    for name in ("lagom, spark", "lagom, local"):
+        one = measured[name]
+        found += [
+            (f"{name}: first batch in less than 3 s", one is not None and one.seconds < 3),
+            (f"{name}: less than 1.3 times the data added", one is not None and one.added < 1.3 * size),
+        ]
+    return found
+
+
+def first_batch(train_set: TensorDataset) -> tuple[float, float]:
+    """Time of day at the first batch; then reads all data, so that every page a rank will ever hold is held."""
+    next(iter(DataLoader(train_set, batch_size=64, shuffle=True)))
+    now = time.time()
+    total = train_set.tensors[0].sum().item()
+    time.sleep(0.5)  # long enough to be sampled
+    return now, total
+
+
+def _contenders() -> dict[str, Callable[[TensorDataset], Sequence[float]]]:
+    return {
+        "lagom, spark": lambda data: _lagom(data, "spark"),
+        "lagom, local": lambda data: _lagom(data, "local"),
+        "TorchDistributor, local": lambda data: _torch_distributor(data, local_mode=True),
+        "TorchDistributor, distributed": lambda data: _torch_distributor(data, local_mode=False),
+    }
+
+
+def _lagom(data: TensorDataset, launcher: Launcher) -> list[float]:
+    config = TorchDistributedConfig(train_set=data, world_size=WORLD_SIZE, launcher=launcher)
+    return [now for now, _ in experiment.lagom(first_batch, config).per_rank]
+
+
+def _torch_distributor(data: TensorDataset, local_mode: bool) -> list[float]:
+    # Of one rank; the other's result is not to be had.
+    now, _ = peers.torch_distributor(first_batch, data, world_size=WORLD_SIZE, local_mode=local_mode)
+    return [now]
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="A large data set on 2 ranks, against TorchDistributor.")
+    parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument("--master", default=f"local[{WORLD_SIZE}]", help="also local-cluster[2,1,1024], spark://...")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

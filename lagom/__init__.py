@@ -1,0 +1,33 @@
+"""lagom: an ordinary PyTorch training function, run on every executor of a Spark cluster, unchanged."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lagom import config, experiment
+    from lagom.config import TorchDistributedConfig
+    from lagom.errors import LagomError
+    from lagom.result import Result
+    from lagom.worker.place import rank, world_size
+
+__version__ = "0.1.0"
+__all__ = ["LagomError", "Result", "TorchDistributedConfig", "config", "experiment", "rank", "world_size"]
+
+_HOMES = {
+    "LagomError": "lagom.errors",
+    "Result": "lagom.result",
+    "TorchDistributedConfig": "lagom.config",
+    "rank": "lagom.worker.place",
+    "world_size": "lagom.worker.place",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: a driver that launches on Spark must not pay for what only ranks need.
+    if name in ("config", "experiment"):
+        return importlib.import_module(f"lagom.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'lagom' has no attribute {name!r}")

@@ -1,0 +1,113 @@
+"""``Group``: the exchanges between the ranks of a run, over a process group that the program never sees."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from lagom.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch.distributed as dist
+
+_FIRST = 4096 - 8
+"""Bytes that travel along with their own length, so that a short message takes one exchange."""
+
+
+class Group:
+    """All ranks of a run, in order.
+
+    The process groups are made directly, never registered as torch's default one, so that
+    ``torch.distributed.is_initialized()`` stays False to the program. Every call is a collective: all
+    ranks make the same calls in the same order.
+
+    Args:
+        process_group: serves CPU tensors and control messages.
+        device_group: serves CUDA tensors; None where there are none.
+
+    Raises:
+        CollectiveError: from every method, when the exchange fails.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        rank: int,
+        world_size: int,
+        device_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._cpu = process_group
+        self._device = device_group
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum a contiguous ``tensor`` over the ranks, in place."""
+        with _naming("all_reduce"):
+            self._serving(tensor).allreduce([tensor]).wait()
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Overwrite a contiguous ``tensor`` with the one of rank ``root``."""
+        with _naming("broadcast"):
+            self._serving(tensor).broadcast(tensor, root).wait()
+
+    def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
+        """The ``data`` of rank ``root``; what the others give is ignored."""
+        frame = torch.zeros(8 + _FIRST, dtype=torch.uint8)
+        if self.rank == root:
+            frame[:8] = _as_tensor(len(data).to_bytes(8, "little"))
+            frame[8 : 8 + min(len(data), _FIRST)] = _as_tensor(data[:_FIRST])
+        self.broadcast(frame, root)
+        length = int.from_bytes(_as_bytes(frame[:8]), "little")
+        head = _as_bytes(frame[8 : 8 + min(length, _FIRST)])
+        if length <= _FIRST:
+            return head
+        rest = _as_tensor(data[_FIRST:]) if self.rank == root else torch.empty(length - _FIRST, dtype=torch.uint8)
+        self.broadcast(rest, root)
+        return head + _as_bytes(rest)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """The ``data`` of all ranks, in rank order; lengths may differ."""
+        lengths = torch.zeros(self.world_size, dtype=torch.int64)
+        lengths[self.rank] = len(data)
+        self.all_reduce(lengths)
+        longest = int(lengths.max())
+        if longest == 0:
+            return [b""] * self.world_size
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(data)] = _as_tensor(data)
+        theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
+        with _naming("all_gather"):
+            self._cpu.allgather([theirs], [mine]).wait()
+        return [_as_bytes(part[:length]) for part, length in zip(theirs, lengths.tolist(), strict=True)]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        with _naming("barrier"):
+            self._cpu.barrier().wait()
+
+    def _serving(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+        if tensor.device.type == "cpu":
+            return self._cpu
+        assert self._device is not None, f"no process group for {tensor.device}"
+        return self._device
+
+
+@contextmanager
+def _naming(operation: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(f"{operation} failed, as a rule because another rank is gone: {error}") from error
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _as_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.numpy().data)

@@ -1,0 +1,117 @@
+"""``TorchDistributedConfig``: one training function, data-parallel over the ranks of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Launcher = Literal["auto", "spark", "local", "inline"]
+Backend = Literal["torch", "deepspeed"]
+Batches = Literal["split", "whole", "per_rank"]
+Evaluation = Literal["gathered", "replicated", "sharded"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TorchDistributedConfig:
+    """How ``lagom`` runs a training function. Every field is optional.
+
+    Raises:
+        ValueError: when a field has a value it cannot have; nothing has been started then.
+    """
+
+    module: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
+    """A module class, a factory that returns a module, or a list of these (GANs, actor-critic)."""
+    train_set: Any = field(default=None, repr=False)
+    """A ``Dataset``, or a callable that makes one on the rank; a string reaches the function unchanged."""
+    test_set: Any = field(default=None, repr=False)
+    """Like ``train_set``."""
+    dataset: Sequence[Any] | None = field(default=None, repr=False)
+    """``[train_set, test_set]``, instead of the two."""
+    hparams: Mapping[str, Any] = field(default_factory=dict)
+    """Handed to the function: as ``hparams``, and by name to the parameters that its signature has."""
+    world_size: int | None = None
+    """Number of ranks. None: one per GPU, or one per task slot, of the cluster."""
+    launcher: Launcher = "auto"
+    """Where ranks run: "spark"; "local", processes on this machine; "inline", one rank in this very
+    process, for a debugger; "auto", Spark when a session is active and local otherwise."""
+    zero_lvl: int = 0
+    """What is sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    backend: Backend = "torch"
+    """Who does the sharding."""
+    deepspeed_config: Mapping[str, Any] | None = None
+    """Passed through to DeepSpeed."""
+    mixed_precision: bool | Literal["bf16", "fp16"] = False
+    """True: bf16 where the device has it."""
+    batches: Batches = "split"
+    """What the program sees of a training batch. "split": a batch is what ``batch_size`` says and each
+    rank gets its share; "per_rank": ``batch_size`` is each rank's own; "whole": every rank sees all."""
+    evaluation: Evaluation = "replicated"
+    """What a rank sees while evaluating. "replicated": everything; "sharded": its share."""
+    seed: int | None = 0
+    """Start of torch's, numpy's and random's generators, equal on all ranks; None: from the states they
+    have in the calling process, as in a plain call."""
+    name: str | None = None
+    """Shown in Spark's UI and in the result; None: the function's name."""
+    description: str = ""
+    """Free text, kept with the result."""
+    hb_interval: float = 1.0
+    """Seconds between two reports of progress from a rank."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("launcher", Launcher),
+            ("backend", Backend),
+            ("batches", Batches),
+            ("evaluation", Evaluation),
+        ):
+            _one_of(name, getattr(self, name), get_args(choices))
+        _one_of("zero_lvl", self.zero_lvl, (0, 1, 2, 3))
+        _one_of("mixed_precision", self.mixed_precision, (False, True, "bf16", "fp16"))
+        self._check_module()
+        self._check_data()
+        self._check_numbers()
+        if self.deepspeed_config is not None and self.backend != "deepspeed":
+            raise ValueError("deepspeed_config is given, but backend is 'torch'; set backend='deepspeed' or drop it")
+
+    def _check_module(self) -> None:
+        modules = self.module if isinstance(self.module, (list, tuple)) else [self.module]
+        for module in modules:
+            if module is not None and not callable(module):
+                raise ValueError(
+                    f"module is {module!r}; want a module class, a factory such as models.resnet50, or a list of these"
+                )
+
+    def _check_data(self) -> None:
+        if not isinstance(self.hparams, Mapping):
+            raise ValueError(
+                f"hparams is a {type(self.hparams).__name__}; want a dict from names to values, such as {{'lr': 1e-3}}"
+            )
+        if unnamed := [key for key in self.hparams if not isinstance(key, str)]:
+            raise ValueError(f"hparams has the key {unnamed[0]!r}; its keys are names, so strings")
+        if self.dataset is None:
+            return
+        if self.train_set is not None or self.test_set is not None:
+            raise ValueError("both dataset and train_set/test_set are given; dataset=[train_set, test_set] replaces them")
+        if not isinstance(self.dataset, (list, tuple)) or len(self.dataset) != 2:
+            raise ValueError(f"dataset is {self.dataset!r}; want the list [train_set, test_set]")
+
+    def _check_numbers(self) -> None:
+        if self.world_size is not None and (not _is_int(self.world_size) or self.world_size < 1):
+            raise ValueError(f"world_size is {self.world_size!r}; want a number of ranks, at least 1, or None for all")
+        if self.launcher == "inline" and self.world_size not in (None, 1):
+            raise ValueError(f"launcher='inline' is one rank in this process, but world_size is {self.world_size}")
+        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**32):
+            raise ValueError(f"seed is {self.seed!r}; want an int from 0 to 2**32 - 1, or None")
+        if isinstance(self.hb_interval, bool) or not isinstance(self.hb_interval, (int, float)) or self.hb_interval <= 0:
+            raise ValueError(f"hb_interval is {self.hb_interval!r}; want seconds, more than 0")
+
+
+def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+    # By type too: True == 1, and zero_lvl=True is a mistake.
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
+        raise ValueError(f"{name} is {value!r}; want one of {', '.join(map(repr, choices))}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

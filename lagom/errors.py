@@ -1,0 +1,46 @@
+"""The errors lagom raises at run time; wrong settings are plain ``ValueError``."""
+
+from __future__ import annotations
+
+
+class LagomError(RuntimeError):
+    """Something went wrong in a run, as opposed to in a setting."""
+
+
+class PlanError(LagomError):
+    """The run cannot fit the cluster as it is; the text says what would."""
+
+
+class PayloadError(LagomError):
+    """The function, its data or its result cannot travel between driver and ranks."""
+
+
+class RankError(LagomError):
+    """A rank ended without an exception that could be brought back: killed, exited, or unpicklable."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[str, int | None]]:
+        return type(self), (str(self), self.rank)
+
+
+class CollectiveError(LagomError):
+    """An exchange between ranks failed, as a rule because another rank is gone: a consequence, not a cause."""
+
+
+class DivergenceError(LagomError):
+    """Ranks hold different numbers where one machine would hold one."""
+
+
+class RankTraceback(Exception):
+    """Set as the ``__cause__`` of an exception that a rank raised: prints that rank's own traceback."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(rank, text)
+        self.rank = rank
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"on rank {self.rank}:\n\n{self.text}"

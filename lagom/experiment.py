@@ -1,0 +1,103 @@
+"""``lagom(train, config)``: validate, plan, launch, aggregate, return."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lagom.aggregate import aggregate
+from lagom.config import TorchDistributedConfig
+from lagom.errors import RankError, RankTraceback
+from lagom.launchers import choose
+from lagom.launchers.protocol import Outcome
+from lagom.monitor.link import Message
+from lagom.plan import plan
+from lagom.result import Result
+from lagom.signature import arguments
+
+
+def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
+    """Run ``train`` on every rank, as one machine would have run it, and return what it returned.
+
+    Args:
+        train: an ordinary training function of one process. It gets by keyword what its signature names:
+            ``module``, ``hparams``, ``train_set``, ``test_set``, ``dataset``, ``reporter``, and any key of ``hparams``.
+        config: what to give it, and how many ranks to run it on, where.
+
+    Returns:
+        The result: ``result["test result"]`` is the value, ``result.per_rank`` what each rank returned.
+
+    Raises:
+        ValueError: when the function asks for something that nothing provides; nothing has been started then.
+        PlanError: when the run does not fit the cluster.
+        PayloadError: when function, data or result cannot be pickled.
+        RankError: when a rank was killed or called ``sys.exit``.
+        Exception: what the function raised, as its own type, with the rank's traceback as its cause.
+    """
+    started = time.monotonic()
+    if not isinstance(config, TorchDistributedConfig):
+        raise ValueError(f"config is a {type(config).__name__}; want a TorchDistributedConfig")
+    provided = _provided(config)
+    arguments(train, provided | {"reporter": None})
+    launcher = choose(config.launcher)
+    the_plan = plan(config, launcher.cluster(), getattr(train, "__name__", "lagom"))
+    call = {"function": train, "provided": provided, "random": _random(config)}
+    outcomes = launcher.run(the_plan, call)
+    _raise_failure(outcomes)
+    loaded = [outcome.load() for outcome in outcomes]
+    values = [outcome["value"] for outcome in loaded]
+    return Result(
+        aggregate(values, [outcome["samples"] for outcome in loaded]),
+        values,
+        seconds=time.monotonic() - started,
+        name=the_plan.name,
+        where=launcher.where(),
+    )
+
+
+def _provided(config: TorchDistributedConfig) -> dict[str, Any]:
+    """The fields of ``config`` that a function can ask for, in both spellings of the data sets."""
+    sets = {"train_set": config.train_set, "test_set": config.test_set}
+    provided: dict[str, Any] = {"hparams": dict(config.hparams)}
+    if config.module is not None:
+        provided["module"] = config.module
+    if config.dataset is not None:
+        sets = dict(zip(sets, config.dataset, strict=True))
+    provided |= {name: data for name, data in sets.items() if data is not None}
+    if provided.keys() >= sets.keys():
+        provided["dataset"] = list(sets.values())
+    return provided
+
+
+def _random(config: TorchDistributedConfig) -> dict[str, Any] | None:
+    """The states of this process's generators, when ranks are to start from them."""
+    if config.seed is not None:
+        return None
+    from lagom.worker.random_states import random_states
+
+    return random_states()
+
+
+def _raise_failure(outcomes: Sequence[Outcome]) -> None:
+    failed = [outcome for outcome in outcomes if not outcome.report["ok"] and not outcome.report.get("stopped")]
+    if not failed:
+        return
+    # A lost connection is what the others see of a rank that failed.
+    first = min(failed, key=lambda outcome: bool(outcome.report.get("consequence")))
+    raise _exception(first.load().get("error"), first.report)
+
+
+def _exception(error: BaseException | None, report: Message) -> BaseException:
+    """The rank's own exception, its traceback as the cause; or a RankError that says what happened."""
+    rank = report["rank"]
+    if error is None:
+        if "exit" in report:
+            what = f"rank {rank} called sys.exit({report['exit']})"
+        elif "died" in report:
+            what = report["message"]
+        else:
+            what = f"rank {rank} raised {report['error']}: {report['message']}"
+        error = RankError(what, rank)
+    error.__cause__ = RankTraceback(rank, report["traceback"])
+    return error

@@ -1,0 +1,46 @@
+"""Where ranks run: one file per launcher. ``choose`` takes the one that a config means."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lagom.config.torch_distributed import Launcher as LauncherName
+from lagom.launchers.protocol import Launcher
+
+
+def choose(name: LauncherName) -> Launcher:
+    """The launcher of that name; "auto" is Spark where a session is active, and local otherwise."""
+    if name == "auto":
+        name = "spark" if active_session() is not None else "local"
+    if name == "spark":
+        from lagom.launchers.spark import SparkLauncher
+
+        return SparkLauncher(active_session())
+    if name == "inline":
+        from lagom.launchers.inline import InlineLauncher
+
+        return InlineLauncher()
+    from lagom.launchers.local import LocalLauncher
+
+    return LocalLauncher()
+
+
+def active_session() -> Any:
+    """The SparkSession of this process, classic or Connect, or None; imports nothing to find out."""
+    for name in ("pyspark.sql.session", "pyspark.sql.connect.session"):
+        module = sys.modules.get(name)
+        session = module.SparkSession.getActiveSession() if module else None
+        if session is None and module is not None:
+            # The active session is a thread's own; this is the process's.
+            session = getattr(module.SparkSession, "_instantiatedSession", None)
+        if session is not None and _alive(session):
+            return session
+    return None
+
+
+def _alive(session: Any) -> bool:
+    if hasattr(session, "is_stopped"):
+        return not session.is_stopped
+    context = getattr(session, "_sc", None)
+    return context is None or context._jsc is not None

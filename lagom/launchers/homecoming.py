@@ -1,0 +1,108 @@
+"""What a Spark job brought home: rows of outcomes and files, put together again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import tarfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lagom.errors import LagomError
+from lagom.launchers.protocol import Outcome
+from lagom.launchers.run import Run
+from lagom.monitor.channel import anonymous_file
+from lagom.monitor.link import Message
+from lagom.payload import unpack, unpack_file
+
+
+class Homecoming:
+    """The rows of a finished job, and what went to the driver beside them."""
+
+    def __init__(self, rows: Sequence[Any], run: Run) -> None:
+        self._run = run
+        self._reports: dict[int, Message] = {}
+        self._parts: dict[str, dict[int, bytes]] = {}
+        self._digests: dict[str, str] = {}
+        for row in rows:
+            self._take(row)
+
+    def outcomes(self) -> list[Outcome]:
+        """One for each rank, in rank order; a rank that was stopped has one that says so."""
+        failures = {report["rank"]: report for report in reversed(self._run.failures())}
+        ranks = range(self._run.plan.world_size)
+        reports = self._run.reports | self._reports | failures
+        if not any(_failed(report) for report in reports.values()) and (missing := set(ranks) - set(reports)):
+            raise self._run.lost() or LagomError(f"no outcome arrived from ranks {sorted(missing)}, and no error either")
+        found = [reports.get(rank, {"ok": False, "stopped": True, "rank": rank, "consequence": True}) for rank in ranks]
+        return [Outcome(rank=rank, report=report, load=self._loader(rank)) for rank, report in enumerate(found)]
+
+    def unpack_files(self, folder: str) -> None:
+        """Put the files that rank 0 wrote under its working directory into ``folder``."""
+        fd = self._file("files-0")
+        if fd is None:
+            return
+        with os.fdopen(fd, "rb") as file, tarfile.open(fileobj=file) as tar:
+            # Neither absolute names nor links out of the folder.
+            tar.extractall(folder, filter="data")
+
+    def _take(self, row: Any) -> None:
+        name = f"{row['name']}-{row['rank']}"
+        self._parts.setdefault(name, {})[row["part"]] = bytes(row["data"])
+        if row["part"] != 0:
+            return
+        report = json.loads(row["report"])
+        if "sha256" in report:
+            self._digests[name] = report.pop("sha256")
+        if row["name"] == "outcome":
+            self._reports[row["rank"]] = report
+
+    def _loader(self, rank: int) -> Any:
+        name = f"outcome-{rank}"
+        if name in self._digests:
+            fd = self._file(name)
+            return functools.cache(lambda: _loaded(fd))
+        data = b"".join(part for _, part in sorted(self._parts.get(name, {}).items()))
+        return functools.cache(lambda: _unpacked(data))
+
+    def _file(self, name: str) -> int | None:
+        """A new descriptor of the file that arrived as ``name``, at its start; None when there is none."""
+        if name in self._digests:
+            fd = os.dup(self._run.channel.delivered[name])
+            os.lseek(fd, 0, os.SEEK_SET)
+            if _digest(fd) != self._digests[name]:
+                raise LagomError(f"{name} arrived damaged: its digest is not the one that Spark brought")
+            return fd
+        if name not in self._parts:
+            return None
+        fd = anonymous_file(name)
+        for _, part in sorted(self._parts[name].items()):
+            os.write(fd, part)
+        os.lseek(fd, 0, os.SEEK_SET)
+        return fd
+
+
+def _failed(report: Message) -> bool:
+    return not report["ok"] and not report.get("stopped")
+
+
+def _unpacked(data: bytes) -> Mapping[str, Any]:
+    # From a bytearray, so that arrays of the result can be written to.
+    return unpack(bytearray(data)) if data else {"error": None}
+
+
+def _loaded(fd: int | None) -> Any:
+    assert fd is not None
+    with contextlib.closing(os.fdopen(fd, "rb")):
+        return unpack_file(fd)
+
+
+def _digest(fd: int) -> str:
+    digest, position = hashlib.sha256(), 0
+    while chunk := os.pread(fd, 1 << 20, position):
+        digest.update(chunk)
+        position += len(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,203 @@
+"""Ranks as processes of this machine, forked from a server that has torch imported; no JVM."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import os
+import pickle
+import platform
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lagom.errors import LagomError
+from lagom.launchers.protocol import Outcome
+from lagom.launchers.run import Run
+from lagom.monitor.channel import anonymous_file
+from lagom.payload import Parcel, unpack_file
+from lagom.plan import Cluster, Plan
+from lagom.worker.spec import Spec
+
+_MAX_RANKS = 248  # files that one message to the server carries, less link and payload
+_REQUEST = 1 << 20  # bytes
+
+
+class LocalLauncher:
+    """Runs ranks on this machine."""
+
+    def cluster(self) -> Cluster:
+        """One slot per GPU, or per core."""
+        if gpus := visible_gpus():
+            return Cluster(
+                launcher="local",
+                slots=len(gpus),
+                gpus_per_slot=1,
+                remedy="hide the GPUs from torch with CUDA_VISIBLE_DEVICES='' to run on the CPU",
+            )
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return Cluster(launcher="local", slots=cores, oversubscribe=True)
+
+    def where(self) -> str:
+        """For a reader."""
+        return "this machine"
+
+    def run(self, plan: Plan, call: Mapping[str, Any]) -> list[Outcome]:
+        """See ``Launcher.run``."""
+        if plan.world_size > _MAX_RANKS:
+            raise LagomError(f"world_size is {plan.world_size}; the local launcher holds at most {_MAX_RANKS} ranks")
+        with contextlib.ExitStack() as stack:
+            payload = _file(stack, "payload")
+            size = Parcel(call).write(payload)
+            outcomes = [_file(stack, f"outcome-{rank}") for rank in range(plan.world_size)]
+            run = stack.enter_context(Run(plan, self.where(), can_gather=False))
+            ours, theirs = socket.socketpair()
+            with theirs:
+                run.adopt(ours)
+                request = pickle.dumps((_spec(plan, size), visible_gpus() if plan.gpu else ()))
+                server().send(request, [theirs.fileno(), payload, *outcomes])
+            run.watch()
+            if (lost := run.lost()) is not None:
+                raise lost
+            return [_outcome(rank, run.reports[rank], outcomes[rank]) for rank in range(plan.world_size)]
+
+
+def _file(stack: contextlib.ExitStack, name: str) -> int:
+    fd = anonymous_file(name)
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _spec(plan: Plan, payload_size: int) -> Spec:
+    return Spec(
+        run_id=secrets.token_hex(8),
+        # All ranks are held by one process.
+        plan=dataclasses.replace(plan, ranks_per_slot=plan.world_size),
+        env=dict(os.environ),
+        whole_env=True,
+        cwd=os.getcwd(),
+        sys_path=tuple(os.path.abspath(entry) for entry in sys.path),
+        python=".".join(platform.python_version_tuple()[:2]),
+        token="",
+        payload_size=payload_size,
+    )
+
+
+def _outcome(rank: int, report: dict[str, Any], fd: int) -> Outcome:
+    if os.fstat(fd).st_size == 0:
+        return Outcome(rank=rank, report=report, load=lambda: {"error": None})
+    kept = os.dup(fd)
+    value = functools.cache(lambda: _load(kept))
+    return Outcome(rank=rank, report=report, load=value)
+
+
+def _load(fd: int) -> Any:
+    try:
+        return unpack_file(fd)
+    finally:
+        os.close(fd)
+
+
+class _Server:
+    """This process's fork server, started when first needed; it ends when this process does."""
+
+    def __init__(self) -> None:
+        kind = getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, kind)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REQUEST)
+        self.pid = os.getpid()
+        root = str(Path(__file__).parents[2])
+        env = dict(os.environ) | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lagom.worker.server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in the terminal must not reach it
+                env=env,
+                cwd="/",
+            )
+
+    def alive(self) -> bool:
+        """Whether requests can be sent, from this very process."""
+        return self.pid == os.getpid() and self._process.poll() is None
+
+    def send(self, request: bytes, fds: list[int]) -> None:
+        """Hand ``request`` over with the files of its run."""
+        try:
+            socket.send_fds(self._socket, [request], fds)
+        except OSError as error:
+            raise LagomError(f"the local fork server does not take the run: {error}; call again to start another") from error
+
+    def close(self) -> None:
+        """End the server, and every run it holds."""
+        self._socket.close()
+        if self.pid == os.getpid():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=2)
+
+
+_server: _Server | None = None
+_server_lock = threading.Lock()
+
+
+def server() -> _Server:
+    """The fork server of this process."""
+    global _server  # one per process, kept warm between calls
+    with _server_lock:
+        if _server is None or not _server.alive():
+            _server = _Server()
+            atexit.register(_server.close)
+        return _server
+
+
+def shut_down() -> None:
+    """End the fork server; the next call starts another."""
+    global _server  # see server()
+    with _server_lock:
+        if _server is not None:
+            _server.close()
+            _server = None
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that ranks may use, as CUDA_VISIBLE_DEVICES names them; none when torch is a CPU build."""
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if mask is not None and not mask.strip():
+        return ()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if "+cpu" in importlib.metadata.version("torch"):
+            return ()
+    if mask is not None:
+        return tuple(entry.strip() for entry in mask.split(",") if entry.strip())
+    return _listed_gpus()
+
+
+@functools.cache
+def _listed_gpus() -> tuple[str, ...]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    try:
+        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return gpus_in(listing)
+
+
+def gpus_in(listing: str) -> tuple[str, ...]:
+    """Names of the GPUs in what ``nvidia-smi -L`` prints: MIG devices where there are any, else indices."""
+    if devices := re.findall(r"UUID: (MIG-[^)]+)\)", listing):
+        return tuple(devices)
+    return tuple(re.findall(r"^GPU (\d+):", listing, flags=re.MULTILINE))

@@ -1,0 +1,200 @@
+"""The driver's view of a run in progress: who has joined, what they print, what failed first."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lagom.errors import LagomError, PlanError
+from lagom.monitor.channel import Channel
+from lagom.monitor.link import Message
+from lagom.monitor.progress import Progress
+from lagom.plan import Plan
+from lagom.worker.rendezvous import peers
+
+GATHER_S = 1.5
+"""How long after the first task the last may come before all are sent to gather without the driver."""
+_GRACE_S = 5.0  # between the end of the job and the last words of its tasks
+
+
+class Run:
+    """Serves the channel of one run, and shows the run to the user from the calling thread."""
+
+    def __init__(self, plan: Plan, where: str, *, can_gather: bool, payload_fd: int | None = None) -> None:
+        self.plan = plan
+        self.channel = Channel(self._take, self._close, payload_fd)
+        self.reports: dict[int, Message] = {}
+        self._can_gather = can_gather
+        self._num_tasks = 1 if plan.launcher == "local" else plan.num_slots
+        self._joins: dict[int, Message] = {}
+        self._gathering = False
+        self._stopping = False
+        self._connected: set[int] = set()
+        self._done: set[int] = set()
+        self._events: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._failures: list[Message] = []
+        self._lost: list[str] = []
+        self._lock = threading.Lock()
+        self._progress = Progress(plan, where)
+        self._decoders: dict[str, codecs.IncrementalDecoder] = {}
+
+    def __enter__(self) -> Run:
+        self.channel.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if exc[0] is not None:
+            self.stop()
+        self.channel.__exit__(*exc)
+        self._progress.close()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the ranks have been told to end."""
+        return self._stopping
+
+    def adopt(self, connection: socket.socket) -> None:
+        """Serve the one task of a run on this machine, over an inherited connection."""
+        self._connected.add(0)
+        self.channel.adopt(connection, 0)
+
+    def stop(self) -> None:
+        """Tell every task to end its ranks at once; tasks that come later are told as well."""
+        self._stopping = True
+        self.channel.broadcast({"type": "stop"})
+
+    def finish(self) -> None:
+        """Say from any thread that the job is over: ``watch`` returns once the tasks' last words are in."""
+        self._events.put({"type": "over"})
+
+    def watch(self) -> None:
+        """Show what the ranks say until all tasks are done or the job is over. Ctrl-C ends the run."""
+        over = False
+        while True:
+            try:
+                event = self._events.get(timeout=_GRACE_S if over else None)
+            except queue.Empty:
+                return
+            self._show(event)
+            over = over or event["type"] == "over"
+            if len(self._done) >= self._num_tasks or (over and self._connected <= self._done):
+                self._show_rest()
+                return
+
+    def failures(self) -> list[Message]:
+        """The failures that tasks told of, in the order they came: the first is the cause."""
+        return self._failures
+
+    def lost(self) -> LagomError | None:
+        """Why tasks gave up before their ranks ran, or None."""
+        return LagomError("; ".join(dict.fromkeys(self._lost))) if self._lost else None
+
+    def _show_rest(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._show(self._events.get_nowait())
+
+    def _show(self, event: Message) -> None:
+        if event["type"] == "log":
+            stream = sys.stderr if event["stream"] == "stderr" else sys.stdout
+            decoder = self._decoders.setdefault(event["stream"], codecs.getincrementaldecoder("utf-8")("replace"))
+            self._progress.clear()
+            stream.write(decoder.decode(event["data"].encode("latin-1")))
+            stream.flush()
+        elif event["type"] == "dropped":
+            sys.stderr.write(f"[lagom] {event['messages']} pieces of output were dropped: the driver could not keep up\n")
+        else:
+            self._progress.show(event)
+
+    def _take(self, task: int, message: Message) -> None:
+        """A message of a task, in the channel's thread."""
+        kind = message["type"]
+        if kind == "join":
+            self._connected.add(task)
+            self._join(task, message)
+            return
+        if kind == "failed":
+            self._failures.append(message)
+            self.stop()
+        elif kind == "lost":
+            self._lost.append(message["message"])
+            self._done.add(task)
+            self.stop()
+        elif kind == "done":
+            self._done.add(task)
+            self.reports.update({report["rank"]: report for report in message["reports"]})
+            if any(not report["ok"] for report in message["reports"]):
+                self._failures += [report for report in message["reports"] if not report["ok"] and not report.get("stopped")]
+                self.stop()
+        self._events.put(message | {"task": task})
+
+    def _close(self, task: int) -> None:
+        if task in self._connected and task not in self._done:
+            self._done.add(task)
+            if not self._stopping and not self._failures:
+                self._lost.append(f"the process that held the ranks of task {task} is gone, perhaps killed")
+                self.stop()
+        self._events.put({"type": "closed", "task": task})
+
+    def _join(self, task: int, message: Message) -> None:
+        if self._stopping:
+            self.channel.send(task, {"type": "stop"})
+            return
+        if task in self._joins:
+            self._lost.append(f"task {task} was started a second time; lagom does not start a run again by itself")
+            self.channel.send(task, {"type": "stop"})
+            return
+        self._joins[task] = message
+        if self._gathering:
+            self.channel.send(task, {"type": "gather"})
+        elif len(self._joins) == self._num_tasks:
+            self._seat()
+        elif len(self._joins) == 1 and self._can_gather:
+            self.channel.call_later(GATHER_S, self._give_up_waiting)
+        self._events.put({"type": "join", "task": task, "host": message["host"], "ranks": message["ranks"]})
+
+    def _seat(self) -> None:
+        try:
+            table = peers(list(self._joins.values()))
+        except PlanError as error:
+            self._lost.append(str(error))
+            self.stop()
+            return
+        for task in self._joins:
+            self.channel.send(task, table)
+
+    def _give_up_waiting(self) -> None:
+        if len(self._joins) < self._num_tasks and not self._stopping:
+            self._gathering = True
+            for task in self._joins:
+                self.channel.send(task, {"type": "gather"})
+
+
+def in_thread(function: Callable[[], Any], thread_class: type[threading.Thread], run: Run) -> Callable[[], Any]:
+    """Start ``function`` in a thread of its own; returns a function that gives its result or raises its error."""
+    result: dict[str, Any] = {}
+
+    def target() -> None:
+        try:
+            result["value"] = function()
+        except BaseException as error:  # carried to the calling thread
+            result["error"] = error
+        finally:
+            run.finish()
+
+    thread = thread_class(target=target, name="lagom-job", daemon=True)
+    thread.start()
+
+    def collect() -> Any:
+        thread.join()
+        if "error" in result:
+            raise result["error"]
+        return result["value"]
+
+    return collect

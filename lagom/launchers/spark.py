@@ -1,0 +1,234 @@
+"""Ranks inside Spark's tasks: one barrier job, its Python workers holding the forked ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lagom.errors import LagomError
+from lagom.launchers.homecoming import Homecoming
+from lagom.launchers.protocol import Outcome
+from lagom.launchers.run import Run, in_thread
+from lagom.launchers.spark_session import SparkFacts, facts, started_session
+from lagom.monitor.channel import anonymous_file
+from lagom.payload import Parcel
+from lagom.plan import Cluster, Plan
+from lagom.sources import is_installed, lagom_zip, modules_zip
+from lagom.worker import task as task_module
+from lagom.worker.spec import Spec
+
+_INLINE = 1 << 20  # bytes of payload that ride in the job itself
+_CANCEL_S = 2.0
+
+
+class SparkLauncher:
+    """Runs ranks on the executors of a Spark session, classic or Connect."""
+
+    def __init__(self, session: Any = None) -> None:
+        self._session = session if session is not None else started_session()
+        self._facts: SparkFacts = facts(self._session)
+
+    def cluster(self) -> Cluster:
+        """Task slots as Spark counts them."""
+        return self._facts.cluster()
+
+    def where(self) -> str:
+        """For a reader."""
+        return self._facts.name
+
+    def run(self, plan: Plan, call: Mapping[str, Any]) -> list[Outcome]:
+        """See ``Launcher.run``."""
+        with contextlib.ExitStack() as stack:
+            payload = stack.enter_context(_Payload(call))
+            run = stack.enter_context(
+                Run(plan, self.where(), can_gather=plan.barrier, payload_fd=payload.fd)
+            )
+            address = self._listen(run)
+            modules = b"" if self._facts.one_machine else modules_zip(call["function"])
+            spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self._facts.one_machine)
+            rows = self._job(run, plan, spec, stack)
+            home = Homecoming(rows, run)
+            home.unpack_files(spec.cwd)
+            return home.outcomes()
+
+    def _listen(self, run: Run) -> tuple[str, int] | None:
+        if self._facts.bind is None:
+            return None
+        try:
+            bound = run.channel.listen(self._facts.bind)
+        except OSError:  # an address of another machine, as behind NAT: ranks gather without the driver
+            return None
+        return (self._facts.advertise or bound[0], bound[1])
+
+    def _job(self, run: Run, plan: Plan, spec: Spec, stack: contextlib.ExitStack) -> Sequence[Any]:
+        """Run the job in a thread of its own while this one shows it; Ctrl-C and failures end it."""
+        group = f"lagom-{spec.run_id}"
+        function = _travelling(task_module.spark_task(lagom_zip(), _pickled(spec)))
+
+        def job() -> Sequence[Any]:
+            self._facts.tag(group, f"lagom: {plan.name} on {plan.world_size} ranks")
+            frame = self._session.range(0, plan.num_slots, 1, plan.num_slots)
+            rows: Sequence[Any] = frame.mapInArrow(function, task_module.SCHEMA, barrier=plan.barrier).collect()
+            return rows
+
+        stack.enter_context(_plain_interrupt())
+        collect = in_thread(job, self._facts.thread_class(), run)
+        try:
+            run.watch()
+            if run.stopped:
+                # Tasks that have heard of it return by themselves; those that have not are cancelled.
+                threading.Timer(_CANCEL_S, self._cancel_quietly, (group,)).start()
+            return collect()
+        except KeyboardInterrupt:
+            run.stop()
+            self._cancel_quietly(group)
+            raise
+        except Exception as error:
+            if (lost := run.lost()) is not None and not run.failures():
+                raise lost from error
+            return _rows_of_failure(error, run)
+
+    def _cancel_quietly(self, group: str) -> None:
+        with contextlib.suppress(Exception):
+            self._facts.cancel(group)
+
+
+class _Payload:
+    """The call, pickled into a nameless file of this process; processes of the same host open it by path."""
+
+    def __init__(self, call: Mapping[str, Any]) -> None:
+        self._parcel = Parcel(call)
+        self.fd = anonymous_file("payload")
+        self._token = anonymous_file("token")
+
+    def __enter__(self) -> _Payload:
+        self._parcel.write(self.fd)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self.fd)
+        os.close(self._token)
+
+    def spec(
+        self, plan: Plan, address: tuple[str, int] | None, secret: bytes, modules: bytes, *, one_machine: bool
+    ) -> Spec:
+        run_id = secrets.token_hex(8)
+        here = f"/proc/{os.getpid()}/fd"
+        os.pwrite(self._token, f"{run_id}\n{here}/{self.fd}\n".encode(), 0)
+        size = self._parcel.size
+        inline = size <= _INLINE or (address is None and not one_machine)
+        return Spec(
+            run_id=run_id,
+            plan=plan,
+            env=changed_environment(),
+            whole_env=False,
+            cwd=os.getcwd(),
+            sys_path=tuple(path for entry in sys.path if not is_installed(path := os.path.abspath(entry))),
+            python=".".join(platform.python_version_tuple()[:2]),
+            token=f"{here}/{self._token}",
+            payload_size=size,
+            payload=self._parcel.tobytes() if inline else None,
+            payload_sha256="" if inline or one_machine else _digest(self.fd),
+            modules_zip=modules,
+            address=address,
+            secret=secret,
+        )
+
+
+def _digest(fd: int) -> str:
+    digest, position = hashlib.sha256(), 0
+    while chunk := os.pread(fd, 1 << 20, position):
+        digest.update(chunk)
+        position += len(chunk)
+    return digest.hexdigest()
+
+
+def _pickled(spec: Spec) -> bytes:
+    import pickle
+
+    return pickle.dumps(spec)
+
+
+def _travelling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` and its module by value: executors need no lagom to unpickle it."""
+    from pyspark import cloudpickle
+
+    cloudpickle.register_pickle_by_value(task_module)
+    try:
+        frozen = cloudpickle.dumps(function)
+    finally:
+        cloudpickle.unregister_pickle_by_value(task_module)
+    return cloudpickle.loads(frozen)  # type: ignore[no-any-return]
+
+
+def _rows_of_failure(error: Exception, run: Run) -> Sequence[Any]:
+    """The failure that Spark's error text carries, as the row that its task could not return."""
+    text = _whole_text(error)
+    found = task_module.failure_in(text)
+    if found is not None:
+        report, data = found
+        return [{"rank": json.loads(report)["rank"], "name": "outcome", "part": 0, "data": data, "report": report}]
+    if run.failures():
+        return []
+    if "PlanError" in text or "PayloadError" in text or "LinkClosed" in text:
+        lines = [line for line in text.splitlines() if line.startswith(("lagom.", "PlanError", "PayloadError"))]
+        raise LagomError(lines[-1].partition(": ")[2] if lines else text) from error
+    raise LagomError(f"Spark's job failed: {_first_line(error)}") from error
+
+
+def _whole_text(error: BaseException) -> str:
+    texts = [str(error)]
+    for name in ("desc", "stackTrace", "java_exception"):
+        with contextlib.suppress(Exception):
+            texts.append(str(getattr(error, name, "")))
+    return "\n".join(texts)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def _plain_interrupt() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt here; PySpark's own handler calls into a JVM that is being talked to."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+_OF_SPARK = ("SPARK_", "PYSPARK_", "JAVA_", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES")
+
+
+@functools.cache
+def _environment_at_start() -> dict[str, str]:
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return dict(os.environ)
+    pairs = (os.fsdecode(entry).partition("=") for entry in entries if b"=" in entry)
+    return {key: value for key, _, value in pairs}
+
+
+def changed_environment() -> dict[str, str]:
+    """What this program has set in its environment: that follows it, while the shell's belongs to this machine."""
+    start = _environment_at_start()
+    return {
+        key: value for key, value in os.environ.items() if start.get(key) != value and not key.startswith(_OF_SPARK)
+    }

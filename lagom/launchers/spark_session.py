@@ -1,0 +1,198 @@
+"""What a SparkSession is and has: the facts that a run on it depends on, classic and Connect alike."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from lagom.errors import LagomError, PlanError
+from lagom.plan import Cluster
+
+_YOUNG_S = 30.0  # an application of that age may still be waiting for its executors
+_ENOUGH_S = 1.5
+
+
+def started_session() -> Any:
+    """A new session on all cores of this machine, whose workers run this very Python."""
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise LagomError("launcher='spark' needs pyspark: pip install 'lagom-spark[spark]', or use launcher='local'") from error
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    return SparkSession.builder.appName("lagom").getOrCreate()
+
+
+def facts(session: Any) -> SparkFacts:
+    """The facts of ``session``."""
+    if type(session).__module__.startswith("pyspark.sql.connect"):
+        return ConnectFacts(session)
+    return ClassicFacts(session)
+
+
+class SparkFacts:
+    """What both kinds of session answer."""
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.master: str = self.conf("spark.master", "")
+        self.one_machine = self.master.startswith("local")
+
+    name: str
+    bind: str | None
+    """Address of this machine to listen on for ranks; None: they cannot reach it."""
+    advertise: str | None
+    """Address by which ranks reach it, when that is another one."""
+
+    def conf(self, key: str, default: str) -> str:
+        """A setting of the session."""
+        value = self.session.conf.get(key, default)
+        return default if value is None else str(value)
+
+    def cluster(self) -> Cluster:
+        """Slots and GPUs, for the plan."""
+        if self.dynamic:
+            return self._elastic_cluster()
+        return Cluster(
+            launcher="spark",
+            slots=self.slots(),
+            gpus_per_slot=self._gpus_per_task(),
+            remedy=_remedy(self.master),
+        )
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether executors come and go with demand; Spark refuses barrier stages then (SPARK-24942)."""
+        return self.conf("spark.dynamicAllocation.enabled", "false").lower() == "true"
+
+    def slots(self) -> int:
+        """Tasks that can run at the same time."""
+        raise NotImplementedError
+
+    def tag(self, group: str, description: str) -> None:
+        """Mark what this thread starts from now on, for ``cancel``."""
+        raise NotImplementedError
+
+    def cancel(self, group: str) -> None:
+        """End what was started under ``group``."""
+        raise NotImplementedError
+
+    def thread_class(self) -> type[threading.Thread]:
+        """The kind of thread that may talk to the session."""
+        return threading.Thread
+
+    def _gpus_per_task(self) -> int:
+        amount = float(self.conf("spark.task.resource.gpu.amount", "0"))
+        # A fraction means that tasks share a GPU: each still sees one.
+        return 0 if amount == 0 else max(1, int(amount))
+
+    def _elastic_cluster(self) -> Cluster:
+        if self.conf("spark.speculation", "false").lower() == "true":
+            raise PlanError("Spark would start second copies of ranks; set spark.speculation=false")
+        now = self.slots()
+        most = self.conf("spark.dynamicAllocation.maxExecutors", "infinity")
+        cores = int(self.conf("spark.executor.cores", "1")) // int(self.conf("spark.task.cpus", "1"))
+        bounded = most.isdigit() and int(most) < 2**31 - 1
+        return Cluster(
+            launcher="spark",
+            slots=int(most) * max(1, cores) if bounded else max(1, now),
+            oversubscribe=not bounded,  # Spark will get the executors when asked for them
+            gpus_per_slot=self._gpus_per_task(),
+            barrier=False,
+            remedy="raise spark.dynamicAllocation.maxExecutors",
+        )
+
+
+class ClassicFacts(SparkFacts):
+    """A session with its JVM beside this process."""
+
+    def __init__(self, session: Any) -> None:
+        super().__init__(session)
+        self._context = session.sparkContext
+        self.name = f"Spark {self.master}"
+        if self.one_machine:
+            self.bind, self.advertise = "127.0.0.1", None
+        else:
+            host = self.conf("spark.driver.host", "")
+            self.bind, self.advertise = self.conf("spark.driver.bindAddress", host) or None, host
+
+    def slots(self) -> int:
+        """As the scheduler counts them, GPUs included; an application that has just started gets a moment."""
+        jsc = self._context._jsc.sc()
+        profile = jsc.resourceProfileManager().defaultResourceProfile()
+        young_until = self._context.startTime / 1000 + _YOUNG_S
+        wanted = int(self.conf("spark.executor.instances", "1"))
+        while True:
+            slots = int(jsc.maxNumConcurrentTasks(profile))
+            executors = jsc.getExecutorMemoryStatus().size() - 1  # the driver counts as one
+            if self.one_machine or (slots and executors >= wanted) or time.time() > young_until:
+                return slots
+            time.sleep(0.05)
+
+    def tag(self, group: str, description: str) -> None:
+        """See ``SparkFacts.tag``."""
+        self._context.setJobGroup(group, description, interruptOnCancel=True)
+
+    def cancel(self, group: str) -> None:
+        """See ``SparkFacts.cancel``."""
+        self._context.cancelJobGroup(group)
+
+    def thread_class(self) -> type[threading.Thread]:
+        """One that keeps Spark's local properties."""
+        from pyspark import InheritableThread
+
+        return InheritableThread  # type: ignore[no-any-return]
+
+
+class ConnectFacts(SparkFacts):
+    """A session whose server may be anywhere."""
+
+    _slots: dict[str, int] = {}  # noqa: RUF012  (by session: counting them is a job of its own)
+
+    def __init__(self, session: Any) -> None:
+        super().__init__(session)
+        self.name = f"Spark Connect {self.master}".rstrip()
+        self.bind, self.advertise = _address_towards(session), None
+
+    def slots(self) -> int:
+        """Spark's default parallelism: all that a client is told."""
+        if matched := re.fullmatch(r"local\[(\d+)(,\d+)?\]", self.master):
+            return int(matched[1])
+        session_id = str(self.session.session_id)
+        if session_id not in self._slots:
+            from pyspark.sql.functions import spark_partition_id
+
+            frame = self.session.range(0, 1 << 16).select(spark_partition_id().alias("part"))
+            self._slots[session_id] = int(frame.distinct().count())
+        return self._slots[session_id]
+
+    def tag(self, group: str, description: str) -> None:
+        """See ``SparkFacts.tag``."""
+        self.session.addTag(group)
+
+    def cancel(self, group: str) -> None:
+        """See ``SparkFacts.cancel``."""
+        self.session.interruptTag(group)
+
+
+def _address_towards(session: Any) -> str | None:
+    """This machine's address as the Connect server sees it."""
+    with contextlib.suppress(Exception):  # no public way to ask a session where its server is
+        host = session.client.host
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 1))
+            return str(probe.getsockname()[0])
+    return None
+
+
+def _remedy(master: str) -> str:
+    if master.startswith("local["):
+        return "start the session with master('local[N]') for N ranks"
+    if master.startswith("spark://"):
+        return "give the application more cores (spark.cores.max, spark.executor.cores) or the cluster more workers"
+    return "raise spark.executor.instances or spark.executor.cores"

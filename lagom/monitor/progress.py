@@ -1,0 +1,91 @@
+"""How far a run is, for a person: one line that renews itself in a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from lagom.monitor.link import Message
+
+_TERMINAL_S = 0.2
+_LOG_S = 10.0
+
+
+class Progress:
+    """Shows a run on standard error."""
+
+    def __init__(self, plan: Any, where: str) -> None:
+        self._name = plan.name
+        self._world_size = plan.world_size
+        self._where = where
+        self._ranks: dict[int, Message] = {}
+        self._hosts: dict[str, list[int]] = {}
+        self._joined = 0
+        self._live = sys.stderr.isatty()
+        self._shown_at = time.monotonic() if not self._live else 0.0
+        self._line = ""
+
+    def show(self, event: Message) -> None:
+        """Take in ``event``, and show it when it is time to."""
+        if event["type"] == "join":
+            self._hosts.setdefault(str(event["host"]).split("|")[0], []).extend(event["ranks"])
+            if sum(map(len, self._hosts.values())) == self._world_size:
+                self._say(f"lagom: {self._name}: {self._topology()}")
+        elif event["type"] == "progress":
+            self._ranks[event["rank"]] = event
+            if time.monotonic() - self._shown_at >= (_TERMINAL_S if self._live else _LOG_S):
+                self._shown_at = time.monotonic()
+                self._renew()
+
+    def clear(self) -> None:
+        """Make room for a line of the user's program."""
+        if self._line:
+            sys.stderr.write("\r" + " " * len(self._line) + "\r")
+            sys.stderr.flush()
+            self._line = ""
+
+    def close(self) -> None:
+        """Leave the last state standing."""
+        if self._line:
+            sys.stderr.write("\n")
+            sys.stderr.flush()
+            self._line = ""
+
+    def _topology(self) -> str:
+        ranks = "1 rank" if self._world_size == 1 else f"{self._world_size} ranks"
+        hosts = ", ".join(f"{host}: {_spans(sorted(ranks))}" for host, ranks in sorted(self._hosts.items()))
+        return f"{ranks} on {self._where} ({hosts})"
+
+    def _renew(self) -> None:
+        if not self._live:
+            self._say(f"lagom: {self._text()}")
+            return
+        self.clear()
+        self._line = f"lagom: {self._text()}"[:160]
+        sys.stderr.write(self._line)
+        sys.stderr.flush()
+
+    def _text(self) -> str:
+        shown = [self._rank_text(rank) for rank in sorted(self._ranks)[:4]]
+        more = len(self._ranks) - len(shown)
+        return " | ".join(shown) + (f" | and {more} more ranks" if more else "")
+
+    def _rank_text(self, rank: int) -> str:
+        event = self._ranks[rank]
+        step = f"step {event.get('step', 0)}" + (f"/{event['steps']}" if event.get("steps") else "")
+        return f"rank {rank}: epoch {event.get('epoch', 0)}, {step}, {event.get('samples', 0):,} samples"
+
+    def _say(self, text: str) -> None:
+        self.clear()
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def _spans(ranks: list[int]) -> str:
+    """ "rank 0", "ranks 0-3", "ranks 0, 2"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))

@@ -1,0 +1,38 @@
+"""What makes an unmodified program run on several ranks: torch, patched for the time of a run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from lagom.patching.backward import synchronised_backward
+from lagom.patching.dataloader import dealt_loaders
+from lagom.patching.files import shared_files
+from lagom.patching.module import own_forwards, tracked_modules
+from lagom.patching.random import OwnStreams, derived
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lagom.patching.session import Session
+
+__all__ = ["patched"]
+
+
+@contextmanager
+def patched(session: Session) -> Iterator[None]:
+    """Patch torch for the program of ``session``; undone exactly, also when it raises.
+
+    With one rank only batches are counted and, on CUDA, moved to the device.
+    """
+    distributed = session.world_size > 1
+    streams = OwnStreams(derived("own", session.plan.seed, session.rank), session.device)
+    with ExitStack() as stack:
+        if distributed:
+            stack.enter_context(tracked_modules(session))
+            stack.enter_context(synchronised_backward(session))
+            stack.enter_context(shared_files(session))
+        if distributed or session.device.type == "cuda":
+            stack.enter_context(own_forwards(session, streams))
+        stack.enter_context(dealt_loaders(session, streams))
+        yield

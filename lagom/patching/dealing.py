@@ -1,0 +1,99 @@
+"""Who gets what of a batch; and the index sampler of a loader in use, which gives each rank its share."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+from lagom.patching.order import common_order
+from lagom.patching.session import Pass, Session, Share
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.utils.data import DataLoader
+
+
+def split(batch: Any, rank: int, world_size: int) -> tuple[Any, Share]:
+    """The positions of ``rank`` in a batch: every position once over all ranks.
+
+    A rank that gets none, in a batch shorter than the world, gets a copy of the first position that
+    counts nowhere, so that it takes the same steps as the others.
+    """
+    if not hasattr(batch, "__getitem__") or not hasattr(batch, "__len__"):
+        batch = list(batch)
+    mine = batch[rank::world_size]
+    even = len(batch) % world_size == 0
+    return (mine if len(mine) else batch[:1]), Share(len(mine), len(batch), even)
+
+
+def per_rank(batches: list[Any], rank: int, world_size: int, *, drop_last: bool) -> tuple[Any, Share] | None:
+    """The share of ``rank`` in ``world_size`` batches that make one global batch.
+
+    Its own batch, whole; of a tail that has not a batch for everyone, its positions; None where that is dropped.
+    """
+    if len(batches) == world_size:
+        sizes = [len(batch) for batch in batches]
+        return batches[rank], Share(sizes[rank], sum(sizes), len(set(sizes)) == 1)
+    if not batches or drop_last:
+        return None
+    return split(list(chain.from_iterable(batches)), rank, world_size)
+
+
+class Dealer:
+    """Stands for a loader's batch sampler, or its sampler, wherever the loader is used.
+
+    Args:
+        start: gives the pass that an iteration belongs to.
+    """
+
+    def __init__(self, session: Session, loader: DataLoader[Any], source: Any, start: Callable[[], Pass]) -> None:
+        self._session = session
+        self._loader = loader
+        self._source = source
+        self._start = start
+        self._drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
+
+    def __len__(self) -> int:
+        length = len(self._source)
+        current = self._start()
+        if not (current.training and current.sharded and self._session.plan.batches == "per_rank"):
+            return length
+        world_size = self._session.world_size
+        return length // world_size if self._drop_last else -(-length // world_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        current = self._start()
+        if not (current.training or current.sharded):
+            return iter(self._source)
+        # Now, not when the first batch is drawn: iter() of a sampler may draw random numbers.
+        batches = common_order(self._session, self._source)
+        if not current.sharded:
+            return batches
+        current.shares.clear()
+        if not current.training:
+            return self._dealt_for_evaluation(batches)
+        if self._session.plan.batches == "per_rank":
+            return self._dealt_per_rank(batches, current)
+        return self._dealt(batches, current)
+
+    def _dealt(self, batches: Iterator[Any], current: Pass) -> Iterator[Any]:
+        for batch in batches:
+            mine, share = split(batch, self._session.rank, self._session.world_size)
+            current.shares.append(share)
+            yield mine
+
+    def _dealt_per_rank(self, batches: Iterator[Any], current: Pass) -> Iterator[Any]:
+        rank, world_size = self._session.rank, self._session.world_size
+        while group := list(islice(batches, world_size)):
+            dealt = per_rank(group, rank, world_size, drop_last=self._drop_last)
+            if dealt is None:
+                return
+            current.shares.append(dealt[1])
+            yield dealt[0]
+
+    def _dealt_for_evaluation(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            mine, share = split(batch, self._session.rank, self._session.world_size)
+            if share.num_mine:
+                yield mine

@@ -1,0 +1,44 @@
+"""CUDA: batches and modules follow to the rank's device, so that a program need not say where."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def moved(data: Any, device: torch.device) -> Any:
+    """``data`` with its tensors on ``device``; containers keep their types, other objects are themselves."""
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=data.device.type == "cpu" and data.is_pinned())
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(moved(part, device) for part in data))
+    if type(data) in (list, tuple):
+        return type(data)(moved(part, device) for part in data)
+    if type(data) is dict:
+        return {key: moved(part, device) for key, part in data.items()}
+    return data
+
+
+def follow_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
+    """Move ``module`` to ``device`` when it is still on the CPU and its input is on ``device``.
+
+    ``Module.to`` keeps the Parameter objects, so that optimizers made earlier stay right.
+    """
+    state = next(chain(module.parameters(), module.buffers()), None)
+    if state is None or state.device.type != "cpu":
+        return
+    if any(_is_on(value, device.type) for value in (*args, *kwargs.values())):
+        module.to(device)
+
+
+def _is_on(value: Any, kind: str) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device.type == kind
+    if isinstance(value, (list, tuple)):
+        return any(_is_on(part, kind) for part in value)
+    return isinstance(value, dict) and any(_is_on(part, kind) for part in value.values())

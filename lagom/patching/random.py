@@ -1,0 +1,101 @@
+"""Random numbers: streams that are common to all ranks, and streams of a rank's own."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def seed_everything(seed: int) -> None:
+    """Start torch's, numpy's and random's global generators, as a program would by hand."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        np.random.seed(seed)  # the global generator is what programs use
+
+
+def derived(*parts: object) -> int:
+    """A seed of 63 bits, the same wherever the parts are."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+
+
+class OwnStreams:
+    """Generators that only this rank draws from, swapped in for the global ones.
+
+    Around a forward only torch's (2 microseconds); around the fetching of samples all of them.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._torch = torch.Generator().manual_seed(seed).get_state()
+        self._random = random.Random(seed).getstate()
+        self._numpy: Any = None
+        self._device = device
+        self._cuda: Any = None
+
+    @contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """Swap torch's streams, of the device too."""
+        common = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._torch)
+        on_device = self._swap_device()
+        try:
+            yield
+        finally:
+            self._torch = torch.default_generator.get_state()
+            torch.default_generator.set_state(common)
+            if on_device is not None:
+                torch.cuda.default_generators[self._device.index or 0].graphsafe_set_state(on_device)
+
+    @contextmanager
+    def in_fetch(self) -> Iterator[None]:
+        """Swap torch's, numpy's and random's streams."""
+        common = random.getstate()
+        random.setstate(self._random)
+        try:
+            with self.in_forward(), self._in_numpy():
+                yield
+        finally:
+            self._random = random.getstate()
+            random.setstate(common)
+
+    def _swap_device(self) -> Any:
+        if self._device.type != "cuda":
+            return None
+        generator = torch.cuda.default_generators[self._device.index or 0]
+        if self._cuda is None:
+            self._cuda = torch.Generator(self._device).manual_seed(self._seed)
+        # A generator shares its state with the one it is set to: what is drawn advances self._cuda.
+        common = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(self._cuda)
+        return common
+
+    @contextmanager
+    def _in_numpy(self) -> Iterator[None]:
+        if "numpy.random" not in sys.modules:
+            yield
+            return
+        import numpy as np
+
+        if self._numpy is None:
+            self._numpy = np.random.MT19937(self._seed)
+        # Swapping the bit generator takes 0.3 us, but drops the second number of a pair of normal ones.
+        kept = np.random.get_state(legacy=False)
+        common = np.random.mtrand.get_bit_generator()
+        np.random.mtrand.set_bit_generator(self._numpy)
+        try:
+            yield
+        finally:
+            np.random.mtrand.set_bit_generator(common)
+            if kept["has_gauss"]:
+                np.random.set_state(kept)

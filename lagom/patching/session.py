@@ -1,0 +1,244 @@
+"""``Session``: what the patches know of a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lagom.patching.random import derived
+from lagom.strategies.leaves import Leaves
+from lagom.strategies.replicate import Replicate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import nn
+    from torch.distributed import Store
+
+    from lagom.collectives.group import Group
+    from lagom.plan import Plan
+
+log = logging.getLogger("lagom")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of a batch is this rank's."""
+
+    num_mine: int
+    num_all: int
+    even: bool
+    """All ranks have as many."""
+
+    def weight(self, world_size: int) -> float:
+        """What the root of a backward is multiplied by, so that the average over ranks is the mean of the batch."""
+        return world_size * self.num_mine / self.num_all
+
+
+@dataclass(eq=False)
+class Pass:
+    """One iteration over a loader."""
+
+    training: bool
+    sharded: bool
+    by_mode: bool = False
+    """Gradients are on; it is no training because the model is in eval mode."""
+    steps: int | None = None
+    step: int = 0
+    shares: deque[Share | None] = field(default_factory=deque)
+    """Of the batches that the sampler has given and the user has not seen yet: workers fetch ahead."""
+    current: Share | None = None
+
+
+class Session:
+    """The state of one run on one rank, shared by all patches.
+
+    Args:
+        group: the ranks; None when there is only one.
+        host_dir: a directory that the ranks of this host share during the run.
+        store: a torch Store that all ranks reach, for what is no collective.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        group: Group | None,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        local_world_size: int,
+        device: torch.device,
+        host_dir: Path,
+        store: Store | None,
+    ) -> None:
+        self.plan = plan
+        self.group = group
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = local_rank
+        self.local_world_size = local_world_size
+        self.device = device
+        self.host_dir = host_dir
+        self.store = store
+        self.live = True
+        """False in processes forked from the rank, such as loader workers: patches do nothing there."""
+        self.samples_trained = 0
+        self.epoch = 0
+        self.depth = 0
+        """Of nested backwards; recomputed forwards must find the random numbers of the first time."""
+        self.starting: Pass | None = None
+        """The pass whose iterator is being made."""
+        self.reported: dict[str, float | int] = {}
+        """What the program reported last; shown along with the progress."""
+        self._uneven_from: torch.Tensor | None = None
+        self.modules = WeakIdKeyDictionary()
+        self.leaves = Leaves()
+        self.replicate = Replicate(group, self.leaves, self._num_rows, self.name_of) if group is not None else None
+        self._open: list[weakref.ref[Pass]] = []
+        self._last: Share | None = None
+        self._progress: dict[str, int | None] = {"epoch": 0, "step": 0, "steps": None}
+        self._said: set[str] = set()
+        self._num_reseeds = 0
+        self._evaluating: weakref.ref[Pass] | None = None
+        _alive.add(self)
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there are other ranks, and this process is one of them."""
+        return self.live and self.world_size > 1
+
+    def yielded(self, current: Pass, share: Share | None, num_samples: int) -> None:
+        """The program sees a training batch; its share holds until another one's or the end of its pass."""
+        current.current = share
+        current.step += 1
+        ref = next((ref for ref in self._open if ref() is current), None)
+        if ref is None:
+            self.epoch += 1
+            ref = weakref.ref(current)
+        else:
+            self._open.remove(ref)
+        self._open.append(ref)
+        self._last = share
+        self.samples_trained += num_samples
+        if share is not None and not share.even:
+            self._uneven_from = torch.default_generator.get_state()
+        self._progress = {"epoch": self.epoch, "step": current.step, "steps": current.steps}
+
+    def ended(self, current: Pass) -> None:
+        """The pass is exhausted."""
+        self._open = [ref for ref in self._open if ref() is not current]
+        if self._evaluating is not None and self._evaluating() is current:
+            self._evaluating = None
+        self.boundary()
+
+    def boundary(self) -> None:
+        """Between two batches: start the common random numbers anew when ranks may have drawn different amounts.
+
+        That is when the program drew any while the shares were uneven, as in ``torch.randn(len(x))``.
+        """
+        before, self._uneven_from = self._uneven_from, None
+        if before is not None and not torch.equal(before, torch.default_generator.get_state()):
+            self._num_reseeds += 1
+            torch.manual_seed(derived("common", self.plan.seed, self._num_reseeds))
+
+    def evaluating(self, current: Pass) -> None:
+        """The program sees a batch of a pass that is evaluation because the model is in eval mode."""
+        if self._evaluating is None or self._evaluating() is not current:
+            self._evaluating = weakref.ref(current)
+
+    def trained(self) -> None:
+        """A backward ran."""
+        if self._evaluating is not None and self._evaluating() is not None and not self._open_training():
+            self.say_once(
+                "a loop over a data loader trains while the whole model is in eval mode: every rank trains on all of "
+                "its batches, which is right but not faster; call model.train() before the loop"
+            )
+
+    def _open_training(self) -> bool:
+        return any(ref() is not None for ref in self._open)
+
+    @property
+    def share(self) -> Share | None:
+        """Of the batch most recently seen in a pass that is still going on, else in the last one.
+
+        The last one's stays: ``x, y = next(iter(loader))`` may be trained on for long. On a loss that is
+        equal on all ranks no weight does harm, since weights average to 1.
+        """
+        while self._open:
+            innermost = self._open[-1]()
+            if innermost is not None:
+                return innermost.current
+            self._open.pop()
+        return self._last
+
+    @property
+    def weight(self) -> float:
+        """What the root of a backward is multiplied by."""
+        share = self.share
+        return 1.0 if share is None else share.weight(self.world_size)
+
+    def evaluates_by_mode(self) -> bool:
+        """Whether the modules that are trained are all in eval mode."""
+        reached = self.replicate.reached if self.replicate is not None else set()
+        trained = False
+        for module in self._trainable():
+            own = [p for p in module.__dict__.get("_parameters", {}).values() if p is not None and p.requires_grad]
+            if reached:
+                own = [p for p in own if self.leaves.known(p) in reached]
+            if own:
+                if module.__dict__.get("training", True):
+                    return False
+                trained = True
+        return trained
+
+    def name_of(self, leaf: torch.Tensor | None) -> str:
+        """What to call a leaf in a message."""
+        if leaf is None:
+            return "a tensor that this rank does not have"
+        best = ""
+        for module in self._trainable():
+            for name, parameter in module.named_parameters():
+                full = f"{type(module).__name__}.{name}"
+                # The longest path starts at the outermost module.
+                if parameter is leaf and full.count(".") > best.count("."):
+                    best = full
+        shape = tuple(leaf.shape)
+        return f"the parameter {best} of shape {shape}" if best else f"a tensor of shape {shape}"
+
+    def progress(self) -> dict[str, int | float | None]:
+        """Where training is, as plain numbers; may be called from another thread."""
+        return {**self._progress, "samples": self.samples_trained, "loss": None, **self.reported}
+
+    def say_once(self, text: str) -> None:
+        """Log ``text``, the first time."""
+        if text not in self._said:
+            self._said.add(text)
+            log.warning(text)
+
+    def _num_rows(self) -> int | None:
+        share = self.share
+        return None if share is None else max(share.num_mine, 1)
+
+    def _trainable(self) -> Iterator[nn.Module]:
+        return (module for module in list(self.modules) if "_parameters" in module.__dict__)
+
+
+_alive: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    for session in list(_alive):
+        session.live = False
+
+
+# Processes forked from a rank are not ranks: their backwards and saves are their own.
+os.register_at_fork(after_in_child=_forget)

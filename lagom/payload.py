@@ -1,0 +1,201 @@
+"""What travels between driver and ranks: any value as one pickle, its big buffers beside it, uncopied."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import mmap
+import os
+import pickle
+import struct
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import cloudpickle
+
+from lagom.errors import PayloadError
+
+_MAGIC = b"lagom\x005\n"
+_ALIGNMENT = 64
+_OUT_OF_BAND = 1 << 16  # bytes; below it, a buffer of its own costs more than a copy
+
+
+class Parcel:
+    """A pickled value, not yet written anywhere: its pickle and buffers, in the order they will lie in a file."""
+
+    def __init__(self, value: object) -> None:
+        """Pickle ``value``.
+
+        Raises:
+            PayloadError: when a part of it cannot be pickled, naming that part.
+        """
+        self._pickled, self._buffers = _pickle(value)
+        sizes = [len(self._pickled), *(buffer.nbytes for buffer in self._buffers)]
+        index = json.dumps(sizes).encode()
+        self._head = _MAGIC + struct.pack(">Q", len(index)) + index
+        self.size = len(self._head) + sum(_padding(size) + size for size in [len(self._head), *sizes]) - len(self._head)
+
+    def pieces(self) -> Iterable[bytes | memoryview]:
+        """The bytes of the parcel, in order, without joining them."""
+        yield self._head
+        size = len(self._head)
+        for piece in (self._pickled, *self._buffers):
+            yield bytes(_padding(size))
+            yield piece
+            size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
+        yield bytes(_padding(size))
+
+    def tobytes(self) -> bytes:
+        """The parcel in one piece."""
+        return b"".join(self.pieces())
+
+    def write(self, fd: int) -> int:
+        """Write the parcel to the file ``fd`` where that stands; returns its size in bytes."""
+        for piece in self.pieces():
+            view = memoryview(piece).cast("B")
+            while view:
+                view = view[os.write(fd, view[: 1 << 30]) :]
+        return self.size
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Any:
+    """The value of a parcel. Arrays and tensors lie in ``data`` itself and are writable when it is."""
+    view = memoryview(data).cast("B")
+    if bytes(view[: len(_MAGIC)]) != _MAGIC:
+        raise PayloadError("these bytes are no lagom parcel: they are cut off, or another version wrote them")
+    (length,) = struct.unpack_from(">Q", view, len(_MAGIC))
+    start = len(_MAGIC) + 8
+    sizes = json.loads(bytes(view[start : start + length]))
+    position, pieces = start + length, []
+    previous = position
+    for size in sizes:
+        position += _padding(previous)
+        pieces.append(view[position : position + size])
+        position, previous = position + size, size
+    if position > len(view):
+        raise PayloadError(f"a parcel of {position} bytes arrived as {len(view)} bytes")
+    return pickle.loads(pieces[0], buffers=pieces[1:])
+
+
+def unpack_file(fd: int, *, offset: int = 0) -> Any:
+    """The value of the parcel in the file ``fd``, mapped: all processes that unpack it share its pages.
+
+    What one of them writes into an array stays its own (the mapping is private, copy on write).
+    """
+    size = os.fstat(fd).st_size
+    mapped = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return unpack(memoryview(mapped)[offset:])
+
+
+def _padding(size: int) -> int:
+    return -size % _ALIGNMENT
+
+
+def _pickle(value: object) -> tuple[bytes, list[memoryview]]:
+    buffers: list[memoryview] = []
+
+    def out_of_band(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _OUT_OF_BAND:
+            return True
+        buffers.append(raw)
+        return False
+
+    stream = io.BytesIO()
+    try:
+        _Pickler(stream, out_of_band).dump(value)
+    except Exception as error:
+        culprit = find_unpicklable(value)
+        what = culprit if culprit else f"a {type(value).__name__}"
+        raise PayloadError(f"{what} cannot be pickled: {type(error).__name__}: {error}") from error
+    return stream.getvalue(), buffers
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, with the memory of torch's storages handed out of band; torch is never imported for it."""
+
+    def __init__(self, stream: io.BytesIO, out_of_band: Callable[[pickle.PickleBuffer], Any]) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=out_of_band)
+        self._storages: dict[tuple[str, int, int], _Storage] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.storage.TypedStorage):
+            return _typed_storage, (self._storage(value._untyped_storage), value.dtype)
+        return super().reducer_override(value)
+
+    def _storage(self, storage: Any) -> _Storage:
+        # Tensors that share memory must share it on the other side too: pickle remembers the _Storage it has seen.
+        key = (storage.device.type, storage.data_ptr(), storage.nbytes())
+        if key not in self._storages or storage.nbytes() == 0:
+            self._storages[key] = _Storage(storage)
+        return self._storages[key]
+
+
+class _Storage:
+    """Stands for a torch storage in a pickle; comes out of it as the storage."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        cpu = self._storage if self._storage.device.type == "cpu" else self._storage.cpu()
+        memory = memoryview((ctypes.c_char * cpu.nbytes()).from_address(cpu.data_ptr() or 0)) if cpu.nbytes() else b""
+        # ctypes borrows the memory; the storage must outlive the parcel.
+        return _untyped_storage, (pickle.PickleBuffer(_kept(memory, cpu)), self._storage.device.type)
+
+
+def _kept(memory: memoryview | bytes, owner: object) -> memoryview:
+    """``memory`` as bytes that keep ``owner`` alive as long as they live."""
+    if isinstance(memory, bytes):
+        return memoryview(memory)
+    array = memory.obj
+    array._owner = owner
+    return memoryview(array).cast("B")
+
+
+def _untyped_storage(buffer: Any, device: str) -> Any:
+    import torch
+
+    view = memoryview(buffer)
+    if view.nbytes == 0:
+        return torch.UntypedStorage(0)
+    if view.readonly:
+        view = memoryview(bytearray(view))
+    storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+    return storage.cuda() if device == "cuda" and torch.cuda.is_available() else storage
+
+
+def _typed_storage(storage: Any, dtype: Any) -> Any:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def find_unpicklable(value: object, name: str = "") -> str:
+    """Name the innermost part of ``value`` that cannot be pickled, or "" when all of it can be."""
+    try:
+        cloudpickle.dumps(value)
+        return ""
+    except Exception:  # the error was seen once already; only the place is wanted
+        pass
+    for part_name, part in _parts(value, name):
+        if found := find_unpicklable(part, part_name):
+            return found
+    return f"{name} (a {type(value).__name__})" if name else ""
+
+
+def _parts(value: object, name: str) -> list[tuple[str, object]]:
+    """Named parts one level down: items of containers, closure and globals of functions, attributes of objects."""
+    if isinstance(value, Mapping):
+        return [(f"{name}[{key!r}]" if name else str(key), part) for key, part in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"{name}[{position}]", part) for position, part in enumerate(value)]
+    if code := getattr(value, "__code__", None):
+        cells = zip(code.co_freevars, getattr(value, "__closure__", None) or (), strict=False)
+        used = {key: part for key, part in value.__globals__.items() if key in code.co_names}  # type: ignore[attr-defined]
+        inner = {key: cell.cell_contents for key, cell in cells} | used
+        return [(f"the variable {key!r} that {code.co_name}() uses", part) for key, part in inner.items()]
+    return [(f"{name}.{key}", part) for key, part in getattr(value, "__dict__", {}).items() if not isinstance(value, type)]

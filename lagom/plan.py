@@ -1,0 +1,96 @@
+"""``Plan``: what a run will be, every "auto" resolved once, before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lagom.config import TorchDistributedConfig
+from lagom.config.torch_distributed import Batches, Evaluation
+from lagom.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """What a launcher can offer, as facts."""
+
+    launcher: str
+    """One of "spark", "local" and "inline"."""
+    slots: int
+    """Tasks that can run at the same time: the number taken when none is asked for."""
+    oversubscribe: bool = False
+    """Whether more tasks than slots may be asked for, as processes of one machine can."""
+    gpus_per_slot: int = 0
+    """GPUs that each of these tasks gets for itself."""
+    barrier: bool = True
+    """Whether all tasks of a stage can be had at once or not at all; Spark's dynamic allocation refuses it."""
+    remedy: str = ""
+    """What the user would change to get more slots."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A run as it will be, equal on the driver and all ranks."""
+
+    name: str
+    launcher: str
+    world_size: int
+    ranks_per_slot: int
+    """Ranks that one task holds: one per GPU of the task, else one."""
+    barrier: bool
+    gpu: bool
+    """Each rank has a GPU: NCCL moves its gradients; else gloo does."""
+    batches: Batches
+    evaluation: Evaluation
+    seed: int | None
+    hb_interval: float
+
+    @property
+    def num_slots(self) -> int:
+        """Tasks the run takes."""
+        return -(-self.world_size // self.ranks_per_slot)
+
+
+def plan(config: TorchDistributedConfig, cluster: Cluster, name: str = "lagom") -> Plan:
+    """Resolve ``config`` against what the cluster has.
+
+    Raises:
+        PlanError: when it cannot fit, with the remedy.
+    """
+    _refuse_unbuilt(config)
+    ranks_per_slot = max(1, cluster.gpus_per_slot)
+    room = cluster.slots * ranks_per_slot
+    world_size = config.world_size or room
+    if room == 0 or (world_size > room and not (cluster.oversubscribe and not cluster.gpus_per_slot)):
+        what = "GPUs" if cluster.gpus_per_slot else "task slots"
+        raise PlanError(
+            f"world_size is {world_size or 'all'}, but {_WHERE[cluster.launcher]} has {room} {what}; "
+            f"ask for at most {room}{', or ' + cluster.remedy if cluster.remedy else ''}"
+        )
+    return Plan(
+        name=config.name or name,
+        launcher=cluster.launcher,
+        world_size=world_size,
+        ranks_per_slot=ranks_per_slot,
+        barrier=cluster.barrier,
+        gpu=cluster.gpus_per_slot > 0,
+        batches=config.batches,
+        evaluation=config.evaluation,
+        seed=config.seed,
+        hb_interval=float(config.hb_interval),
+    )
+
+
+_WHERE = {"spark": "Spark", "local": "this machine", "inline": "this process"}
+
+
+def _refuse_unbuilt(config: TorchDistributedConfig) -> None:
+    unbuilt = [
+        (config.zero_lvl != 0, f"zero_lvl={config.zero_lvl}", "zero_lvl=0"),
+        (config.backend != "torch", f"backend={config.backend!r}", "backend='torch'"),
+        (config.mixed_precision is not False, f"mixed_precision={config.mixed_precision!r}", "torch.autocast"),
+        (config.batches == "whole", "batches='whole'", "batches='split' or 'per_rank'"),
+        (config.evaluation == "gathered", "evaluation='gathered'", "evaluation='replicated' or 'sharded'"),
+    ]
+    for asked, setting, instead in unbuilt:
+        if asked:
+            raise PlanError(f"{setting} is not built yet in this version of lagom; use {instead}")

@@ -1,0 +1,134 @@
+"""The source files that travel with a run: lagom itself, and the user's own modules."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import importlib.util
+import io
+import sys
+import sysconfig
+import types
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+_MAX_FILE = 1 << 20  # bytes; larger files in a package are data, and data sets travel otherwise
+_SKIPPED = {"__pycache__", "node_modules"}
+
+
+@functools.cache
+def lagom_zip() -> bytes:
+    """lagom, and the cloudpickle that wrote the payload, as an archive for executors that have neither."""
+    import cloudpickle
+
+    return _zip([Path(__file__).parent, Path(cloudpickle.__file__).parent])
+
+
+def modules_zip(function: Callable[..., Any]) -> bytes:
+    """The user's modules that are loaded, or that ``function`` would import, as they are on disk now; b"" for none."""
+    roots = {root for module in list(sys.modules) if (root := _own_root(module.partition(".")[0]))}
+    waiting = [name.partition(".")[0] for name in _imports_of(function)]
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if root := _own_root(name):
+            roots.add(root)
+            waiting += [found.partition(".")[0] for found in _imports_in(root)]
+    return _zip(sorted(roots)) if roots else b""
+
+
+def _own_root(name: str) -> Path | None:
+    """File or folder of the top-level module ``name`` when it is the user's own, not installed with Python or pip."""
+    if name in sys.builtin_module_names or name in sys.stdlib_module_names or name in ("lagom", "__main__", "__mp_main__"):
+        return None
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    if spec is None:
+        return None
+    places = list(spec.submodule_search_locations or [])
+    path = Path(places[0] if places else spec.origin or "")
+    if not path.exists() or (not places and path.suffix != ".py") or is_installed(str(path)):
+        return None
+    return path
+
+
+def is_installed(path: str) -> bool:
+    """Whether ``path`` belongs to Python or to an installed package, rather than to the user."""
+    parts = Path(path).parts
+    if "site-packages" in parts or "dist-packages" in parts:
+        return True
+    return any(path.startswith(place) for place in _python_places())
+
+
+@functools.cache
+def _python_places() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple({paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")} | {sys.base_prefix + "/lib/python"})
+
+
+def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
+    """Names that ``function`` imports when it runs, or that functions it uses do."""
+    waiting: list[Any] = [function]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, functools.partial):
+            waiting.append(value.func)
+        elif isinstance(value, types.MethodType):
+            waiting.append(value.__func__)
+        elif isinstance(value, types.FunctionType):
+            waiting.append(value.__code__)
+            waiting += [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
+        elif isinstance(value, type) and value.__module__ == "__main__":
+            waiting += list(vars(value).values())
+        elif isinstance(value, types.CodeType):
+            waiting += value.co_consts
+            yield from (step.argval for step in dis.get_instructions(value) if step.opname == "IMPORT_NAME" and step.argval)
+
+
+def _imports_in(root: Path) -> Iterator[str]:
+    for path in _files(root):
+        if path.suffix != ".py":
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except SyntaxError:  # the rank will say so, with its line, should it come that far
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                yield node.module
+
+
+def _files(root: Path) -> Iterator[Path]:
+    if root.is_file():
+        yield root
+        return
+    for path in sorted(root.rglob("*")):
+        hidden = any(part in _SKIPPED or part.startswith(".") for part in path.relative_to(root).parts)
+        if not hidden and path.is_file() and path.stat().st_size <= _MAX_FILE:
+            yield path
+
+
+def _zip(roots: Iterable[Path]) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for root in roots:
+            for path in _files(root):
+                # A fixed date: equal content gives an equal archive, and so one folder on the executors.
+                entry = zipfile.ZipInfo(str(path.relative_to(root.parent)), date_time=(1980, 1, 1, 0, 0, 0))
+                entry.external_attr = 0o644 << 16
+                archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=1)
+    return stream.getvalue()

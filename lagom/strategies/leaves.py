@@ -1,0 +1,115 @@
+"""Leaves of the autograd graph: which ones a backward reaches, and a number for each that is equal on all ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.autograd.graph import Node
+
+_ACCUMULATE = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in the stubs
+
+
+class Leaves:
+    """Numbers leaves in the order in which they are created, beside them: nothing is set on the tensor.
+
+    Ranks run the same program, so that the same number means the same leaf. Tensors that are no
+    Parameters have no known creation; they get the next number when they are first reached.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._by_number: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._next = 0
+
+    def created(self, leaf: torch.Tensor) -> int:
+        """Give ``leaf`` the next number."""
+        key, number = id(leaf), self._next
+
+        def forget(_: object) -> None:
+            # A deferred callback must not drop a newer leaf that got the same id.
+            if (entry := self._by_id.get(key)) is not None and entry[1] == number:
+                del self._by_id[key]
+            self._by_number.pop(number, None)
+
+        ref = weakref.ref(leaf, forget)
+        self._by_id[key] = (ref, number)
+        self._by_number[number] = ref
+        self._next += 1
+        return number
+
+    def number(self, leaf: torch.Tensor) -> int:
+        """The number of ``leaf``; a new one if it has none."""
+        entry = self._by_id.get(id(leaf))
+        return entry[1] if entry is not None and entry[0]() is leaf else self.created(leaf)
+
+    def known(self, leaf: torch.Tensor) -> int | None:
+        """The number of ``leaf``, if it has one."""
+        entry = self._by_id.get(id(leaf))
+        return entry[1] if entry is not None and entry[0]() is leaf else None
+
+    def tensor(self, number: int) -> torch.Tensor | None:
+        """The leaf with that number, while it is alive."""
+        ref = self._by_number.get(number)
+        leaf = ref() if ref is not None else None
+        if leaf is not None:
+            leaf._fix_weakref()  # type: ignore[attr-defined]  # not in the stubs; see torch.utils.weak.TensorWeakRef
+        return leaf
+
+
+def reached(
+    roots: Sequence[torch.Tensor | GradientEdge], inputs: Iterable[torch.Tensor | GradientEdge] = ()
+) -> list[torch.Tensor]:
+    """The leaves that a backward from ``roots`` accumulates into; with ``inputs``, those among them.
+
+    To be asked before the backward, which frees the graph. 3 microseconds for an MLP, 0.45 ms for a
+    24-layer transformer whose backward takes 9 ms.
+    """
+    only = list(inputs)
+    leaves: list[torch.Tensor] = []
+    pending: list[Node] = []
+    for root in only or roots:
+        if isinstance(root, GradientEdge):
+            pending.append(root.node)
+        elif root.grad_fn is not None:
+            pending.append(root.grad_fn)
+        elif root.requires_grad:
+            leaves.append(root)
+    if only:
+        return leaves + [_variable(node) for node in pending if type(node) is _ACCUMULATE]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if type(node) is _ACCUMULATE:
+            leaves.append(_variable(node))
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return leaves
+
+
+def _variable(node: Node) -> torch.Tensor:
+    leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]  # only AccumulateGrad has it
+    return leaf
+
+
+def checksum(leaf: torch.Tensor) -> bytes:
+    """8 bytes that tell ``leaf``'s values, bit for bit."""
+    dense = leaf.detach().cpu().contiguous()
+    raw = (ctypes.c_char * (dense.numel() * dense.element_size())).from_address(
+        dense.data_ptr() or ctypes.addressof(_NONE)
+    )
+    return hashlib.blake2b(raw, digest_size=8).digest()
+
+
+_NONE = ctypes.c_char()

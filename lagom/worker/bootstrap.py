@@ -1,0 +1,118 @@
+"""A rank's whole story on one screen: stand up, train, say what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from lagom.patching import patched
+from lagom.patching.random import seed_everything
+from lagom.patching.session import Session
+from lagom.plan import Plan
+from lagom.signature import arguments
+from lagom.worker.device import rank_device, threads
+from lagom.worker.environment import environment
+from lagom.worker.place import Place, standing_at
+from lagom.worker.process_group import process_group
+from lagom.worker.random_states import random_states, set_random_states
+from lagom.worker.reporter import Reporter
+from lagom.worker.spec import Seat
+
+Call = Mapping[str, Any]
+"""``function``, ``provided`` (the config's fields by name) and ``random`` (the driver's generators, or None)."""
+
+
+def run(
+    plan: Plan,
+    place: Place,
+    load: Callable[[], Call],
+    host_dir: Path,
+    seat: Seat | None = None,
+    watch: Callable[[Session], None] = lambda _: None,
+) -> tuple[Any, int]:
+    """Do the run of one rank; returns what the function returned and the number of samples this rank trained on."""
+    with ExitStack() as stack:
+        stack.enter_context(environment(seat))
+        stack.enter_context(standing_at(place))
+        device = rank_device(plan)
+        group, store = None, None
+        if seat is not None and place.world_size > 1:
+            stack.enter_context(threads(seat.threads))
+            group, store = stack.enter_context(process_group(seat, place.world_size, device))
+        elif seat is not None:
+            stack.enter_context(threads(seat.threads))
+        session = Session(
+            plan=plan,
+            group=group,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            device=device,
+            host_dir=host_dir,
+        )
+        watch(session)
+        stack.enter_context(patched(session))
+        call = load()  # inside the patches: modules that arrive by pickle are seen as they are made
+        stack.enter_context(seeded(plan.seed, call["random"]))
+        provided = _made(call["provided"]) | {"reporter": Reporter(session)}
+        positional, named = arguments(call["function"], provided)
+        value = call["function"](*positional, **named)
+        return value, session.samples_trained
+
+
+@contextmanager
+def seeded(seed: int | None, states: Mapping[str, Any] | None) -> Iterator[None]:
+    """Start all generators from ``seed``, or from the driver's ``states``; put back afterwards what was there."""
+    before = random_states()
+    if seed is not None:
+        seed_everything(seed)
+    elif states is not None:
+        set_random_states(states)
+    try:
+        yield
+    finally:
+        set_random_states(before)
+
+
+def _made(provided: Mapping[str, Any]) -> dict[str, Any]:
+    """``provided``, with the data sets that are to be made on the rank made."""
+    made = dict(provided)
+    for name in ("train_set", "test_set"):
+        if name in made and _makes_data(made[name]):
+            made[name] = made[name]()
+    if "dataset" in made:
+        made["dataset"] = [data() if _makes_data(data) else data for data in made["dataset"]]
+    return made
+
+
+def _makes_data(value: Any) -> bool:
+    is_data = hasattr(value, "__getitem__") or hasattr(value, "__iter__")
+    return callable(value) and (isinstance(value, type) or not is_data)
+
+
+def last_rites() -> None:
+    """What Python does at the end of a process, for a rank, which ends by ``os._exit``."""
+    import atexit
+    import multiprocessing.util
+    import threading
+
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    with contextlib.suppress(BaseException):
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(OSError):
+        os.fsync(1)
+
+

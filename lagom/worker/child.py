@@ -1,0 +1,189 @@
+"""The forked process of one rank: cuts itself loose from its parent, runs, leaves its outcome in a file, and ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lagom.errors import CollectiveError, PayloadError
+from lagom.monitor.link import Link, Message
+from lagom.payload import Parcel, unpack_file
+from lagom.worker.ground import Ground
+from lagom.worker.place import Place
+from lagom.worker.spec import Seat, Spec
+
+_PR_SET_PDEATHSIG = 1
+_MAX_TEXT = 200_000  # characters of a traceback; more does not fit a frame, and nobody reads it
+
+
+def become(spec: Spec, seat: Seat, ground: Ground, stdout: int, stderr: int, parent: int) -> NoReturn:
+    """Be the rank of ``seat``; called in a process just forked from ``parent``, never returns."""
+    code = 1
+    try:
+        _cut_loose(seat, ground, stdout, stderr, parent)
+        _settle(spec, ground)
+        code = _run(spec, seat)
+    except BaseException:
+        # Nothing may climb into the parent's frames, which this process has too.
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _cut_loose(seat: Seat, ground: Ground, stdout: int, stderr: int, parent: int) -> None:
+    gc.disable()  # objects of the parent, such as its sockets, must not be finalised here
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before it was to take this process along
+            os._exit(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
+        signal.signal(name, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    _close_all_but({0, 1, 2, seat.control_fd, seat.outcome_fd, ground.payload_fd, seat.store_fd})
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    atexit._clear()
+    gc.freeze()
+    gc.enable()
+
+
+def _close_all_but(keep: set[int | None]) -> None:
+    kept = sorted(fd for fd in keep if fd is not None)
+    for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(low + 1, high)
+
+
+def _settle(spec: Spec, ground: Ground) -> None:
+    """Take on the driver's environment, working directory, module path and a ``__main__`` of this rank's own."""
+    if spec.whole_env:
+        os.environ.clear()
+    os.environ.update(spec.env)
+    os.chdir(ground.cwd)
+    own = [sys.path[0]]  # where lagom was found; see Note [Worker reuse] in task.py
+    sys.path[:] = own + [entry for entry in (*ground.sys_path, *sys.path[1:]) if entry not in own]
+    importlib.invalidate_caches()
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    warnings.resetwarnings()
+    faulthandler.enable(file=sys.__stderr__)
+
+
+def _run(spec: Spec, seat: Seat) -> int:
+    from lagom.worker import bootstrap
+
+    place = Place(seat.rank, spec.plan.world_size, seat.local_rank, seat.local_world_size)
+    control = Link(socket.socket(fileno=seat.control_fd))
+    heart = _Heart(control, spec.plan.hb_interval)
+    try:
+        value, samples = bootstrap.run(
+            spec.plan, place, lambda: unpack_file(seat.payload_fd), Path(seat.host_dir), seat, heart.beat_for
+        )
+        parcel, report = _returned(value, samples, seat.rank)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes as well
+        parcel, report = _raised(error, seat.rank)
+    parcel.write(seat.outcome_fd)
+    if not report["ok"]:
+        _flush()
+        # Say so first: at the end of this process its connections break, and others fail of that.
+        heart.last_word(report)
+        threading.Event().wait()  # until the host process has told the driver, and ends this one
+    bootstrap.last_rites()
+    heart.last_word(report)
+    return 0
+
+
+def _returned(value: object, samples: int, rank: int) -> tuple[Parcel, Message]:
+    try:
+        return Parcel({"value": value, "samples": samples}), {"type": "outcome", "ok": True}
+    except PayloadError as error:
+        raised = PayloadError(f"rank {rank} returned a {type(value).__name__}, but {error}")
+        raised.__cause__ = error.__cause__
+        return _raised(raised, rank)
+
+
+def _raised(error: BaseException, rank: int) -> tuple[Parcel, Message]:
+    text = "".join(traceback.format_exception(type(error), error, _own_frames_cut(error)))[-_MAX_TEXT:]
+    report = {
+        "type": "outcome",
+        "ok": False,
+        "consequence": isinstance(error, CollectiveError),
+        "error": type(error).__name__,
+        "message": str(error)[:_MAX_TEXT],
+        "traceback": text,
+    }
+    if isinstance(error, SystemExit):
+        report |= {"exit": error.code if isinstance(error.code, int) or error.code is None else 1}
+        return Parcel({"error": None}), report
+    error.__traceback__ = None
+    try:
+        return Parcel({"error": error}), report
+    except Exception:
+        return Parcel({"error": None}), report
+
+
+def _own_frames_cut(error: BaseException) -> types.TracebackType | None:
+    """The traceback from the user's function on; whole when the error arose in lagom before that."""
+    here = str(Path(__file__).parent)
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(here):
+        frame = frame.tb_next
+    return frame or error.__traceback__
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+class _Heart:
+    """Tells the host process how far the rank is, every ``interval_s`` seconds, and at last what came of it."""
+
+    def __init__(self, control: Link, interval_s: float) -> None:
+        self._control = control
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._session: Any = None
+
+    def beat_for(self, session: Any) -> None:
+        self._session = session
+        threading.Thread(target=self._beat, name="lagom-heart", daemon=True).start()
+
+    def last_word(self, report: Message) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if self._session is not None:
+                self._control.send({"type": "progress", **self._session.progress()})
+            self._control.send(report)
+
+    def _beat(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(self._interval_s):
+            with self._lock:
+                try:
+                    self._control.offer({"type": "progress", **self._session.progress()})
+                except OSError:
+                    return
+
+

@@ -1,0 +1,42 @@
+"""Which device and how many threads a rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lagom.errors import RankError
+from lagom.plan import Plan
+
+
+def rank_device(plan: Plan) -> torch.device:
+    """The rank's own device: the first GPU that its mask shows, in a run on GPUs; else the CPU.
+
+    Raises:
+        RankError: when the run was planned on GPUs and torch finds none here.
+    """
+    if not plan.gpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RankError(
+            f"this rank was given a GPU, but torch {torch.__version__} finds none; install a CUDA build of torch on the "
+            "executors, or run without GPUs (no spark.task.resource.gpu.amount, or CUDA_VISIBLE_DEVICES='' locally)"
+        )
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use ``count`` threads meanwhile; 0 leaves it as it is."""
+    if count == 0:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,157 @@
+"""A Spark executor's part in a run: ground, link to the driver, ranks, and their outcomes as rows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lagom.errors import LagomError, PlanError
+from lagom.monitor.channel import anonymous_file
+from lagom.monitor.link import Link, Message, deliver, dial
+from lagom.worker.ground import ground, pack_files
+from lagom.worker.host import hold
+from lagom.worker.rendezvous import Stopped
+from lagom.worker.spec import Spec
+from lagom.worker.task import failure_text
+
+_DIAL_S = 1.0
+_INLINE = 8 << 20  # bytes; larger outcomes go beside Spark's results, which have to fit the driver's heap
+_PART = 4 << 20  # bytes of a row
+_MAX_FAILURE = 1 << 20  # bytes of an exception that rides in an error text
+
+
+def attend(spec: Spec) -> Iterator[Any]:
+    """Hold this task's ranks; gives the rows with what became of them.
+
+    Raises:
+        RuntimeError: with the first failure in its text, when the driver could not be told of it otherwise.
+    """
+    from pyspark import BarrierTaskContext, TaskContext
+
+    context: Any = BarrierTaskContext.get() if spec.plan.barrier else TaskContext.get()
+    task = context.partitionId()
+    _check(spec, context)
+    link = dial(spec.address, spec.secret, {"purpose": "task", "task": task}, _DIAL_S) if spec.address else None
+    try:
+        rows = _attend(spec, task, context, link)
+    except (LagomError, OSError) as error:
+        if link is None:
+            raise
+        with contextlib.suppress(OSError):
+            link.send({"type": "lost", "message": f"{type(error).__name__}: {error}"})
+        rows = []
+    except Stopped:
+        rows = []
+    finally:
+        if link is not None:
+            link.close()
+    return iter(rows)
+
+
+def _attend(spec: Spec, task: int, context: Any, link: Link | None) -> list[Any]:
+    first = task * spec.plan.ranks_per_slot
+    ranks = range(first, min(first + spec.plan.ranks_per_slot, spec.plan.world_size))
+    gather = (lambda text: context.allGather(text)) if spec.plan.barrier else None
+    outcomes = [anonymous_file(f"outcome-{rank}") for rank in ranks]
+    ip = link.socket.getsockname()[0] if link else context.getTaskInfos()[task].address.rsplit(":", 1)[0]
+    with contextlib.ExitStack() as stack:
+        for fd in outcomes:
+            stack.callback(os.close, fd)
+        place = stack.enter_context(ground(spec))
+        reports = hold(spec, task, place, link, gather, outcomes, ip, _gpus(spec, context))
+        failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
+        if failed and not _told(link, failed[0]):
+            raise RuntimeError(_as_text(failed[0], outcomes[failed[0]["rank"] - first]))
+        rows = []
+        for report, fd in zip(reports, outcomes, strict=True):
+            rows += _rows(spec, report["rank"], "outcome", fd, report)
+        if 0 in ranks and (files := pack_files(place)) is not None:
+            stack.callback(os.close, files)
+            rows += _rows(spec, 0, "files", files, {})
+        if link is not None:
+            link.send({"type": "done", "reports": reports})
+        return rows
+
+
+def _told(link: Link | None, report: Message) -> bool:
+    """Whether the driver knows of the failure and ends the run itself, quietly; a raised task fills Spark's log."""
+    return link is not None and not report.get("consequence")
+
+
+def _as_text(report: Message, fd: int) -> str:
+    size = os.fstat(fd).st_size
+    error = os.pread(fd, size, 0) if size <= _MAX_FAILURE else b""
+    summary = {key: report[key] for key in report if key != "traceback"} | {"traceback": report["traceback"][-20_000:]}
+    return f"rank {report['rank']}: {report['error']}: {report['message']}\n" + failure_text(json.dumps(summary), error)
+
+
+def _rows(spec: Spec, rank: int, name: str, fd: int, report: Message) -> list[Any]:
+    """The file ``fd`` as rows: in parts, or, when it is large and the driver takes it, only its digest."""
+    size = os.fstat(fd).st_size
+    if size > _INLINE and spec.address is not None:
+        digest = deliver(spec.address, spec.secret, f"{name}-{rank}", fd, timeout_s=60.0)
+        if digest is not None:
+            return [_row(rank, name, 0, b"", report | {"sha256": digest})]
+    return [
+        _row(rank, name, part, os.pread(fd, _PART, part * _PART), report if part == 0 else {})
+        for part in range(max(1, -(-size // _PART)))
+    ]
+
+
+def _row(rank: int, name: str, part: int, data: bytes, report: Message) -> Any:
+    import pyarrow
+
+    columns = {"rank": [rank], "name": [name], "part": [part], "data": [data], "report": [json.dumps(report)]}
+    schema = pyarrow.schema(
+        [
+            ("rank", pyarrow.int32()),
+            ("name", pyarrow.string()),
+            ("part", pyarrow.int32()),
+            ("data", pyarrow.binary()),
+            ("report", pyarrow.string()),
+        ]
+    )
+    return pyarrow.RecordBatch.from_pydict(columns, schema=schema)
+
+
+def _check(spec: Spec, context: Any) -> None:
+    python = ".".join(platform.python_version_tuple()[:2])
+    if python != spec.python:
+        raise PlanError(f"the driver runs Python {spec.python}, this executor {python}; set PYSPARK_PYTHON to the same one")
+    try:
+        import torch  # noqa: F401  (once per Spark worker; the ranks forked from it have it)
+    except ImportError as error:
+        raise PlanError(
+            f"the executor on {platform.node()} has no torch ({error}); its Python is {sys.executable}: "
+            "install torch there, or set PYSPARK_PYTHON to a Python that has it"
+        ) from error
+    if context.attemptNumber() > 0:
+        raise PlanError("this run failed before, and lagom does not start it again by itself: files may be half written")
+
+
+def _gpus(spec: Spec, context: Any) -> Sequence[str]:
+    """One GPU address per rank of this task, as CUDA_VISIBLE_DEVICES wants it."""
+    if not spec.plan.gpu:
+        return []
+    resources = context.resources()
+    addresses = list(resources["gpu"].addresses) if "gpu" in resources else []
+    if len(addresses) < spec.plan.ranks_per_slot:
+        raise PlanError(f"this task was to have {spec.plan.ranks_per_slot} GPUs, and Spark gave it {addresses}")
+    return [visible(address, os.environ.get("CUDA_VISIBLE_DEVICES", "")) for address in addresses]
+
+
+def visible(address: str, mask: str) -> str:
+    """``address`` as CUDA names it, where the executor sees only the devices of ``mask``.
+
+    Spark's addresses are indices (then into what the executor sees), UUIDs or MIG names (then good anywhere).
+    """
+    shown = [entry for entry in mask.split(",") if entry]
+    if re.fullmatch(r"\d+", address) and int(address) < len(shown) and address not in shown:
+        return shown[int(address)]
+    return address

@@ -1,0 +1,41 @@
+"""Where this process stands in a run, for programs that want to know; 0 of 1 in a plain call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank among all ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+_place = Place()
+
+
+def rank() -> int:
+    """This process's rank, from 0; 0 outside a lagom run."""
+    return _place.rank
+
+
+def world_size() -> int:
+    """Number of ranks; 1 outside a lagom run."""
+    return _place.world_size
+
+
+@contextmanager
+def standing_at(place: Place) -> Iterator[None]:
+    """Answer ``rank()`` and ``world_size()`` from ``place`` meanwhile."""
+    global _place  # the one place of this process
+    before, _place = _place, place
+    try:
+        yield
+    finally:
+        _place = before

@@ -1,0 +1,52 @@
+"""The world of a run's ranks: a private process group, which the user's program does not see."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from lagom.collectives.group import Group
+from lagom.worker.spec import Seat
+
+TIMEOUT = datetime.timedelta(minutes=30)  # torch's own default for gloo
+
+
+@contextmanager
+def process_group(seat: Seat, world_size: int, device: torch.device) -> Iterator[tuple[Group, dist.Store]]:
+    """Join the other ranks. The group is never registered with torch.distributed; see Note [Private world]."""
+    store = _store(seat, world_size)
+    prefix = dist.PrefixStore("gloo", store)
+    options = dist.ProcessGroupGloo._Options()
+    # By address, not by host name: that resolves to 127.0.1.1 on many machines.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=seat.ip)]
+    options._timeout = TIMEOUT
+    gloo = dist.ProcessGroupGloo(prefix, seat.rank, world_size, options)
+    nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size) if device.type == "cuda" else None
+    yield Group(gloo, seat.rank, world_size, device_group=nccl), store
+    if nccl is not None:
+        nccl.shutdown()
+
+
+def _store(seat: Seat, world_size: int) -> dist.Store:
+    host, port = seat.store
+    if seat.store_fd is None:
+        return dist.TCPStore(host, port, world_size, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
+    # The host process has bound it, so nobody guesses a port and nobody outside the chosen network can connect.
+    return dist.TCPStore(
+        host, port, world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False, master_listen_fd=seat.store_fd
+    )
+
+
+def _nccl(store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+# Note [Private world]
+# A program that finds torch.distributed initialised behaves differently (samplers, loggers, checkpoint writers of many
+# libraries look at it), so it would not be the program that ran on one machine. The group is a plain object instead.

@@ -1,0 +1,35 @@
+"""The states of the global random generators, as one value; loads no library that is not loaded."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+
+def random_states() -> dict[str, Any]:
+    """The states of random's generator, and of numpy's and torch's where they are loaded."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["numpy"] = numpy.random.get_state()
+    if (torch := sys.modules.get("torch")) is not None:
+        states["torch"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Put the generators into ``states``, as ``random_states`` gave them."""
+    random.setstate(states["random"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+    if "torch" in states:
+        import torch
+
+        torch.set_rng_state(states["torch"])
+        for device, state in enumerate(states.get("cuda", [])[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, device)

@@ -1,0 +1,64 @@
+"""How the tasks of a run find each other: each joins with what it is, all get the same table back."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lagom.errors import PlanError
+from lagom.monitor.link import Link, LinkClosed, Message
+
+WAIT_S = 600.0
+"""Longest a task waits for the others to start."""
+
+
+class Stopped(Exception):
+    """The driver wants no more of this run."""
+
+
+def peers(joins: Sequence[Message]) -> Message:
+    """The table of all ranks, from what all tasks said when they joined.
+
+    Raises:
+        PlanError: when they do not fit together, naming hosts and versions.
+    """
+    ordered = sorted(joins, key=lambda join: int(join["task"]))
+    for fact in ("python", "torch"):
+        versions = {str(join[fact]): str(join["host"]).split("|")[0] for join in ordered}
+        if len(versions) > 1:
+            found = ", ".join(f"{version} on {host}" for version, host in versions.items())
+            raise PlanError(f"the executors have different versions of {fact}: {found}; give all of them the same")
+    ranks = [{"rank": rank, "host": join["host"], "ip": join["ip"]} for join in ordered for rank in join["ranks"]]
+    return {"type": "peers", "store": ordered[0]["store"], "ranks": ranks}
+
+
+def meet(link: Link | None, gather: Callable[[str], Sequence[str]] | None, join: Message) -> Message:
+    """Join, and wait for the table: from the driver, or from ``gather`` when the driver says so or is out of reach.
+
+    Raises:
+        Stopped: the run is over before it began.
+        LinkClosed: the driver went away while this task waited.
+    """
+    if link is not None:
+        link.send(join)
+        reply = _reply(link)
+        if reply["type"] == "peers":
+            return reply
+    if gather is None:
+        raise LinkClosed("the driver cannot be reached from this host, and there is no other way to find the other ranks")
+    return peers([json.loads(text) for text in gather(json.dumps(join))])
+
+
+def _reply(link: Link) -> Message:
+    deadline = time.monotonic() + WAIT_S
+    while (left := deadline - time.monotonic()) > 0:
+        message: Any = link.receive(min(left, 10.0))
+        if message is None:
+            continue
+        if message["type"] in ("peers", "gather"):
+            return dict(message)
+        if message["type"] == "stop":
+            raise Stopped
+    raise LinkClosed(f"the other ranks of this run did not start within {WAIT_S:.0f} s")

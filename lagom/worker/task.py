@@ -1,0 +1,86 @@
+"""The Spark task: what Spark's own Python worker runs. Travels by value, to executors that have no lagom."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import io
+import os
+import pickle
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+SCHEMA = "rank int, name string, part int, data binary, report string"
+FAILURE = "lagom-failure:"
+
+
+def spark_task(code_zip: bytes, spec_pickle: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """The function for ``mapInArrow``: holds the ranks of one task and yields their outcomes, in rows of ``SCHEMA``."""
+
+    def run(batches: Iterator[Any]) -> Iterator[Any]:
+        for _ in batches:
+            pass
+        with _sources(code_zip):
+            from lagom.worker.executor import attend
+
+            rows = attend(pickle.loads(spec_pickle))
+        yield from rows
+
+    return run
+
+
+@contextlib.contextmanager
+def _sources(code_zip: bytes) -> Iterator[None]:
+    """Make the driver's lagom importable here. See Note [Worker reuse]."""
+    root = _unpacked(code_zip)
+    loaded = getattr(sys.modules.get("lagom"), "__file__", None) or ""
+    if not loaded.startswith(root + os.sep):
+        for name in [name for name in sys.modules if name.split(".")[0] == "lagom"]:
+            del sys.modules[name]
+    sys.path.insert(0, root)
+    try:
+        yield
+    finally:
+        sys.path.remove(root)
+
+
+def _unpacked(code_zip: bytes) -> str:
+    """The folder of the unpacked code; the first task on a host to need this version of it unpacks it."""
+    base = os.path.join(tempfile.gettempdir(), f"lagom-{os.getuid()}")
+    os.makedirs(base, mode=0o700, exist_ok=True)
+    if os.lstat(base).st_uid != os.getuid() or os.lstat(base).st_mode & 0o077:
+        raise PermissionError(f"{base} belongs to somebody else or is open to others; remove it, or set TMPDIR")
+    root = os.path.join(base, "code-" + hashlib.sha256(code_zip).hexdigest()[:16])
+    if not os.path.isdir(root):
+        part = tempfile.mkdtemp(dir=base)
+        zipfile.ZipFile(io.BytesIO(code_zip)).extractall(part)
+        with contextlib.suppress(OSError):  # another task was faster
+            os.rename(part, root)
+    return root
+
+
+def failure_text(report: str, error: bytes) -> str:
+    """A failure as text that survives Spark's error messages; ``failure_in`` finds it there again."""
+    return FAILURE + base64.b64encode(report.encode()).decode() + ":" + base64.b64encode(error).decode() + ":end"
+
+
+def failure_in(text: str) -> tuple[str, bytes] | None:
+    """The report and the parcelled exception in an error message of Spark's, or None."""
+    if FAILURE not in text:
+        return None
+    report, _, rest = text.split(FAILURE, 1)[1].partition(":")
+    error, _, _ = rest.partition(":end")
+    try:
+        return base64.b64decode(report).decode(), base64.b64decode(error, validate=True)
+    except ValueError:
+        return base64.b64decode(report).decode(), b""
+
+
+# Note [Worker reuse]
+# Spark keeps its Python workers for the next job, with every module they have imported. So the worker imports torch,
+# which is slow, and the driver's lagom, found in a folder named by its content: another version replaces it. It imports
+# nothing of the user's: that happens in a process forked for the run, and so edited modules are seen by the next call.

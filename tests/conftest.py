@@ -1,0 +1,42 @@
+"""Guards around every test: it starts from the same random numbers and leaves nothing behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy
+import pytest
+import torch
+
+from tests import leaks
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """Fails a test that leaves an environment variable, thread, process, process group, patch or handler."""
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+    before = leaks.state()
+    yield
+    if found := leaks.leaked(before):
+        pytest.fail("the test leaked\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture
+def rng_untouched() -> Iterator[None]:
+    """Fails a test after which torch's, numpy's or random's generator stands elsewhere than before."""
+    before = leaks.rng_state()
+    yield
+    assert leaks.rng_state() == before, "a generator of this process was drawn from or seeded"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what is marked ``gpu`` where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no GPU here")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,157 @@
+"""What a test must leave as it found it, taken down before and compared after."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+State = Mapping[str, Mapping[Any, Any]]
+
+
+def state() -> State:
+    """All that is guarded, by what it is called; cheap enough for every test."""
+    return {name: probe() for name, probe in _PROBES.items()}
+
+
+def leaked(before: State, patience_s: float = 3.0) -> list[str]:
+    """What differs now, a line each; threads and processes on their way out are waited for."""
+    deadline = time.monotonic() + patience_s
+    while leaks := _differences(before, state()):
+        if time.monotonic() > deadline or not any(name in _GROWING for name in leaks):
+            break
+        time.sleep(0.02)
+    return [f"{name}: {what}" for name, whats in leaks.items() for what in whats]
+
+
+def rng_state() -> tuple[bytes, str, str]:
+    """The states of torch's, numpy's and random's generators, comparable with ``==``."""
+    return torch.get_rng_state().numpy().tobytes(), repr(numpy.random.get_state()), repr(random.getstate())
+
+
+def _differences(before: State, after: State) -> dict[str, list[str]]:
+    changed = {}
+    for name in before:
+        old, new = before[name], after[name]
+        if old == new:
+            continue
+        added = [f"{key} is left" for key in new if key not in old]
+        gone = [f"{key} is gone" for key in old if key not in new]
+        other = [f"{key} is changed" for key in old if key in new and old[key] != new[key]]
+        if whats := added if name in _GROWING else added + gone + other:
+            changed[name] = whats
+    return changed
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+
+
+def _threads() -> dict[str, bool]:
+    return {f"{thread.name} ({thread.ident})": True for thread in threading.enumerate()}
+
+
+def _children() -> dict[str, bool]:
+    pids = {pid for task in Path("/proc/self/task").iterdir() for pid in _read(task / "children").split()}
+    commands = {pid: _read(Path("/proc", pid, "cmdline")).replace("\0", " ") for pid in pids}
+    return {
+        f"{pid} {command[:120]}": True
+        for pid, command in commands.items()
+        if not any(warm in command for warm in _WARM)
+    }
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _process() -> dict[str, object]:
+    return {
+        "working directory": os.getcwd(),
+        "sys.path": list(sys.path),
+        "umask": _umask(),
+        "torch threads": torch.get_num_threads(),
+        "torch default dtype": torch.get_default_dtype(),
+        "torch gradients": torch.is_grad_enabled(),
+        "torch default process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
+    }
+
+
+def _umask() -> str:
+    # os.umask() can only be read by setting it.
+    lines = _read(Path("/proc/self/status")).splitlines()
+    return next((line for line in lines if line.startswith("Umask")), "")
+
+
+def _signals() -> dict[str, object]:
+    # SIGALRM is pytest-timeout's.
+    return {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS}
+
+
+def _patches() -> dict[str, object]:
+    return {
+        f"{getattr(owner, '__module__', '')}.{owner.__name__}.{key}": value
+        for owner in _PATCHABLE
+        for key, value in vars(owner).items()
+        if key not in _LAZY
+    } | {f"{module.__name__}.{name}": getattr(module, name) for module, name in _FUNCTIONS}
+
+
+def _initializers() -> dict[type, object]:
+    todo, found = [torch.utils.data.Dataset], dict[type, object]()
+    while todo:
+        owner: type = todo.pop()
+        found[owner] = vars(owner).get("__init__")
+        todo += owner.__subclasses__()
+    return found
+
+
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGUSR1", "SIGUSR2", "SIGPIPE")
+_PATCHABLE: tuple[type, ...] = (
+    torch.utils.data.DataLoader,
+    torch.utils.data.dataloader._BaseDataLoaderIter,
+    torch.utils.data.dataloader._SingleProcessDataLoaderIter,
+    torch.utils.data.dataloader._MultiProcessingDataLoaderIter,
+    torch.utils.data.Dataset,
+    torch.nn.Module,
+    torch.nn.Parameter,
+    torch.Tensor,
+    torch.optim.Optimizer,
+)
+_LAZY = {"__doc__", "__annotations__", "__annotations_cache__", "__annotate_func__", "_abc_impl"}
+"""Attributes that Python itself fills in when they are first asked for."""
+_FUNCTIONS: tuple[tuple[Any, str], ...] = (
+    (torch, "save"),
+    (torch, "load"),
+    (torch, "compile"),
+    (torch.autograd, "backward"),
+    (torch.autograd, "grad"),
+    (torch.distributed, "init_process_group"),
+    (urllib.request, "urlretrieve"),
+)
+_WARM = ("java", "multiprocessing.resource_tracker", "multiprocessing.forkserver", "lagom.launchers")
+"""Command lines of processes that stay from one call to the next, by design: Spark's JVM, the fork server."""
+_GROWING = {"thread", "child process", "Dataset initializer"}
+"""Where only what is added counts."""
+_PROBES: dict[str, Callable[[], Mapping[Any, Any]]] = {
+    "environment variable": _environment,
+    "thread": _threads,
+    "child process": _children,
+    "process": _process,
+    "signal handler": _signals,
+    "attribute": _patches,
+    "Dataset initializer": _initializers,
+}

@@ -1,0 +1,200 @@
+"""``run_ranks``: a function on several patched ranks, forked from the test, over gloo on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # an optimizer imports it at its first step: 0.7 s in every forked rank
+import torch.distributed as dist
+
+from lagom.collectives.group import Group
+from lagom.config.torch_distributed import Batches, Evaluation
+from lagom.errors import CollectiveError
+from lagom.patching import patched
+from lagom.patching.random import seed_everything
+from lagom.patching.session import Session
+from lagom.plan import Plan
+
+_CONTEXT = multiprocessing.get_context("fork")
+_TIMEOUT_S = 60.0
+
+
+class RankFailedError(AssertionError):
+    """A rank raised; the text is its traceback."""
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[[Session], Any],
+    *,
+    batches: Batches = "split",
+    evaluation: Evaluation = "replicated",
+    seed: int = 0,
+    patches: bool = True,
+) -> list[Any]:
+    """Run ``function(session)`` on every rank; the results in rank order.
+
+    With ``patches=False`` torch is left alone. Everything dies after 60 s.
+    """
+    plan = _plan(world_size, batches, evaluation, seed)
+    with tempfile.TemporaryDirectory() as host_dir:
+        ports, give_port = _CONTEXT.Pipe(duplex=False)
+        pipes, processes = [], []
+        for rank in range(world_size):
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            args = (rank, plan, function, Path(host_dir), theirs, ports, give_port, patches)
+            process = _CONTEXT.Process(target=_rank, args=args)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes)
+        finally:
+            for process in processes:
+                process.join(timeout=2)
+                process.kill()
+                process.join()
+                process.close()
+            for pipe in (*pipes, ports, give_port):
+                pipe.close()
+
+
+def alone(function: Callable[[Session], Any], seed: int = 0) -> Any:
+    """The judge: ``function`` in one plain process, without any patch."""
+    return run_ranks(1, function, seed=seed, patches=False)[0]
+
+
+def session_alone(host_dir: Path, device: str = "cpu") -> Session:
+    """A session of one rank, in this process."""
+    return _session(_plan(1, "split", "replicated", 0), 0, None, None, host_dir, torch.device(device))
+
+
+def _plan(world_size: int, batches: Batches, evaluation: Evaluation, seed: int) -> Plan:
+    return Plan(
+        name="test",
+        launcher="local",
+        world_size=world_size,
+        ranks_per_slot=1,
+        barrier=True,
+        gpu=False,
+        batches=batches,
+        evaluation=evaluation,
+        seed=seed,
+        hb_interval=1.0,
+    )
+
+
+def _session(
+    plan: Plan, rank: int, group: Group | None, store: dist.Store | None, host_dir: Path, device: torch.device
+) -> Session:
+    return Session(
+        plan=plan,
+        group=group,
+        rank=rank,
+        world_size=plan.world_size,
+        local_rank=rank,
+        local_world_size=plan.world_size,
+        device=device,
+        host_dir=host_dir,
+        store=store,
+    )
+
+
+def _collect(pipes: list[Connection]) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[tuple[bool, int, str]] = []
+    deadline = time.monotonic() + _TIMEOUT_S
+    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailedError(f"ranks {sorted(waiting.values())} did not end within {_TIMEOUT_S:.0f} s; {failures}")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                kind, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                kind, value = "failed", (False, "it died")
+            if kind == "failed":
+                failures.append((value[0], rank, value[1]))
+                deadline = min(deadline, time.monotonic() + 5)
+            else:
+                results[rank] = value
+    if failures:
+        _, rank, text = min(failures)
+        raise RankFailedError(f"rank {rank} failed:\n{text}")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank(
+    rank: int,
+    plan: Plan,
+    function: Callable[[Session], Any],
+    host_dir: Path,
+    pipe: Connection,
+    ports: Connection,
+    give_port: Connection,
+    patches: bool,
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        value = _run(rank, plan, function, host_dir, ports, give_port, patches)
+        answer = pickle.dumps(("returned", value))
+    except BaseException as error:
+        is_consequence = isinstance(error, CollectiveError)
+        answer = pickle.dumps(("failed", (is_consequence, traceback.format_exc())))
+    pipe.send_bytes(answer)
+    pipe.close()
+    os._exit(0)
+
+
+def _run(
+    rank: int,
+    plan: Plan,
+    function: Callable[[Session], Any],
+    host_dir: Path,
+    ports: Connection,
+    give_port: Connection,
+    patches: bool,
+) -> Any:
+    group, store = None, None
+    if plan.world_size > 1:
+        timeout = timedelta(seconds=_TIMEOUT_S)
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            for _ in range(plan.world_size - 1):
+                give_port.send(store.port)
+        else:
+            store = dist.TCPStore("127.0.0.1", ports.recv(), is_master=False, timeout=timeout)
+        group = Group(gloo(store, rank, plan.world_size), rank, plan.world_size)
+    session = _session(plan, rank, group, store, host_dir, torch.device("cpu"))
+    if not patches:
+        seed_everything(plan.seed or 0)
+        return function(session)
+    with patched(session):
+        seed_everything(plan.seed or 0)
+        value = function(session)
+    if group is not None:
+        group.barrier()  # the store of rank 0 must outlive the others' last requests
+    return value
+
+
+def gloo(store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+    """A private gloo group on the loopback device."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=_TIMEOUT_S)
+    return dist.ProcessGroupGloo(store, rank, world_size, options)

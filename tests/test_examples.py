@@ -1,0 +1,31 @@
+"""Every example runs, with the smallest arguments that still show it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TINY = {
+    "scalar_field": ["--epochs", "1", "--points", "500"],
+}
+"""Arguments by example; ``--launcher`` comes on top."""
+
+
+def test_every_example_is_run_here() -> None:
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(TINY)
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("launcher", ["inline", "local"])
+def test_example_runs(name: str, launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module(f"examples.{name}").main([*TINY[name], "--launcher", launcher])
+    _check(capsys.readouterr().out)
+
+
+def _check(output: str) -> None:
+    plain, lagom = (float(loss) for loss in re.findall(r": +test loss ([\d.]+) in", output))
+    assert lagom == pytest.approx(plain, rel=1e-4)

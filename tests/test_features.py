@@ -1,0 +1,68 @@
+"""``docs/features.md`` counts a feature as kept only where tests that exist show it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+NUM_FEATURES = 101
+NOT_YET = "not yet"
+
+
+def test_every_feature_stands_there_once() -> None:
+    numbers = [number for number, _ in _rows((ROOT / "docs" / "features.md").read_text())]
+    assert numbers == list(range(1, NUM_FEATURES + 1))
+
+
+def test_every_test_that_is_named_exists() -> None:
+    rows = _rows((ROOT / "docs" / "features.md").read_text())
+    assert [line for number, proof in rows for line in faults(number, proof, ROOT)] == []
+
+
+def test_faults_are_found(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text(
+        "def test_b(): ...\nclass TestC:\n    async def test_d(self): ...\ndef helper(): ...\n"
+    )
+    good = "`tests/test_a.py::test_b`, `tests/test_a.py::TestC::test_d`"
+    assert faults(1, good, tmp_path) == []
+    assert faults(1, NOT_YET, tmp_path) == []
+    for proof in ("", "yes", "`tests/test_a.py`", "`tests/test_a.py::test_d`", "`tests/test_a.py::helper`"):
+        assert len(faults(1, proof, tmp_path)) == 1, proof
+    assert len(faults(1, "`tests/test_gone.py::test_b`", tmp_path)) == 1
+    assert len(faults(1, good + ", `tests/test_a.py::test_e`", tmp_path)) == 1
+
+
+def faults(number: int, proof: str, root: Path) -> list[str]:
+    """What is wrong with the last column of row ``number``."""
+    if proof == NOT_YET:
+        return []
+    names = re.findall(r"`([^`]+)`", proof)
+    if not names or re.sub(r"`[^`]+`|[\s,]", "", proof):
+        return [f"row {number} says {proof!r}; want `tests/path.py::test_name`, ... or {NOT_YET!r}"]
+    return [f"row {number} names {name}, which does not exist" for name in names if not _exists(name, root)]
+
+
+def _exists(name: str, root: Path) -> bool:
+    file, *parts = name.split("::")
+    if not parts or not parts[-1].startswith("test_") or not (root / file).is_file():
+        return False
+    body: Iterable[ast.stmt] = ast.parse((root / file).read_text()).body
+    for part in parts:
+        named = [
+            node
+            for node in body
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == part
+        ]
+        if not named:
+            return False
+        body = named[0].body
+    return True
+
+
+def _rows(text: str) -> list[tuple[int, str]]:
+    rows = [line.strip().strip("|").split("|") for line in text.splitlines() if re.match(r"\| *\d+ *\|", line)]
+    return [(int(cells[0]), cells[-1].strip()) for cells in rows]
