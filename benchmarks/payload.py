@@ -47,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(held for _, held in targets(measured, size)) else 1
 
 
-def measure(
-    name: str, call: Callable[[TensorDataset], Sequence[float]], data: TensorDataset
-) -> Measurement | None:
+def measure(name: str, call: Callable[[TensorDataset], Sequence[float]], data: TensorDataset) -> Measurement | None:
     """Time and memory of ``call``, which gives its ranks' times of day at their first batches; None: it failed."""
     try:
         call(TensorDataset(torch.ones(64, 1000)))  # warm

@@ -1,7 +1,7 @@
 """A small network learns the scalar field sin(y) + cos(x): once as plain PyTorch, once through lagom.
 
-    python examples/scalar_field.py                       # 2 ranks on Spark local[2]
-    python examples/scalar_field.py --launcher local      # 2 processes of this machine, no Spark
+python examples/scalar_field.py                       # 2 ranks on Spark local[2]
+python examples/scalar_field.py --launcher local      # 2 processes of this machine, no Spark
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)  # where every lagom run starts, unless its config says otherwise
     start = time.perf_counter()
     plain_loss = train(Approximator, hparams, train_set, test_set)
-    print(f"plain PyTorch:   test loss {plain_loss:.6f} in {time.perf_counter() - start:.1f} s")
+    print(f"plain PyTorch: test loss {plain_loss:.6f} in {time.perf_counter() - start:.1f} s")
 
     config = TorchDistributedConfig(
         module=Approximator,
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     with _spark(args.world_size) if args.launcher == "spark" else contextlib.nullcontext():
         result = experiment.lagom(train, config)
-    print(f"lagom, {result.world_size} ranks:  test loss {result['test result']:.6f} in {result.seconds:.1f} s")
+    print(f"lagom, world size {result.world_size}: test loss {result['test result']:.6f} in {result.seconds:.1f} s")
     for rank, loss in enumerate(result.per_rank):
         print(f"  rank {rank} returned {loss:.6f}")
 
@@ -87,9 +87,10 @@ def train(
 
         model.eval()
         with torch.no_grad():
-            squares = sum(((model(points) - values) ** 2).sum().item() for points, values in test_loader)
-        print(f"epoch {epoch}: test loss {squares / len(test_set):.6f}")
-    return squares / len(test_set)
+            squares: list[float] = [((model(points) - values) ** 2).sum().item() for points, values in test_loader]
+        test_loss = sum(squares) / len(test_set)
+        print(f"epoch {epoch}: test loss {test_loss:.6f}")
+    return test_loss
 
 
 def scalar_field(num_points: int) -> tuple[TensorDataset, TensorDataset]:

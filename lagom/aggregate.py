@@ -54,7 +54,7 @@ def _equal_arrays(left: Any, right: Any) -> bool:
         return False
     same = left == right
     if _is_number_dtype(left):
-        same = same | ((left != left) & (right != right))  # noqa: PLR0124  (NaN is the value that is not itself)
+        same = same | ((left != left) & (right != right))
     return bool(same.all())
 
 
@@ -69,7 +69,10 @@ def _mean(values: Sequence[Any], weights: Sequence[float]) -> tuple[Any, bool]:
     if _averages(first) and all(
         type(value) is type(first) and value.shape == first.shape and _averages(value) for value in values
     ):
-        total = sum(weight * (value.detach() if _is_tensor(value) else value) for weight, value in zip(weights, values, strict=True))
+        total = sum(
+            weight * (value.detach() if _is_tensor(value) else value)
+            for weight, value in zip(weights, values, strict=True)
+        )
         return total, True
     if all(_equal(first, value) for value in values[1:]):
         return first, True

@@ -41,10 +41,11 @@ class Parcel:
         """The bytes of the parcel, in order, without joining them."""
         yield self._head
         size = len(self._head)
-        for piece in (self._pickled, *self._buffers):
+        pieces: list[bytes | memoryview] = [self._pickled, *self._buffers]
+        for piece in pieces:
             yield bytes(_padding(size))
             yield piece
-            size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
+            size = memoryview(piece).nbytes
         yield bytes(_padding(size))
 
     def tobytes(self) -> bytes:
@@ -108,7 +109,7 @@ def _pickle(value: object) -> tuple[bytes, list[memoryview]]:
         _Pickler(stream, out_of_band).dump(value)
     except Exception as error:
         culprit = find_unpicklable(value)
-        what = culprit if culprit else f"a {type(value).__name__}"
+        what = culprit or f"a {type(value).__name__}"
         raise PayloadError(f"{what} cannot be pickled: {type(error).__name__}: {error}") from error
     return stream.getvalue(), buffers
 
@@ -151,7 +152,7 @@ def _kept(memory: memoryview | bytes, owner: object) -> memoryview:
     """``memory`` as bytes that keep ``owner`` alive as long as they live."""
     if isinstance(memory, bytes):
         return memoryview(memory)
-    array = memory.obj
+    array: Any = memory.obj
     array._owner = owner
     return memoryview(array).cast("B")
 
@@ -198,4 +199,6 @@ def _parts(value: object, name: str) -> list[tuple[str, object]]:
         used = {key: part for key, part in value.__globals__.items() if key in code.co_names}  # type: ignore[attr-defined]
         inner = {key: cell.cell_contents for key, cell in cells} | used
         return [(f"the variable {key!r} that {code.co_name}() uses", part) for key, part in inner.items()]
-    return [(f"{name}.{key}", part) for key, part in getattr(value, "__dict__", {}).items() if not isinstance(value, type)]
+    return [
+        (f"{name}.{key}", part) for key, part in getattr(value, "__dict__", {}).items() if not isinstance(value, type)
+    ]

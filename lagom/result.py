@@ -88,7 +88,8 @@ class Result(Mapping[str, Any]):
         ranks = "".join(f"<th style='text-align:left'>rank {rank}</th>" for rank in range(self.world_size))
         return (
             f"<table><caption style='text-align:left'><b>{html.escape(self._title())}</b></caption>"
-            f"<thead><tr><th></th><th style='text-align:left'>result</th>{ranks}</tr></thead><tbody>{rows}</tbody></table>"
+            f"<thead><tr><th></th><th style='text-align:left'>result</th>{ranks}</tr></thead>"
+            f"<tbody>{rows}</tbody></table>"
         )
 
     def _by_rank(self, key: str) -> list[Any]:

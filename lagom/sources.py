@@ -45,7 +45,11 @@ def modules_zip(function: Callable[..., Any]) -> bytes:
 
 def _own_root(name: str) -> Path | None:
     """File or folder of the top-level module ``name`` when it is the user's own, not installed with Python or pip."""
-    if name in sys.builtin_module_names or name in sys.stdlib_module_names or name in ("lagom", "__main__", "__mp_main__"):
+    if (
+        name in sys.builtin_module_names
+        or name in sys.stdlib_module_names
+        or name in ("lagom", "__main__", "__mp_main__")
+    ):
         return None
     try:
         spec = importlib.util.find_spec(name)
@@ -71,7 +75,9 @@ def is_installed(path: str) -> bool:
 @functools.cache
 def _python_places() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    return tuple({paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")} | {sys.base_prefix + "/lib/python"})
+    return tuple(
+        {paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")} | {sys.base_prefix + "/lib/python"}
+    )
 
 
 def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
@@ -94,7 +100,9 @@ def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
             waiting += list(vars(value).values())
         elif isinstance(value, types.CodeType):
             waiting += value.co_consts
-            yield from (step.argval for step in dis.get_instructions(value) if step.opname == "IMPORT_NAME" and step.argval)
+            yield from (
+                step.argval for step in dis.get_instructions(value) if step.opname == "IMPORT_NAME" and step.argval
+            )
 
 
 def _imports_in(root: Path) -> Iterator[str]:

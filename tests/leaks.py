@@ -54,21 +54,42 @@ def _differences(before: State, after: State) -> dict[str, list[str]]:
 
 
 def _environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+    return {key: value for key, value in os.environ.items() if key not in _OTHERS}
 
 
 def _threads() -> dict[str, bool]:
     return {f"{thread.name} ({thread.ident})": True for thread in threading.enumerate()}
 
 
-def _children() -> dict[str, bool]:
-    pids = {pid for task in Path("/proc/self/task").iterdir() for pid in _read(task / "children").split()}
-    commands = {pid: _read(Path("/proc", pid, "cmdline")).replace("\0", " ") for pid in pids}
-    return {
-        f"{pid} {command[:120]}": True
-        for pid, command in commands.items()
-        if not any(warm in command for warm in _WARM)
-    }
+def _processes() -> dict[str, bool]:
+    found = dict[str, bool]()
+    _add_children(os.getpid(), "python", found)
+    return found
+
+
+def _add_children(pid: int, command: str, found: dict[str, bool]) -> None:
+    for child in {int(pid) for task in _tasks(pid) for pid in _read(task / "children").split()}:
+        child_command = _read(Path(f"/proc/{child}/cmdline")).replace("\0", " ").strip()
+        # No command line: it has ended, and its parent has not asked for its exit status yet.
+        if child_command and not _stays(command, child_command):
+            found[f"{child} {child_command[:120]}"] = True
+        # A worker of Spark's is forked from its daemon, so bears the same command line; its own children are ranks.
+        forked = child_command == command
+        _add_children(child, "a worker" if forked else child_command, found)
+
+
+def _stays(parent: str, child: str) -> bool:
+    """Whether a process stays from one call to the next by design; what the fork server or a worker forks does not."""
+    if any(command in parent for command in ("lagom.worker.server", "a worker")):
+        return False
+    return any(command in child for command in _WARM)
+
+
+def _tasks(pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
 
 
 def _read(path: Path) -> str:
@@ -119,6 +140,8 @@ def _initializers() -> dict[type, object]:
     return found
 
 
+_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+"""Environment variables that pytest, and torch when it first builds an optimizer, set."""
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGUSR1", "SIGUSR2", "SIGPIPE")
 _PATCHABLE: tuple[type, ...] = (
     torch.utils.data.DataLoader,
@@ -131,7 +154,7 @@ _PATCHABLE: tuple[type, ...] = (
     torch.Tensor,
     torch.optim.Optimizer,
 )
-_LAZY = {"__doc__", "__annotations__", "__annotations_cache__", "__annotate_func__", "_abc_impl"}
+_LAZY = {"__doc__", "__slotnames__", "__annotations__", "__annotations_cache__", "__annotate_func__", "_abc_impl"}
 """Attributes that Python itself fills in when they are first asked for."""
 _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (torch, "save"),
@@ -142,14 +165,20 @@ _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (torch.distributed, "init_process_group"),
     (urllib.request, "urlretrieve"),
 )
-_WARM = ("java", "multiprocessing.resource_tracker", "multiprocessing.forkserver", "lagom.launchers")
-"""Command lines of processes that stay from one call to the next, by design: Spark's JVM, the fork server."""
+_WARM = (
+    "java",
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "pyspark.daemon",
+    "lagom.worker.server",
+)
+"""Command lines of what may stay: Spark's JVM, its Python daemon and workers, Python's and lagom's fork servers."""
 _GROWING = {"thread", "child process", "Dataset initializer"}
 """Where only what is added counts."""
 _PROBES: dict[str, Callable[[], Mapping[Any, Any]]] = {
     "environment variable": _environment,
     "thread": _threads,
-    "child process": _children,
+    "child process": _processes,
     "process": _process,
     "signal handler": _signals,
     "attribute": _patches,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo  # an optimizer imports it at its first step: 0.7 s in every forked rank
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from lagom.collectives.group import Group
 from lagom.config.torch_distributed import Batches, Evaluation
@@ -97,7 +98,7 @@ def _plan(world_size: int, batches: Batches, evaluation: Evaluation, seed: int) 
 
 
 def _session(
-    plan: Plan, rank: int, group: Group | None, store: dist.Store | None, host_dir: Path, device: torch.device
+    plan: Plan, rank: int, group: Group | None, store: Store | None, host_dir: Path, device: torch.device
 ) -> Session:
     return Session(
         plan=plan,
@@ -174,11 +175,11 @@ def _run(
     if plan.world_size > 1:
         timeout = timedelta(seconds=_TIMEOUT_S)
         if rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
             for _ in range(plan.world_size - 1):
                 give_port.send(store.port)
         else:
-            store = dist.TCPStore("127.0.0.1", ports.recv(), is_master=False, timeout=timeout)
+            store = TCPStore("127.0.0.1", ports.recv(), is_master=False, timeout=timeout)
         group = Group(gloo(store, rank, plan.world_size), rank, plan.world_size)
     session = _session(plan, rank, group, store, host_dir, torch.device("cpu"))
     if not patches:
@@ -192,9 +193,9 @@ def _run(
     return value
 
 
-def gloo(store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+def gloo(store: Store, rank: int, world_size: int) -> Any:
     """A private gloo group on the loopback device."""
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=_TIMEOUT_S)
     return dist.ProcessGroupGloo(store, rank, world_size, options)

@@ -26,6 +26,8 @@ class Rule:
 
 _FACTS = ("lagom.config", "lagom.errors")
 _TORCH_SIDE = (*_FACTS, "lagom.plan", "lagom.collectives", "lagom.patching", "lagom.strategies", "torch", "numpy")
+# Parts of the worker that the driver has use for; without torch, so that it need not import it.
+_SHARED = tuple(f"lagom.worker.{name}" for name in ("place", "random_states", "rendezvous", "spec", "task"))
 _DRIVER_SIDE = (
     *_FACTS,
     "lagom.aggregate",
@@ -34,8 +36,12 @@ _DRIVER_SIDE = (
     "lagom.plan",
     "lagom.result",
     "lagom.signature",
-    "lagom.worker.place",
-    "lagom.worker.spec",
+    "lagom.sources",
+    *_SHARED,
+)
+
+_SPARK_SIDE = Rule(
+    always=(*_DRIVER_SIDE, "lagom.launchers", "pyspark", "cloudpickle"), later=("lagom.worker", "pyarrow")
 )
 
 RULES = {
@@ -46,6 +52,7 @@ RULES = {
     "lagom.result": Rule(always=_FACTS),
     "lagom.signature": Rule(always=_FACTS),
     "lagom.aggregate": Rule(always=(*_FACTS, "lagom.result"), later=("torch", "numpy")),
+    "lagom.sources": Rule(later=("cloudpickle",)),
     "lagom.payload": Rule(always=("lagom.errors", "cloudpickle"), later=("torch", "numpy")),
     "lagom.monitor": Rule(),
     "lagom.collectives": Rule(always=("lagom.errors", "torch", "numpy")),
@@ -54,22 +61,22 @@ RULES = {
     "lagom.strategies.deepspeed": Rule(always=_TORCH_SIDE, later=("deepspeed",)),
     "lagom.data": Rule(always=(*_FACTS, "torch", "numpy"), later=("pyarrow",)),
     "lagom.launchers": Rule(always=_DRIVER_SIDE, later=("lagom.worker", "torch", "cloudpickle")),
-    "lagom.launchers.spark": Rule(
-        always=(*_DRIVER_SIDE, "lagom.launchers", "pyspark", "cloudpickle"), later=("lagom.worker", "pyarrow")
-    ),
+    "lagom.launchers.spark": _SPARK_SIDE,
+    "lagom.launchers.spark_session": _SPARK_SIDE,
     "lagom.worker": Rule(
         always=(*_TORCH_SIDE, *_DRIVER_SIDE, "lagom.data", "cloudpickle"), later=("pyspark", "pyarrow")
     ),
     # It travels by value to executors that have no lagom.
     "lagom.worker.task": Rule(later=("lagom.worker", "pyspark", "pyarrow")),
-    # What the driver shares with the ranks.
     "lagom.worker.place": Rule(),
-    "lagom.worker.spec": Rule(always=(*_FACTS, "lagom.plan")),
+    "lagom.worker.random_states": Rule(later=("torch", "numpy")),
+    "lagom.worker.rendezvous": Rule(always=("lagom.errors", "lagom.monitor")),
+    "lagom.worker.spec": Rule(always=("lagom.plan",)),
     "lagom.experiment": Rule(always=(*_DRIVER_SIDE, "lagom.launchers"), later=("pyspark",)),
     "lagom.cli": Rule(always=(*_DRIVER_SIDE, "lagom.experiment"), later=("pyspark",)),
     "lagom.compat": Rule(always=("lagom", "torch", "numpy"), later=("pyarrow", "pyspark")),
 }
-"""By module; the longest name that covers a module counts. Note that lagom.compat is in no rule but its own."""
+"""By module; the longest name that covers a module counts. Nothing but compat may import compat."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,8 @@ def test_child_process_is_reported() -> None:
     context = multiprocessing.get_context("fork")
     stop = context.Event()
     child = context.Process(target=stop.wait)
-    found = _leaks_of(child.start, lambda: (stop.set(), child.join()))
+    found = _leaks_of(child.start, stop.set)
+    child.join()
     assert len(found) == 1
     assert found[0].startswith(f"child process: {child.pid} ")
 

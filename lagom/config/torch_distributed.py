@@ -92,7 +92,7 @@ class TorchDistributedConfig:
         if self.dataset is None:
             return
         if self.train_set is not None or self.test_set is not None:
-            raise ValueError("both dataset and train_set/test_set are given; dataset=[train_set, test_set] replaces them")
+            raise ValueError("dataset=[train_set, test_set] replaces train_set and test_set; give one or the other")
         if not isinstance(self.dataset, (list, tuple)) or len(self.dataset) != 2:
             raise ValueError(f"dataset is {self.dataset!r}; want the list [train_set, test_set]")
 
@@ -103,7 +103,11 @@ class TorchDistributedConfig:
             raise ValueError(f"launcher='inline' is one rank in this process, but world_size is {self.world_size}")
         if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**32):
             raise ValueError(f"seed is {self.seed!r}; want an int from 0 to 2**32 - 1, or None")
-        if isinstance(self.hb_interval, bool) or not isinstance(self.hb_interval, (int, float)) or self.hb_interval <= 0:
+        if (
+            isinstance(self.hb_interval, bool)
+            or not isinstance(self.hb_interval, (int, float))
+            or self.hb_interval <= 0
+        ):
             raise ValueError(f"hb_interval is {self.hb_interval!r}; want seconds, more than 0")
 
 

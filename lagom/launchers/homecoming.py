@@ -36,7 +36,9 @@ class Homecoming:
         ranks = range(self._run.plan.world_size)
         reports = self._run.reports | self._reports | failures
         if not any(_failed(report) for report in reports.values()) and (missing := set(ranks) - set(reports)):
-            raise self._run.lost() or LagomError(f"no outcome arrived from ranks {sorted(missing)}, and no error either")
+            raise self._run.lost() or LagomError(
+                f"no outcome arrived from ranks {sorted(missing)}, and no error either"
+            )
         found = [reports.get(rank, {"ok": False, "stopped": True, "rank": rank, "consequence": True}) for rank in ranks]
         return [Outcome(rank=rank, report=report, load=self._loader(rank)) for rank, report in enumerate(found)]
 
@@ -57,6 +59,8 @@ class Homecoming:
         report = json.loads(row["report"])
         if "sha256" in report:
             self._digests[name] = report.pop("sha256")
+        for message in report.pop("output", []):
+            self._run.say(message)
         if row["name"] == "outcome":
             self._reports[row["rank"]] = report
 

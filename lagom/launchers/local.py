@@ -138,7 +138,9 @@ class _Server:
         try:
             socket.send_fds(self._socket, [request], fds)
         except OSError as error:
-            raise LagomError(f"the local fork server does not take the run: {error}; call again to start another") from error
+            raise LagomError(
+                f"the local fork server does not take the run: {error}; call again to start another"
+            ) from error
 
     def close(self) -> None:
         """End the server, and every run it holds."""

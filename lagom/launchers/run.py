@@ -20,6 +20,7 @@ from lagom.worker.rendezvous import peers
 
 GATHER_S = 1.5
 """How long after the first task the last may come before all are sent to gather without the driver."""
+_IMPATIENT_S = 5.0  # without a word from the tasks, before the user is told what is being waited for
 _GRACE_S = 5.0  # between the end of the job and the last words of its tasks
 
 
@@ -78,14 +79,21 @@ class Run:
         over = False
         while True:
             try:
-                event = self._events.get(timeout=_GRACE_S if over else None)
+                event = self._events.get(timeout=_GRACE_S if over else _IMPATIENT_S)
             except queue.Empty:
-                return
+                if over:
+                    return
+                self._progress.waiting(len(self._joins), self._num_tasks)
+                continue
             self._show(event)
             over = over or event["type"] == "over"
             if len(self._done) >= self._num_tasks or (over and self._connected <= self._done):
                 self._show_rest()
                 return
+
+    def say(self, message: Message) -> None:
+        """Show what a rank wrote and no link carried."""
+        self._show(message)
 
     def failures(self) -> list[Message]:
         """The failures that tasks told of, in the order they came: the first is the cause."""
@@ -108,7 +116,9 @@ class Run:
             stream.write(decoder.decode(event["data"].encode("latin-1")))
             stream.flush()
         elif event["type"] == "dropped":
-            sys.stderr.write(f"[lagom] {event['messages']} pieces of output were dropped: the driver could not keep up\n")
+            sys.stderr.write(
+                f"[lagom] {event['messages']} pieces of output were dropped: the driver could not keep up\n"
+            )
         else:
             self._progress.show(event)
 
@@ -130,7 +140,9 @@ class Run:
             self._done.add(task)
             self.reports.update({report["rank"]: report for report in message["reports"]})
             if any(not report["ok"] for report in message["reports"]):
-                self._failures += [report for report in message["reports"] if not report["ok"] and not report.get("stopped")]
+                self._failures += [
+                    report for report in message["reports"] if not report["ok"] and not report.get("stopped")
+                ]
                 self.stop()
         self._events.put(message | {"task": task})
 

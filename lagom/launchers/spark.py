@@ -51,9 +51,7 @@ class SparkLauncher:
         """See ``Launcher.run``."""
         with contextlib.ExitStack() as stack:
             payload = stack.enter_context(_Payload(call))
-            run = stack.enter_context(
-                Run(plan, self.where(), can_gather=plan.barrier, payload_fd=payload.fd)
-            )
+            run = stack.enter_context(Run(plan, self.where(), can_gather=plan.barrier, payload_fd=payload.fd))
             address = self._listen(run)
             modules = b"" if self._facts.one_machine else modules_zip(call["function"])
             spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self._facts.one_machine)
@@ -88,8 +86,10 @@ class SparkLauncher:
             run.watch()
             if run.stopped:
                 # Tasks that have heard of it return by themselves; those that have not are cancelled.
-                threading.Timer(_CANCEL_S, self._cancel_quietly, (group,)).start()
-            return collect()
+                timer = threading.Timer(_CANCEL_S, self._cancel_quietly, (group,))
+                stack.callback(timer.cancel)
+                timer.start()
+            return collect()  # type: ignore[no-any-return]
         except KeyboardInterrupt:
             run.stop()
             self._cancel_quietly(group)
@@ -162,14 +162,16 @@ def _pickled(spec: Spec) -> bytes:
 
 def _travelling(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` and its module by value: executors need no lagom to unpickle it."""
-    from pyspark import cloudpickle
+    from pyspark import cloudpickle as untyped
 
+    cloudpickle: Any = untyped
     cloudpickle.register_pickle_by_value(task_module)
     try:
         frozen = cloudpickle.dumps(function)
     finally:
         cloudpickle.unregister_pickle_by_value(task_module)
-    return cloudpickle.loads(frozen)  # type: ignore[no-any-return]
+    travelling: Callable[..., Any] = cloudpickle.loads(frozen)
+    return travelling
 
 
 def _rows_of_failure(error: Exception, run: Run) -> Sequence[Any]:
@@ -212,7 +214,17 @@ def _plain_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-_OF_SPARK = ("SPARK_", "PYSPARK_", "JAVA_", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES")
+# What pyspark sets in the driver, and what has to fit the executor's machine rather than this one.
+_NOT_SENT = (
+    "SPARK_",
+    "PYSPARK_",
+    "JAVA_",
+    "LD_LIBRARY_PATH",
+    "PATH",
+    "PYTHONPATH",
+    "PYTHONHASHSEED",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 @functools.cache
@@ -230,5 +242,5 @@ def changed_environment() -> dict[str, str]:
     """What this program has set in its environment: that follows it, while the shell's belongs to this machine."""
     start = _environment_at_start()
     return {
-        key: value for key, value in os.environ.items() if start.get(key) != value and not key.startswith(_OF_SPARK)
+        key: value for key, value in os.environ.items() if start.get(key) != value and not key.startswith(_NOT_SENT)
     }

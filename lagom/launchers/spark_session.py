@@ -23,7 +23,9 @@ def started_session() -> Any:
     try:
         from pyspark.sql import SparkSession
     except ImportError as error:
-        raise LagomError("launcher='spark' needs pyspark: pip install 'lagom-spark[spark]', or use launcher='local'") from error
+        raise LagomError(
+            "launcher='spark' needs pyspark: pip install 'lagom-spark[spark]', or use launcher='local'"
+        ) from error
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     return SparkSession.builder.appName("lagom").getOrCreate()
 
@@ -146,7 +148,7 @@ class ClassicFacts(SparkFacts):
         """One that keeps Spark's local properties."""
         from pyspark import InheritableThread
 
-        return InheritableThread  # type: ignore[no-any-return]
+        return InheritableThread
 
 
 class ConnectFacts(SparkFacts):

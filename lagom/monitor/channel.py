@@ -64,7 +64,8 @@ class Channel:
             name = self._server.sockets[0].getsockname()
             return name[0], name[1]
 
-        return self._wait(start())
+        address: tuple[str, int] = self._wait(start())
+        return address
 
     def adopt(self, connection: socket.socket, task: int) -> None:
         """Serve a connection whose other end is known to be ours: an inherited pair of sockets."""
@@ -125,7 +126,15 @@ class Channel:
                 await self._take_in(str(hello["name"]), int(hello["size"]), reader, writer)
             else:
                 await self._serve(int(hello["task"]), reader, writer)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, asyncio.IncompleteReadError, asyncio.TimeoutError):
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            asyncio.IncompleteReadError,
+            asyncio.TimeoutError,
+        ):
             pass  # not one of ours, or gone again
         finally:
             writer.close()
@@ -157,8 +166,9 @@ class Channel:
     async def _take_in(self, name: str, size: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         fd = anonymous_file(name)
         while size and (chunk := await reader.read(min(size, 1 << 20))):
-            os.write(fd, chunk)
             size -= len(chunk)
+            while chunk:
+                chunk = chunk[os.write(fd, chunk) :]
         if size:
             os.close(fd)
             return

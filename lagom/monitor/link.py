@@ -152,7 +152,11 @@ def dial(address: tuple[str, int], secret: bytes, hello: Message, timeout_s: flo
 
 
 def fetch(address: tuple[str, int], secret: bytes, path: str, size: int, sha256: str, timeout_s: float) -> None:
-    """Copy the run's payload from the driver into the file ``path``; raises ConnectionError unless it is what it should be."""
+    """Copy the run's payload from the driver into the file ``path``.
+
+    Raises:
+        LinkClosed: when it does not arrive, or is not what the driver sent.
+    """
     link = dial(address, secret, {"purpose": "fetch"}, timeout_s)
     if link is None:
         raise LinkClosed(f"the driver at {address[0]}:{address[1]} cannot be reached")
@@ -167,7 +171,9 @@ def fetch(address: tuple[str, int], secret: bytes, path: str, size: int, sha256:
     finally:
         link.close()
     if left or digest.hexdigest() != sha256:
-        raise LinkClosed(f"{size - left} of {size} bytes arrived" if left else "the bytes that arrived are not those sent")
+        raise LinkClosed(
+            f"{size - left} of {size} bytes arrived" if left else "the bytes that arrived are not those sent"
+        )
 
 
 def deliver(address: tuple[str, int], secret: bytes, name: str, fd: int, timeout_s: float) -> str | None:

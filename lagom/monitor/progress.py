@@ -21,7 +21,7 @@ class Progress:
         self._where = where
         self._ranks: dict[int, Message] = {}
         self._hosts: dict[str, list[int]] = {}
-        self._joined = 0
+        self._said_waiting = False
         self._live = sys.stderr.isatty()
         self._shown_at = time.monotonic() if not self._live else 0.0
         self._line = ""
@@ -37,6 +37,14 @@ class Progress:
             if time.monotonic() - self._shown_at >= (_TERMINAL_S if self._live else _LOG_S):
                 self._shown_at = time.monotonic()
                 self._renew()
+
+    def waiting(self, joined: int, wanted: int) -> None:
+        """Say once that tasks have not started yet."""
+        if joined < wanted and not self._said_waiting:
+            self._said_waiting = True
+            self._say(
+                f"lagom: {self._name}: waiting for {self._where} to start the tasks ({joined} of {wanted} are here)"
+            )
 
     def clear(self) -> None:
         """Make room for a line of the user's program."""

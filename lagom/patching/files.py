@@ -157,7 +157,7 @@ class _Downloads:
         """Have data sets with a ``download`` parameter made under the lock; also those whose classes come later."""
         session = self._session
 
-        def init_subclass(cls: Any, **kwargs: Any) -> None:
+        def init_subclass(cls: Any, /, **kwargs: Any) -> None:
             super(Dataset, cls).__init_subclass__(**kwargs)  # type: ignore[misc]  # cls is a Dataset
             if session.live:
                 self._wrap(cls)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
@@ -58,9 +59,18 @@ def own_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
     module's first call, in which parameters may be made, nor in a backward, where checkpoints repeat a forward.
     """
     original = vars(nn.Module)["__call__"]
+    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     called = WeakIdKeyDictionary()
     on_cuda = session.device.type == "cuda"
     inside = False
+
+    def draws_own(function: Any) -> bool:
+        if not _is_partial(function, session):
+            return False
+        if isinstance(function, nn.Module) and function not in called:
+            called[function] = None
+            return False
+        return True
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
@@ -70,25 +80,39 @@ def own_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
         try:
             if on_cuda:
                 follow_input(module, args, kwargs, session.device)
-            if not _is_partial(module, session):
-                return original(module, *args, **kwargs)
-            if module not in called:
-                called[module] = None
+            if not draws_own(module):
                 return original(module, *args, **kwargs)
             with streams.in_forward():
                 return original(module, *args, **kwargs)
         finally:
             inside = False
 
-    with replaced(nn.Module, "__call__", call):
+    def checkpointed(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        # It notes the state of the generators before it calls the module, to repeat it in the backward.
+        nonlocal inside
+        if inside or session.depth:
+            yield from generator(function, *args, **kwargs)
+            return
+        inside = True
+        try:
+            with streams.in_forward() if draws_own(function) else nullcontext():
+                yield from generator(function, *args, **kwargs)
+        finally:
+            inside = False
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(nn.Module, "__call__", call))
+        if session.world_size > 1:
+            name = "_checkpoint_without_reentrant_generator"
+            stack.enter_context(replaced(torch.utils.checkpoint, name, checkpointed))
         yield
 
 
-def _is_partial(module: nn.Module, session: Session) -> bool:
+def _is_partial(function: Any, session: Session) -> bool:
     return (
         session.distributed
         and session.depth == 0
-        and module.training
+        and getattr(function, "training", True)
         and torch.is_grad_enabled()
         and session.share is not None
     )

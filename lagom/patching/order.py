@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lagom.patching.session import Session
 
 _OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_MADE_AHEAD = tuple(type(iter(kind())) for kind in (list, tuple, dict, set))
+_MADE_AHEAD: tuple[type, ...] = tuple(type(iter(kind())) for kind in (list, tuple, dict, set))
 _AHEAD = 64
 
 

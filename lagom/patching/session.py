@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
     from lagom.collectives.group import Group
     from lagom.plan import Plan

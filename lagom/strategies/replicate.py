@@ -166,6 +166,8 @@ class Replicate:
         mine = gradient.coalesce()
         sent = pickle.dumps((mine.indices().cpu(), mine.values().cpu()))
         parts = [pickle.loads(part) for part in self._group.all_gather_bytes(sent)]
+        # An empty one, of a rank that did not reach the leaf, may be laid out differently.
+        parts = [part for part in parts if part[1].numel()] or parts[:1]
         indices = torch.cat([part[0] for part in parts], dim=1)
         values = torch.cat([part[1] for part in parts]).div_(self._group.world_size)
         total = torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=False).coalesce()

@@ -114,5 +114,3 @@ def last_rites() -> None:
             stream.flush()
     with contextlib.suppress(OSError):
         os.fsync(1)
-
-

@@ -15,7 +15,6 @@ import sys
 import threading
 import traceback
 import types
-import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,10 +48,7 @@ def _cut_loose(seat: Seat, ground: Ground, stdout: int, stderr: int, parent: int
     gc.disable()  # objects of the parent, such as its sockets, must not be finalised here
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before it was to take this process along
-            os._exit(1)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
         signal.signal(name, signal.SIG_DFL)
@@ -61,13 +57,24 @@ def _cut_loose(seat: Seat, ground: Ground, stdout: int, stderr: int, parent: int
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     _close_all_but({0, 1, 2, seat.control_fd, seat.outcome_fd, ground.payload_fd, seat.store_fd})
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    streams = {"stdin": open(0, closefd=False)}  # noqa: SIM115
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        stream = open(fd, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+        streams[name] = stream
+    for name, stream in streams.items():
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     atexit._clear()
     gc.freeze()
     gc.enable()
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when ``parent``, its parent, ends, however that comes about."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before it could be told to take this process along
+            os._exit(1)
 
 
 def _close_all_but(keep: set[int | None]) -> None:
@@ -86,8 +93,7 @@ def _settle(spec: Spec, ground: Ground) -> None:
     sys.path[:] = own + [entry for entry in (*ground.sys_path, *sys.path[1:]) if entry not in own]
     importlib.invalidate_caches()
     sys.modules["__main__"] = types.ModuleType("__main__")
-    warnings.resetwarnings()
-    faulthandler.enable(file=sys.__stderr__)
+    faulthandler.enable(file=2)
 
 
 def _run(spec: Spec, seat: Seat) -> int:
@@ -185,5 +191,3 @@ class _Heart:
                     self._control.offer({"type": "progress", **self._session.progress()})
                 except OSError:
                     return
-
-

@@ -21,8 +21,8 @@ def rank_device(plan: Plan) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RankError(
-            f"this rank was given a GPU, but torch {torch.__version__} finds none; install a CUDA build of torch on the "
-            "executors, or run without GPUs (no spark.task.resource.gpu.amount, or CUDA_VISIBLE_DEVICES='' locally)"
+            f"this rank was given a GPU, but torch {torch.__version__} finds none; install a CUDA build of torch "
+            "on the executors, or run without GPUs (no spark.task.resource.gpu.amount, or CUDA_VISIBLE_DEVICES='' locally)"
         )
     torch.cuda.set_device(0)
     return torch.device("cuda", 0)

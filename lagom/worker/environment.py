@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from lagom.worker.spec import Seat
 
-# Libraries take these for the word of torchrun or mpirun and behave as a rank of it. To the program, there is no such thing.
+# Libraries take these for the word of torchrun and behave as a rank of it. To the program, there is no such thing.
 _LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",

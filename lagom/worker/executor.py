@@ -123,7 +123,9 @@ def _row(rank: int, name: str, part: int, data: bytes, report: Message) -> Any:
 def _check(spec: Spec, context: Any) -> None:
     python = ".".join(platform.python_version_tuple()[:2])
     if python != spec.python:
-        raise PlanError(f"the driver runs Python {spec.python}, this executor {python}; set PYSPARK_PYTHON to the same one")
+        raise PlanError(
+            f"the driver runs Python {spec.python}, this executor {python}; set PYSPARK_PYTHON to the same one"
+        )
     try:
         import torch  # noqa: F401  (once per Spark worker; the ranks forked from it have it)
     except ImportError as error:
@@ -132,7 +134,9 @@ def _check(spec: Spec, context: Any) -> None:
             "install torch there, or set PYSPARK_PYTHON to a Python that has it"
         ) from error
     if context.attemptNumber() > 0:
-        raise PlanError("this run failed before, and lagom does not start it again by itself: files may be half written")
+        raise PlanError(
+            "this run failed before, and lagom does not start it again by itself: files may be half written"
+        )
 
 
 def _gpus(spec: Spec, context: Any) -> Sequence[str]:

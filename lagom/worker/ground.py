@@ -59,6 +59,18 @@ def ground(spec: Spec, payload_fd: int | None = None) -> Iterator[Ground]:
         yield Ground(host_dir=host_dir, cwd=cwd, scratch=scratch, payload_fd=payload_fd, sys_path=sys_path)
 
 
+def sweep() -> None:
+    """Remove what runs have left here whose processes were all killed."""
+    for path in base_dir().glob("run-*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(path / ".alive", os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
 def base_dir() -> Path:
     """This user's folder for runs in progress; nobody else may enter it."""
     path = Path(tempfile.gettempdir(), f"lagom-{os.getuid()}")
@@ -81,6 +93,7 @@ def pack_files(ground: Ground) -> int | None:
 
 @contextmanager
 def _shared_folder(run_id: str) -> Iterator[Path]:
+    sweep()
     path = base_dir() / f"run-{run_id}"
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -126,7 +139,9 @@ def _payload(spec: Spec, host_dir: Path, driver_here: bool) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one host process fetches, the others find it there
         if not os.path.exists(path):
             if spec.address is None:
-                raise ConnectionError("the data is too large to travel inside the job, and this host cannot reach the driver")
+                raise ConnectionError(
+                    "the data is too large to travel inside the job, and this host cannot reach the driver"
+                )
             fetch(spec.address, spec.secret, path + ".part", spec.payload_size, spec.payload_sha256, _FETCH_S)
             os.replace(path + ".part", path)
     return os.open(path, os.O_RDWR)

@@ -21,6 +21,7 @@ from lagom.worker.ground import Ground
 from lagom.worker.rendezvous import meet
 from lagom.worker.spec import Seat, Spec
 
+_UNSAID = 200_000  # characters of output that travel with the results where no link carries them
 _TAIL = 8192  # bytes of a rank's last output that are kept for the report of its death
 _STOP_S = 1.0  # how long a failure waits for the driver to take it in
 _CONSEQUENCE_S = 3.0  # how long a lost connection waits for the failure that caused it to be told elsewhere
@@ -50,7 +51,7 @@ def hold(
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((ip, 0))) if task == 0 else None
         store = listener.getsockname()[:2] if listener else None
-        table = meet(link, gather, _join(task, ranks, ground, ip, store))
+        table = meet(link, gather, _join(task, ranks, ground, ip, store, gpus))
         watch = _Watch(link)
         stack.callback(watch.end_all)
         for rank, outcome_fd in zip(ranks, outcome_fds, strict=True):
@@ -61,7 +62,7 @@ def hold(
         return watch.until_over()
 
 
-def _join(task: int, ranks: Sequence[int], ground: Ground, ip: str, store: Any) -> Message:
+def _join(task: int, ranks: Sequence[int], ground: Ground, ip: str, store: Any, gpus: Sequence[str]) -> Message:
     return {
         "type": "join",
         "task": task,
@@ -70,6 +71,7 @@ def _join(task: int, ranks: Sequence[int], ground: Ground, ip: str, store: Any) 
         "ip": ip,
         "store": store,
         "python": ".".join(platform.python_version_tuple()[:2]),
+        "gpus": list(gpus),
         "torch": importlib.metadata.version("torch").split("+")[0],
     }
 
@@ -94,6 +96,7 @@ def _seat(
         host_dir=str(ground.host_dir),
         threads=int(spec.env.get("OMP_NUM_THREADS", 0)) if chosen else max(1, cores // len(here)),
         gpu=gpu,
+        nccl=bool(table["nccl"]),
     )
 
 
@@ -148,6 +151,8 @@ class _Watch:
         self._link = link
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
+        self.unsaid: list[Message] = []
+        """What rank 0 wrote while there was no link, to travel with the results."""
         if link is not None:
             self._selector.register(link, selectors.EVENT_READ, self._hear)
 
@@ -173,7 +178,10 @@ class _Watch:
                 if rank.pidfd is None and not rank.ended:
                     self._reap(rank)
         self.end_all()
-        return [rank.report or _stopped(rank.rank) for rank in self._ranks]
+        reports = [rank.report or _stopped(rank.rank) for rank in self._ranks]
+        return [
+            report | {"output": self.unsaid} if report["rank"] == 0 and self.unsaid else report for report in reports
+        ]
 
     def end_all(self) -> None:
         """End every rank with all its children, and take in what they said last."""
@@ -238,7 +246,11 @@ class _Watch:
         rank.tail = (rank.tail + data)[-_TAIL:]
         if rank.rank == 0:
             # latin-1 keeps every byte, also of a character that is cut in two here.
-            self._tell({"type": "log", "rank": 0, "stream": stream, "data": data.decode("latin-1")})
+            message = {"type": "log", "rank": 0, "stream": stream, "data": data.decode("latin-1")}
+            if self._link is not None:
+                self._tell(message)
+            elif sum(len(kept["data"]) for kept in self.unsaid) < _UNSAID:
+                self.unsaid.append(message)
         return True
 
     def _reap(self, rank: _Rank) -> None:

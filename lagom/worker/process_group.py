@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +21,16 @@ def process_group(seat: Seat, world_size: int, device: torch.device) -> Iterator
     """Join the other ranks. The group is never registered with torch.distributed; see Note [Private world]."""
     store = _store(seat, world_size)
     prefix = dist.PrefixStore("gloo", store)
-    options = dist.ProcessGroupGloo._Options()
+    gloo_class: Any = dist.ProcessGroupGloo  # its options are missing from torch's own types
+    options = gloo_class._Options()
     # By address, not by host name: that resolves to 127.0.1.1 on many machines.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=seat.ip)]
+    options._devices = [gloo_class.create_device(hostname=seat.ip)]
     options._timeout = TIMEOUT
-    gloo = dist.ProcessGroupGloo(prefix, seat.rank, world_size, options)
-    nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size) if device.type == "cuda" else None
-    yield Group(gloo, seat.rank, world_size, device_group=nccl), store
+    gloo = gloo_class(prefix, seat.rank, world_size, options)
+    nccl = None
+    if device.type == "cuda" and seat.nccl:
+        nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size)
+    yield Group(gloo, seat.rank, world_size, device_group=nccl or gloo), store
     if nccl is not None:
         nccl.shutdown()
 
@@ -41,7 +45,7 @@ def _store(seat: Seat, world_size: int) -> dist.Store:
     )
 
 
-def _nccl(store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+def _nccl(store: dist.Store, rank: int, world_size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, world_size, options)

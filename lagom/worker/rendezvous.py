@@ -30,8 +30,13 @@ def peers(joins: Sequence[Message]) -> Message:
         if len(versions) > 1:
             found = ", ".join(f"{version} on {host}" for version, host in versions.items())
             raise PlanError(f"the executors have different versions of {fact}: {found}; give all of them the same")
-    ranks = [{"rank": rank, "host": join["host"], "ip": join["ip"]} for join in ordered for rank in join["ranks"]]
-    return {"type": "peers", "store": ordered[0]["store"], "ranks": ranks}
+    ranks = [
+        {"rank": rank, "host": join["host"], "ip": join["ip"], "gpu": gpu}
+        for join in ordered
+        for rank, gpu in zip(join["ranks"], join["gpus"] or [None] * len(join["ranks"]), strict=True)
+    ]
+    shared = len({(rank["host"], rank["gpu"]) for rank in ranks}) < len(ranks)
+    return {"type": "peers", "store": ordered[0]["store"], "ranks": ranks, "nccl": not shared}
 
 
 def meet(link: Link | None, gather: Callable[[str], Sequence[str]] | None, join: Message) -> Message:
@@ -47,7 +52,9 @@ def meet(link: Link | None, gather: Callable[[str], Sequence[str]] | None, join:
         if reply["type"] == "peers":
             return reply
     if gather is None:
-        raise LinkClosed("the driver cannot be reached from this host, and there is no other way to find the other ranks")
+        raise LinkClosed(
+            "the driver cannot be reached from this host, and there is no other way to find the other ranks"
+        )
     return peers([json.loads(text) for text in gather(json.dumps(join))])
 
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from lagom.errors import LagomError
 from lagom.monitor.link import Link, LinkClosed
+from lagom.worker.child import die_with
 from lagom.worker.ground import ground
 from lagom.worker.host import hold
 from lagom.worker.rendezvous import Stopped
@@ -45,6 +46,7 @@ def serve(connection: socket.socket) -> None:
 def _attend(data: bytes, fds: list[int]) -> NoReturn:
     """Be the host process of one run; the first file is its link, the second its payload, the others for outcomes."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with(os.getppid())
     code = 1
     try:
         link = Link(socket.socket(fileno=fds[0]))

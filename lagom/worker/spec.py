@@ -64,3 +64,5 @@ class Seat:
     """Threads that the rank may use; 0: as they are."""
     gpu: str | None = None
     """What CUDA_VISIBLE_DEVICES becomes."""
+    nccl: bool = False
+    """Every rank has a GPU to itself; NCCL refuses ranks that share one, gloo does not."""

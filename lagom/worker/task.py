@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import pickle
+import shutil
 import sys
 import tempfile
 import zipfile
@@ -58,8 +59,10 @@ def _unpacked(code_zip: bytes) -> str:
     if not os.path.isdir(root):
         part = tempfile.mkdtemp(dir=base)
         zipfile.ZipFile(io.BytesIO(code_zip)).extractall(part)
-        with contextlib.suppress(OSError):  # another task was faster
+        try:
             os.rename(part, root)
+        except OSError:  # another task was faster
+            shutil.rmtree(part)
     return root
 
 

@@ -1,0 +1,308 @@
+"""Training on several ranks gives the weights of one machine, whatever computes the gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lagom.patching.session import Session
+from tests.ranks import alone, run_ranks
+
+Program = Callable[[Any], list[Tensor]]
+
+
+def data(count: int = 14) -> TensorDataset:
+    x = torch.randn(count, 2, dtype=torch.float64)
+    return TensorDataset(x, torch.sin(x[:, :1]))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def weights(*modules: nn.Module) -> list[Tensor]:
+    return [parameter.detach() for module in modules for parameter in module.parameters()]
+
+
+def loop(model: nn.Module, step: Callable[[Tensor, Tensor], None], count: int = 14, batch_size: int = 6) -> None:
+    loader = DataLoader(data(count), batch_size=batch_size, shuffle=True)
+    for _ in range(2):
+        for x, y in loader:
+            step(x, y)
+
+
+def sgd(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], rate: float = 0.1, **options: Any) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        loss(x, y).backward()
+        optimizer.step()
+
+    loop(model, step, **options)
+    return weights(model)
+
+
+def mse(model: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, y: nn.functional.mse_loss(model(x), y)
+
+
+def plain(_: Session) -> list[Tensor]:
+    model = mlp()
+    return sgd(model, mse(model))
+
+
+def short_tail(_: Session) -> list[Tensor]:
+    model = mlp()
+    return sgd(model, mse(model), count=7, batch_size=6)
+
+
+def several_backwards(_: Session) -> list[Tensor]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number, (x, y) in enumerate(DataLoader(data(), batch_size=5)):
+        (nn.functional.mse_loss(model(x), y) / 2).backward()
+        torch.autograd.backward([nn.functional.l1_loss(model(x), y), model[0].weight.square().sum()])
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model) + [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def two_forwards(_: Session) -> list[Tensor]:
+    model = mlp()
+    return sgd(model, lambda x, y: (model(x) - y).square().mean() + (model(x + 1) - y).abs().mean())
+
+
+def frozen_then_unfrozen(_: Session) -> list[Tensor]:
+    model, unused = mlp(), nn.Linear(3, 3)
+    model[0].requires_grad_(False)
+    sgd(model, mse(model))
+    model[0].requires_grad_(True)
+    assert unused.weight.grad is None
+    return sgd(model, mse(model)) + weights(unused)
+
+
+def leaf_tensors(_: Session) -> list[Tensor]:
+    w = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(1, dtype=torch.float64).requires_grad_()
+    for _ in range(2):
+        for x, y in DataLoader(data(), batch_size=6):
+            (x @ w + b - y).square().mean().backward()
+            with torch.no_grad():
+                for leaf in (w, b):
+                    assert leaf.grad is not None
+                    leaf -= 0.1 * leaf.grad
+                    leaf.grad = None
+    return [w.detach(), b.detach()]
+
+
+def no_optimizer(_: Session) -> list[Tensor]:
+    model = mlp()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        model.zero_grad()
+        nn.functional.mse_loss(model[2](model[1](model[0](x))), y).backward(torch.tensor(0.5, dtype=torch.float64))
+        for p in model.parameters():
+            assert p.grad is not None
+            p.data.add_(p.grad, alpha=-0.1)
+
+    loop(model, step)
+    return weights(model)
+
+
+def lbfgs(_: Session) -> list[Tensor]:
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+    x, y = data().tensors
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return weights(model)
+
+
+def reentrant(_: Session) -> list[Tensor]:
+    model = mlp()
+    return sgd(model, mse(lambda x: model[2](checkpoint(model[:2], x.requires_grad_(), use_reentrant=True))))
+
+
+def non_reentrant(_: Session) -> list[Tensor]:
+    model = mlp()
+    return sgd(model, mse(lambda x: model[2](checkpoint(model[:2], x, use_reentrant=False))))
+
+
+def deepcopied(_: Session) -> list[Tensor]:
+    first = mlp()
+    second = copy.deepcopy(first)
+    sgd(first, mse(first))
+    sgd(second, mse(second))
+    return weights(first, second)
+
+
+def unpickled(_: Session) -> list[Tensor]:
+    model = pickle.loads(pickle.dumps(mlp()))
+    return sgd(model, mse(model))
+
+
+def lazy(_: Session) -> list[Tensor]:
+    model = nn.Sequential(nn.LazyLinear(5), nn.Tanh(), nn.LazyLinear(1)).double()
+    model(torch.zeros(1, 2, dtype=torch.float64))
+    return sgd(model, mse(model))
+
+
+def inputs_only(_: Session) -> list[Tensor]:
+    model = mlp()
+    x, y = next(iter(DataLoader(data(), batch_size=9)))
+    nn.functional.mse_loss(model(x), y).backward(inputs=[model[0].weight])
+    assert model[2].weight.grad is None
+    return [model[0].weight.grad]  # type: ignore[list-item]
+
+
+def full_batch(_: Session) -> list[Tensor]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = next(iter(DataLoader(data(7), batch_size=7)))
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def sparse(_: Session) -> list[Tensor]:
+    table, head = nn.Embedding(9, 3, sparse=True), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([*table.parameters(), *head.parameters()], 0.1)
+    for ids, y in DataLoader(TensorDataset(torch.arange(9), torch.randn(9, 1)), batch_size=4, shuffle=True):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(head(table(ids)), y).backward()
+        assert table.weight.grad is not None
+        assert table.weight.grad.is_sparse
+        optimizer.step()
+    return [p.double() for p in weights(table, head)]
+
+
+def compiled(_: Session) -> list[Tensor]:
+    model = mlp()
+    fast = torch.compile(model, backend="eager")
+    return sgd(model, mse(lambda x: fast(x)))
+
+
+def large(_: Session) -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(2, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 1)).double()
+    return sgd(model, mse(model), rate=0.001)
+
+
+PROGRAMS: list[Program] = [
+    plain,
+    short_tail,
+    several_backwards,
+    two_forwards,
+    frozen_then_unfrozen,
+    leaf_tensors,
+    no_optimizer,
+    lbfgs,
+    reentrant,
+    non_reentrant,
+    deepcopied,
+    unpickled,
+    lazy,
+    inputs_only,
+    full_batch,
+    sparse,
+    compiled,
+    large,
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_the_weights_are_those_of_one_machine(program: Program, world_size: int) -> None:
+    expected = alone(program)
+    tolerance = 1e-6 if program is sparse else 1e-12
+    for result in run_ranks(world_size, program):
+        assert len(result) == len(expected)
+        for found, wanted in zip(result, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("program", [plain, several_backwards, deepcopied], ids=lambda program: program.__name__)
+def test_world_1_is_bit_identical(program: Program) -> None:
+    def run(session: Session) -> Any:
+        result = program(session)
+        return [*result, torch.get_rng_state()]
+
+    for found, wanted in zip(run_ranks(1, run)[0], alone(run), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_gradients_keep_type_object_and_strides() -> None:
+    def run(session: Session) -> Any:
+        model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        half = nn.Linear(2, 2).bfloat16()
+        image = torch.full((1, 2, 4, 4), float(session.rank))
+        model(image).sum().backward()
+        first = model.weight.grad
+        assert first is not None
+        strides = first.stride()
+        (model(image).sum() + half(torch.ones(1, 2).bfloat16()).sum()).backward()
+        assert model.weight.grad is first
+        assert first.stride() == strides == model.weight.stride()
+        assert half.weight.grad is not None
+        return half.weight.grad.dtype, first.mean().item()
+
+    assert run_ranks(2, run) == [(torch.bfloat16, pytest.approx(4.0))] * 2
+
+
+def test_a_saved_module_has_the_same_bytes() -> None:
+    def run(_: Session) -> Any:
+        model = mlp()
+        sgd(model, lambda x, y: model(x).sum() * 0 + y.sum() * 0)
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        return type(model).__name__, list(model.state_dict()), list(vars(model)), saved.getvalue()
+
+    expected = alone(run)
+    assert run_ranks(2, run) == [expected] * 2
+
+
+def test_training_in_eval_mode_is_right_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def run(session: Session) -> list[Tensor]:
+        model = mlp().eval()
+        result = sgd(model, mse(model))
+        return [*result, torch.tensor("model.train()" in " ".join(session._said))]
+
+    expected = alone(lambda session: run(session)[:-1])
+    for *result, said in run_ranks(2, run):
+        assert said
+        for found, wanted in zip(result, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_an_exception_in_a_backward_leaves_the_next_one_right() -> None:
+    def run(session: Session) -> Any:
+        model = nn.Linear(1, 1)
+        with pytest.raises(RuntimeError, match="grad can be implicitly created"):
+            model(torch.ones(2, 1)).backward()
+        handle = model.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(1, 1)).backward()
+        handle.remove()
+        model.zero_grad()
+        (model(torch.ones(1, 1)) * session.rank).backward()
+        return session.depth, model.weight.grad.item()
+
+    assert run_ranks(2, run) == [(0, 0.5)] * 2

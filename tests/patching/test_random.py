@@ -1,0 +1,59 @@
+"""``lagom.patching.random``: common and own streams."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lagom.patching.random import OwnStreams, derived, seed_everything
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand(1).item(), random.random(), float(np.random.randn())
+
+
+def test_seeding_is_what_a_program_does_by_hand() -> None:
+    seed_everything(7)
+    found = draw()
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    assert found == draw()
+
+
+def test_the_common_streams_go_on_as_if_nothing_was_drawn() -> None:
+    seed_everything(0)
+    expected = [draw() for _ in range(4)]
+    seed_everything(0)
+    held: Any = np.random.mtrand._rand
+    streams = OwnStreams(1, torch.device("cpu"))
+    found, own = [], []
+    for _ in range(2):
+        # An odd number of normal numbers: numpy keeps the second of a pair.
+        found.append(draw())
+        with streams.in_fetch():
+            own += [draw(), draw(), draw()]
+    found += [draw(), draw()]
+    assert found == expected
+    assert np.random.mtrand._rand is held
+    assert len(set(own) | set(found)) == 10
+
+
+def test_streams_are_put_back_after_an_exception() -> None:
+    seed_everything(0)
+    expected = draw()
+    seed_everything(0)
+    with pytest.raises(KeyError), OwnStreams(1, torch.device("cpu")).in_fetch():
+        draw()
+        raise KeyError
+    assert draw() == expected
+
+
+def test_derived_seeds_are_fixed_and_differ() -> None:
+    assert derived("a", 0) == derived("a", 0) != derived("a", 1)
+    assert 0 <= derived("a") < 2**63
+    torch.manual_seed(derived("a"))
