@@ -2,8 +2,8 @@
 
     python -m benchmarks.launch [--rounds 5] [--master local[2]]
 
-Everything runs once to warm up, then in rounds, each contender once a round, so that a slow moment of the machine
-hits all of them.
+Each contender is called once to warm up and then round after round. They do not take turns: a job of TorchDistributor
+ends Spark's Python workers, so whoever came next would start cold.
 """
 
 from __future__ import annotations
@@ -32,15 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, by contender, after one call of each that does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds + 1):
-        for name, call in contenders.items():
-            start = time.perf_counter()
-            call()
-            if number:
-                seconds[name].append(time.perf_counter() - start)
-        print(f"round {number} of {rounds} done", file=sys.stderr)
+    """Seconds of each call, by contender, after one call that does not count."""
+    seconds = {}
+    for name, call in contenders.items():
+        times = [_seconds(call) for _ in range(rounds + 1)]
+        seconds[name] = times[1:]
+        print(f"{name}: done", file=sys.stderr)
     return seconds
 
 
@@ -68,6 +65,12 @@ def targets(seconds: Mapping[str, Sequence[float]]) -> list[tuple[str, bool]]:
 
 def nothing() -> None:
     """The function that is launched."""
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def _contenders() -> dict[str, Callable[[], object]]:

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 @contextlib.contextmanager
 def spark(master: str) -> Iterator[SparkSession]:
     """A session on ``master`` that prints nothing but errors."""
-    logging.getLogger("TorchDistributor").setLevel(logging.ERROR)
+    logging.getLogger("lagom").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="PySpark does not yet fully support pandas")
     # Spark starts python3 from PATH otherwise, which need not have torch.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)

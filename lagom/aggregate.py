@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import numbers
 import sys
 from collections.abc import Sequence
@@ -37,23 +36,33 @@ def _equal(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(_equal, left, right))
-    if isinstance(left, float):
-        return left == right or (math.isnan(left) and math.isnan(right))
     if _is_tensor(left):
         return _equal_arrays(left.detach(), right.detach())
     if _is_array(left):
         return _equal_arrays(left, right)
+    if type(left).__eq__ is object.__eq__:
+        return _equal_states(left, right)
     try:
-        return bool(left == right)
+        return bool(left == right or (left != left and right != right))  # or both are NaN
     except Exception:  # a foreign __eq__ may do anything, such as give an array
         return left is right
+
+
+def _equal_states(left: Any, right: Any) -> bool:
+    """Whether two objects that compare by identity hold the same, as far as they say: a module by its state."""
+    if not callable(getattr(left, "state_dict", None)):
+        return True
+    try:
+        return _equal(left.state_dict(), right.state_dict())
+    except Exception:  # a foreign state_dict may do anything
+        return True
 
 
 def _equal_arrays(left: Any, right: Any) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     same = left == right
-    if _is_number_dtype(left):
+    if _is_number_dtype(left) or str(left.dtype).startswith(("datetime64", "timedelta64")):
         same = same | ((left != left) & (right != right))
     return bool(same.all())
 
@@ -61,21 +70,19 @@ def _equal_arrays(left: Any, right: Any) -> bool:
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> tuple[Any, bool]:
     """The weighted mean and True, or rank 0's value and False when there is no such thing."""
     first = values[0]
+    if all(_equal(first, value) for value in values[1:]):
+        return first, True
     if isinstance(first, dict) and all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
         means = {key: _mean([value[key] for value in values], weights) for key in first}
         return {key: mean for key, (mean, _) in means.items()}, all(averaged for _, averaged in means.values())
+    # 0 times NaN is NaN: who has no weight has no say.
+    weighted = [(weight, value) for weight, value in zip(weights, values, strict=True) if weight]
     if all(_is_number(value) for value in values):
-        return sum(weight * value for weight, value in zip(weights, values, strict=True)), True
+        return sum(weight * value for weight, value in weighted), True
     if _averages(first) and all(
         type(value) is type(first) and value.shape == first.shape and _averages(value) for value in values
     ):
-        total = sum(
-            weight * (value.detach() if _is_tensor(value) else value)
-            for weight, value in zip(weights, values, strict=True)
-        )
-        return total, True
-    if all(_equal(first, value) for value in values[1:]):
-        return first, True
+        return sum(weight * (value.detach() if _is_tensor(value) else value) for weight, value in weighted), True
     return first, False
 
 
@@ -104,5 +111,8 @@ def _is_array(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a foreign __repr__ may do anything
+        text = object.__repr__(value)
     return text if len(text) <= 40 else text[:39] + "…"

@@ -59,7 +59,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
 def _provided(config: TorchDistributedConfig) -> dict[str, Any]:
     """The fields of ``config`` that a function can ask for, in both spellings of the data sets."""
     sets = {"train_set": config.train_set, "test_set": config.test_set}
-    provided: dict[str, Any] = {"hparams": dict(config.hparams)}
+    provided: dict[str, Any] = {"hparams": config.hparams}
     if config.module is not None:
         provided["module"] = config.module
     if config.dataset is not None:

@@ -62,9 +62,10 @@ def plan(config: TorchDistributedConfig, cluster: Cluster, name: str = "lagom") 
     world_size = config.world_size or room
     if room == 0 or (world_size > room and not (cluster.oversubscribe and not cluster.gpus_per_slot)):
         what = "GPUs" if cluster.gpus_per_slot else "task slots"
+        remedies = ([f"ask for at most {room}"] if room else []) + ([cluster.remedy] if cluster.remedy else [])
         raise PlanError(
             f"world_size is {world_size or 'all'}, but {_WHERE[cluster.launcher]} has {room} {what}; "
-            f"ask for at most {room}{', or ' + cluster.remedy if cluster.remedy else ''}"
+            + (", or ".join(remedies) or "start some first")
         )
     return Plan(
         name=config.name or name,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 TEST_RESULT = "test result"
+_SHOWN_RANKS = 8
 
 
 class Result(Mapping[str, Any]):
@@ -81,11 +82,14 @@ class Result(Mapping[str, Any]):
         rows = "".join(
             f"<tr><th style='text-align:left'>{html.escape(key)}</th>"
             f"<td style='text-align:left'>{html.escape(_short(value))}</td>"
-            + "".join(f"<td style='text-align:left'>{html.escape(_short(item))}</td>" for item in self._by_rank(key))
+            + "".join(f"<td style='text-align:left'>{html.escape(_short(item))}</td>" for item in self._by_rank(key)[:_SHOWN_RANKS])
             + "</tr>"
             for key, value in self._items.items()
         )
-        ranks = "".join(f"<th style='text-align:left'>rank {rank}</th>" for rank in range(self.world_size))
+        shown = range(min(self.world_size, _SHOWN_RANKS))
+        ranks = "".join(f"<th style='text-align:left'>rank {rank}</th>" for rank in shown)
+        if self.world_size > _SHOWN_RANKS:
+            ranks += "<th style='text-align:left'>…</th>"
         return (
             f"<table><caption style='text-align:left'><b>{html.escape(self._title())}</b></caption>"
             f"<thead><tr><th></th><th style='text-align:left'>result</th>{ranks}</tr></thead>"
@@ -106,5 +110,8 @@ class Result(Mapping[str, Any]):
 def _short(value: Any, limit: int = 60) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a foreign __repr__ may do anything
+        text = object.__repr__(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

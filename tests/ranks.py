@@ -50,11 +50,11 @@ def run_ranks(
     """
     plan = _plan(world_size, batches, evaluation, seed)
     with tempfile.TemporaryDirectory() as host_dir:
-        ports, give_port = _CONTEXT.Pipe(duplex=False)
+        ports = _CONTEXT.SimpleQueue()
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
-            args = (rank, plan, function, Path(host_dir), theirs, ports, give_port, patches)
+            args = (rank, plan, function, Path(host_dir), theirs, ports, patches)
             process = _CONTEXT.Process(target=_rank, args=args)
             process.start()
             theirs.close()
@@ -68,8 +68,9 @@ def run_ranks(
                 process.kill()
                 process.join()
                 process.close()
-            for pipe in (*pipes, ports, give_port):
+            for pipe in pipes:
                 pipe.close()
+            ports.close()
 
 
 def alone(function: Callable[[Session], Any], seed: int = 0) -> Any:
@@ -146,13 +147,12 @@ def _rank(
     function: Callable[[Session], Any],
     host_dir: Path,
     pipe: Connection,
-    ports: Connection,
-    give_port: Connection,
+    ports: Any,
     patches: bool,
 ) -> None:
     torch.set_num_threads(1)
     try:
-        value = _run(rank, plan, function, host_dir, ports, give_port, patches)
+        value = _run(rank, plan, function, host_dir, ports, patches)
         answer = pickle.dumps(("returned", value))
     except BaseException as error:
         is_consequence = isinstance(error, CollectiveError)
@@ -167,8 +167,7 @@ def _run(
     plan: Plan,
     function: Callable[[Session], Any],
     host_dir: Path,
-    ports: Connection,
-    give_port: Connection,
+    ports: Any,
     patches: bool,
 ) -> Any:
     group, store = None, None
@@ -177,9 +176,9 @@ def _run(
         if rank == 0:
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
             for _ in range(plan.world_size - 1):
-                give_port.send(store.port)
+                ports.put(store.port)
         else:
-            store = TCPStore("127.0.0.1", ports.recv(), is_master=False, timeout=timeout)
+            store = TCPStore("127.0.0.1", ports.get(), is_master=False, timeout=timeout)
         group = Group(gloo(store, rank, plan.world_size), rank, plan.world_size)
     session = _session(plan, rank, group, store, host_dir, torch.device("cpu"))
     if not patches:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 TINY = {
     "scalar_field": ["--epochs", "1", "--points", "500"],
 }
@@ -24,6 +28,17 @@ def test_every_example_is_run_here() -> None:
 def test_example_runs(name: str, launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module(f"examples.{name}").main([*TINY[name], "--launcher", launcher])
     _check(capsys.readouterr().out)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", TINY)
+def test_example_runs_on_spark(name: str) -> None:
+    command = [sys.executable, f"examples/{name}.py", *TINY[name], "--launcher", "spark"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "world size 2" in done.stdout
+    _check(done.stdout)
 
 
 def _check(output: str) -> None:

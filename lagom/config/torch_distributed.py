@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -71,8 +72,7 @@ class TorchDistributedConfig:
         self._check_module()
         self._check_data()
         self._check_numbers()
-        if self.deepspeed_config is not None and self.backend != "deepspeed":
-            raise ValueError("deepspeed_config is given, but backend is 'torch'; set backend='deepspeed' or drop it")
+        self._check_texts()
 
     def _check_module(self) -> None:
         modules = self.module if isinstance(self.module, (list, tuple)) else [self.module]
@@ -94,7 +94,10 @@ class TorchDistributedConfig:
         if self.train_set is not None or self.test_set is not None:
             raise ValueError("dataset=[train_set, test_set] replaces train_set and test_set; give one or the other")
         if not isinstance(self.dataset, (list, tuple)) or len(self.dataset) != 2:
-            raise ValueError(f"dataset is {self.dataset!r}; want the list [train_set, test_set]")
+            found = type(self.dataset).__name__
+            if isinstance(self.dataset, (list, tuple)):
+                found += f" of {len(self.dataset)}"
+            raise ValueError(f"dataset is a {found}; want the list [train_set, test_set]")
 
     def _check_numbers(self) -> None:
         if self.world_size is not None and (not _is_int(self.world_size) or self.world_size < 1):
@@ -106,9 +109,22 @@ class TorchDistributedConfig:
         if (
             isinstance(self.hb_interval, bool)
             or not isinstance(self.hb_interval, (int, float))
-            or self.hb_interval <= 0
+            or not 0 < self.hb_interval < math.inf
         ):
             raise ValueError(f"hb_interval is {self.hb_interval!r}; want seconds, more than 0")
+
+
+    def _check_texts(self) -> None:
+        if self.name is not None and not isinstance(self.name, str):
+            raise ValueError(f"name is {self.name!r}; want a str, or None for the function's name")
+        if not isinstance(self.description, str):
+            raise ValueError(f"description is {self.description!r}; want a str")
+        if self.deepspeed_config is None:
+            return
+        if not isinstance(self.deepspeed_config, Mapping):
+            raise ValueError(f"deepspeed_config is {self.deepspeed_config!r}; want a dict, as DeepSpeed takes it")
+        if self.backend != "deepspeed":
+            raise ValueError("deepspeed_config is given, but backend is 'torch'; set backend='deepspeed' or drop it")
 
 
 def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:

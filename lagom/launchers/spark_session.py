@@ -9,13 +9,14 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 from lagom.errors import LagomError, PlanError
 from lagom.plan import Cluster
 
 _YOUNG_S = 30.0  # an application of that age may still be waiting for its executors
-_ENOUGH_S = 1.5
+_SETTLED_S = 1.5  # without another executor, where nothing says how many there will be
 
 
 def started_session() -> Any:
@@ -110,6 +111,10 @@ class SparkFacts:
         )
 
 
+_settled: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Spark contexts that have their executors."""
+
+
 class ClassicFacts(SparkFacts):
     """A session with its JVM beside this process."""
 
@@ -128,13 +133,26 @@ class ClassicFacts(SparkFacts):
         jsc = self._context._jsc.sc()
         profile = jsc.resourceProfileManager().defaultResourceProfile()
         young_until = self._context.startTime / 1000 + _YOUNG_S
-        wanted = int(self.conf("spark.executor.instances", "1"))
+        wanted, seen, since = self._num_executors(), -1, 0.0
         while True:
             slots = int(jsc.maxNumConcurrentTasks(profile))
+            if self.one_machine or time.time() > young_until or self._context in _settled:
+                return slots
             executors = jsc.getExecutorMemoryStatus().size() - 1  # the driver counts as one
-            if self.one_machine or (slots and executors >= wanted) or time.time() > young_until:
+            if executors != seen:
+                seen, since = executors, time.monotonic()
+            enough = executors >= wanted if wanted else executors and time.monotonic() - since > _SETTLED_S
+            if slots and enough:
+                _settled.add(self._context)
                 return slots
             time.sleep(0.05)
+
+    def _num_executors(self) -> int | None:
+        """How many there are to be; None where only the cluster knows."""
+        if matched := re.match(r"local-cluster\[ *(\d+)", self.master):
+            return int(matched[1])
+        number = self.conf("spark.executor.instances", "")
+        return int(number) if number.isdigit() and not self.dynamic else None
 
     def tag(self, group: str, description: str) -> None:
         """See ``SparkFacts.tag``."""

@@ -25,7 +25,7 @@ def synchronised_backward(session: Session) -> Iterator[None]:
     Both end in one function of torch's, with their arguments put in order; patching that one reaches them
     however they were imported, and tells ``torch.autograd.grad`` apart.
     """
-    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # imported there
+    original = torch.autograd._engine_run_backward
     pending: list[Tensor] = []
 
     def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:

@@ -26,8 +26,9 @@ _PASS = "_lagom_pass"
 def dealt_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
     """Have loaders yield this rank's share, and count what they yield."""
     with ExitStack() as stack:
-        for owner, name, value in _iterator_patches(session):
-            stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(replaced(_BaseDataLoaderIter, "__init__", _made(session)))
+        stack.enter_context(replaced(_BaseDataLoaderIter, "_reset", _begun_again(session)))
+        stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _yielding(session)))
         if session.world_size > 1:
             index_sampler = property(_index_sampler(session))
             stack.enter_context(replaced(DataLoader, "_index_sampler", index_sampler))
@@ -36,14 +37,17 @@ def dealt_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
         yield
 
 
-def start(session: Session, loader: DataLoader[Any]) -> Pass:
-    """Decide what a pass that begins now over ``loader`` is: training or evaluation, shared out or not."""
+def start(session: Session, can_share: bool) -> Pass:
+    """Decide what a pass that begins now is: training or evaluation, shared out or not."""
     grad = torch.is_grad_enabled()
     by_mode = grad and session.world_size > 1 and session.evaluates_by_mode()
     training = grad and not by_mode
-    can_share = session.world_size > 1 and loader._auto_collation and loader._dataset_kind == _DatasetKind.Map
     sharded = can_share and (training or session.plan.evaluation == "sharded")
     return Pass(training=training, sharded=sharded, by_mode=by_mode)
+
+
+def _can_share(session: Session, loader: DataLoader[Any]) -> bool:
+    return session.distributed and loader._auto_collation and loader._dataset_kind == _DatasetKind.Map
 
 
 def _index_sampler(session: Session) -> Any:
@@ -53,85 +57,96 @@ def _index_sampler(session: Session) -> Any:
         source = original(loader)
         if not session.distributed:
             return source
-        return Dealer(session, loader, source, lambda: session.starting or start(session, loader))
+        # Without the loader: it holds its iterator, which holds this, and workers must end when both are dropped.
+        drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
+        can_share = _can_share(session, loader)
+        return Dealer(session, source, lambda: session.starting or start(session, can_share), drop_last=drop_last)
 
     return index_sampler
 
 
-def _iterator_patches(session: Session) -> list[tuple[type, str, Any]]:
-    init, reset, following = (vars(_BaseDataLoaderIter)[name] for name in ("__init__", "_reset", "__next__"))
+def _begin(session: Session, loader: DataLoader[Any]) -> Pass:
+    session.boundary()  # the iterator draws from the common stream
+    current = start(session, _can_share(session, loader))
+    if session.distributed and (current.sharded or current.training):
+        synchronise(session, loader)
+    if current.training:
+        if session.distributed and not current.sharded:
+            session.say_once(
+                "a data loader with an IterableDataset or without batches is not shared out: every rank trains "
+                "on all of it, which is right but not faster"
+            )
+        current.steps = _steps(loader)
+    return current
 
-    def begin(loader: DataLoader[Any]) -> Pass:
-        current = start(session, loader)
-        if session.distributed and (current.sharded or current.training):
-            synchronise(session, loader)
-        if current.training:
-            if session.distributed and not current.sharded:
-                session.say_once(
-                    "a data loader with an IterableDataset or without batches is not shared out: every rank trains "
-                    "on all of it, which is right but not faster"
-                )
-            current.steps = _steps(loader)
-        return current
 
-    def patched_init(self: Any, loader: DataLoader[Any]) -> None:
+def _made(session: Session) -> Any:
+    original = vars(_BaseDataLoaderIter)["__init__"]
+
+    def init(self: Any, loader: DataLoader[Any]) -> None:
         if not session.live:
-            init(self, loader)
+            original(self, loader)
             return
-        current = session.starting = begin(loader)
+        current = session.starting = _begin(session, loader)
         self.__dict__[_PASS] = current
         try:
-            init(self, loader)
+            original(self, loader)
         finally:
             session.starting = None
         if current.training and current.sharded:
             # Workers of different ranks augment differently. They start after this.
             self._base_seed = derived(self._base_seed, session.rank)
 
-    def patched_reset(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
+    return init
+
+
+def _begun_again(session: Session) -> Any:
+    original = vars(_BaseDataLoaderIter)["_reset"]
+
+    def reset(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
         current = self.__dict__.get(_PASS)
-        if not session.live or current is None:
-            reset(self, loader, first_iter)
+        if current is None or not session.live:
+            original(self, loader, first_iter)
             return
         if not first_iter:
             session.ended(current)
-            current = begin(loader)
-            self.__dict__[_PASS] = current
+            current = self.__dict__[_PASS] = _begin(session, loader)
         if current.sharded:
             self._in_order = True  # shares are matched to batches by their order
         session.starting = current
         try:
-            reset(self, loader, first_iter)
+            original(self, loader, first_iter)
         finally:
             session.starting = None
 
-    def patched_next(self: Any) -> Any:
+    return reset
+
+
+def _yielding(session: Session) -> Any:
+    original = vars(_BaseDataLoaderIter)["__next__"]
+
+    def following(self: Any) -> Any:
         current = self.__dict__.get(_PASS)
         if current is None or not session.live:
-            return following(self)
+            return original(self)
         session.boundary()
-        shared = current.training and current.sharded
         try:
-            data = following(self)
+            data = original(self)
         except StopIteration:
             session.ended(current)
             raise
         except Exception:
-            if shared and current.shares:
+            if current.shares:
                 current.shares.popleft()
             raise
         if current.training:
-            share = current.shares.popleft() if shared else None
-            session.yielded(current, share, share.num_mine if share is not None else num_samples(data))
+            share = current.shares.popleft() if current.sharded else None
+            session.yielded(current, share, num_samples(data) if share is None else share.num_mine)
         elif current.by_mode:
             session.evaluating(current)
         return moved(data, session.device) if session.device.type == "cuda" else data
 
-    return [
-        (_BaseDataLoaderIter, "__init__", patched_init),
-        (_BaseDataLoaderIter, "_reset", patched_reset),
-        (_BaseDataLoaderIter, "__next__", patched_next),
-    ]
+    return following
 
 
 def _fetching(session: Session, streams: OwnStreams) -> Any:

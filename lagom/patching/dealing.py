@@ -11,8 +11,6 @@ from lagom.patching.session import Pass, Session, Share
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch.utils.data import DataLoader
-
 
 def split(batch: Any, rank: int, world_size: int) -> tuple[Any, Share]:
     """The positions of ``rank`` in a batch: every position once over all ranks.
@@ -47,17 +45,18 @@ class Dealer:
         start: gives the pass that an iteration belongs to.
     """
 
-    def __init__(self, session: Session, loader: DataLoader[Any], source: Any, start: Callable[[], Pass]) -> None:
+    def __init__(self, session: Session, source: Any, start: Callable[[], Pass], *, drop_last: bool) -> None:
         self._session = session
-        self._loader = loader
         self._source = source
         self._start = start
-        self._drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
+        self._drop_last = drop_last
 
     def __len__(self) -> int:
         length = len(self._source)
+        if self._session.plan.batches != "per_rank":
+            return length
         current = self._start()
-        if not (current.training and current.sharded and self._session.plan.batches == "per_rank"):
+        if not (current.training and current.sharded):
             return length
         world_size = self._session.world_size
         return length // world_size if self._drop_last else -(-length // world_size)

@@ -58,61 +58,78 @@ def own_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
     The own stream serves where ranks have different samples of a batch: dropout must differ there. Not in a
     module's first call, in which parameters may be made, nor in a backward, where checkpoints repeat a forward.
     """
-    original = vars(nn.Module)["__call__"]
-    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-    called = WeakIdKeyDictionary()
-    on_cuda = session.device.type == "cuda"
-    inside = False
+    forwards = _Forwards(session, streams)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(nn.Module, "__call__", _called(forwards)))
+        if session.world_size > 1:
+            stack.enter_context(replaced(torch.utils.checkpoint, _CHECKPOINT, _checkpointed(forwards)))
+        yield
 
-    def draws_own(function: Any) -> bool:
-        if not _is_partial(function, session):
+
+_CHECKPOINT = "_checkpoint_without_reentrant_generator"
+
+
+class _Forwards:
+    """Whether a forward is under way, and which modules have been called before."""
+
+    def __init__(self, session: Session, streams: OwnStreams) -> None:
+        self.session = session
+        self.streams = streams
+        self.inside = False
+        self._called = WeakIdKeyDictionary()
+
+    def draws_own(self, function: Any) -> bool:
+        """Whether this call, an outermost one, draws from the rank's own stream."""
+        session = self.session
+        if not (
+            session.distributed
+            and session.depth == 0
+            and getattr(function, "training", True)
+            and torch.is_grad_enabled()
+            and session.share is not None
+        ):
             return False
-        if isinstance(function, nn.Module) and function not in called:
-            called[function] = None
+        if isinstance(function, nn.Module) and function not in self._called:
+            self._called[function] = None
             return False
         return True
 
+
+def _called(forwards: _Forwards) -> Callable[..., Any]:
+    original = vars(nn.Module)["__call__"]
+    session, streams = forwards.session, forwards.streams
+    on_cuda = session.device.type == "cuda"
+
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        if inside:
+        if forwards.inside or torch.compiler.is_dynamo_compiling():
             return original(module, *args, **kwargs)
-        inside = True
+        forwards.inside = True
         try:
             if on_cuda:
                 follow_input(module, args, kwargs, session.device)
-            if not draws_own(module):
+            if not forwards.draws_own(module):
                 return original(module, *args, **kwargs)
             with streams.in_forward():
                 return original(module, *args, **kwargs)
         finally:
-            inside = False
+            forwards.inside = False
 
-    def checkpointed(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        # It notes the state of the generators before it calls the module, to repeat it in the backward.
-        nonlocal inside
-        if inside or session.depth:
-            yield from generator(function, *args, **kwargs)
+    return call
+
+
+def _checkpointed(forwards: _Forwards) -> Callable[..., Iterator[None]]:
+    original = vars(torch.utils.checkpoint)[_CHECKPOINT]
+
+    def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        # It notes the state of the generators before it calls the function, to repeat it in the backward.
+        if forwards.inside or forwards.session.depth:
+            yield from original(function, *args, **kwargs)
             return
-        inside = True
+        forwards.inside = True
         try:
-            with streams.in_forward() if draws_own(function) else nullcontext():
-                yield from generator(function, *args, **kwargs)
+            with forwards.streams.in_forward() if forwards.draws_own(function) else nullcontext():
+                yield from original(function, *args, **kwargs)
         finally:
-            inside = False
+            forwards.inside = False
 
-    with ExitStack() as stack:
-        stack.enter_context(replaced(nn.Module, "__call__", call))
-        if session.world_size > 1:
-            name = "_checkpoint_without_reentrant_generator"
-            stack.enter_context(replaced(torch.utils.checkpoint, name, checkpointed))
-        yield
-
-
-def _is_partial(function: Any, session: Session) -> bool:
-    return (
-        session.distributed
-        and session.depth == 0
-        and getattr(function, "training", True)
-        and torch.is_grad_enabled()
-        and session.share is not None
-    )
+    return generator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lagom.errors import DivergenceError
+from lagom.errors import DivergenceError, LagomError
 from lagom.strategies.layout import FRAME, HEAD, Bucket, Entry, Layout, agreed, signature
 from lagom.strategies.leaves import Leaves, checksum
 
@@ -67,6 +67,7 @@ class Replicate:
 
         Raises:
             DivergenceError: on all ranks, when a leaf had other values on other ranks at its first backward.
+            LagomError: when gradients were used before they could be averaged.
         """
         numbers, gradients = [], []
         for leaf in leaves:
@@ -77,6 +78,8 @@ class Replicate:
                 if number not in self._local:
                     numbers.append(number)
                     gradients.append(_real(leaf.grad))
+            elif leaf._post_accumulate_grad_hooks:
+                raise LagomError(_IN_BACKWARD)
         if numbers:
             self._average(Reached(numbers, gradients))
 
@@ -102,7 +105,7 @@ class Replicate:
             self._verified.update(layout.unseen)
             layout.unseen = []
         if layout.views:
-            layout.payload.div_(self._group.world_size)
+            layout.payload.mul_(1.0 / self._group.world_size)
             torch._foreach_copy_([reached.gradients[i] for i in layout.framed], layout.views)
         for bucket in layout.buckets:
             self._average_bucket(bucket, reached.gradients)
@@ -117,7 +120,7 @@ class Replicate:
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) == _MAX_LAYOUTS:
-                self._layouts.clear()
+                self._forget()
             layout = self._layouts[key] = Layout([Entry(*parts) for parts in key], self._frame)
             layout.unseen = [number for number in layout.numbers if number not in self._verified]
             self.reached.update(layout.numbers)
@@ -126,6 +129,11 @@ class Replicate:
             self._frame.zero_()
             self._current = layout
         return layout
+
+    def _forget(self) -> None:
+        self._layouts.clear()
+        for numbers in (self.reached, self._local, self._inputs):
+            numbers.intersection_update([number for number in numbers if self._leaves.tensor(number) is not None])
 
     def _signature(self, layout: Layout) -> torch.Tensor:
         layout.unseen = [number for number in layout.unseen if number not in self._verified]
@@ -238,6 +246,12 @@ class Replicate:
         elif dense and leaf.grad.is_sparse:
             leaf.grad = leaf.grad.to_dense()
         return _real(leaf.grad)
+
+
+_IN_BACKWARD = (
+    "a hook of the program's (register_post_accumulate_grad_hook) used up a gradient during the backward, before it "
+    "was averaged over the ranks; step the optimizer after backward() instead"
+)
 
 
 def _real(gradient: torch.Tensor) -> torch.Tensor:

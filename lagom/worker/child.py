@@ -50,8 +50,8 @@ def _cut_loose(seat: Seat, ground: Ground, stdout: int, stderr: int, parent: int
         os.setpgid(0, 0)
     die_with(parent)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
-        signal.signal(name, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(stdout, 1)

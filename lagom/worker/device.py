@@ -22,7 +22,7 @@ def rank_device(plan: Plan) -> torch.device:
     if not torch.cuda.is_available():
         raise RankError(
             f"this rank was given a GPU, but torch {torch.__version__} finds none; install a CUDA build of torch "
-            "on the executors, or run without GPUs (no spark.task.resource.gpu.amount, or CUDA_VISIBLE_DEVICES='' locally)"
+            "on the executors, or run without GPUs (CUDA_VISIBLE_DEVICES='', no spark.task.resource.gpu.amount)"
         )
     torch.cuda.set_device(0)
     return torch.device("cuda", 0)

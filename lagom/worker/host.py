@@ -82,7 +82,8 @@ def _seat(
     own = table["ranks"][rank]
     here = [other["rank"] for other in table["ranks"] if other["host"] == own["host"]]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    chosen = any(name in spec.env for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    chosen = spec.env.get("OMP_NUM_THREADS", "").partition(",")[0]
+    alone = spec.whole_env and len(here) == 1  # then torch's own default, which a plain run has too
     return Seat(
         rank=rank,
         local_rank=here.index(rank),
@@ -94,7 +95,7 @@ def _seat(
         outcome_fd=outcome_fd,
         payload_fd=ground.payload_fd,
         host_dir=str(ground.host_dir),
-        threads=int(spec.env.get("OMP_NUM_THREADS", 0)) if chosen else max(1, cores // len(here)),
+        threads=int(chosen) if chosen.isdigit() else 0 if alone else max(1, cores // len(here)),
         gpu=gpu,
         nccl=bool(table["nccl"]),
     )

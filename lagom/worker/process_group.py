@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lagom.collectives.group import Group
+from lagom.errors import CollectiveError
 from lagom.worker.spec import Seat
 
 TIMEOUT = datetime.timedelta(minutes=30)  # torch's own default for gloo
@@ -26,7 +27,12 @@ def process_group(seat: Seat, world_size: int, device: torch.device) -> Iterator
     # By address, not by host name: that resolves to 127.0.1.1 on many machines.
     options._devices = [gloo_class.create_device(hostname=seat.ip)]
     options._timeout = TIMEOUT
-    gloo = gloo_class(prefix, seat.rank, world_size, options)
+    try:
+        gloo = gloo_class(prefix, seat.rank, world_size, options)
+        # A rank that has nothing to do would end, and break the connections that others are still making.
+        gloo.barrier().wait()
+    except RuntimeError as error:
+        raise CollectiveError(f"the ranks did not connect, as a rule because one is gone: {error}") from error
     nccl = None
     if device.type == "cuda" and seat.nccl:
         nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size)

@@ -71,7 +71,7 @@ def several_backwards(_: Session) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for number, (x, y) in enumerate(DataLoader(data(), batch_size=5)):
         (nn.functional.mse_loss(model(x), y) / 2).backward()
-        torch.autograd.backward([nn.functional.l1_loss(model(x), y), model[0].weight.square().sum()])
+        torch.autograd.backward([nn.functional.l1_loss(model(x), y), next(model.parameters()).square().sum()])
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -92,7 +92,7 @@ def frozen_then_unfrozen(_: Session) -> list[Tensor]:
     return sgd(model, mse(model)) + weights(unused)
 
 
-def leaf_tensors(_: Session) -> list[Tensor]:
+def leaf_tensors(session: Session) -> list[Tensor]:
     w = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
     b = torch.randn(1, dtype=torch.float64).requires_grad_()
     for _ in range(2):
@@ -106,12 +106,12 @@ def leaf_tensors(_: Session) -> list[Tensor]:
     return [w.detach(), b.detach()]
 
 
-def no_optimizer(_: Session) -> list[Tensor]:
+def no_optimizer(session: Session) -> list[Tensor]:
     model = mlp()
 
     def step(x: Tensor, y: Tensor) -> None:
         model.zero_grad()
-        nn.functional.mse_loss(model[2](model[1](model[0](x))), y).backward(torch.tensor(0.5, dtype=torch.float64))
+        nn.functional.mse_loss(model[1:](model[0](x)), y).backward(torch.tensor(0.5, dtype=torch.float64))
         for p in model.parameters():
             assert p.grad is not None
             p.data.add_(p.grad, alpha=-0.1)
@@ -176,7 +176,7 @@ def full_batch(_: Session) -> list[Tensor]:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     x, y = next(iter(DataLoader(data(7), batch_size=7)))
-    for _ in range(3):
+    for _step in range(3):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
@@ -199,6 +199,11 @@ def compiled(_: Session) -> list[Tensor]:
     model = mlp()
     fast = torch.compile(model, backend="eager")
     return sgd(model, mse(lambda x: fast(x)))
+
+
+def compiled_loss(_: Session) -> list[Tensor]:
+    model = mlp()
+    return sgd(model, torch.compile(mse(model), backend="eager", fullgraph=True))
 
 
 def large(_: Session) -> list[Tensor]:
@@ -224,6 +229,7 @@ PROGRAMS: list[Program] = [
     full_batch,
     sparse,
     compiled,
+    compiled_loss,
     large,
 ]
 
@@ -303,6 +309,7 @@ def test_an_exception_in_a_backward_leaves_the_next_one_right() -> None:
         handle.remove()
         model.zero_grad()
         (model(torch.ones(1, 1)) * session.rank).backward()
+        assert model.weight.grad is not None
         return session.depth, model.weight.grad.item()
 
     assert run_ranks(2, run) == [(0, 0.5)] * 2

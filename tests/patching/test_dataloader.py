@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from lagom.patching.session import Session
-from tests.ranks import RankFailedError, alone, run_ranks, session_alone
+from tests.ranks import alone, run_ranks, session_alone
 
 
 class Numbers(Dataset[int]):
@@ -64,7 +64,7 @@ def batches(loader: Any) -> list[list[int]]:
 
 
 def flat(parts: Any) -> list[int]:
-    return sorted(sum((sum(part, []) for part in parts), []))
+    return sorted(index for part in parts for batch in part for index in batch)
 
 
 def epochs(loader: Any, session: Session) -> Any:
@@ -153,7 +153,7 @@ def test_a_model_in_eval_mode_makes_a_pass_an_evaluation() -> None:
         model, loss = nn.Sequential(nn.Linear(1, 1), nn.Dropout()), nn.MSELoss()
         frozen = nn.Linear(1, 1).requires_grad_(False)
         training = DataLoader(Numbers(6), batch_size=6)
-        seen = []
+        seen: list[Any] = []
         for batch in training:
             outputs = model(batch[:, None].float())
             model.eval()
@@ -179,15 +179,14 @@ def test_the_outer_share_holds_again_after_an_inner_pass() -> None:
         outer = iter(DataLoader(Numbers(5), batch_size=5))
         next(outer)
         weights.append(session.weight)
-        for _ in DataLoader(Numbers(2), batch_size=2):
-            weights.append(session.weight)
+        weights.extend(session.weight for _ in DataLoader(Numbers(2), batch_size=2))
         weights.append(session.weight)
         for _ in DataLoader(Numbers(8), batch_size=2):
             break
         weights.append(session.weight)
         del outer
-        for _ in zip(DataLoader(Numbers(2), batch_size=2), DataLoader(Numbers(2), batch_size=2), strict=True):
-            weights.append(session.weight)
+        pairs = zip(DataLoader(Numbers(2), batch_size=2), DataLoader(Numbers(2), batch_size=2), strict=True)
+        weights.extend(session.weight for _ in pairs)
         next(iter(DataLoader(Numbers(5), batch_size=5)))
         return [*weights, session.weight]
 
@@ -196,11 +195,12 @@ def test_the_outer_share_holds_again_after_an_inner_pass() -> None:
 
 def test_a_sampler_that_raises_raises_everywhere() -> None:
     def run(session: Session) -> Any:
-        loader = DataLoader(Numbers(9), batch_size=2, sampler=Nondeterministic(9, fail_at=5 if session.rank == 0 else 7))
-        seen = []
+        loader = DataLoader(
+            Numbers(9), batch_size=2, sampler=Nondeterministic(9, fail_at=5 if session.rank == 0 else 7)
+        )
+        seen: list[Any] = []
         with pytest.raises(KeyError, match="no more"):
-            for batch in loader:
-                seen.append(batch.tolist())  # noqa: PERF402
+            seen.extend(batch.tolist() for batch in loader)
         return len(seen), torch.rand(1).item()
 
     first, *others = run_ranks(3, run)
@@ -232,6 +232,18 @@ def test_what_cannot_be_shared_out_is_seen_by_all() -> None:
     assert run_ranks(2, run) == [(stream, stream, [0, 1, 2], 1.0, 17)] * 2
 
 
+def test_dropping_a_loader_ends_its_workers() -> None:
+    def run(_: Session) -> Any:
+        loader = DataLoader(Numbers(6), batch_size=2, num_workers=1, persistent_workers=True)
+        seen = batches(loader)
+        iterator: Any = loader._iterator
+        workers = iterator._workers
+        del loader, iterator
+        return len(seen), [worker.is_alive() for worker in workers]
+
+    assert run_ranks(2, run) == [(3, [False])] * 2
+
+
 def test_a_pickled_loader_is_shared_out() -> None:
     text = alone(lambda _: pickle.dumps(DataLoader(TensorDataset(torch.arange(6)), batch_size=6)))
 
@@ -246,12 +258,12 @@ def test_augmentation_differs_between_ranks_and_the_function_agrees(num_workers:
     def run(session: Session) -> Any:
         torch.rand(3), random.random()
         loader = DataLoader(Drawing(8), batch_size=4, num_workers=num_workers)
-        drawn = [(a.tolist(), b.tolist()) for _, a, b in loader for _, a, b in [(_, a, b)]]
+        drawn = [(a.tolist(), b.tolist()) for _, a, b in loader]
         return drawn, torch.rand(1).item(), random.random()
 
     first, second = run_ranks(2, run)
     assert first[1:] == second[1:]
-    drawn = [sum((a + b for a, b in result[0]), []) for result in (first, second)]
+    drawn = [[number for a, b in result[0] for number in a + b] for result in (first, second)]
     assert not set(drawn[0]) & set(drawn[1])
     assert len(set(drawn[0])) == 8
 
@@ -266,6 +278,30 @@ def test_common_numbers_stay_common_after_uneven_draws() -> None:
 
     first, second = run_ranks(2, run)
     assert first == second
+
+
+def test_an_evaluation_within_a_step_keeps_the_order_of_one_machine() -> None:
+    def run(session: Session) -> Any:
+        seen = []
+        for _ in range(2):
+            for batch in DataLoader(Numbers(9), batch_size=3, shuffle=True):
+                seen.append(batch.tolist())
+                with torch.no_grad():
+                    seen.extend(batches(DataLoader(Numbers(4), batch_size=4, shuffle=True)))
+        return seen
+
+    plain, (first, second) = alone(run), run_ranks(2, run)
+    for wanted, mine, other in zip(plain, first, second, strict=True):
+        assert sorted({*mine, *other}) == sorted(wanted)
+        assert len(wanted) == 3 or mine == other == wanted
+
+
+def test_a_drifted_stream_of_one_rank_is_brought_back() -> None:
+    def run(session: Session) -> Any:
+        torch.rand(session.rank + 1)
+        return batches(DataLoader(Numbers(8), batch_size=4, shuffle=True))
+
+    assert flat(run_ranks(2, run)) == list(range(8))
 
 
 def test_progress_counts() -> None:

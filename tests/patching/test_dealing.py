@@ -13,7 +13,7 @@ from lagom.patching.session import Share
 @pytest.mark.parametrize("length", [1, 2, 4, 7, 9])
 def test_split_deals_every_position_once(length: int, world_size: int) -> None:
     dealt = [split(list(range(length)), rank, world_size) for rank in range(world_size)]
-    assert sorted(sum((mine[: share.num_mine] for mine, share in dealt), [])) == list(range(length))
+    assert sorted(position for mine, share in dealt for position in mine[: share.num_mine]) == list(range(length))
     assert sum(share.weight(world_size) for _, share in dealt) == pytest.approx(world_size)
     assert all(mine for mine, _ in dealt)
     assert all(share.even == (length % world_size == 0) for _, share in dealt)

@@ -18,7 +18,8 @@ from tests.ranks import run_ranks
 
 def test_dropout_differs_between_ranks_and_initial_values_agree() -> None:
     def run(session: Session) -> Any:
-        model = nn.Sequential(nn.LazyLinear(50), nn.Dropout())
+        first = nn.LazyLinear(50)
+        model = nn.Sequential(first, nn.Dropout())
         masks = []
         for (x,) in DataLoader(TensorDataset(torch.ones(12, 3)), batch_size=4):
             out = model(x)
@@ -26,7 +27,7 @@ def test_dropout_differs_between_ranks_and_initial_values_agree() -> None:
             masks.append((out == 0).tolist())
         model.eval()
         late = nn.Linear(3, 3)
-        return masks, model[0].weight.detach(), late.weight.detach(), torch.rand(1).item()
+        return masks, first.weight.detach(), late.weight.detach(), torch.rand(1).item()
 
     first, second = run_ranks(2, run)
     assert first[0][1] != second[0][1]
@@ -75,7 +76,7 @@ def test_moved_keeps_containers_and_other_objects() -> None:
     class Mine(list[Any]):
         pass
 
-    point = namedtuple("point", "x y")  # noqa: PYI024  # as programs write it
+    point = namedtuple("point", "x y")  # as programs write it
     other, mine = object(), Mine([torch.zeros(1)])
     data = {"a": [torch.zeros(1), 3], "b": (point(torch.zeros(2), "text"), other), "c": mine, 4: None}
     there = moved(data, torch.device("meta"))

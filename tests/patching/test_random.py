@@ -47,9 +47,14 @@ def test_streams_are_put_back_after_an_exception() -> None:
     seed_everything(0)
     expected = draw()
     seed_everything(0)
-    with pytest.raises(KeyError), OwnStreams(1, torch.device("cpu")).in_fetch():
-        draw()
-        raise KeyError
+
+    def fail() -> None:
+        with OwnStreams(1, torch.device("cpu")).in_fetch():
+            draw()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert draw() == expected
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.errors import DivergenceError
+from lagom.errors import DivergenceError, LagomError
 from lagom.patching.session import Session
 from lagom.strategies.layout import Entry, Layout, agreed, signature
 from lagom.strategies.leaves import Leaves, checksum, reached
@@ -38,7 +38,9 @@ def test_experts_of_one_shape_are_never_mixed() -> None:
             experts.zero_grad()
             router.zero_grad()
             experts[mine](router(torch.full((1, 1), 1.0 + session.rank))).sum().backward()
-            found.append([None if p.grad is None else p.grad.item() for p in (*experts.parameters(), *router.parameters())])
+            found.append(
+                [None if p.grad is None else p.grad.item() for p in (*experts.parameters(), *router.parameters())]
+            )
         return found
 
     expected = []
@@ -46,7 +48,7 @@ def test_experts_of_one_shape_are_never_mixed() -> None:
         sums = [0.0] * 3
         for rank in range(3):
             sums[(rank + step) % 3 if rank < 2 else 2] += (1.0 + rank) / 3
-        expected.append([total if total else None for total in sums] + [None, 2.0])
+        expected.append([total or None for total in sums] + [None, 2.0])
     for result in run_ranks(3, run):
         for found, wanted in zip(result, expected, strict=True):
             assert [value is None for value in found] == [value is None for value in wanted]
@@ -62,12 +64,14 @@ def test_different_sets_work_with_large_half_complex_and_sparse_gradients() -> N
         if session.rank == 0:
             loss = loss + half(torch.ones(1, 3).bfloat16()).sum() + table(torch.tensor([1, 1])).sum()
         else:
-            loss = loss + (turn * 2j).imag.sum()
+            loss = loss + (turn * 2j).real.sum()
         for _ in range(2):
             loss.backward(retain_graph=True)
         assert table.weight.grad is not None
         assert turn.grad is not None
-        return [p.grad.to_dense().clone() for p in (large.weight, half.weight, table.weight, turn) if p.grad is not None]
+        return [
+            p.grad.to_dense().clone() for p in (large.weight, half.weight, table.weight, turn) if p.grad is not None
+        ]
 
     first, second = run_ranks(2, run)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -81,9 +85,10 @@ def test_different_sets_work_with_large_half_complex_and_sparse_gradients() -> N
 @pytest.mark.parametrize("hidden", [3, 300])
 def test_different_initial_values_are_an_error_on_every_rank(hidden: int) -> None:
     def run(session: Session) -> str:
-        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, hidden))
+        last = nn.Linear(1, hidden)
+        model = nn.Sequential(nn.Linear(1, 1), last)
         own = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
-        nn.init.normal_(model[1].weight, generator=own)
+        nn.init.normal_(last.weight, generator=own)
         with pytest.raises(DivergenceError) as caught:
             model(torch.ones(1, 1)).sum().backward()
         return str(caught.value)
@@ -124,6 +129,36 @@ def test_the_gradient_of_an_input_stays_the_ranks_own() -> None:
     first, second = run_ranks(2, run)
     assert max(first[0] + second[0]) < 1e-5
     assert torch.equal(first[1], second[1])
+
+
+def test_an_optimizer_that_steps_inside_the_backward_is_an_error() -> None:
+    def run(_: Session) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(_: Tensor) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        model.weight.register_post_accumulate_grad_hook(step)
+        with pytest.raises(LagomError, match="step the optimizer after backward"):
+            model(torch.ones(1, 1)).sum().backward()
+
+    run_ranks(2, run)
+
+
+def test_many_layouts_are_forgotten_and_found_again() -> None:
+    def run(session: Session) -> Any:
+        leaves = [nn.Parameter(torch.ones(1)) for _ in range(9)]
+        assert session.replicate is not None
+        for mask in range(1, 200):
+            sum(
+                (leaf * (session.rank + 1) for i, leaf in enumerate(leaves) if mask >> i & 1), torch.zeros(1)
+            ).backward()
+        return [leaf.grad.item() for leaf in leaves if leaf.grad is not None]
+
+    expected = [1.5 * sum(mask >> i & 1 for mask in range(1, 200)) for i in range(8)]
+    assert run_ranks(2, run) == [expected] * 2
 
 
 def test_leaves_forget_the_dead_and_never_reuse_a_number() -> None:

@@ -1,0 +1,1 @@
+"""How a module is parallelised: one file each."""

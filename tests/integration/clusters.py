@@ -1,0 +1,220 @@
+"""Spark on this machine, of every kind that lagom runs on; each is gone when its ``with`` ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.integration import hosts
+
+_START_S = 40.0
+_CONF = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.driver.host": "127.0.0.1",
+    "spark.log.level": "OFF",
+}
+_JVM = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"  # starts sooner, on two cores that several share
+
+
+@contextmanager
+def local(cores: int) -> Iterator[Any]:
+    """A session on threads of its own JVM."""
+    with session(f"local[{cores}]") as spark:
+        yield spark
+
+
+@contextmanager
+def local_cluster() -> Iterator[Any]:
+    """Two executors of one core, each a process, as Spark's own tests have them."""
+    with session("local-cluster[2,1,1024]") as spark:
+        yield spark
+
+
+@contextmanager
+def standalone(conf: Mapping[str, str] | None = None, cores: int = 1) -> Iterator[Any]:
+    """A master and two workers on loopback, whose Python has no lagom."""
+    with bare_python() as python, spark_master() as url, spark_worker(url, cores), spark_worker(url, cores):
+        settings = {"spark.executor.memory": "512m", "spark.executor.instances": "2", "spark.executor.cores": "1"}
+        with session(url, str(python), settings | dict(conf or {})) as spark:
+            yield spark
+
+
+@contextmanager
+def connect() -> Iterator[Any]:
+    """A client of a Spark Connect server in another process."""
+    from pyspark.sql.connect.session import SparkSession
+
+    conf = _CONF | {"spark.connect.grpc.binding.address": "127.0.0.1", "spark.connect.grpc.binding.port": "0"}
+    args = [arg for key, value in conf.items() if key != "spark.log.level" for arg in ("--conf", f"{key}={value}")]
+    server = ["spark-submit", "--master", "local[2]", *args, "--class", "org.apache.spark.sql.connect.service"]
+    server[-1] += ".SparkConnectServer"
+    with daemon([*server, "spark-internal"], r"started at: .*:(\d+)", {"PYSPARK_PYTHON": sys.executable}) as port:
+        spark = SparkSession.builder.remote(f"sc://127.0.0.1:{port}").create()
+        try:
+            yield spark
+        finally:
+            spark.stop()
+
+
+@contextmanager
+def foreign() -> Iterator[Any]:
+    """Two workers, one with two cores, on hosts of their own: other processes, files and network addresses."""
+    with hosts.network(2) as (here, there), bare_python() as python, spark_master(here) as url:
+        with (
+            spark_worker(url, 2, there[0].address, there[0].command),
+            spark_worker(url, 1, there[1].address, there[1].command),
+        ):
+            conf = {"spark.driver.host": here, "spark.executor.memory": "512m", "spark.executor.cores": "1"}
+            with session(url, str(python), conf | {"spark.executor.instances": "3"}) as spark:
+                yield spark
+
+
+@contextmanager
+def session(master: str, python: str = sys.executable, conf: Mapping[str, str] | None = None) -> Iterator[Any]:
+    """A classic session with a JVM of its own."""
+    from pyspark.sql import SparkSession
+
+    with _environment(PYSPARK_PYTHON=python):
+        builder = SparkSession.builder.master(master).appName("lagom tests")
+        for key, value in (_CONF | dict(conf or {})).items():
+            builder = builder.config(key, value)
+        spark = builder.getOrCreate()
+    try:
+        yield spark
+    finally:
+        spark.stop()
+        _end_jvm()
+
+
+@contextmanager
+def spark_master(address: str = "127.0.0.1") -> Iterator[str]:
+    """A standalone cluster's master; gives its URL."""
+    args = ["spark-class", "org.apache.spark.deploy.master.Master", "--host", address, "--port", "0"]
+    with daemon([*args, "--webui-port", "0"], rf"Starting Spark master at (spark://{address}:\d+)") as url:
+        yield url
+
+
+@contextmanager
+def spark_worker(url: str, cores: int, address: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Iterator[None]:
+    """A worker of that master's; ``prefix`` is a command that runs another one, elsewhere."""
+    with tempfile.TemporaryDirectory(prefix="lagom-worker-") as folder:
+        work = folder if not prefix else "/tmp/work"
+        args = ["spark-class", "org.apache.spark.deploy.worker.Worker", "--host", address, "--webui-port", "0"]
+        args += ["-c", str(cores), "-m", "3g", "-d", work, url]
+        with daemon(args, r"(Successfully registered with master)", prefix=prefix, log=Path(folder, "log")):
+            yield
+
+
+@contextmanager
+def daemon(
+    args: Sequence[str],
+    ready: str,
+    env: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
+    log: Path | None = None,
+) -> Iterator[str]:
+    """One of Spark's own programs; gives the group of ``ready``, a pattern of a line that it logs when it is up."""
+    import pyspark
+
+    home = Path(pyspark.__file__).parent
+    with tempfile.TemporaryDirectory(prefix="lagom-spark-") as folder:
+        log = log or Path(folder, "log")
+        command = [*prefix, str(home / "bin" / args[0]), *args[1:]]
+        settings = {"SPARK_HOME": str(home), "SPARK_DAEMON_MEMORY": "256m", "SPARK_DAEMON_JAVA_OPTS": _JVM}
+        # Executors must not inherit what lets this process find the checkout.
+        kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYSPARK_PYTHON")}
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=kept | settings | dict(env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd="/",
+            )
+        try:
+            yield _logged(process, log, ready)
+        finally:
+            _end(process)
+
+
+@contextmanager
+def bare_python(torch: bool = True) -> Iterator[Path]:
+    """A virtual environment of its own that reaches torch, pyspark and pyarrow, but not lagom; or not even those."""
+    with tempfile.TemporaryDirectory(prefix="lagom-bare-") as folder:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+        packages = Path(folder, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
+        main = Path(sysconfig.get_paths()["purelib"])
+        if torch:
+            # .pth files in there, as an editable install has, are not read.
+            (packages / "main.pth").write_text(f"{main}\n")
+        else:
+            for path in main.iterdir():
+                if path.name.partition("-")[0] in _SPARK_NEEDS:
+                    (packages / path.name).symlink_to(path)
+        yield Path(folder, "bin", "python")
+
+
+_SPARK_NEEDS = {"pyspark", "py4j", "pyarrow", "pandas", "numpy", "numpy.libs", "dateutil", "six.py", "pytz", "tzdata"}
+
+
+def _logged(process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        if found := re.search(pattern, log.read_text(errors="replace")):
+            return found[1]
+        time.sleep(0.05)
+    raise RuntimeError(f"{process.args!r} did not start:\n{log.read_text(errors='replace')[-2000:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _end_jvm() -> None:
+    """The next session is to have a JVM that has seen no settings of this one."""
+    from pyspark import SparkContext
+
+    gateway: Any = SparkContext._gateway
+    if gateway is not None:
+        gateway.shutdown()
+        gateway.proc.stdin.close()
+        gateway.proc.wait(10)
+    SparkContext._gateway = None
+    SparkContext._jvm = None
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def java() -> bool:
+    """Whether Spark can start here."""
+    return shutil.which("java") is not None or "JAVA_HOME" in os.environ

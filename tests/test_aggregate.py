@@ -1,0 +1,231 @@
+"""``lagom.aggregate``: from what every rank returned to what one machine would have returned."""
+
+from __future__ import annotations
+
+import logging
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lagom.aggregate import aggregate
+
+EVEN = [5, 5]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        1.5,
+        7,
+        2**70,
+        True,
+        "accuracy",
+        b"bytes",
+        [],
+        {},
+        Fraction(1, 3),
+        complex(1, 2),
+        [1, [2.0, "x"]],
+        (1, 2),
+        {"loss": 0.5, "epochs": [1, 2], "deep": {"auc": 0.9}},
+        np.float32(1.5),
+        np.arange(3),
+        np.array(["a", "b"]),
+        np.array([object, None]),
+        torch.tensor(2.0),
+        torch.arange(3),
+        torch.tensor([True, False]),
+        torch.zeros(0),
+        {"weights": torch.ones(2), "nan": math.nan},
+    ],
+)
+def test_what_is_equal_everywhere_is_returned_as_rank_0_returned_it(
+    value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    import pickle
+
+    others = [pickle.loads(pickle.dumps(value)) for _ in range(2)]
+    assert aggregate([value, *others], [5, 5, 4]) is value
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: math.nan,
+        lambda: np.float64("nan"),
+        lambda: np.float32("nan"),
+        lambda: np.array([1.0, np.nan]),
+        lambda: torch.tensor([math.nan, 1.0]),
+        lambda: torch.tensor(math.nan, dtype=torch.bfloat16),
+        lambda: complex(math.nan, 0),
+        lambda: {"loss": [math.nan]},
+        lambda: np.array(["2020-01-01", "NaT"], dtype="datetime64[D]"),
+    ],
+)
+def test_nan_is_equal_to_nan(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    first = make()
+    assert aggregate([first, make()], EVEN) is first
+    assert caplog.records == []
+
+
+def test_different_numbers_give_their_mean_weighted_by_samples(caplog: pytest.LogCaptureFixture) -> None:
+    assert aggregate([1.0, 4.0], [30, 10]) == pytest.approx(1.75)
+    assert "different values (1.0, 4.0)" in caplog.text
+    assert "mean" in caplog.text
+    assert "per_rank" in caplog.text
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_different_whole_numbers_give_their_mean() -> None:
+    assert aggregate([1, 2], EVEN) == 1.5
+
+
+def test_a_whole_number_and_a_float_are_averaged() -> None:
+    assert aggregate([1, 2.0], EVEN) == 1.5
+
+
+def test_without_any_sample_all_ranks_weigh_the_same() -> None:
+    assert aggregate([1.0, 2.0, 6.0], [0, 0, 0]) == pytest.approx(3.0)
+
+
+def test_a_rank_without_samples_counts_nothing() -> None:
+    assert aggregate([1.0, 99.0], [10, 0]) == 1.0
+
+
+def test_a_rank_without_samples_whose_number_is_nan_counts_nothing() -> None:
+    assert aggregate([1.0, math.nan], [10, 0]) == 1.0
+    assert torch.equal(aggregate([torch.ones(2), torch.full((2,), math.nan)], [10, 0]), torch.ones(2))
+
+
+def test_a_nan_that_one_rank_trained_to_stays_visible() -> None:
+    assert math.isnan(aggregate([1.0, math.nan], EVEN))
+
+
+def test_numpy_scalars_keep_their_type() -> None:
+    mean = aggregate([np.float32(1), np.float32(2)], EVEN)
+    assert type(mean) is np.float32
+    assert mean == 1.5
+
+
+def test_tensors_are_averaged_element_by_element_and_keep_their_dtype() -> None:
+    mean = aggregate([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 2.0])], [1, 3])
+    assert torch.equal(mean, torch.tensor([2.5, 2.0]))
+    assert mean.dtype is torch.float32
+
+
+def test_tensors_that_need_gradients_are_averaged_without_history() -> None:
+    mean = aggregate([torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)], EVEN)
+    assert mean.item() == 0.5
+    assert not mean.requires_grad
+
+
+def test_arrays_are_averaged_element_by_element() -> None:
+    assert aggregate([np.array([1.0, 2.0]), np.array([3.0, 2.0])], EVEN).tolist() == [2.0, 2.0]
+
+
+def test_whole_number_arrays_are_averaged_too() -> None:
+    assert aggregate([np.array([1, 2]), np.array([2, 2])], EVEN).tolist() == [1.5, 2.0]
+    assert aggregate([torch.tensor([1, 2]), torch.tensor([2, 2])], EVEN).tolist() == [1.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.ones(2), torch.ones(3)),
+        (np.ones(2), np.ones(3)),
+        (torch.ones(2), [1.0, 1.0]),
+        (torch.tensor([True]), torch.tensor([False])),
+        (np.array(["a"]), np.array(["b"])),
+        (True, False),
+        ("good", "bad"),
+        (None, 1.0),
+        (1.0, None),
+        ([1, 2], [1, 3]),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, 3),
+    ],
+)
+def test_what_has_no_mean_is_rank_0s_with_a_warning_that_says_so(
+    first: Any, second: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert aggregate([first, second], EVEN) is first
+    assert "rank 0's" in caplog.text
+
+
+def test_a_dict_of_metrics_is_averaged_key_by_key_and_what_is_equal_keeps_its_type() -> None:
+    mean = aggregate([{"loss": 1.0, "epochs": 3, "ok": True}, {"loss": 3.0, "epochs": 3, "ok": True}], EVEN)
+    assert mean == {"loss": 2.0, "epochs": 3, "ok": True}
+    assert type(mean["epochs"]) is int
+    assert mean["ok"] is True
+
+
+def test_a_dict_in_a_dict_is_averaged_too() -> None:
+    assert aggregate([{"a": {"b": 1.0}}, {"a": {"b": 2.0}}], EVEN) == {"a": {"b": 1.5}}
+
+
+def test_a_dict_with_a_part_that_has_no_mean_takes_that_part_from_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    assert aggregate([{"loss": 1.0, "who": "a"}, {"loss": 3.0, "who": "b"}], EVEN) == {"loss": 2.0, "who": "a"}
+    assert "rank 0" in caplog.text
+
+
+def test_numbers_of_different_types_are_not_called_equal(caplog: pytest.LogCaptureFixture) -> None:
+    aggregate([1, True], EVEN)
+    assert len(caplog.records) == 1
+
+
+def test_an_equality_that_raises_or_gives_an_array_does_no_harm() -> None:
+    class Odd:
+        def __init__(self, answer: Any) -> None:
+            self.answer = answer
+
+        def __eq__(self, other: object) -> Any:
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer
+
+    for answer in (ValueError("no"), np.array([True, False]), None):
+        first = Odd(answer)
+        assert aggregate([first, Odd(answer)], EVEN) is first
+
+
+def test_objects_without_an_equality_of_their_own_are_rank_0s_without_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    first = object()
+    assert aggregate([first, object()], EVEN) is first
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    assert aggregate(models, EVEN) is models[0]
+    assert caplog.records == []
+
+
+def test_models_with_different_weights_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    assert aggregate(models, EVEN) is models[0]
+    assert "rank 0's" in caplog.text
+
+
+def test_one_rank_needs_no_agreement() -> None:
+    value = object()
+    assert aggregate([value], [0]) is value
+
+
+def test_the_warning_is_short_however_long_the_values_are(caplog: pytest.LogCaptureFixture) -> None:
+    aggregate(["x" * 10_000 + str(rank) for rank in range(100)], [1] * 100)
+    assert len(caplog.text) < 600
+
+
+def test_a_repr_that_raises_does_not_cost_the_result() -> None:
+    class Shy:
+        def __eq__(self, other: object) -> bool:
+            return False
+
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    first = Shy()
+    assert aggregate([first, Shy()], EVEN) is first

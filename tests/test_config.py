@@ -1,0 +1,146 @@
+"""``lagom.config.torch_distributed``: wrong settings are refused when the config is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from lagom.config import TorchDistributedConfig
+
+
+class Net:
+    """Stands for a module class; the config only asks that it can be called."""
+
+
+@pytest.mark.parametrize(
+    ("setting", "found", "wanted"),
+    [
+        ({"launcher": "yarn"}, "'yarn'", "'spark'"),
+        ({"launcher": None}, "None", "'auto'"),
+        ({"backend": "horovod"}, "'horovod'", "'deepspeed'"),
+        ({"batches": "halved"}, "'halved'", "'per_rank'"),
+        ({"evaluation": True}, "True", "'replicated'"),
+        ({"zero_lvl": 4}, "4", "0, 1, 2, 3"),
+        ({"zero_lvl": True}, "True", "0, 1, 2, 3"),
+        ({"zero_lvl": 1.0}, "1.0", "0, 1, 2, 3"),
+        ({"mixed_precision": "fp8"}, "'fp8'", "'bf16'"),
+        ({"mixed_precision": 1}, "1", "True"),
+        ({"module": 3}, "3", "module class"),
+        ({"module": [Net, "resnet50"]}, "'resnet50'", "factory"),
+        ({"hparams": None}, "NoneType", "dict"),
+        ({"hparams": [("lr", 1)]}, "list", "dict"),
+        ({"hparams": {1: "lr"}}, "key 1", "strings"),
+        ({"dataset": [1]}, "list of 1", "[train_set, test_set]"),
+        ({"dataset": (1, 2, 3)}, "tuple of 3", "[train_set, test_set]"),
+        ({"dataset": {1, 2}}, "set", "[train_set, test_set]"),
+        ({"dataset": [1, 2], "train_set": 1}, "dataset", "one or the other"),
+        ({"dataset": [1, 2], "test_set": 1}, "dataset", "one or the other"),
+        ({"world_size": 0}, "0", "at least 1"),
+        ({"world_size": -1}, "-1", "at least 1"),
+        ({"world_size": 2.0}, "2.0", "number of ranks"),
+        ({"world_size": True}, "True", "number of ranks"),
+        ({"world_size": "2"}, "'2'", "number of ranks"),
+        ({"world_size": 2, "launcher": "inline"}, "2", "one rank"),
+        ({"seed": -1}, "-1", "None"),
+        ({"seed": 2**32}, str(2**32), "2**32 - 1"),
+        ({"seed": 1.5}, "1.5", "int"),
+        ({"seed": False}, "False", "int"),
+        ({"hb_interval": 0}, "0", "more than 0"),
+        ({"hb_interval": -1.0}, "-1.0", "more than 0"),
+        ({"hb_interval": float("nan")}, "nan", "more than 0"),
+        ({"hb_interval": float("inf")}, "inf", "more than 0"),
+        ({"hb_interval": "1"}, "'1'", "seconds"),
+        ({"hb_interval": True}, "True", "seconds"),
+        ({"deepspeed_config": {}}, "deepspeed_config", "backend='deepspeed'"),
+        ({"deepspeed_config": 3, "backend": "deepspeed"}, "3", "dict"),
+        ({"name": 3}, "3", "str"),
+        ({"description": None}, "None", "str"),
+    ],
+)
+def test_a_wrong_value_is_refused_saying_what_was_found_and_what_is_wanted(
+    setting: dict[str, Any], found: str, wanted: str
+) -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  (the text is looked at below)
+        TorchDistributedConfig(**setting)
+    assert next(iter(setting)) in str(raised.value)
+    assert found in str(raised.value)
+    assert wanted in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"module": Net},
+        {"module": lambda: None},
+        {"module": [Net, Net]},
+        {"module": (Net, Net)},
+        {"dataset": (1, None)},
+        {"dataset": ["hdfs://train", "hdfs://test"]},
+        {"train_set": "hdfs://train"},
+        {"world_size": 1, "launcher": "inline"},
+        {"seed": None},
+        {"seed": 2**32 - 1},
+        {"hb_interval": 5},
+        {"mixed_precision": True},
+        {"mixed_precision": "fp16", "zero_lvl": 3},
+        {"backend": "deepspeed", "deepspeed_config": {"steps_per_print": 1}},
+        {"name": "a run", "description": "of something"},
+    ],
+)
+def test_what_is_documented_is_taken(setting: dict[str, Any]) -> None:
+    config = TorchDistributedConfig(**setting)
+    for name, value in setting.items():
+        assert getattr(config, name) is value
+
+
+def test_fields_are_given_by_name_only() -> None:
+    with pytest.raises(TypeError):
+        TorchDistributedConfig(Net)  # type: ignore[misc]
+
+
+def test_a_misspelt_field_is_refused() -> None:
+    with pytest.raises(TypeError, match="hparam"):
+        TorchDistributedConfig(hparam={})  # type: ignore[call-arg]
+
+
+def test_a_config_cannot_be_changed() -> None:
+    config = TorchDistributedConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1  # type: ignore[misc]
+
+
+def test_two_configs_do_not_share_hparams() -> None:
+    assert TorchDistributedConfig().hparams is not TorchDistributedConfig().hparams
+
+
+def test_repr_does_not_print_the_data() -> None:
+    class Loud:
+        def __repr__(self) -> str:
+            raise AssertionError("somebody printed the data")
+
+    assert "seed=7" in repr(TorchDistributedConfig(train_set=Loud(), test_set=Loud(), seed=7))
+    assert "seed=7" in repr(TorchDistributedConfig(dataset=[Loud(), Loud()], seed=7))
+
+
+def test_data_that_has_no_length_and_no_truth_is_not_asked_for_either() -> None:
+    class Untouchable:
+        def __bool__(self) -> bool:
+            raise AssertionError
+
+        def __len__(self) -> int:
+            raise AssertionError
+
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError
+
+    TorchDistributedConfig(train_set=Untouchable(), test_set=Untouchable())
+    TorchDistributedConfig(dataset=[Untouchable(), Untouchable()])
+
+
+def test_the_wrong_number_of_data_sets_does_not_print_the_data() -> None:
+    with pytest.raises(ValueError, match="dataset") as raised:
+        TorchDistributedConfig(dataset=["x" * 100_000])
+    assert len(str(raised.value)) < 500

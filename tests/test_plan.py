@@ -1,0 +1,118 @@
+"""``lagom.plan``: every "auto" resolved before anything starts, or an error that says what would fit."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from lagom.config import TorchDistributedConfig
+from lagom.errors import LagomError, PlanError
+from lagom.plan import Cluster, plan
+
+
+def spark(slots: int, **more: Any) -> Cluster:
+    return Cluster(launcher="spark", slots=slots, **more)
+
+
+def local(slots: int, **more: Any) -> Cluster:
+    return Cluster(launcher="local", slots=slots, oversubscribe=True, **more)
+
+
+@pytest.mark.parametrize(
+    ("setting", "instead"),
+    [
+        ({"zero_lvl": 1}, "zero_lvl=0"),
+        ({"zero_lvl": 3}, "zero_lvl=0"),
+        ({"backend": "deepspeed"}, "backend='torch'"),
+        ({"mixed_precision": True}, "torch.autocast"),
+        ({"mixed_precision": "bf16"}, "torch.autocast"),
+        ({"batches": "whole"}, "batches='split'"),
+        ({"evaluation": "gathered"}, "evaluation='replicated'"),
+    ],
+)
+def test_what_is_not_built_is_refused_rather_than_ignored(setting: dict[str, Any], instead: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        plan(TorchDistributedConfig(**setting), local(2))
+    assert instead in str(raised.value)
+    assert next(iter(setting)) in str(raised.value)
+
+
+def test_all_slots_are_taken_when_no_number_is_asked_for() -> None:
+    assert plan(TorchDistributedConfig(), spark(3)).world_size == 3
+    assert plan(TorchDistributedConfig(), local(2)).world_size == 2
+
+
+def test_fewer_than_all_slots_can_be_taken() -> None:
+    found = plan(TorchDistributedConfig(world_size=2), spark(5))
+    assert (found.world_size, found.num_slots) == (2, 2)
+
+
+def test_too_few_slots_is_an_error_with_both_numbers_and_the_remedy() -> None:
+    with pytest.raises(PlanError) as raised:
+        plan(TorchDistributedConfig(world_size=4), spark(2, remedy="raise spark.executor.instances"))
+    text = str(raised.value)
+    assert "4" in text
+    assert "2 task slots" in text
+    assert "raise spark.executor.instances" in text
+    assert isinstance(raised.value, LagomError)
+
+
+def test_no_slot_at_all_is_an_error_even_when_no_number_was_asked_for() -> None:
+    with pytest.raises(PlanError, match="0 task slots"):
+        plan(TorchDistributedConfig(), spark(0))
+
+
+def test_no_error_tells_to_ask_for_no_rank_at_all() -> None:
+    with pytest.raises(PlanError) as raised:
+        plan(TorchDistributedConfig(), spark(0, remedy="add executors"))
+    assert "at most 0" not in str(raised.value)
+    assert "add executors" in str(raised.value)
+
+
+def test_processes_of_one_machine_may_be_more_than_its_cores() -> None:
+    assert plan(TorchDistributedConfig(world_size=5), local(2)).world_size == 5
+
+
+def test_gpus_of_one_machine_are_not_oversubscribed() -> None:
+    with pytest.raises(PlanError, match="2 GPUs"):
+        plan(TorchDistributedConfig(world_size=3), local(2, gpus_per_slot=1))
+
+
+def test_spark_tasks_are_not_oversubscribed() -> None:
+    with pytest.raises(PlanError):
+        plan(TorchDistributedConfig(world_size=3), spark(2))
+
+
+@pytest.mark.parametrize(("world_size", "num_slots"), [(1, 1), (4, 1), (5, 2), (8, 2)])
+def test_a_task_with_several_gpus_holds_several_ranks(world_size: int, num_slots: int) -> None:
+    found = plan(TorchDistributedConfig(world_size=world_size), spark(2, gpus_per_slot=4))
+    assert (found.world_size, found.ranks_per_slot, found.num_slots) == (world_size, 4, num_slots)
+    assert found.gpu
+
+
+def test_all_gpus_are_taken_when_no_number_is_asked_for() -> None:
+    assert plan(TorchDistributedConfig(), spark(2, gpus_per_slot=4)).world_size == 8
+
+
+def test_more_than_all_gpus_is_an_error_that_counts_gpus() -> None:
+    with pytest.raises(PlanError, match="8 GPUs"):
+        plan(TorchDistributedConfig(world_size=9), spark(2, gpus_per_slot=4))
+
+
+def test_a_run_without_gpus_is_none_on_gpus() -> None:
+    assert not plan(TorchDistributedConfig(), spark(2)).gpu
+
+
+def test_the_config_names_the_run_else_the_function_does() -> None:
+    assert plan(TorchDistributedConfig(), local(1), "train").name == "train"
+    assert plan(TorchDistributedConfig(name="mine"), local(1), "train").name == "mine"
+
+
+def test_what_the_ranks_must_know_is_in_the_plan_and_the_plan_travels() -> None:
+    config = TorchDistributedConfig(seed=None, batches="per_rank", evaluation="sharded", hb_interval=3)
+    found = plan(config, spark(2, barrier=False))
+    assert (found.seed, found.batches, found.evaluation, found.hb_interval) == (None, "per_rank", "sharded", 3.0)
+    assert not found.barrier
+    assert pickle.loads(pickle.dumps(found)) == found
