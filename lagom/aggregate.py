@@ -114,5 +114,5 @@ def _short(value: Any) -> str:
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a foreign __repr__ may do anything
-        text = object.__repr__(value)
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= 40 else text[:39] + "…"

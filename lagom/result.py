@@ -113,5 +113,5 @@ def _short(value: Any, limit: int = 60) -> str:
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a foreign __repr__ may do anything
-        text = object.__repr__(value)
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 1] + "…"

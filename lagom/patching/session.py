@@ -13,6 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.random import derived
+from lagom.strategies.layout import FRAME
 from lagom.strategies.leaves import Leaves
 from lagom.strategies.replicate import Replicate
 
@@ -58,57 +59,48 @@ class Pass:
     current: Share | None = None
 
 
+@dataclass(eq=False, kw_only=True)
 class Session:
-    """The state of one run on one rank, shared by all patches.
+    """The state of one run on one rank, shared by all patches."""
 
-    Args:
-        group: the ranks; None when there is only one.
-        host_dir: a directory that the ranks of this host share during the run.
-        store: a torch Store that all ranks reach, for what is no collective.
-    """
+    plan: Plan
+    group: Group | None
+    """The ranks; None when there is only one."""
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    host_dir: Path
+    """A directory that the ranks of this host share during the run."""
+    store: Store | None
+    """A torch Store that all ranks reach, for what is no collective."""
 
-    def __init__(
-        self,
-        *,
-        plan: Plan,
-        group: Group | None,
-        rank: int,
-        world_size: int,
-        local_rank: int,
-        local_world_size: int,
-        device: torch.device,
-        host_dir: Path,
-        store: Store | None,
-    ) -> None:
-        self.plan = plan
-        self.group = group
-        self.rank = rank
-        self.world_size = world_size
-        self.local_rank = local_rank
-        self.local_world_size = local_world_size
-        self.device = device
-        self.host_dir = host_dir
-        self.store = store
-        self.live = True
-        """False in processes forked from the rank, such as loader workers: patches do nothing there."""
-        self.samples_trained = 0
-        self.epoch = 0
-        self.depth = 0
-        """Of nested backwards; recomputed forwards must find the random numbers of the first time."""
-        self.starting: Pass | None = None
-        """The pass whose iterator is being made."""
-        self.reported: dict[str, float | int] = {}
-        """What the program reported last; shown along with the progress."""
-        self._uneven_from: torch.Tensor | None = None
-        self.modules = WeakIdKeyDictionary()
-        self.leaves = Leaves()
-        self.replicate = Replicate(group, self.leaves, self._num_rows, self.name_of) if group is not None else None
-        self._open: list[weakref.ref[Pass]] = []
-        self._last: Share | None = None
-        self._progress: dict[str, int | None] = {"epoch": 0, "step": 0, "steps": None}
-        self._said: set[str] = set()
-        self._num_reseeds = 0
-        self._evaluating: weakref.ref[Pass] | None = None
+    live: bool = field(default=True, init=False)
+    """False in processes forked from the rank, such as loader workers: patches do nothing there."""
+    samples_trained: int = field(default=0, init=False)
+    reported: dict[str, float | int] = field(default_factory=dict, init=False)
+    """What the program reported last; shown along with the progress."""
+    depth: int = field(default=0, init=False)
+    """Of nested backwards; recomputed forwards must find the random numbers of the first time."""
+    starting: Pass | None = field(default=None, init=False)
+    """The pass whose iterator is being made."""
+    modules: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
+    leaves: Leaves = field(default_factory=Leaves, init=False)
+    replicate: Replicate | None = field(default=None, init=False)
+    _open: list[weakref.ref[Pass]] = field(default_factory=list, init=False)
+    _last: Share | None = field(default=None, init=False)
+    _evaluating: weakref.ref[Pass] | None = field(default=None, init=False)
+    _epoch: int = field(default=0, init=False)
+    _progress: dict[str, int | None] = field(default_factory=lambda: {"epoch": 0, "step": 0, "steps": None}, init=False)
+    _said: set[str] = field(default_factory=set, init=False)
+    _uneven_from: torch.Tensor | None = field(default=None, init=False)
+    _num_reseeds: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.group is not None:
+            frame = 0 if self.device.type == "cuda" else FRAME
+            self.replicate = Replicate(self.group, self.leaves, self._num_rows, self.name_of, frame)
         _alive.add(self)
 
     @property
@@ -122,7 +114,7 @@ class Session:
         current.step += 1
         ref = next((ref for ref in self._open if ref() is current), None)
         if ref is None:
-            self.epoch += 1
+            self._epoch += 1
             ref = weakref.ref(current)
         else:
             self._open.remove(ref)
@@ -131,7 +123,7 @@ class Session:
         self.samples_trained += num_samples
         if share is not None and not share.even:
             self._uneven_from = torch.default_generator.get_state()
-        self._progress = {"epoch": self.epoch, "step": current.step, "steps": current.steps}
+        self._progress = {"epoch": self._epoch, "step": current.step, "steps": current.steps}
 
     def ended(self, current: Pass) -> None:
         """The pass is exhausted."""

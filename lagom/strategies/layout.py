@@ -53,13 +53,14 @@ class Layout:
         self.views: list[torch.Tensor] = []
         self.used = 0
         self.sparse: list[int] = []
+        room = len(frame) - HEAD
         rest: dict[tuple[bool, torch.dtype], list[int]] = {}
         for i in self.order:
             entry = entries[i]
             size = entry.shape.numel()
             if entry.sparse:
                 self.sparse.append(i)
-            elif not entry.cuda and self.used + size <= FRAME:
+            elif not entry.cuda and self.used + size <= room:
                 start = HEAD + self.used
                 self.framed.append(i)
                 self.views.append(frame[start : start + size].view(entry.shape))

@@ -35,16 +35,16 @@ class Replicate:
         leaves: numbers the leaves.
         num_samples: how many samples this rank has of the current batch; None when it has all of them.
         name: what to call a leaf in an error.
+        frame: elements of gradients that travel with the signature, equal on all ranks; 0 where they are on GPUs.
     """
 
     def __init__(
         self,
         group: Group,
         leaves: Leaves,
-        num_samples: Callable[[], int | None] = lambda: None,
-        name: Callable[[torch.Tensor | None], str] = lambda leaf: (
-            f"a tensor of shape {tuple(leaf.shape) if leaf is not None else '?'}"
-        ),
+        num_samples: Callable[[], int | None],
+        name: Callable[[torch.Tensor | None], str],
+        frame: int = FRAME,
     ) -> None:
         self.reached: set[int] = set()
         """Numbers of the leaves that some backward of this run reached."""
@@ -52,7 +52,7 @@ class Replicate:
         self._leaves = leaves
         self._num_samples = num_samples
         self._name = name
-        self._frame = torch.zeros(HEAD + FRAME, dtype=torch.float64)
+        self._frame = torch.zeros(HEAD + frame, dtype=torch.float64)
         self._head = self._frame[:HEAD]
         self._layouts: dict[object, Layout] = {}
         self._current: Layout | None = None

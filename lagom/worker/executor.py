@@ -127,7 +127,7 @@ def _check(spec: Spec, context: Any) -> None:
             f"the driver runs Python {spec.python}, this executor {python}; set PYSPARK_PYTHON to the same one"
         )
     try:
-        import torch  # noqa: F401  (once per Spark worker; the ranks forked from it have it)
+        import lagom.worker.warm  # noqa: F401  (once per Spark worker; the ranks forked from it have it)
     except ImportError as error:
         raise PlanError(
             f"the executor on {platform.node()} has no torch ({error}); its Python is {sys.executable}: "

@@ -22,9 +22,7 @@ MAX_FDS = 250  # of one message; the kernel allows 253
 
 def serve(connection: socket.socket) -> None:
     """Answer requests until the driver is gone; each is a ``Spec`` and the files of its run."""
-    import torch  # noqa: F401  (what makes a fresh interpreter slow; forked processes have it)
-
-    import lagom.worker.bootstrap  # noqa: F401
+    import lagom.worker.warm  # noqa: F401  (what makes a fresh interpreter slow; forked processes have it)
 
     connection.sendall(b"r")
     while True:

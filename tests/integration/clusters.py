@@ -61,7 +61,8 @@ def connect() -> Iterator[Any]:
     args = [arg for key, value in conf.items() if key != "spark.log.level" for arg in ("--conf", f"{key}={value}")]
     server = ["spark-submit", "--master", "local[2]", *args, "--class", "org.apache.spark.sql.connect.service"]
     server[-1] += ".SparkConnectServer"
-    with daemon([*server, "spark-internal"], r"started at: .*:(\d+)", {"PYSPARK_PYTHON": sys.executable}) as port:
+    env = {"PYSPARK_PYTHON": sys.executable, "SPARK_DAEMON_MEMORY": "1g"}
+    with daemon([*server, "spark-internal"], r"started at: .*:(\d+)", env) as port:
         spark = SparkSession.builder.remote(f"sc://127.0.0.1:{port}").create()
         try:
             yield spark
@@ -114,7 +115,7 @@ def spark_worker(url: str, cores: int, address: str = "127.0.0.1", prefix: Seque
         work = folder if not prefix else "/tmp/work"
         args = ["spark-class", "org.apache.spark.deploy.worker.Worker", "--host", address, "--webui-port", "0"]
         args += ["-c", str(cores), "-m", "3g", "-d", work, url]
-        with daemon(args, r"(Successfully registered with master)", prefix=prefix, log=Path(folder, "log")):
+        with daemon(args, "", prefix=prefix):  # it registers when it is ready; the session's first call waits for that
             yield
 
 
@@ -124,14 +125,13 @@ def daemon(
     ready: str,
     env: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
-    log: Path | None = None,
 ) -> Iterator[str]:
     """One of Spark's own programs; gives the group of ``ready``, a pattern of a line that it logs when it is up."""
     import pyspark
 
     home = Path(pyspark.__file__).parent
     with tempfile.TemporaryDirectory(prefix="lagom-spark-") as folder:
-        log = log or Path(folder, "log")
+        log = Path(folder, "log")
         command = [*prefix, str(home / "bin" / args[0]), *args[1:]]
         settings = {"SPARK_HOME": str(home), "SPARK_DAEMON_MEMORY": "256m", "SPARK_DAEMON_JAVA_OPTS": _JVM}
         # Executors must not inherit what lets this process find the checkout.
@@ -147,7 +147,7 @@ def daemon(
                 cwd="/",
             )
         try:
-            yield _logged(process, log, ready)
+            yield _logged(process, log, ready) if ready else ""
         finally:
             _end(process)
 
@@ -155,7 +155,7 @@ def daemon(
 @contextmanager
 def bare_python(torch: bool = True) -> Iterator[Path]:
     """A virtual environment of its own that reaches torch, pyspark and pyarrow, but not lagom; or not even those."""
-    with tempfile.TemporaryDirectory(prefix="lagom-bare-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lagom-bare-", dir="/var/tmp") as folder:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
         packages = Path(folder, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
         main = Path(sysconfig.get_paths()["purelib"])

@@ -53,7 +53,9 @@ def _host(bridge: str, address: str, number: int) -> Iterator[Host]:
         _ip(f"-n {name} address add {address}/24 dev eth0")
         _ip(f"-n {name} link set eth0 up")
         _ip(f"-n {name} link set lo up")
-        enter = "mount -t tmpfs tmpfs /tmp; hostname " + name + '; exec "$@"'
+        # Java asks for the address of its own host name.
+        own = f'mount -t tmpfs tmpfs /tmp && echo {address} {name} >/tmp/hosts && mount --bind /tmp/hosts /etc/hosts'
+        enter = f'{own} && hostname {name} && exec "$@"'
         unshare = ("unshare", "--pid", "--fork", "--mount", "--uts", "--mount-proc", "--kill-child")
         yield Host(address, ("ip", "netns", "exec", name, *unshare, "sh", "-c", enter, "sh"))
     finally:

@@ -2,81 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from lagom.patching.session import Session
+from tests.patching.loading import Drawing, Nondeterministic, Numbers, OwnLoader, Stream, batches, epochs, flat
 from tests.ranks import alone, run_ranks, session_alone
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __len__(self) -> int:
-        return self.count
-
-
-class Drawing(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        return index, torch.rand(()).item(), random.random()
-
-
-class Nondeterministic(Sampler[int]):
-    def __init__(self, count: int, fail_at: int | None = None) -> None:
-        self.count = count
-        self.fail_at = fail_at
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(self.count))
-        random.Random(os.urandom(8)).shuffle(order)
-        for position, index in enumerate(order):
-            if position == self.fail_at:
-                raise KeyError("no more")
-            yield index
-
-    def __len__(self) -> int:
-        return self.count
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(7))
-
-
-class OwnLoader(DataLoader[Any]):
-    pass
-
-
-def batches(loader: Any) -> list[list[int]]:
-    return [batch.tolist() for batch in loader]
-
-
-def flat(parts: Any) -> list[int]:
-    return sorted(index for part in parts for batch in part for index in batch)
-
-
-def epochs(loader: Any, session: Session) -> Any:
-    """Two epochs, each as a list of batches; copies that count nowhere left out."""
-    seen = []
-    for _ in range(2):
-        epoch = []
-        for batch in loader:
-            share = session.share
-            epoch.append(batch.tolist() if share is None else batch.tolist()[: share.num_mine])
-        seen.append(epoch)
-    return seen
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -108,15 +45,6 @@ def test_each_sample_is_used_once_and_the_order_changes(world_size: int, options
         assert len(found) == len(set(found)) == (21 if "drop_last" in options else 22)
     assert results[0][0] != results[0][1]
     assert all(not set(batch) & set(other) for batch, other in zip(results[0][0], results[1][0], strict=True))
-
-
-def test_split_batches_are_those_of_one_machine() -> None:
-    def run(session: Session) -> Any:
-        return batches(DataLoader(Numbers(10), batch_size=4, shuffle=True))
-
-    plain = alone(run)
-    first, second = run_ranks(2, run)
-    assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [sorted(batch) for batch in plain]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -193,31 +121,6 @@ def test_the_outer_share_holds_again_after_an_inner_pass() -> None:
     assert run_ranks(2, run)[0] == [1.2, 1.0, 1.2, 1.2, 1.0, 1.2]
 
 
-def test_a_sampler_that_raises_raises_everywhere() -> None:
-    def run(session: Session) -> Any:
-        loader = DataLoader(
-            Numbers(9), batch_size=2, sampler=Nondeterministic(9, fail_at=5 if session.rank == 0 else 7)
-        )
-        seen: list[Any] = []
-        with pytest.raises(KeyError, match="no more"):
-            seen.extend(batch.tolist() for batch in loader)
-        return len(seen), torch.rand(1).item()
-
-    first, *others = run_ranks(3, run)
-    assert first[0] == 2
-    assert all(other == first for other in others)
-
-
-def test_a_batch_sampler_of_lists_follows_rank_0() -> None:
-    def run(session: Session) -> Any:
-        order = list(range(9)) if session.rank == 0 else list(range(9))[::-1]
-        loader = DataLoader(Numbers(9), batch_sampler=[order[:4], order[4:8], order[8:]])
-        seen = batches(loader)
-        return seen, loader.batch_sampler == [order[:4], order[4:8], order[8:]], session.samples_trained
-
-    assert run_ranks(2, run) == [([[0, 2], [4, 6], [8]], True, 5), ([[1, 3], [5, 7], [8]], True, 4)]
-
-
 def test_what_cannot_be_shared_out_is_seen_by_all() -> None:
     def run(session: Session) -> Any:
         return (
@@ -266,42 +169,6 @@ def test_augmentation_differs_between_ranks_and_the_function_agrees(num_workers:
     drawn = [[number for a, b in result[0] for number in a + b] for result in (first, second)]
     assert not set(drawn[0]) & set(drawn[1])
     assert len(set(drawn[0])) == 8
-
-
-def test_common_numbers_stay_common_after_uneven_draws() -> None:
-    def run(session: Session) -> Any:
-        seen = []
-        for batch in DataLoader(Numbers(5), batch_size=3):
-            torch.randn(len(batch))
-            seen.append(0)
-        return torch.rand(1).item(), len(seen)
-
-    first, second = run_ranks(2, run)
-    assert first == second
-
-
-def test_an_evaluation_within_a_step_keeps_the_order_of_one_machine() -> None:
-    def run(session: Session) -> Any:
-        seen = []
-        for _ in range(2):
-            for batch in DataLoader(Numbers(9), batch_size=3, shuffle=True):
-                seen.append(batch.tolist())
-                with torch.no_grad():
-                    seen.extend(batches(DataLoader(Numbers(4), batch_size=4, shuffle=True)))
-        return seen
-
-    plain, (first, second) = alone(run), run_ranks(2, run)
-    for wanted, mine, other in zip(plain, first, second, strict=True):
-        assert sorted({*mine, *other}) == sorted(wanted)
-        assert len(wanted) == 3 or mine == other == wanted
-
-
-def test_a_drifted_stream_of_one_rank_is_brought_back() -> None:
-    def run(session: Session) -> Any:
-        torch.rand(session.rank + 1)
-        return batches(DataLoader(Numbers(8), batch_size=4, shuffle=True))
-
-    assert flat(run_ranks(2, run)) == list(range(8))
 
 
 def test_progress_counts() -> None:

@@ -1,0 +1,83 @@
+"""``lagom.patching.order``: all ranks go through the samples in one order, rank 0's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lagom.patching.session import Session
+from tests.patching.loading import Nondeterministic, Numbers, batches, flat
+from tests.ranks import alone, run_ranks
+
+
+def test_split_batches_are_those_of_one_machine() -> None:
+    def run(session: Session) -> Any:
+        return batches(DataLoader(Numbers(10), batch_size=4, shuffle=True))
+
+    plain = alone(run)
+    first, second = run_ranks(2, run)
+    assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [sorted(batch) for batch in plain]
+
+
+def test_a_sampler_that_raises_raises_everywhere() -> None:
+    def run(session: Session) -> Any:
+        loader = DataLoader(
+            Numbers(9), batch_size=2, sampler=Nondeterministic(9, fail_at=5 if session.rank == 0 else 7)
+        )
+        seen: list[Any] = []
+        with pytest.raises(KeyError, match="no more"):
+            seen.extend(batch.tolist() for batch in loader)
+        return len(seen), torch.rand(1).item()
+
+    first, *others = run_ranks(3, run)
+    assert first[0] == 2
+    assert all(other == first for other in others)
+
+
+def test_a_batch_sampler_of_lists_follows_rank_0() -> None:
+    def run(session: Session) -> Any:
+        order = list(range(9)) if session.rank == 0 else list(range(9))[::-1]
+        loader = DataLoader(Numbers(9), batch_sampler=[order[:4], order[4:8], order[8:]])
+        seen = batches(loader)
+        return seen, loader.batch_sampler == [order[:4], order[4:8], order[8:]], session.samples_trained
+
+    assert run_ranks(2, run) == [([[0, 2], [4, 6], [8]], True, 5), ([[1, 3], [5, 7], [8]], True, 4)]
+
+
+def test_common_numbers_stay_common_after_uneven_draws() -> None:
+    def run(session: Session) -> Any:
+        seen = []
+        for batch in DataLoader(Numbers(5), batch_size=3):
+            torch.randn(len(batch))
+            seen.append(0)
+        return torch.rand(1).item(), len(seen)
+
+    first, second = run_ranks(2, run)
+    assert first == second
+
+
+def test_an_evaluation_within_a_step_keeps_the_order_of_one_machine() -> None:
+    def run(session: Session) -> Any:
+        seen = []
+        for _ in range(2):
+            for batch in DataLoader(Numbers(9), batch_size=3, shuffle=True):
+                seen.append(batch.tolist())
+                with torch.no_grad():
+                    seen.extend(batches(DataLoader(Numbers(4), batch_size=4, shuffle=True)))
+        return seen
+
+    plain, (first, second) = alone(run), run_ranks(2, run)
+    for wanted, mine, other in zip(plain, first, second, strict=True):
+        assert sorted({*mine, *other}) == sorted(wanted)
+        assert len(wanted) == 3 or mine == other == wanted
+
+
+def test_a_drifted_stream_of_one_rank_is_brought_back() -> None:
+    def run(session: Session) -> Any:
+        torch.rand(session.rank + 1)
+        return batches(DataLoader(Numbers(8), batch_size=4, shuffle=True))
+
+    assert flat(run_ranks(2, run)) == list(range(8))
