@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
+import mmap
 import os
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from lagom.launchers.protocol import Outcome
 from lagom.launchers.run import Run
 from lagom.monitor.channel import anonymous_file
 from lagom.monitor.link import Message
-from lagom.payload import unpack, unpack_file
+from lagom.payload import unpack
 
 
 class Homecoming:
@@ -67,8 +67,8 @@ class Homecoming:
     def _loader(self, rank: int) -> Any:
         name = f"outcome-{rank}"
         if name in self._digests:
-            fd = self._file(name)
-            return functools.cache(lambda: _loaded(fd))
+            mapped = _mapped(self._file(name))
+            return functools.cache(lambda: unpack(mapped))
         data = b"".join(part for _, part in sorted(self._parts.get(name, {}).items()))
         return functools.cache(lambda: _unpacked(data))
 
@@ -98,10 +98,15 @@ def _unpacked(data: bytes) -> Mapping[str, Any]:
     return unpack(bytearray(data)) if data else {"error": None}
 
 
-def _loaded(fd: int | None) -> Any:
+def _mapped(fd: int | None) -> memoryview:
+    """The file as memory that goes when nothing uses it any more: a failed run's outcomes are never loaded."""
     assert fd is not None
-    with contextlib.closing(os.fdopen(fd, "rb")):
-        return unpack_file(fd)
+    try:
+        return memoryview(
+            mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        )
+    finally:
+        os.close(fd)
 
 
 def _digest(fd: int) -> str:

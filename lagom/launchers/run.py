@@ -35,6 +35,7 @@ class Run:
         self._num_tasks = 1 if plan.launcher == "local" else plan.num_slots
         self._joins: dict[int, Message] = {}
         self._gathering = False
+        self._hears = True
         self._stopping = False
         self._connected: set[int] = set()
         self._done: set[int] = set()
@@ -83,13 +84,19 @@ class Run:
             except queue.Empty:
                 if over:
                     return
-                self._progress.waiting(len(self._joins), self._num_tasks)
+                if self._hears:
+                    self._progress.waiting(len(self._joins), self._num_tasks)
                 continue
             self._show(event)
             over = over or event["type"] == "over"
             if len(self._done) >= self._num_tasks or (over and self._connected <= self._done):
                 self._show_rest()
                 return
+
+    def unheard(self) -> None:
+        """Tell the user that the ranks have no way to say anything before they end."""
+        self._hears = False
+        self._progress.unheard()
 
     def say(self, message: Message) -> None:
         """Show what a rank wrote and no link carried."""

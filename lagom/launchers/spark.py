@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -30,6 +31,7 @@ from lagom.worker.spec import Spec
 
 _INLINE = 1 << 20  # bytes of payload that ride in the job itself
 _CANCEL_S = 2.0
+_MAX_REASON = 4000  # characters
 
 
 class SparkLauncher:
@@ -53,6 +55,8 @@ class SparkLauncher:
             payload = stack.enter_context(_Payload(call))
             run = stack.enter_context(Run(plan, self.where(), can_gather=plan.barrier, payload_fd=payload.fd))
             address = self._listen(run)
+            if address is None:
+                run.unheard()
             modules = b"" if self._facts.one_machine else modules_zip(call["function"])
             spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self._facts.one_machine)
             rows = self._job(run, plan, spec, stack)
@@ -186,7 +190,7 @@ def _rows_of_failure(error: Exception, run: Run) -> Sequence[Any]:
     if "PlanError" in text or "PayloadError" in text or "LinkClosed" in text:
         lines = [line for line in text.splitlines() if line.startswith(("lagom.", "PlanError", "PayloadError"))]
         raise LagomError(lines[-1].partition(": ")[2] if lines else text) from error
-    raise LagomError(f"Spark's job failed: {_first_line(error)}") from error
+    raise LagomError(f"Spark's job failed: {_reason(text)}") from error
 
 
 def _whole_text(error: BaseException) -> str:
@@ -197,8 +201,13 @@ def _whole_text(error: BaseException) -> str:
     return "\n".join(texts)
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _reason(text: str) -> str:
+    """What Spark says before its stack traces, without py4j's preface."""
+    lines = [line.removeprefix(": ") for line in text.splitlines() if line.strip()]
+    if lines and lines[0].startswith("An error occurred while calling"):
+        del lines[0]
+    said = list(itertools.takewhile(lambda line: not line.startswith("\tat "), lines))
+    return "\n".join(said)[:_MAX_REASON] or "it does not say why"
 
 
 @contextmanager

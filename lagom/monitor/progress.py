@@ -42,9 +42,18 @@ class Progress:
         """Say once that tasks have not started yet."""
         if joined < wanted and not self._said_waiting:
             self._said_waiting = True
+            others = "" if joined else "; or they run, and cannot reach this process: then their output comes at the end"
             self._say(
-                f"lagom: {self._name}: waiting for {self._where} to start the tasks ({joined} of {wanted} are here)"
+                f"lagom: {self._name}: waiting for {self._where} to start the tasks "
+                f"({joined} of {wanted} are here{others})"
             )
+
+    def unheard(self) -> None:
+        """Say that nothing will be shown of this run until it ends."""
+        self._say(
+            f"lagom: {self._name}: the executors of {self._where} cannot reach this process: "
+            "no live output or progress; what rank 0 prints is shown at the end"
+        )
 
     def clear(self) -> None:
         """Make room for a line of the user's program."""

@@ -139,6 +139,19 @@ def _check(spec: Spec, context: Any) -> None:
         )
 
 
+@contextlib.contextmanager
+def _quiet_sockets() -> Iterator[None]:
+    """Let torch read, as it does once, that it is not to warn of hosts without a name at every connection."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    chosen = os.environ.get(name)
+    os.environ.setdefault(name, "ERROR")
+    try:
+        yield
+    finally:
+        if chosen is None:
+            del os.environ[name]
+
+
 def _gpus(spec: Spec, context: Any) -> Sequence[str]:
     """One GPU address per rank of this task, as CUDA_VISIBLE_DEVICES wants it."""
     if not spec.plan.gpu:

@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
+import torch._dynamo  # noqa: F401  (0.7 s, which an optimizer's first step would take in every rank)
+
 import lagom.worker.bootstrap  # noqa: F401

@@ -84,6 +84,21 @@ def foreign() -> Iterator[Any]:
 
 
 @contextmanager
+def dynamic() -> Iterator[Any]:
+    """Executors that come and go with demand, two at most."""
+    conf = {"enabled": "true", "shuffleTracking.enabled": "true", "maxExecutors": "2", "initialExecutors": "0"}
+    with standalone({f"spark.dynamicAllocation.{key}": value for key, value in conf.items()}) as spark:
+        yield spark
+
+
+@contextmanager
+def with_gpus() -> Iterator[Any]:
+    """Workers that say they have GPUs."""
+    raise NotImplementedError
+    yield
+
+
+@contextmanager
 def session(master: str, python: str = sys.executable, conf: Mapping[str, str] | None = None) -> Iterator[Any]:
     """A classic session with a JVM of its own."""
     from pyspark.sql import SparkSession

@@ -1,0 +1,67 @@
+"""Spark for the integration tests: one at a time, each started once; and guards for what runs leave behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration import clusters, hosts
+
+STARTERS: dict[str, Any] = {
+    "local[2]": lambda: clusters.local(2),
+    "local[3]": lambda: clusters.local(3),
+    "local-cluster": clusters.local_cluster,
+    "standalone": clusters.standalone,
+    "connect": clusters.connect,
+    "foreign": clusters.foreign,
+    "dynamic": clusters.dynamic,
+    "gpu": clusters.with_gpus,
+}
+
+
+@pytest.fixture(scope="session")
+def spark(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A session of the kind that a module's ``clusters`` mark names; tests of one kind run together."""
+    if not clusters.java():
+        pytest.skip("no Java here")
+    if request.param == "foreign" and not hosts.allowed():
+        pytest.skip("no namespaces may be made here")
+    with STARTERS[request.param]() as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def no_remains() -> Iterator[None]:
+    """Fails a test after which a folder of a run, or a file in memory, is left."""
+    before = _remains()
+    yield
+    deadline = time.monotonic() + 3
+    while (left := _remains() - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left
+
+
+def _remains() -> set[str]:
+    folders = {str(path) for path in Path("/tmp", f"lagom-{os.getuid()}").glob("run-*") if (path / ".alive").exists()}
+    files = set[str]()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(fd)
+        except OSError:
+            continue
+        if "lagom" in target:
+            files.add(f"{fd} {target}")
+    return folders | files
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks everything here ``integration``."""
+    for item in items:
+        if "tests/integration" in item.path.as_posix():
+            item.add_marker(pytest.mark.integration)
+            item.add_marker(pytest.mark.timeout(180))

@@ -1,0 +1,155 @@
+"""What the tests run on ranks, and what they need around it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import lagom
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.result import Result
+
+POINTS = 101  # in batches of 4: the last has one sample, fewer than there are ranks
+
+
+def run(function: Any, world_size: int | None = None, **config: Any) -> Result:
+    """``function`` through lagom on the active session."""
+    return experiment.lagom(function, TorchDistributedConfig(world_size=world_size, launcher="spark", **config))
+
+
+def place() -> tuple[int, int]:
+    """Where this rank stands."""
+    return lagom.rank(), lagom.world_size()
+
+
+def nothing() -> None:
+    """A run without content."""
+
+
+def points() -> TensorDataset:
+    """Samples of a scalar field, in float64."""
+    inputs = torch.rand(POINTS, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(inputs, (inputs[:, 1].sin() + inputs[:, 0].cos()).unsqueeze(1))
+
+
+class Net(torch.nn.Module):
+    """A small network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Values at ``inputs``."""
+        values: torch.Tensor = self.layers(inputs)
+        return values
+
+
+def train(module: type[torch.nn.Module], train_set: TensorDataset) -> dict[str, Any]:
+    """An epoch of SGD; gives the weights."""
+    model = module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in DataLoader(train_set, batch_size=4, shuffle=True):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+class LateError(Exception):
+    """A user's own exception, with the time of its raising."""
+
+    def __init__(self, what: str, at: float) -> None:
+        super().__init__(what, at)
+        self.at = at
+
+
+def raise_while_the_other_sleeps() -> None:
+    """Rank 1 fails; the other would take a minute."""
+    if lagom.rank() == 1:
+        raise LateError("the disk is full", time.time())
+    time.sleep(60)
+
+
+def raise_while_the_other_reduces(module: type[torch.nn.Module], train_set: TensorDataset) -> None:
+    """Rank 1 fails in its third batch; the other waits for its gradients."""
+    model = module()
+    for step, (inputs, targets) in enumerate(DataLoader(train_set, batch_size=4)):
+        if step == 3 and lagom.rank() == 1:
+            time.sleep(0.2)
+            raise LateError("a bad sample", time.time())
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+
+
+def be_killed() -> None:
+    """Rank 1 is killed; the other sleeps."""
+    if lagom.rank() == 1:
+        print("last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def kill_the_holder() -> None:
+    """The process that holds rank 1, Spark's own, is killed; the other sleeps."""
+    if lagom.rank() == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def leave() -> None:
+    """Rank 1 ends its process; the other sleeps."""
+    if lagom.rank() == 1:
+        sys.exit(3)
+    time.sleep(60)
+
+
+def return_a_lock() -> Any:
+    """Something that nobody can pickle, from rank 1."""
+    return {"lock": threading.Lock()} if lagom.rank() == 1 else {"lock": None}
+
+
+def sleep_in(folder: str) -> None:
+    """A long run; each rank leaves its process id in ``folder``."""
+    Path(folder, str(lagom.rank())).write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def pids_in(folder: Path, world_size: int) -> list[int]:
+    """Process ids of the ranks of ``sleep_in``, once all are there."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        found = [path.read_text() for path in sorted(folder.iterdir())]
+        if len(found) == world_size and all(found):
+            return [int(pid) for pid in found]
+        time.sleep(0.02)
+    raise TimeoutError(f"only {len(list(folder.iterdir()))} of {world_size} ranks have started")
+
+
+def alive(pid: int) -> bool:
+    """Whether the process has not ended."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def same_weights(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether two models are the same, to 1e-12."""
+    assert found.keys() == wanted.keys()
+    return all(torch.allclose(found[name], wanted[name], rtol=0, atol=1e-12) for name in wanted)
+
+
+def plain_weights() -> dict[str, Any]:
+    """What ``train`` gives in a plain call."""
+    torch.manual_seed(0)
+    return train(Net, points())

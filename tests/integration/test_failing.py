@@ -1,0 +1,112 @@
+"""Runs that fail, on every kind of Spark: a short clear error, soon, and the next call works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lagom.errors import LagomError, PayloadError, PlanError, RankError
+from tests.integration import programs
+
+pytestmark = pytest.mark.parametrize(
+    "spark", ["local[2]", "local-cluster", "standalone", "connect"], indirect=True, scope="session"
+)
+SOON_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def the_next_call_works(spark: Any) -> Iterator[None]:
+    """Starts from a warm cluster, and ends with a run that succeeds."""
+    programs.run(programs.nothing, 2)
+    yield
+    assert programs.run(programs.place, 2).per_rank == ((0, 2), (1, 2))
+
+
+def test_error_arrives_while_another_rank_sleeps(spark: Any) -> None:
+    with pytest.raises(programs.LateError, match="the disk is full") as caught:
+        programs.run(programs.raise_while_the_other_sleeps, 2)
+    assert time.time() - caught.value.at < SOON_S
+    cause = str(caught.value.__cause__)
+    assert "on rank 1" in cause
+    assert 'raise LateError("the disk is full", time.time())' in cause
+
+
+def test_error_arrives_while_another_rank_waits_for_gradients(spark: Any) -> None:
+    with pytest.raises(programs.LateError, match="a bad sample") as caught:
+        programs.run(
+            programs.raise_while_the_other_reduces, 2, module=programs.Net, train_set=programs.points()
+        )
+    assert time.time() - caught.value.at < SOON_S
+    assert "on rank 1" in str(caught.value.__cause__)
+
+
+def test_a_killed_rank_is_named_with_its_last_words(spark: Any) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL") as caught:
+        programs.run(programs.be_killed, 2)
+    assert time.monotonic() - start < 5
+    assert "last words" in str(caught.value.__cause__)
+
+
+def test_a_killed_worker_of_spark_ends_the_run(spark: Any) -> None:
+    start = time.monotonic()
+    with pytest.raises(LagomError, match="gone, perhaps killed"):
+        programs.run(programs.kill_the_holder, 2)
+    assert time.monotonic() - start < 10
+
+
+def test_sys_exit_is_an_error_with_its_status(spark: Any) -> None:
+    with pytest.raises(RankError, match=r"rank 1 called sys.exit\(3\)"):
+        programs.run(programs.leave, 2)
+
+
+def test_what_cannot_be_pickled_is_named(spark: Any) -> None:
+    lock = threading.Lock()
+
+    def use() -> bool:
+        return lock.locked()
+
+    with pytest.raises(PayloadError, match="the variable 'lock'"):
+        programs.run(use, 2)
+    with pytest.raises(PayloadError, match="rank 1 returned a dict"):
+        programs.run(programs.return_a_lock, 2)
+
+
+def test_too_few_slots_are_found_at_once(spark: Any) -> None:
+    start = time.monotonic()
+    with pytest.raises(PlanError, match="world_size is 5, but Spark has 2 task slots; ask for at most 2, or "):
+        programs.run(programs.nothing, 5)
+    assert time.monotonic() - start < 2
+
+
+def test_ctrl_c_ends_job_and_ranks(spark: Any, tmp_path: Path) -> None:
+    sent: dict[str, Any] = {}
+
+    def press() -> None:
+        sent["pids"] = programs.pids_in(tmp_path, 2)
+        sent["at"] = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        programs.run(programs.sleep_in, 2, hparams={"folder": str(tmp_path)})
+    while any(programs.alive(pid) for pid in sent["pids"]) or _active_jobs(spark):
+        assert time.monotonic() - sent["at"] < 2
+        time.sleep(0.02)
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def _active_jobs(spark: Any) -> list[int]:
+    if "connect" in type(spark).__module__:
+        return []
+    return list(spark.sparkContext.statusTracker().getActiveJobsIds())
