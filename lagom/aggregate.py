@@ -40,7 +40,8 @@ def _equal(left: Any, right: Any) -> bool:
         return _equal_arrays(left.detach(), right.detach())
     if _is_array(left):
         return _equal_arrays(left, right)
-    if type(left).__eq__ is object.__eq__:
+    compare: Any = type(left).__eq__
+    if compare is object.__eq__:
         return _equal_states(left, right)
     try:
         return bool(left == right or (left != left and right != right))  # or both are NaN

@@ -81,11 +81,22 @@ def _random(config: TorchDistributedConfig) -> dict[str, Any] | None:
 
 def _raise_failure(outcomes: Sequence[Outcome]) -> None:
     failed = [outcome for outcome in outcomes if not outcome.report["ok"] and not outcome.report.get("stopped")]
-    if not failed:
-        return
-    # A lost connection is what the others see of a rank that failed.
-    first = min(failed, key=lambda outcome: bool(outcome.report.get("consequence")))
-    raise _exception(first.load().get("error"), first.report)
+    if failed:
+        # A lost connection is what the others see of a rank that failed.
+        first = min(
+            failed, key=lambda outcome: (bool(outcome.report.get("consequence")), outcome.report.get("order", 0))
+        )
+        raise _exception(_error(first), first.report)
+    if stopped := [outcome.rank for outcome in outcomes if not outcome.report["ok"]]:
+        raise RankError(f"rank {stopped[0]} was stopped before the function returned, and nobody said why", stopped[0])
+
+
+def _error(outcome: Outcome) -> BaseException | None:
+    try:
+        error = outcome.load().get("error")
+    except Exception:  # its class is not here, or cannot be made from what was pickled
+        return None
+    return error if isinstance(error, BaseException) else None
 
 
 def _exception(error: BaseException | None, report: Message) -> BaseException:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import cloudpickle
+from cloudpickle import cloudpickle as _tracker
 
 from lagom.errors import PayloadError
 
@@ -25,13 +26,13 @@ _OUT_OF_BAND = 1 << 16  # bytes; below it, a buffer of its own costs more than a
 class Parcel:
     """A pickled value, not yet written anywhere: its pickle and buffers, in the order they will lie in a file."""
 
-    def __init__(self, value: object) -> None:
-        """Pickle ``value``.
+    def __init__(self, value: object, at_home: Mapping[type, str] | None = None) -> None:
+        """Pickle ``value``; the classes ``at_home`` by what the reader knows them by. See Note [Classes of __main__].
 
         Raises:
             PayloadError: when a part of it cannot be pickled, naming that part.
         """
-        self._pickled, self._buffers = _pickle(value)
+        self._pickled, self._buffers = _pickle(value, at_home or {})
         sizes = [len(self._pickled), *(buffer.nbytes for buffer in self._buffers)]
         index = json.dumps(sizes).encode()
         self._head = _MAGIC + struct.pack(">Q", len(index)) + index
@@ -64,14 +65,15 @@ class Parcel:
 def unpack(data: bytes | bytearray | memoryview) -> Any:
     """The value of a parcel. Arrays and tensors lie in ``data`` itself and are writable when it is."""
     view = memoryview(data).cast("B")
-    if bytes(view[: len(_MAGIC)]) != _MAGIC:
+    start = len(_MAGIC) + 8
+    if bytes(view[: len(_MAGIC)]) != _MAGIC or len(view) < start:
         raise PayloadError("these bytes are no lagom parcel: they are cut off, or another version wrote them")
     (length,) = struct.unpack_from(">Q", view, len(_MAGIC))
-    start = len(_MAGIC) + 8
-    sizes = json.loads(bytes(view[start : start + length]))
     position, pieces = start + length, []
+    if position > len(view):
+        raise PayloadError(f"a parcel of more than {position} bytes arrived as {len(view)} bytes")
     previous = position
-    for size in sizes:
+    for size in json.loads(bytes(view[start:position])):
         position += _padding(previous)
         pieces.append(view[position : position + size])
         position, previous = position + size, size
@@ -86,15 +88,22 @@ def unpack_file(fd: int, *, offset: int = 0) -> Any:
     What one of them writes into an array stays its own (the mapping is private, copy on write).
     """
     size = os.fstat(fd).st_size
+    if size <= offset:
+        raise PayloadError("there is nothing in the file of a parcel: its writer ended before it wrote")
     mapped = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return unpack(memoryview(mapped)[offset:])
+
+
+def classes_received() -> dict[type, str]:
+    """Classes that arrived by value in what was unpacked so far, with the ids that their sender knows them by."""
+    return dict(_tracker._DYNAMIC_CLASS_TRACKER_BY_CLASS)
 
 
 def _padding(size: int) -> int:
     return -size % _ALIGNMENT
 
 
-def _pickle(value: object) -> tuple[bytes, list[memoryview]]:
+def _pickle(value: object, at_home: Mapping[type, str]) -> tuple[bytes, list[memoryview]]:
     buffers: list[memoryview] = []
 
     def out_of_band(buffer: pickle.PickleBuffer) -> bool:
@@ -106,7 +115,7 @@ def _pickle(value: object) -> tuple[bytes, list[memoryview]]:
 
     stream = io.BytesIO()
     try:
-        _Pickler(stream, out_of_band).dump(value)
+        _Pickler(stream, out_of_band, at_home).dump(value)
     except Exception as error:
         culprit = find_unpicklable(value)
         what = culprit or f"a {type(value).__name__}"
@@ -117,14 +126,22 @@ def _pickle(value: object) -> tuple[bytes, list[memoryview]]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with the memory of torch's storages handed out of band; torch is never imported for it."""
 
-    def __init__(self, stream: io.BytesIO, out_of_band: Callable[[pickle.PickleBuffer], Any]) -> None:
+    def __init__(
+        self, stream: io.BytesIO, out_of_band: Callable[[pickle.PickleBuffer], Any], at_home: Mapping[type, str]
+    ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=out_of_band)
         self._storages: dict[tuple[str, int, int], _Storage] = {}
+        self._at_home = at_home
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type) and value in self._at_home:
+            return _class_at_home, (self._at_home[value], value.__qualname__)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.storage.TypedStorage):
             return _typed_storage, (self._storage(value._untyped_storage), value.dtype)
+        if torch is not None and isinstance(value, torch.UntypedStorage):
+            # For dtypes that typed storages do not know, such as float8; torch still asks it for its untyped one.
+            return _typed_storage, (self._storage(value), torch.uint8)
         return super().reducer_override(value)
 
     def _storage(self, storage: Any) -> _Storage:
@@ -146,6 +163,14 @@ class _Storage:
         memory = memoryview((ctypes.c_char * cpu.nbytes()).from_address(cpu.data_ptr() or 0)) if cpu.nbytes() else b""
         # ctypes borrows the memory; the storage must outlive the parcel.
         return _untyped_storage, (pickle.PickleBuffer(_kept(memory, cpu)), self._storage.device.type)
+
+
+def _class_at_home(class_id: str, name: str) -> type:
+    try:
+        found: type = _tracker._DYNAMIC_CLASS_TRACKER_BY_ID[class_id]
+    except KeyError:
+        raise PayloadError(f"the class {name} went out from here, but is no longer here") from None
+    return found
 
 
 def _kept(memory: memoryview | bytes, owner: object) -> memoryview:
@@ -175,7 +200,7 @@ def _typed_storage(storage: Any, dtype: Any) -> Any:
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def find_unpicklable(value: object, name: str = "") -> str:
+def find_unpicklable(value: object, name: str = "", seen: frozenset[int] = frozenset()) -> str:
     """Name the innermost part of ``value`` that cannot be pickled, or "" when all of it can be."""
     try:
         cloudpickle.dumps(value)
@@ -183,7 +208,7 @@ def find_unpicklable(value: object, name: str = "") -> str:
     except Exception:  # the error was seen once already; only the place is wanted
         pass
     for part_name, part in _parts(value, name):
-        if found := find_unpicklable(part, part_name):
+        if id(part) not in seen and (found := find_unpicklable(part, part_name, seen | {id(value)})):
             return found
     return f"{name} (a {type(value).__name__})" if name else ""
 
@@ -202,3 +227,10 @@ def _parts(value: object, name: str) -> list[tuple[str, object]]:
     return [
         (f"{name}.{key}", part) for key, part in getattr(value, "__dict__", {}).items() if not isinstance(value, type)
     ]
+
+
+# Note [Classes of __main__]
+# A class of a notebook travels by value. Were it to come back by value as well, cloudpickle would find the driver's
+# class by its id and set all attributes of the rank's copy on it: its methods would from then on see the rank's globals
+# instead of the notebook's, and class attributes that the rank changed would be changed in the notebook. So a rank
+# sends classes home by their id alone.

@@ -82,7 +82,7 @@ class Result(Mapping[str, Any]):
         rows = "".join(
             f"<tr><th style='text-align:left'>{html.escape(key)}</th>"
             f"<td style='text-align:left'>{html.escape(_short(value))}</td>"
-            + "".join(f"<td style='text-align:left'>{html.escape(_short(item))}</td>" for item in self._by_rank(key)[:_SHOWN_RANKS])
+            + "".join(f"<td style='text-align:left'>{html.escape(_short(item))}</td>" for item in self._by_rank(key))
             + "</tr>"
             for key, value in self._items.items()
         )
@@ -97,9 +97,10 @@ class Result(Mapping[str, Any]):
         )
 
     def _by_rank(self, key: str) -> list[Any]:
+        items = self._per_rank[:_SHOWN_RANKS]
         if key != TEST_RESULT or isinstance(self._value, dict):
-            return [item.get(key, item) if isinstance(item, dict) else item for item in self._per_rank]
-        return list(self._per_rank)
+            return [item.get(key, item) if isinstance(item, dict) else item for item in items]
+        return list(items)
 
     def _title(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"

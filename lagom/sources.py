@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
 import functools
 import importlib.util
@@ -92,17 +93,43 @@ def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
         if isinstance(value, functools.partial):
             waiting.append(value.func)
         elif isinstance(value, types.MethodType):
-            waiting.append(value.__func__)
+            waiting += [value.__func__, value.__self__]
         elif isinstance(value, types.FunctionType):
-            waiting.append(value.__code__)
-            waiting += [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
-        elif isinstance(value, type) and value.__module__ == "__main__":
-            waiting += list(vars(value).values())
-        elif isinstance(value, types.CodeType):
-            waiting += value.co_consts
-            yield from (
-                step.argval for step in dis.get_instructions(value) if step.opname == "IMPORT_NAME" and step.argval
-            )
+            codes = list(_codes(value.__code__))
+            waiting += [value.__globals__[name] for name in _names(codes) if name in value.__globals__]
+            waiting += _contents(value.__closure__ or ())
+            yield from (name for code in codes for name in _imports_of_code(code))
+        elif isinstance(value, (staticmethod, classmethod)):
+            waiting.append(value.__func__)
+        elif isinstance(value, property):
+            waiting += [value.fget, value.fset]
+        elif isinstance(value, type):
+            # A class of a module travels with its module, which is read as text.
+            waiting += [*vars(value).values(), *value.__bases__] if value.__module__ == "__main__" else []
+        elif type(value).__module__ == "__main__":
+            waiting.append(type(value))
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """``code``, and that of the functions and classes it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _names(codes: Iterable[types.CodeType]) -> set[str]:
+    return {name for code in codes for name in code.co_names}
+
+
+def _imports_of_code(code: types.CodeType) -> Iterator[str]:
+    return (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME" and step.argval)
+
+
+def _contents(cells: Iterable[types.CellType]) -> Iterator[Any]:
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
 
 
 def _imports_in(root: Path) -> Iterator[str]:

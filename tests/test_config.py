@@ -98,7 +98,7 @@ def test_what_is_documented_is_taken(setting: dict[str, Any]) -> None:
 
 def test_fields_are_given_by_name_only() -> None:
     with pytest.raises(TypeError):
-        TorchDistributedConfig(Net)  # type: ignore[misc]
+        TorchDistributedConfig(Net)  # type: ignore[call-arg]
 
 
 def test_a_misspelt_field_is_refused() -> None:

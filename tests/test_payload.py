@@ -123,12 +123,13 @@ def test_what_needs_gradients_still_does() -> None:
     assert not there_and_back(torch.ones(3)).requires_grad
 
 
-def test_a_tensor_in_the_middle_of_a_graph_is_refused_as_torch_does() -> None:
-    loss = torch.ones(3, requires_grad=True) * 2
-    with pytest.raises(PayloadError, match="result"):
-        Parcel({"result": loss})
+def test_a_tensor_in_the_middle_of_a_graph_comes_back_without_the_graph() -> None:
+    back = there_and_back(torch.ones(3, requires_grad=True) * 2)
+    assert back.tolist() == [2.0, 2.0, 2.0]
+    assert back.is_leaf
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_sparse_tensors_come_back() -> None:
     sparse = torch.eye(400).to_sparse()
     assert torch.equal(there_and_back(sparse).to_dense(), sparse.to_dense())
@@ -272,13 +273,11 @@ def test_a_file_is_shared_but_what_is_written_stays_private() -> None:
 
 def test_reading_a_large_file_adds_next_to_no_memory() -> None:
     fd = file_of(torch.zeros(100 << 20, dtype=torch.uint8))
-    pid = os.fork()
-    if pid == 0:
-        before = _anonymous_kb()
-        total = int(unpack_file(fd).view(torch.int64).sum())
-        os._exit(0 if total == 0 and _anonymous_kb() - before < 20 << 10 else 1)
+    before = _anonymous_kb()
+    back = unpack_file(fd)
     os.close(fd)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert back.view(torch.int64).sum() == 0
+    assert _anonymous_kb() - before < 20 << 10
 
 
 def _anonymous_kb() -> int:
@@ -324,7 +323,7 @@ def test_a_ring_that_cannot_be_pickled_is_named_without_going_round_for_ever() -
 
 
 def test_an_open_file_is_named() -> None:
-    with open(os.devnull) as file, pytest.raises(PayloadError, match="log"):
+    with open(os.devnull, "w") as file, pytest.raises(PayloadError, match="log"):
         Parcel({"hparams": {"log": file}})
 
 
@@ -352,7 +351,7 @@ def test_an_empty_file_is_refused() -> None:
 
 HOME = """
 import os, sys
-from lagom.payload import Parcel, came_with, unpack
+from lagom.payload import Parcel, classes_received, unpack
 
 class MyError(Exception):
     pass
@@ -385,9 +384,9 @@ def elsewhere(data):
 
 REMOTE = '''
 import os, sys
-from lagom.payload import Parcel, came_with, unpack
+from lagom.payload import Parcel, classes_received, unpack
 function = unpack(bytes.fromhex(sys.argv[1]))
-known = came_with()
+known = classes_received()
 os.write(int(sys.argv[2]), Parcel(function(), known).tobytes())
 '''
 

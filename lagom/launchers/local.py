@@ -69,7 +69,12 @@ class LocalLauncher:
             run.watch()
             if (lost := run.lost()) is not None:
                 raise lost
-            return [_outcome(rank, run.reports[rank], outcomes[rank]) for rank in range(plan.world_size)]
+            reports = run.reports | {report["rank"]: report for report in run.failures()}
+            stopped = {"ok": False, "stopped": True, "consequence": True}
+            return [
+                _outcome(rank, reports.get(rank) or stopped | {"rank": rank}, outcomes[rank])
+                for rank in range(plan.world_size)
+            ]
 
 
 def _file(stack: contextlib.ExitStack, name: str) -> int:

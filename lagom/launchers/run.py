@@ -137,7 +137,7 @@ class Run:
             self._join(task, message)
             return
         if kind == "failed":
-            self._failures.append(message)
+            self._fail(message)
             self.stop()
         elif kind == "lost":
             self._lost.append(message["message"])
@@ -147,11 +147,15 @@ class Run:
             self._done.add(task)
             self.reports.update({report["rank"]: report for report in message["reports"]})
             if any(not report["ok"] for report in message["reports"]):
-                self._failures += [
-                    report for report in message["reports"] if not report["ok"] and not report.get("stopped")
-                ]
+                for report in message["reports"]:
+                    if not report["ok"] and not report.get("stopped"):
+                        self._fail(report)
                 self.stop()
         self._events.put(message | {"task": task})
+
+    def _fail(self, report: Message) -> None:
+        if all(report["rank"] != earlier["rank"] for earlier in self._failures):
+            self._failures.append(report | {"order": len(self._failures)})
 
     def _close(self, task: int) -> None:
         if task in self._connected and task not in self._done:

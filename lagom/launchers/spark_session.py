@@ -138,7 +138,7 @@ class ClassicFacts(SparkFacts):
             slots = int(jsc.maxNumConcurrentTasks(profile))
             if self.one_machine or time.time() > young_until or self._context in _settled:
                 return slots
-            executors = jsc.getExecutorMemoryStatus().size() - 1  # the driver counts as one
+            executors = int(jsc.getExecutorIds().size())
             if executors != seen:
                 seen, since = executors, time.monotonic()
             enough = executors >= wanted if wanted else executors and time.monotonic() - since > _SETTLED_S

@@ -19,6 +19,8 @@ from lagom.monitor.link import MAX_FRAME, Message, encode, proof
 
 _MAX_HELLO = 4096  # bytes that a stranger may send before it has proved itself
 _HELLO_S = 5.0
+_STRANGE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, asyncio.TimeoutError)
+"""What a peer that is not one of ours can cause; ``asyncio.IncompleteReadError`` is an ``EOFError``."""
 
 
 class Channel:
@@ -103,7 +105,7 @@ class Channel:
     async def _close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for writer in self._writers.values():
+        for writer in list(self._writers.values()):
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 await asyncio.wait_for(writer.drain(), 1.0)
             writer.close()
@@ -126,16 +128,10 @@ class Channel:
                 await self._take_in(str(hello["name"]), int(hello["size"]), reader, writer)
             else:
                 await self._serve(int(hello["task"]), reader, writer)
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            asyncio.IncompleteReadError,
-            asyncio.TimeoutError,
-        ):
+        except _STRANGE:
             pass  # not one of ours, or gone again
+        except asyncio.CancelledError:
+            pass  # the channel closes; raised further, asyncio would print it
         finally:
             writer.close()
 

@@ -42,7 +42,7 @@ class Progress:
         """Say once that tasks have not started yet."""
         if joined < wanted and not self._said_waiting:
             self._said_waiting = True
-            others = "" if joined else "; or they run, and cannot reach this process: then their output comes at the end"
+            others = "" if joined else "; or they cannot reach this process: then their output comes at the end"
             self._say(
                 f"lagom: {self._name}: waiting for {self._where} to start the tasks "
                 f"({joined} of {wanted} are here{others})"

@@ -15,12 +15,13 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lagom.errors import CollectiveError, PayloadError
 from lagom.monitor.link import Link, Message
-from lagom.payload import Parcel, unpack_file
+from lagom.payload import Parcel, classes_received, unpack_file
 from lagom.worker.ground import Ground
 from lagom.worker.place import Place
 from lagom.worker.spec import Seat, Spec
@@ -102,13 +103,18 @@ def _run(spec: Spec, seat: Seat) -> int:
     place = Place(seat.rank, spec.plan.world_size, seat.local_rank, seat.local_world_size)
     control = Link(socket.socket(fileno=seat.control_fd))
     heart = _Heart(control, spec.plan.hb_interval)
+    at_home: dict[type, str] = {}
+
+    def load() -> bootstrap.Call:
+        call: bootstrap.Call = unpack_file(seat.payload_fd)
+        at_home.update(classes_received())
+        return call
+
     try:
-        value, samples = bootstrap.run(
-            spec.plan, place, lambda: unpack_file(seat.payload_fd), Path(seat.host_dir), seat, heart.beat_for
-        )
-        parcel, report = _returned(value, samples, seat.rank)
+        value, samples = bootstrap.run(spec.plan, place, load, Path(seat.host_dir), seat, heart.beat_for)
+        parcel, report = _returned(value, samples, seat.rank, at_home)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes as well
-        parcel, report = _raised(error, seat.rank)
+        parcel, report = _raised(error, seat.rank, at_home)
     parcel.write(seat.outcome_fd)
     if not report["ok"]:
         _flush()
@@ -120,16 +126,16 @@ def _run(spec: Spec, seat: Seat) -> int:
     return 0
 
 
-def _returned(value: object, samples: int, rank: int) -> tuple[Parcel, Message]:
+def _returned(value: object, samples: int, rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
     try:
-        return Parcel({"value": value, "samples": samples}), {"type": "outcome", "ok": True}
+        return Parcel({"value": value, "samples": samples}, at_home), {"type": "outcome", "ok": True}
     except PayloadError as error:
         raised = PayloadError(f"rank {rank} returned a {type(value).__name__}, but {error}")
         raised.__cause__ = error.__cause__
-        return _raised(raised, rank)
+        return _raised(raised, rank, at_home)
 
 
-def _raised(error: BaseException, rank: int) -> tuple[Parcel, Message]:
+def _raised(error: BaseException, rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
     text = "".join(traceback.format_exception(type(error), error, _own_frames_cut(error)))[-_MAX_TEXT:]
     report = {
         "type": "outcome",
@@ -144,7 +150,7 @@ def _raised(error: BaseException, rank: int) -> tuple[Parcel, Message]:
         return Parcel({"error": None}), report
     error.__traceback__ = None
     try:
-        return Parcel({"error": error}), report
+        return Parcel({"error": error}, at_home), report
     except Exception:
         return Parcel({"error": None}), report
 

@@ -153,3 +153,19 @@ def plain_weights() -> dict[str, Any]:
     """What ``train`` gives in a plain call."""
     torch.manual_seed(0)
     return train(Net, points())
+
+
+def late(function: Any, seconds: float) -> Any:
+    """A Spark task's ``function``, begun later in task 1; travels by value."""
+
+    def run(batches: Any) -> Any:
+        import time
+
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        if context is not None and context.partitionId() == 1:
+            time.sleep(seconds)
+        return function(batches)
+
+    return run

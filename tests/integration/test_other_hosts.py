@@ -1,0 +1,159 @@
+"""Two hosts that share neither files nor processes nor addresses with the driver's, and have no lagom."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lagom
+from lagom.monitor.channel import Channel
+from tests.integration import programs
+
+pytestmark = pytest.mark.parametrize("spark", ["foreign"], indirect=True, scope="session")
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that come back are put where the driver stands."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ranks came to the driver for, beside their links."""
+    seen: list[str] = []
+    hand_out, take_in = Channel._hand_out, Channel._take_in
+
+    async def counted_out(self: Channel, writer: Any) -> None:
+        seen.append("fetch")
+        await hand_out(self, writer)
+
+    async def counted_in(self: Channel, name: str, size: int, reader: Any, writer: Any) -> None:
+        seen.append(f"deliver {name}")
+        await take_in(self, name, size, reader, writer)
+
+    monkeypatch.setattr(Channel, "_hand_out", counted_out)
+    monkeypatch.setattr(Channel, "_take_in", counted_in)
+    return seen
+
+
+def test_ranks_stand_on_other_hosts_with_the_lagom_that_travelled(spark: Any) -> None:
+    def where() -> tuple[str, str, bool]:
+        import importlib.util
+
+        installed = [path for path in sys.path if "/lagom-0/code-" not in path and Path(path, "lagom").is_dir()]
+        assert importlib.util.find_spec("pyspark") is not None
+        return socket.gethostname(), str(Path(lagom.__file__).parent), bool(installed)
+
+    found = programs.run(where, 3).per_rank
+    assert len({host for host, _, _ in found} - {socket.gethostname()}) == 2
+    assert all("/code-" in path and not installed for _, path, installed in found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None:
+    result = programs.run(programs.train, world_size, module=programs.Net, train_set=programs.points())
+    wanted = programs.plain_weights()
+    assert all(programs.same_weights(found, wanted) for found in result.per_rank)
+
+
+def test_large_data_is_fetched_once_per_host(spark: Any, connections: list[str]) -> None:
+    data = torch.arange(50 << 17, dtype=torch.float64)
+
+    def total(train_set: torch.Tensor) -> tuple[float, str]:
+        return float(train_set.sum()), socket.gethostname()
+
+    found = programs.run(total, 3, train_set=data).per_rank
+    assert {value for value, _ in found} == {float(data.sum())}
+    assert connections.count("fetch") == len({host for _, host in found}) == 2
+
+
+def test_large_results_are_delivered_beside_the_job(spark: Any, connections: list[str]) -> None:
+    def make() -> torch.Tensor:
+        return torch.full((10 << 17,), float(lagom.rank()), dtype=torch.float64)
+
+    result = programs.run(make, 3)
+    assert [float(value.sum()) for value in result.per_rank] == [0.0, 10 << 17, 20 << 17]
+    assert sorted(connections) == [f"deliver outcome-{rank}" for rank in range(3)]
+
+
+def test_relative_files_of_rank_0_come_back(spark: Any, tmp_path: Path) -> None:
+    def write() -> list[str]:
+        Path("models/best").mkdir(parents=True)
+        torch.save(torch.arange(3), "models/best/weights.pt")
+        Path(f"rank{lagom.rank()}.txt").write_text("here")
+        return sorted(os.listdir("."))
+
+    programs.run(write, 3)
+    assert torch.equal(torch.load(tmp_path / "models/best/weights.pt"), torch.arange(3))
+    assert (tmp_path / "rank0.txt").read_text() == "here"
+
+
+def test_relative_files_come_back_of_a_run_that_failed(spark: Any, tmp_path: Path) -> None:
+    def write(fails: int) -> None:
+        if lagom.rank() == 0:
+            Path("log").mkdir()
+            Path("log/steps.txt").write_text("1 2 3")
+        torch.save(lagom.rank(), "checkpoint.pt")
+        if lagom.rank() == fails:
+            raise ValueError("after the checkpoint")
+        if fails != 0:
+            import time
+
+            time.sleep(60)
+
+    for fails in (0, 2):
+        with pytest.raises(ValueError, match="after the checkpoint"):
+            programs.run(write, 3, hparams={"fails": fails})
+        assert (tmp_path / "log/steps.txt").read_text() == "1 2 3"
+        (tmp_path / "log/steps.txt").unlink()
+
+
+def test_files_do_not_leave_the_drivers_folder(spark: Any, tmp_path: Path) -> None:
+    def write() -> None:
+        if lagom.rank() == 0:
+            Path("inside").write_text("")
+            Path("outside").symlink_to("/etc/passwd")
+
+    programs.run(write, 3)
+    assert (tmp_path / "inside").exists()
+    assert not (tmp_path / "outside").is_symlink()
+
+
+def test_modules_beside_the_program_travel_and_edits_are_seen(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "top_module.py").write_text("VALUE = 1\n")
+    (tmp_path / "late_package").mkdir()
+    (tmp_path / "late_package/__init__.py").write_text("from late_package.inner import VALUE\n")
+    (tmp_path / "late_package/inner.py").write_text("VALUE = 10\n")
+    spec = importlib.util.find_spec("top_module")
+    assert spec is not None
+    import top_module  # type: ignore[import-not-found]
+
+    def total() -> int:
+        import late_package  # type: ignore[import-not-found]
+
+        return int(top_module.VALUE + late_package.VALUE)
+
+    try:
+        assert programs.run(total, 3).value == 11
+        (tmp_path / "top_module.py").write_text("VALUE = 2\n")
+        (tmp_path / "late_package/inner.py").write_text("VALUE = 20\n")
+        assert programs.run(total, 3).value == 22
+    finally:
+        del sys.modules["top_module"]
+
+
+def test_error_names_rank_and_line_of_another_host(spark: Any) -> None:
+    with pytest.raises(programs.LateError, match="the disk is full") as caught:
+        programs.run(programs.raise_while_the_other_sleeps, 3)
+    assert 'raise LateError("the disk is full", time.time())' in str(caught.value.__cause__)

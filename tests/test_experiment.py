@@ -1,0 +1,207 @@
+"""``lagom.experiment``: what is checked before anything starts, and what comes of the outcomes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.errors import PlanError, RankError, RankTraceback
+from lagom.launchers.protocol import Outcome
+from lagom.plan import Cluster, Plan
+
+ROOT = Path(__file__).parent.parent
+
+
+class Ranks:
+    """A launcher that runs nothing and gives what it was told to."""
+
+    def __init__(self, outcomes: Sequence[Outcome] = (), slots: int = 2) -> None:
+        self.outcomes = list(outcomes)
+        self.slots = slots
+        self.calls: list[tuple[Plan, Mapping[str, Any]]] = []
+
+    def cluster(self) -> Cluster:
+        return Cluster(launcher="local", slots=self.slots)
+
+    def where(self) -> str:
+        return "nowhere"
+
+    def run(self, plan: Plan, call: Mapping[str, Any]) -> list[Outcome]:
+        self.calls.append((plan, call))
+        return self.outcomes
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    ranks = Ranks([returned(0, 1.0), returned(1, 1.0)])
+    monkeypatch.setattr(experiment, "choose", lambda name: ranks)
+    return ranks
+
+
+def returned(rank: int, value: Any, samples: int = 1) -> Outcome:
+    return Outcome(rank=rank, report={"ok": True, "rank": rank}, load=lambda: {"value": value, "samples": samples})
+
+
+def failed(rank: int, error: BaseException | None, **report: Any) -> Outcome:
+    told = {
+        "ok": False,
+        "rank": rank,
+        "error": type(error).__name__,
+        "message": str(error),
+        "traceback": f"traceback of {rank}",
+    }
+    return Outcome(rank=rank, report=told | report, load=lambda: {"error": error})
+
+
+def train(hparams: Any) -> Any:
+    """Is never run here."""
+
+
+def test_what_the_ranks_returned_is_aggregated(launcher: Ranks) -> None:
+    launcher.outcomes = [returned(0, 1.0, 30), returned(1, 4.0, 10)]
+    result = experiment.lagom(train, TorchDistributedConfig())
+    assert result["test result"] == pytest.approx(1.75)
+    assert result.per_rank == (1.0, 4.0)
+    assert result.seconds > 0
+    assert "train: 2 ranks on nowhere" in repr(result)
+
+
+@pytest.mark.parametrize("config", [None, {"world_size": 2}, TorchDistributedConfig])
+def test_what_is_no_config_is_refused(config: Any) -> None:
+    with pytest.raises(ValueError, match="want a TorchDistributedConfig"):
+        experiment.lagom(train, config)
+
+
+def test_swapped_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="TorchDistributedConfig"):
+        experiment.lagom(TorchDistributedConfig(), train)  # type: ignore[arg-type]
+
+
+def test_a_parameter_that_nothing_provides_is_refused_before_anything_starts(launcher: Ranks) -> None:
+    with pytest.raises(ValueError, match="learning_rate"):
+        experiment.lagom(lambda learning_rate: None, TorchDistributedConfig())
+    assert launcher.calls == []
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_starts(launcher: Ranks) -> None:
+    with pytest.raises(PlanError, match="2 task slots"):
+        experiment.lagom(train, TorchDistributedConfig(world_size=3))
+    assert launcher.calls == []
+
+
+def provided(launcher: Ranks, **settings: Any) -> Mapping[str, Any]:
+    experiment.lagom(lambda: None, TorchDistributedConfig(**settings))
+    return launcher.calls[-1][1]["provided"]  # type: ignore[no-any-return]
+
+
+def test_the_data_sets_are_provided_in_both_spellings(launcher: Ranks) -> None:
+    both = {"train_set": "a", "test_set": "b", "dataset": ["a", "b"]}
+    assert provided(launcher, train_set="a", test_set="b").items() >= both.items()
+    assert provided(launcher, dataset=("a", "b")).items() >= both.items()
+
+
+def test_what_is_not_given_is_not_provided(launcher: Ranks) -> None:
+    assert set(provided(launcher)) == {"hparams"}
+    assert set(provided(launcher, train_set="a")) == {"hparams", "train_set"}
+
+
+def test_hparams_keep_their_type(launcher: Ranks) -> None:
+    settings = MappingProxyType({"lr": 1})
+    assert provided(launcher, hparams=settings)["hparams"] is settings
+
+
+def test_without_a_seed_the_ranks_get_the_generators_of_this_process(launcher: Ranks, rng_untouched: None) -> None:
+    experiment.lagom(train, TorchDistributedConfig(seed=None))
+    assert {"torch", "numpy", "random"} <= launcher.calls[-1][1]["random"].keys()
+    experiment.lagom(train, TorchDistributedConfig(seed=3))
+    assert launcher.calls[-1][1]["random"] is None
+
+
+def test_the_functions_exception_is_raised_with_the_ranks_traceback_as_its_cause(launcher: Ranks) -> None:
+    error = KeyError("lr")
+    launcher.outcomes = [returned(0, 1), failed(1, error)]
+    with pytest.raises(KeyError) as raised:
+        experiment.lagom(train, TorchDistributedConfig())
+    assert raised.value is error
+    cause = raised.value.__cause__
+    assert isinstance(cause, RankTraceback)
+    assert cause.rank == 1
+    assert "on rank 1" in str(cause)
+    assert "traceback of 1" in str(cause)
+
+
+def test_the_cause_is_reported_and_not_the_broken_connection_it_causes(launcher: Ranks) -> None:
+    launcher.outcomes = [failed(0, RuntimeError("connection closed"), consequence=True), failed(1, ValueError("nan"))]
+    with pytest.raises(ValueError, match="nan"):
+        experiment.lagom(train, TorchDistributedConfig())
+
+
+def test_a_consequence_alone_is_still_an_error(launcher: Ranks) -> None:
+    launcher.outcomes = [returned(0, 1), failed(1, RuntimeError("connection closed"), consequence=True)]
+    with pytest.raises(RuntimeError, match="connection closed"):
+        experiment.lagom(train, TorchDistributedConfig())
+
+
+def test_ranks_that_were_stopped_are_not_taken_for_the_failure(launcher: Ranks) -> None:
+    launcher.outcomes = [failed(0, None, stopped=True, consequence=True), failed(1, ValueError("nan"))]
+    with pytest.raises(ValueError, match="nan"):
+        experiment.lagom(train, TorchDistributedConfig())
+
+
+def test_the_first_failure_is_reported_and_not_that_of_the_lowest_rank(launcher: Ranks) -> None:
+    launcher.outcomes = [failed(0, ValueError("second"), order=2), failed(1, ValueError("first"), order=1)]
+    with pytest.raises(ValueError, match="first"):
+        experiment.lagom(train, TorchDistributedConfig())
+
+
+def test_no_value_is_returned_when_a_rank_neither_returned_nor_failed(launcher: Ranks) -> None:
+    launcher.outcomes = [returned(0, 1), failed(1, None, stopped=True, consequence=True)]
+    with pytest.raises(RankError, match="rank 1"):
+        experiment.lagom(train, TorchDistributedConfig())
+
+
+def test_an_exception_that_cannot_be_read_is_told_of_by_name_message_and_traceback(launcher: Ranks) -> None:
+    def load() -> Mapping[str, Any]:
+        raise TypeError("__init__() missing 1 required positional argument")
+
+    report = {"ok": False, "rank": 1, "error": "Odd", "message": "a and b", "traceback": "the traceback"}
+    launcher.outcomes = [returned(0, 1), Outcome(rank=1, report=report, load=load)]
+    with pytest.raises(RankError, match="rank 1 raised Odd: a and b") as raised:
+        experiment.lagom(train, TorchDistributedConfig())
+    assert "the traceback" in str(raised.value.__cause__)
+    assert raised.value.rank == 1
+
+
+@pytest.mark.parametrize("code", [0, 3, None, "a text"])
+def test_an_exit_is_an_error_that_says_so(launcher: Ranks, code: Any) -> None:
+    launcher.outcomes = [failed(0, None, exit=code), returned(1, 1)]
+    with pytest.raises(RankError, match=r"sys\.exit"):
+        experiment.lagom(train, TorchDistributedConfig())
+
+
+def test_a_death_is_an_error_that_names_it(launcher: Ranks) -> None:
+    launcher.outcomes = [returned(0, 1), failed(1, None, died="was killed", message="rank 1 was killed by SIGKILL")]
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        experiment.lagom(train, TorchDistributedConfig())
+
+
+def test_a_call_on_this_machine_imports_neither_torch_nor_pyspark_into_the_driver() -> None:
+    code = """
+import sys
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+def train(lr):
+    return lr
+print(experiment.lagom(train, TorchDistributedConfig(hparams={"lr": 0.5}, world_size=2))["test result"])
+print(sorted({"torch", "pyspark", "numpy", "pandas", "pyarrow"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.stdout.split("\n")[:2], done.returncode) == (["0.5", "[]"], 0), done.stderr
