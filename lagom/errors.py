@@ -18,12 +18,14 @@ class PayloadError(LagomError):
 class RankError(LagomError):
     """A rank ended without an exception that could be brought back: killed, exited, or unpicklable."""
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
+    def __init__(self, message: str, rank: int | None = None, exit_status: int | str | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+        self.exit_status = exit_status
+        """What the rank gave to ``sys.exit``, if that is how it ended."""
 
-    def __reduce__(self) -> tuple[type[RankError], tuple[str, int | None]]:
-        return type(self), (str(self), self.rank)
+    def __reduce__(self) -> tuple[type[RankError], tuple[str, int | None, int | str | None]]:
+        return type(self), (str(self), self.rank, self.exit_status)
 
 
 class CollectiveError(LagomError):

@@ -104,11 +104,11 @@ def _exception(error: BaseException | None, report: Message) -> BaseException:
     rank = report["rank"]
     if error is None:
         if "exit" in report:
-            what = f"rank {rank} called sys.exit({report['exit']})"
+            what = f"rank {rank} called sys.exit({report['exit']!r})"
         elif "died" in report:
             what = report["message"]
         else:
             what = f"rank {rank} raised {report['error']}: {report['message']}"
-        error = RankError(what, rank)
+        error = RankError(what, rank, report.get("exit"))
     error.__cause__ = RankTraceback(rank, report["traceback"])
     return error

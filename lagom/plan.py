@@ -41,6 +41,7 @@ class Plan:
     """Each rank has a GPU: NCCL moves its gradients; else gloo does."""
     batches: Batches
     evaluation: Evaluation
+    sync_batchnorm: bool
     seed: int | None
     hb_interval: float
 
@@ -76,6 +77,7 @@ def plan(config: TorchDistributedConfig, cluster: Cluster, name: str = "lagom") 
         gpu=cluster.gpus_per_slot > 0,
         batches=config.batches,
         evaluation=config.evaluation,
+        sync_batchnorm=config.sync_batchnorm,
         seed=config.seed,
         hb_interval=float(config.hb_interval),
     )

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lagom.script import Script
+
 _MAX_FILE = 1 << 20  # bytes; larger files in a package are data, and data sets travel otherwise
 _SKIPPED = {"__pycache__", "node_modules"}
 
@@ -106,6 +108,8 @@ def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
         elif isinstance(value, type):
             # A class of a module travels with its module, which is read as text.
             waiting += [*vars(value).values(), *value.__bases__] if value.__module__ == "__main__" else []
+        elif isinstance(value, Script):
+            yield from (name for code in _codes(value.code) for name in _imports_of_code(code))
         elif type(value).__module__ == "__main__":
             waiting.append(type(value))
 

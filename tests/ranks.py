@@ -41,6 +41,7 @@ def run_ranks(
     *,
     batches: Batches = "split",
     evaluation: Evaluation = "replicated",
+    sync_batchnorm: bool = True,
     seed: int = 0,
     patches: bool = True,
 ) -> list[Any]:
@@ -48,7 +49,7 @@ def run_ranks(
 
     With ``patches=False`` torch is left alone. Everything dies after 60 s.
     """
-    plan = _plan(world_size, batches, evaluation, seed)
+    plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm)
     with tempfile.TemporaryDirectory() as host_dir:
         ports = _CONTEXT.SimpleQueue()
         pipes, processes = [], []
@@ -83,7 +84,7 @@ def session_alone(host_dir: Path, device: str = "cpu") -> Session:
     return _session(_plan(1, "split", "replicated", 0), 0, None, None, host_dir, torch.device(device))
 
 
-def _plan(world_size: int, batches: Batches, evaluation: Evaluation, seed: int) -> Plan:
+def _plan(world_size: int, batches: Batches, evaluation: Evaluation, seed: int, sync_batchnorm: bool = True) -> Plan:
     return Plan(
         name="test",
         launcher="local",
@@ -93,6 +94,7 @@ def _plan(world_size: int, batches: Batches, evaluation: Evaluation, seed: int) 
         gpu=False,
         batches=batches,
         evaluation=evaluation,
+        sync_batchnorm=sync_batchnorm,
         seed=seed,
         hb_interval=1.0,
     )

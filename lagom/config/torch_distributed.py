@@ -49,6 +49,8 @@ class TorchDistributedConfig:
     rank gets its share; "per_rank": ``batch_size`` is each rank's own; "whole": every rank sees all."""
     evaluation: Evaluation = "replicated"
     """What a rank sees while evaluating. "replicated": everything; "sharded": its share."""
+    sync_batchnorm: bool = True
+    """BatchNorm's statistics in training are those of the whole batch, not of a rank's share."""
     seed: int | None = 0
     """Start of torch's, numpy's and random's generators, equal on all ranks; None: from the states they
     have in the calling process, as in a plain call."""
@@ -67,6 +69,7 @@ class TorchDistributedConfig:
             ("evaluation", Evaluation),
         ):
             _one_of(name, getattr(self, name), get_args(choices))
+        _one_of("sync_batchnorm", self.sync_batchnorm, (False, True))
         _one_of("zero_lvl", self.zero_lvl, (0, 1, 2, 3))
         _one_of("mixed_precision", self.mixed_precision, (False, True, "bf16", "fp16"))
         self._check_module()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import mmap
 import os
 import tarfile
@@ -17,6 +18,8 @@ from lagom.launchers.run import Run
 from lagom.monitor.channel import anonymous_file
 from lagom.monitor.link import Message
 from lagom.payload import unpack
+
+log = logging.getLogger("lagom")
 
 
 class Homecoming:
@@ -43,13 +46,19 @@ class Homecoming:
         return [Outcome(rank=rank, report=report, load=self._loader(rank)) for rank, report in enumerate(found)]
 
     def unpack_files(self, folder: str) -> None:
-        """Put the files that rank 0 wrote under its working directory into ``folder``."""
+        """Put the files that rank 0 wrote under its working directory into ``folder``.
+
+        What cannot be put there, such as a link that leads out of it, is said; it must not cost the run its result.
+        """
         fd = self._file("files-0")
         if fd is None:
             return
         with os.fdopen(fd, "rb") as file, tarfile.open(fileobj=file) as tar:
-            # Neither absolute names nor links out of the folder.
-            tar.extractall(folder, filter="data")
+            for member in tar:
+                try:
+                    tar.extract(member, folder, filter="data")
+                except (OSError, tarfile.TarError) as error:
+                    log.warning("%s, which rank 0 wrote, was not put into %s: %s", member.name, folder, error)
 
     def _take(self, row: Any) -> None:
         name = f"{row['name']}-{row['rank']}"

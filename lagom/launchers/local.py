@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,11 @@ class LocalLauncher:
             payload = _file(stack, "payload")
             size = Parcel(call).write(payload)
             outcomes = [_file(stack, f"outcome-{rank}") for rank in range(plan.world_size)]
-            run = stack.enter_context(Run(plan, self.where(), can_gather=False))
-            ours, theirs = socket.socketpair()
-            with theirs:
-                run.adopt(ours)
-                request = pickle.dumps((_spec(plan, size), visible_gpus() if plan.gpu else ()))
-                server().send(request, [theirs.fileno(), payload, *outcomes])
-            run.watch()
+            request = pickle.dumps((_spec(plan, size), visible_gpus() if plan.gpu else ()))
+            try:
+                run = self._attempt(plan, request, [payload, *outcomes])
+            except _ServerGone:
+                run = self._attempt(plan, request, [payload, *outcomes])
             if (lost := run.lost()) is not None:
                 raise lost
             reports = run.reports | {report["rank"]: report for report in run.failures()}
@@ -75,6 +74,22 @@ class LocalLauncher:
                 _outcome(rank, reports.get(rank) or stopped | {"rank": rank}, outcomes[rank])
                 for rank in range(plan.world_size)
             ]
+
+    def _attempt(self, plan: Plan, request: bytes, files: list[int]) -> Run:
+        with Run(plan, self.where(), can_gather=False) as run:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                run.adopt(ours)
+                taker = server()
+                taker.send(request, [theirs.fileno(), *files])
+            run.watch()
+            if run.lost() is not None and not run.begun and taker.ended():
+                raise _ServerGone("the local fork server ended before it took up the run")
+            return run
+
+
+class _ServerGone(LagomError):
+    """The fork server was killed, and nothing of the run had begun."""
 
 
 def _file(stack: contextlib.ExitStack, name: str) -> int:
@@ -102,15 +117,9 @@ def _outcome(rank: int, report: dict[str, Any], fd: int) -> Outcome:
     if os.fstat(fd).st_size == 0:
         return Outcome(rank=rank, report=report, load=lambda: {"error": None})
     kept = os.dup(fd)
-    value = functools.cache(lambda: _load(kept))
-    return Outcome(rank=rank, report=report, load=value)
-
-
-def _load(fd: int) -> Any:
-    try:
-        return unpack_file(fd)
-    finally:
-        os.close(fd)
+    load = functools.cache(lambda: unpack_file(kept))
+    weakref.finalize(load, os.close, kept)
+    return Outcome(rank=rank, report=report, load=load)
 
 
 class _Server:
@@ -136,16 +145,21 @@ class _Server:
 
     def alive(self) -> bool:
         """Whether requests can be sent, from this very process."""
-        return self.pid == os.getpid() and self._process.poll() is None
+        return self.pid == os.getpid() and self._process.poll() is None and self._socket.fileno() >= 0
+
+    def ended(self) -> bool:
+        """Whether it is over or about to be."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=0.5)
+        return not self.alive()
 
     def send(self, request: bytes, fds: list[int]) -> None:
         """Hand ``request`` over with the files of its run."""
         try:
             socket.send_fds(self._socket, [request], fds)
         except OSError as error:
-            raise LagomError(
-                f"the local fork server does not take the run: {error}; call again to start another"
-            ) from error
+            self.close()
+            raise _ServerGone(f"the local fork server does not take the run: {error}") from error
 
     def close(self) -> None:
         """End the server, and every run it holds."""

@@ -66,6 +66,11 @@ class Run:
         self._connected.add(0)
         self.channel.adopt(connection, 0)
 
+    @property
+    def begun(self) -> bool:
+        """Whether any task has been heard of."""
+        return bool(self._joins)
+
     def stop(self) -> None:
         """Tell every task to end its ranks at once; tasks that come later are told as well."""
         self._stopping = True

@@ -127,9 +127,19 @@ class Link:
                 raise LinkClosed(f"a frame of {length} bytes; at most {MAX_FRAME} are allowed")
             if len(self._incoming) < 4 + length:
                 break
-            messages.append(json.loads(self._incoming[4 : 4 + length]))
+            messages.append(_decoded(self._incoming[4 : 4 + length]))
             del self._incoming[: 4 + length]
         return messages
+
+
+def _decoded(body: bytes | bytearray) -> Message:
+    try:
+        message = json.loads(body)
+    except ValueError as error:
+        raise LinkClosed(f"the other end does not speak our language: {error}") from error
+    if not isinstance(message, dict):
+        raise LinkClosed("the other end does not speak our language: a frame holds one JSON object")
+    return message
 
 
 def dial(address: tuple[str, int], secret: bytes, hello: Message, timeout_s: float) -> Link | None:
@@ -145,7 +155,7 @@ def dial(address: tuple[str, int], secret: bytes, hello: Message, timeout_s: flo
         if challenge is None:
             raise LinkClosed("no challenge")
         link.send(hello | {"proof": proof(secret, bytes.fromhex(challenge["nonce"]))}, timeout_s)
-    except OSError:
+    except (OSError, KeyError, TypeError, ValueError):  # gone, or something else listens there
         link.close()
         return None
     return link

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from lagom.patching.backward import synchronised_backward
+from lagom.patching.batchnorm import whole_batch_statistics
 from lagom.patching.dataloader import dealt_loaders
 from lagom.patching.files import shared_files
 from lagom.patching.module import own_forwards, tracked_modules
@@ -32,7 +33,11 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(tracked_modules(session))
             stack.enter_context(synchronised_backward(session))
             stack.enter_context(shared_files(session))
+            if session.plan.sync_batchnorm:
+                stack.enter_context(whole_batch_statistics(session))
         if distributed or session.device.type == "cuda":
             stack.enter_context(own_forwards(session, streams))
         stack.enter_context(dealt_loaders(session, streams))
         yield
+        if session.watch is not None and session.frame is not None:
+            session.watch.end(session.frame)

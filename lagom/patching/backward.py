@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.autograd
 
 from lagom.patching.replace import replaced
@@ -38,6 +39,9 @@ def synchronised_backward(session: Session) -> Iterator[None]:
             pending.extend(reached(outputs, args[3]))
             if outermost:
                 args = (_weighted(args[0], session.weight), *args[1:])
+        elif outermost:
+            assert session.watch is not None
+            session.watch.differentiated([leaf for leaf in args[3] if isinstance(leaf, torch.nn.Parameter)])
         session.depth += 1
         try:
             result = original(outputs, *args, **options)

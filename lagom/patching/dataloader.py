@@ -142,8 +142,11 @@ def _yielding(session: Session) -> Any:
         if current.training:
             share = current.shares.popleft() if current.sharded else None
             session.yielded(current, share, num_samples(data) if share is None else share.num_mine)
-        elif current.by_mode:
-            session.evaluating(current)
+        else:
+            if current.sharded:
+                session.evaluating_share(current)
+            if current.by_mode:
+                session.evaluating(current)
         return moved(data, session.device) if session.device.type == "cuda" else data
 
     return following

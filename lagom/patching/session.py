@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.random import derived
-from lagom.strategies.layout import FRAME
+from lagom.strategies.divergence import Watch
+from lagom.strategies.frame import FRAME, Frame
 from lagom.strategies.leaves import Leaves
 from lagom.strategies.replicate import Replicate
 
@@ -87,10 +89,16 @@ class Session:
     """The pass whose iterator is being made."""
     modules: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     leaves: Leaves = field(default_factory=Leaves, init=False)
+    synchronised: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
+    """Buffers that are equal on all ranks because of what lagom does in the forward."""
+    frame: Frame | None = field(default=None, init=False)
+    watch: Watch | None = field(default=None, init=False)
     replicate: Replicate | None = field(default=None, init=False)
     _open: list[weakref.ref[Pass]] = field(default_factory=list, init=False)
     _last: Share | None = field(default=None, init=False)
     _evaluating: weakref.ref[Pass] | None = field(default=None, init=False)
+    _sharded_evaluation: weakref.ref[Pass] | None = field(default=None, init=False)
+    _thread: int = field(default_factory=threading.get_ident, init=False)
     _epoch: int = field(default=0, init=False)
     _progress: dict[str, int | None] = field(default_factory=lambda: {"epoch": 0, "step": 0, "steps": None}, init=False)
     _said: set[str] = field(default_factory=set, init=False)
@@ -99,8 +107,9 @@ class Session:
 
     def __post_init__(self) -> None:
         if self.group is not None:
-            frame = 0 if self.device.type == "cuda" else FRAME
-            self.replicate = Replicate(self.group, self.leaves, self._num_rows, self.name_of, frame)
+            self.frame = Frame(self.group, 0 if self.device.type == "cuda" else FRAME)
+            self.watch = Watch(self.group, self.leaves, self._trainable, self.synchronised, self.name_of)
+            self.replicate = Replicate(self.group, self.leaves, self.watch, self.frame, self._num_rows, self.name_of)
         _alive.add(self)
 
     @property
@@ -110,6 +119,7 @@ class Session:
 
     def yielded(self, current: Pass, share: Share | None, num_samples: int) -> None:
         """The program sees a training batch; its share holds until another one's or the end of its pass."""
+        self._sharded_evaluation = None
         current.current = share
         current.step += 1
         ref = next((ref for ref in self._open if ref() is current), None)
@@ -124,12 +134,16 @@ class Session:
         if share is not None and not share.even:
             self._uneven_from = torch.default_generator.get_state()
         self._progress = {"epoch": self._epoch, "step": current.step, "steps": current.steps}
+        if share is not None and self.watch is not None and threading.get_ident() == self._thread:
+            assert self.frame is not None
+            self.watch.batch(self.frame)
 
     def ended(self, current: Pass) -> None:
         """The pass is exhausted."""
         self._open = [ref for ref in self._open if ref() is not current]
         if self._evaluating is not None and self._evaluating() is current:
             self._evaluating = None
+        self._sharded_evaluation = None
         self.boundary()
 
     def boundary(self) -> None:
@@ -146,6 +160,10 @@ class Session:
         """The program sees a batch of a pass that is evaluation because the model is in eval mode."""
         if self._evaluating is None or self._evaluating() is not current:
             self._evaluating = weakref.ref(current)
+
+    def evaluating_share(self, current: Pass) -> None:
+        """The program sees its share of an evaluation batch."""
+        self._sharded_evaluation = weakref.ref(current)
 
     def trained(self) -> None:
         """A backward ran."""
@@ -173,6 +191,15 @@ class Session:
         return self._last
 
     @property
+    def share_in_forward(self) -> Share | None:
+        """Of the batch that a forward sees, if the other ranks run it as well.
+
+        They do not while each evaluates its own share: the numbers of batches differ.
+        """
+        current = self._sharded_evaluation() if self._sharded_evaluation is not None else None
+        return self.share if self.distributed and current is None else None
+
+    @property
     def weight(self) -> float:
         """What the root of a backward is multiplied by."""
         share = self.share
@@ -180,7 +207,7 @@ class Session:
 
     def evaluates_by_mode(self) -> bool:
         """Whether the modules that are trained are all in eval mode."""
-        reached = self.replicate.reached if self.replicate is not None else set()
+        reached = self.watch.reached if self.watch is not None else set()
         trained = False
         for module in self._trainable():
             own = [p for p in module.__dict__.get("_parameters", {}).values() if p is not None and p.requires_grad]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-HEAD = 8
-"""Elements of the frame that hold the signature."""
-FRAME = 16384
-"""Elements of the frame that hold gradients. Over gloo, 8 bytes and 128 KB take the same 1.3 ms."""
+from lagom.strategies.frame import signature
+
 BUCKET_BYTES = 25 << 20
 
 
@@ -38,22 +35,23 @@ class Layout:
 
     Args:
         entries: what is reached, in the order in which its gradients will be given.
-        frame: the tensor whose part after the signature the small gradients use.
+        body: the frame's, which the small gradients use.
     """
 
-    def __init__(self, entries: list[Entry], frame: torch.Tensor) -> None:
+    def __init__(self, entries: list[Entry], body: torch.Tensor) -> None:
         self.entries = entries
         self.numbers = [entry.number for entry in entries]
         # Sorted: ranks may walk one graph in different orders.
         self.order = sorted(range(len(entries)), key=self.numbers.__getitem__)
         self.identity = repr([entries[i] for i in self.order]).encode()
         self.signature = signature(self.identity)
+        self.is_new = True
         self.unseen: list[int] = []
         self.framed: list[int] = []
         self.views: list[torch.Tensor] = []
         self.used = 0
         self.sparse: list[int] = []
-        room = len(frame) - HEAD
+        room = len(body)
         rest: dict[tuple[bool, torch.dtype], list[int]] = {}
         for i in self.order:
             entry = entries[i]
@@ -61,31 +59,14 @@ class Layout:
             if entry.sparse:
                 self.sparse.append(i)
             elif not entry.cuda and self.used + size <= room:
-                start = HEAD + self.used
+                start = self.used
                 self.framed.append(i)
-                self.views.append(frame[start : start + size].view(entry.shape))
+                self.views.append(body[start : start + size].view(entry.shape))
                 self.used += size
             else:
                 rest.setdefault((entry.cuda, entry.dtype), []).append(i)
-        self.payload = frame[HEAD : HEAD + self.used]
+        self.payload = body[: self.used]
         self.buckets = [bucket for indices in rest.values() for bucket in _buckets(indices, entries)]
-
-
-def signature(identity: bytes) -> torch.Tensor:
-    """``HEAD`` float64: four 16-bit pieces of a hash, and their squares.
-
-    Summed over N ranks they tell whether all had the same: N * sum(h^2) == (sum h)^2 holds only then
-    (Cauchy-Schwarz), and float64 is exact at this size.
-    """
-    digest = hashlib.blake2b(identity, digest_size=8).digest()
-    pieces = [float(int.from_bytes(digest[i : i + 2], "little")) for i in range(0, 8, 2)]
-    return torch.tensor(pieces + [piece * piece for piece in pieces], dtype=torch.float64)
-
-
-def agreed(head: list[float], world_size: int) -> bool:
-    """Whether all ranks gave the same signature, from its sum."""
-    half = HEAD // 2
-    return all(world_size * head[half + i] == head[i] * head[i] for i in range(half))
 
 
 def _buckets(indices: list[int], entries: list[Entry]) -> list[Bucket]:

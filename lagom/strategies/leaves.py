@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import weakref
 from typing import TYPE_CHECKING
 
@@ -101,15 +99,3 @@ def reached(
 def _variable(node: Node) -> torch.Tensor:
     leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]  # only AccumulateGrad has it
     return leaf
-
-
-def checksum(leaf: torch.Tensor) -> bytes:
-    """8 bytes that tell ``leaf``'s values, bit for bit."""
-    dense = leaf.detach().cpu().contiguous()
-    raw = (ctypes.c_char * (dense.numel() * dense.element_size())).from_address(
-        dense.data_ptr() or ctypes.addressof(_NONE)
-    )
-    return hashlib.blake2b(raw, digest_size=8).digest()
-
-
-_NONE = ctypes.c_char()

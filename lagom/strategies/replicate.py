@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lagom.errors import DivergenceError, LagomError
-from lagom.strategies.layout import FRAME, HEAD, Bucket, Entry, Layout, agreed, signature
-from lagom.strategies.leaves import Leaves, checksum
+from lagom.strategies.checksum import digest
+from lagom.strategies.frame import signature
+from lagom.strategies.layout import Bucket, Entry, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from lagom.collectives.group import Group
+    from lagom.strategies.divergence import Watch
+    from lagom.strategies.frame import Frame
+    from lagom.strategies.leaves import Leaves
 
 _MAX_LAYOUTS = 64
 
@@ -33,27 +37,27 @@ class Replicate:
 
     Args:
         leaves: numbers the leaves.
+        watch: compares parameters now and then.
+        frame: the first exchange of each backward; of size 0 where gradients are on GPUs.
         num_samples: how many samples this rank has of the current batch; None when it has all of them.
         name: what to call a leaf in an error.
-        frame: elements of gradients that travel with the signature, equal on all ranks; 0 where they are on GPUs.
     """
 
     def __init__(
         self,
         group: Group,
         leaves: Leaves,
+        watch: Watch,
+        frame: Frame,
         num_samples: Callable[[], int | None],
         name: Callable[[torch.Tensor | None], str],
-        frame: int = FRAME,
     ) -> None:
-        self.reached: set[int] = set()
-        """Numbers of the leaves that some backward of this run reached."""
+        self._watch = watch
         self._group = group
         self._leaves = leaves
         self._num_samples = num_samples
         self._name = name
-        self._frame = torch.zeros(HEAD + frame, dtype=torch.float64)
-        self._head = self._frame[:HEAD]
+        self._frame = frame
         self._layouts: dict[object, Layout] = {}
         self._current: Layout | None = None
         self._verified: set[int] = set()
@@ -66,7 +70,8 @@ class Replicate:
         """Average ``leaf.grad`` over the ranks, in place; a collective unless nothing was reached.
 
         Raises:
-            DivergenceError: on all ranks, when a leaf had other values on other ranks at its first backward.
+            DivergenceError: on all ranks, when a leaf had other values on other ranks at its first backward, or
+                parameters differ since.
             LagomError: when gradients were used before they could be averaged.
         """
         numbers, gradients = [], []
@@ -81,6 +86,7 @@ class Replicate:
             elif leaf._post_accumulate_grad_hooks:
                 raise LagomError(_IN_BACKWARD)
         if numbers:
+            self._watch.step()
             self._average(Reached(numbers, gradients))
 
     def _number(self, leaf: torch.Tensor) -> int:
@@ -91,19 +97,17 @@ class Replicate:
 
     def _average(self, reached: Reached) -> None:
         layout = self._layout(reached)
-        self._head.copy_(self._signature(layout))
         if layout.views:
             torch._foreach_copy_(layout.views, [reached.gradients[i] for i in layout.framed])
-        self._group.all_reduce(self._frame)
-        if not agreed(self._head.tolist(), self._group.world_size):
-            self._frame.zero_()
+        if not self._frame.exchange(self._signature(layout)):
             union = self._union(layout)
             if union.numbers:
                 self._average(union)
             return
-        if layout.unseen:
+        if layout.is_new:
             self._verified.update(layout.unseen)
-            layout.unseen = []
+            self._watch.trained(layout.numbers)
+            layout.unseen, layout.is_new = [], False
         if layout.views:
             layout.payload.mul_(1.0 / self._group.world_size)
             torch._foreach_copy_([reached.gradients[i] for i in layout.framed], layout.views)
@@ -111,6 +115,7 @@ class Replicate:
             self._average_bucket(bucket, reached.gradients)
         for i in layout.sparse:
             self._average_sparse(reached.gradients[i])
+        self._watch.agreed()
 
     def _layout(self, reached: Reached) -> Layout:
         key = tuple(
@@ -121,29 +126,26 @@ class Replicate:
         if layout is None:
             if len(self._layouts) == _MAX_LAYOUTS:
                 self._forget()
-            layout = self._layouts[key] = Layout([Entry(*parts) for parts in key], self._frame)
+            layout = self._layouts[key] = Layout([Entry(*parts) for parts in key], self._frame.body)
             layout.unseen = [number for number in layout.numbers if number not in self._verified]
-            self.reached.update(layout.numbers)
         if layout is not self._current:
             # What the new layout leaves free must not grow from sum to sum.
-            self._frame.zero_()
+            self._frame.body.zero_()
             self._current = layout
         return layout
 
     def _forget(self) -> None:
         self._layouts.clear()
-        for numbers in (self.reached, self._local, self._inputs):
+        for numbers in (self._watch.reached, self._local, self._inputs):
             numbers.intersection_update([number for number in numbers if self._leaves.tensor(number) is not None])
 
     def _signature(self, layout: Layout) -> torch.Tensor:
         layout.unseen = [number for number in layout.unseen if number not in self._verified]
-        if not layout.unseen:
+        besides = self._watch.identity(layout.numbers, new=layout.is_new)
+        if not (layout.unseen or besides):
             return layout.signature
-        return signature(layout.identity + b"".join(self._checksum(number) for number in sorted(layout.unseen)))
-
-    def _checksum(self, number: int) -> bytes:
-        leaf = self._leaves.tensor(number)
-        return checksum(leaf) if leaf is not None else b""
+        unseen = [self._leaves.tensor(number) for number in sorted(layout.unseen)]
+        return signature(layout.identity + besides + b"".join(digest(leaf) for leaf in unseen if leaf is not None))
 
     def _average_bucket(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> None:
         mine = [gradients[i] for i in bucket.indices]
@@ -183,6 +185,7 @@ class Replicate:
 
     def _union(self, layout: Layout) -> Reached:
         """Agree on what any rank reached; what this one did not reach counts as zero and gets the result."""
+        self._watch.meet("a backward")
         mine = [(entry, entry.number in self._inputs) for entry in layout.entries]
         rows = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(mine))]
         entries: dict[int, list[Entry]] = {}
@@ -205,7 +208,7 @@ class Replicate:
         mine = {}
         for number in numbers:
             leaf = self._leaves.tensor(number)
-            mine[number] = None if leaf is None else (tuple(leaf.shape), str(leaf.dtype), checksum(leaf))
+            mine[number] = None if leaf is None else (tuple(leaf.shape), str(leaf.dtype), digest(leaf))
         theirs = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(mine))]
         for number in numbers:
             held = [part[number] for part in theirs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -88,7 +88,7 @@ def _made(provided: Mapping[str, Any]) -> dict[str, Any]:
         if name in made and _makes_data(made[name]):
             made[name] = made[name]()
     if "dataset" in made:
-        made["dataset"] = [data() if _makes_data(data) else data for data in made["dataset"]]
+        made["dataset"] = [made["train_set"], made["test_set"]]
     return made
 
 
@@ -97,20 +97,45 @@ def _makes_data(value: Any) -> bool:
     return callable(value) and (isinstance(value, type) or not is_data)
 
 
-def last_rites() -> None:
-    """What Python does at the end of a process, for a rank, which ends by ``os._exit``."""
+def last_rites(give_up: Callable[[], None], patience_s: float = 30.0) -> None:
+    """What Python does at the end of a process, for a rank, which ends by ``os._exit``.
+
+    Threads and processes that the function has left are waited for, as Python does; after ``patience_s`` seconds
+    ``give_up`` is called, from another thread.
+    """
     import atexit
+    import multiprocessing
     import multiprocessing.util
     import threading
 
+    def lose_patience() -> None:
+        threads = [thread for thread in threading.enumerate() if not thread.daemon]
+        left = [thread.name for thread in threads if thread is not threading.main_thread()]
+        left += [process.name for process in multiprocessing.active_children() if not process.daemon]
+        sys.stderr.write(
+            f"[lagom] ended what the function left running {patience_s:g} s after it returned: {', '.join(left)}\n"
+        )
+        flush()
+        give_up()
+
+    watchdog = threading.Timer(patience_s, lose_patience)
+    watchdog.daemon = True
+    watchdog.start()
+    flush()
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     with contextlib.suppress(BaseException):
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    watchdog.cancel()
+    flush()
+
+
+def flush() -> None:
+    """Write out what was printed, also by C code."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    with contextlib.suppress(OSError):
-        os.fsync(1)
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)

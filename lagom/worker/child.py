@@ -117,12 +117,17 @@ def _run(spec: Spec, seat: Seat) -> int:
         parcel, report = _raised(error, seat.rank, at_home)
     parcel.write(seat.outcome_fd)
     if not report["ok"]:
-        _flush()
+        bootstrap.flush()
         # Say so first: at the end of this process its connections break, and others fail of that.
         heart.last_word(report)
         threading.Event().wait()  # until the host process has told the driver, and ends this one
-    bootstrap.last_rites()
-    heart.last_word(report)
+
+    def end() -> None:
+        heart.last_word(report)
+        os._exit(0)
+
+    bootstrap.last_rites(end)
+    end()
     return 0
 
 
@@ -142,11 +147,11 @@ def _raised(error: BaseException, rank: int, at_home: Mapping[type, str]) -> tup
         "ok": False,
         "consequence": isinstance(error, CollectiveError),
         "error": type(error).__name__,
-        "message": str(error)[:_MAX_TEXT],
+        "message": _message(error),
         "traceback": text,
     }
     if isinstance(error, SystemExit):
-        report |= {"exit": error.code if isinstance(error.code, int) or error.code is None else 1}
+        report |= {"exit": error.code if isinstance(error.code, int | None) else str(error.code)[:_MAX_TEXT]}
         return Parcel({"error": None}), report
     error.__traceback__ = None
     try:
@@ -157,17 +162,18 @@ def _raised(error: BaseException, rank: int, at_home: Mapping[type, str]) -> tup
 
 def _own_frames_cut(error: BaseException) -> types.TracebackType | None:
     """The traceback from the user's function on; whole when the error arose in lagom before that."""
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(here):
         frame = frame.tb_next
     return frame or error.__traceback__
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)[:_MAX_TEXT]
+    except Exception as failure:  # a foreign __str__ may do anything
+        return f"(its message fails with {type(failure).__name__})"
 
 
 class _Heart:

@@ -9,6 +9,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lagom.errors import LagomError, PlanError
@@ -38,45 +39,54 @@ def attend(spec: Spec) -> Iterator[Any]:
     task = context.partitionId()
     _check(spec, context)
     link = dial(spec.address, spec.secret, {"purpose": "task", "task": task}, _DIAL_S) if spec.address else None
-    try:
-        rows = _attend(spec, task, context, link)
-    except (LagomError, OSError) as error:
-        if link is None:
-            raise
-        with contextlib.suppress(OSError):
-            link.send({"type": "lost", "message": f"{type(error).__name__}: {error}"})
-        rows = []
-    except Stopped:
-        rows = []
-    finally:
-        if link is not None:
-            link.close()
-    return iter(rows)
+    parts: list[_Part] = []
+    with contextlib.ExitStack() as files:
+        try:
+            parts = _attend(spec, task, context, link, files)
+        except (LagomError, OSError) as error:
+            if link is None:
+                raise
+            with contextlib.suppress(OSError):
+                link.send({"type": "lost", "message": f"{type(error).__name__}: {error}"})
+        except Stopped:
+            pass
+        finally:
+            if link is not None:
+                link.close()
+        return _rows(parts, files.pop_all())
 
 
-def _attend(spec: Spec, task: int, context: Any, link: Link | None) -> list[Any]:
+def _attend(spec: Spec, task: int, context: Any, link: Link | None, files: contextlib.ExitStack) -> list[_Part]:
     first = task * spec.plan.ranks_per_slot
     ranks = range(first, min(first + spec.plan.ranks_per_slot, spec.plan.world_size))
     gather = (lambda text: context.allGather(text)) if spec.plan.barrier else None
     outcomes = [anonymous_file(f"outcome-{rank}") for rank in ranks]
+    for fd in outcomes:
+        files.callback(os.close, fd)
     ip = link.socket.getsockname()[0] if link else context.getTaskInfos()[task].address.rsplit(":", 1)[0]
-    with contextlib.ExitStack() as stack:
-        for fd in outcomes:
-            stack.callback(os.close, fd)
-        place = stack.enter_context(ground(spec))
+    with ground(spec) as place:
         reports = hold(spec, task, place, link, gather, outcomes, ip, _gpus(spec, context))
         failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
         if failed and not _told(link, failed[0]):
             raise RuntimeError(_as_text(failed[0], outcomes[failed[0]["rank"] - first]))
-        rows = []
-        for report, fd in zip(reports, outcomes, strict=True):
-            rows += _rows(spec, report["rank"], "outcome", fd, report)
-        if 0 in ranks and (files := pack_files(place)) is not None:
-            stack.callback(os.close, files)
-            rows += _rows(spec, 0, "files", files, {})
+        found = list(zip(ranks, ["outcome"] * len(ranks), outcomes, reports, strict=True))
+        if 0 in ranks and (written := pack_files(place)) is not None:
+            files.callback(os.close, written)
+            found.append((0, "files", written, {}))
+        parts = [_Part(rank, name, fd, _delivered(spec, rank, name, fd, report)) for rank, name, fd, report in found]
         if link is not None:
             link.send({"type": "done", "reports": reports})
-        return rows
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A file that goes to the driver, and what is said of it; a report with a digest has gone there already."""
+
+    rank: int
+    name: str
+    fd: int
+    report: Message
 
 
 def _told(link: Link | None, report: Message) -> bool:
@@ -91,17 +101,22 @@ def _as_text(report: Message, fd: int) -> str:
     return f"rank {report['rank']}: {report['error']}: {report['message']}\n" + failure_text(json.dumps(summary), error)
 
 
-def _rows(spec: Spec, rank: int, name: str, fd: int, report: Message) -> list[Any]:
-    """The file ``fd`` as rows: in parts, or, when it is large and the driver takes it, only its digest."""
-    size = os.fstat(fd).st_size
-    if size > _INLINE and spec.address is not None:
-        digest = deliver(spec.address, spec.secret, f"{name}-{rank}", fd, timeout_s=60.0)
-        if digest is not None:
-            return [_row(rank, name, 0, b"", report | {"sha256": digest})]
-    return [
-        _row(rank, name, part, os.pread(fd, _PART, part * _PART), report if part == 0 else {})
-        for part in range(max(1, -(-size // _PART)))
-    ]
+def _delivered(spec: Spec, rank: int, name: str, fd: int, report: Message) -> Message:
+    """``report``, with the digest of the file when it is large and the driver has taken it beside the job."""
+    if os.fstat(fd).st_size <= _INLINE or spec.address is None:
+        return report
+    digest = deliver(spec.address, spec.secret, f"{name}-{rank}", fd, timeout_s=60.0)
+    return report if digest is None else report | {"sha256": digest}
+
+
+def _rows(parts: Sequence[_Part], files: contextlib.ExitStack) -> Iterator[Any]:
+    """What Spark takes home, a piece at a time; ``files`` closes what it is read from."""
+    with files:
+        for part in parts:
+            size = 0 if "sha256" in part.report else os.fstat(part.fd).st_size
+            for number in range(max(1, -(-size // _PART))):
+                data = os.pread(part.fd, _PART, number * _PART) if size else b""
+                yield _row(part.rank, part.name, number, data, part.report if number == 0 else {})
 
 
 def _row(rank: int, name: str, part: int, data: bytes, report: Message) -> Any:
@@ -127,12 +142,15 @@ def _check(spec: Spec, context: Any) -> None:
             f"the driver runs Python {spec.python}, this executor {python}; set PYSPARK_PYTHON to the same one"
         )
     try:
-        import lagom.worker.warm  # noqa: F401  (once per Spark worker; the ranks forked from it have it)
+        with _quiet_sockets():
+            import torch  # noqa: F401
     except ImportError as error:
         raise PlanError(
             f"the executor on {platform.node()} has no torch ({error}); its Python is {sys.executable}: "
             "install torch there, or set PYSPARK_PYTHON to a Python that has it"
         ) from error
+    import lagom.worker.warm  # noqa: F401  (once per Spark worker; the ranks forked from it have it)
+
     if context.attemptNumber() > 0:
         raise PlanError(
             "this run failed before, and lagom does not start it again by itself: files may be half written"

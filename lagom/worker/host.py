@@ -317,7 +317,8 @@ def _died(rank: _Rank, status: int) -> Message:
     """The report of a rank that ended without one."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        how = f"was killed by {signal.Signals(number).name}"
+        named = number in set(signal.Signals)  # the real-time signals are not
+        how = f"was killed by {signal.Signals(number).name if named else f'signal {number}'}"
         if number == signal.SIGKILL:
             how += ", as the system does when memory runs out"
     else:

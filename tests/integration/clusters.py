@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -93,9 +94,24 @@ def dynamic() -> Iterator[Any]:
 
 @contextmanager
 def with_gpus() -> Iterator[Any]:
-    """Workers that say they have GPUs."""
-    raise NotImplementedError
-    yield
+    """An executor of two tasks that says it has four GPUs, by index, by name, and one of them a MIG device."""
+    with tempfile.TemporaryDirectory(prefix="lagom-gpus-") as folder:
+        script = Path(folder, "gpus.sh")
+        addresses = ["0", "1", "GPU-3c2b", "MIG-77aa"]
+        script.write_text(f"#!/bin/sh\necho '{json.dumps({'name': 'gpu', 'addresses': addresses})}'\n")
+        script.chmod(0o755)
+        amounts = {"worker": "4", "executor": "4", "task": "2"}
+        conf = {f"spark.{owner}.resource.gpu.amount": amount for owner, amount in amounts.items()}
+        conf |= {f"spark.{owner}.resource.gpu.discoveryScript": str(script) for owner in ("worker", "executor")}
+        with session("local-cluster[1,2,1024]", conf=conf) as spark:
+            yield spark
+
+
+@contextmanager
+def torchless() -> Iterator[Any]:
+    """One task, whose Python has what Spark needs and nothing else."""
+    with bare_python(torch=False) as python, session("local[1]", str(python)) as spark:
+        yield spark
 
 
 @contextmanager

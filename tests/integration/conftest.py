@@ -14,19 +14,20 @@ from tests.integration import clusters, hosts
 
 STARTERS: dict[str, Any] = {
     "local[2]": lambda: clusters.local(2),
-    "local[3]": lambda: clusters.local(3),
+    "local[4]": lambda: clusters.local(4),
     "local-cluster": clusters.local_cluster,
     "standalone": clusters.standalone,
     "connect": clusters.connect,
     "foreign": clusters.foreign,
     "dynamic": clusters.dynamic,
-    "gpu": clusters.with_gpus,
+    "gpus": clusters.with_gpus,
+    "torchless": clusters.torchless,
 }
 
 
 @pytest.fixture(scope="session")
 def spark(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A session of the kind that a module's ``clusters`` mark names; tests of one kind run together."""
+    """A session of the kind that a test's parameter names; tests of one kind run together."""
     if not clusters.java():
         pytest.skip("no Java here")
     if request.param == "foreign" and not hosts.allowed():

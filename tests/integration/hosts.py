@@ -54,7 +54,7 @@ def _host(bridge: str, address: str, number: int) -> Iterator[Host]:
         _ip(f"-n {name} link set eth0 up")
         _ip(f"-n {name} link set lo up")
         # Java asks for the address of its own host name.
-        own = f'mount -t tmpfs tmpfs /tmp && echo {address} {name} >/tmp/hosts && mount --bind /tmp/hosts /etc/hosts'
+        own = f"mount -t tmpfs tmpfs /tmp && echo {address} {name} >/tmp/hosts && mount --bind /tmp/hosts /etc/hosts"
         enter = f'{own} && hostname {name} && exec "$@"'
         unshare = ("unshare", "--pid", "--fork", "--mount", "--uts", "--mount-proc", "--kill-child")
         yield Host(address, ("ip", "netns", "exec", name, *unshare, "sh", "-c", enter, "sh"))

@@ -91,6 +91,13 @@ def raise_while_the_other_reduces(module: type[torch.nn.Module], train_set: Tens
         torch.nn.functional.mse_loss(model(inputs), targets).backward()
 
 
+def fail_with_a_large_error() -> None:
+    """An exception that holds a batch."""
+    error = ValueError("no")
+    error.batch = torch.zeros(10 << 18)  # type: ignore[attr-defined]
+    raise error
+
+
 def be_killed() -> None:
     """Rank 1 is killed; the other sleeps."""
     if lagom.rank() == 1:

@@ -40,9 +40,7 @@ def test_error_arrives_while_another_rank_sleeps(spark: Any) -> None:
 
 def test_error_arrives_while_another_rank_waits_for_gradients(spark: Any) -> None:
     with pytest.raises(programs.LateError, match="a bad sample") as caught:
-        programs.run(
-            programs.raise_while_the_other_reduces, 2, module=programs.Net, train_set=programs.points()
-        )
+        programs.run(programs.raise_while_the_other_reduces, 2, module=programs.Net, train_set=programs.points())
     assert time.time() - caught.value.at < SOON_S
     assert "on rank 1" in str(caught.value.__cause__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
@@ -49,7 +50,9 @@ def test_output_of_rank_0_is_shown_as_written(spark: Any, capfd: pytest.CaptureF
 
 def test_no_libraries_of_torchrun_see_a_rank(spark: Any) -> None:
     def variables() -> list[str]:
-        return sorted({"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(os.environ)) + [str(torch.distributed.is_initialized())]
+        return sorted({"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(os.environ)) + [
+            str(torch.distributed.is_initialized())
+        ]
 
     assert programs.run(variables, 2).value == ["False"]
 
@@ -76,6 +79,20 @@ def test_large_data_arrives(spark: Any) -> None:
         return float(train_set.sum())
 
     assert programs.run(total, 2, train_set=data).value == float(data.sum())
+
+
+def test_calls_leave_no_file_open(spark: Any) -> None:
+    def num_open() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    programs.run(programs.nothing, 2)
+    before = num_open()
+    for _ in range(3):
+        programs.run(lambda: torch.zeros(1 << 18), 2)
+        with pytest.raises(ValueError, match="no"):
+            programs.run(programs.fail_with_a_large_error, 2)
+    assert num_open() <= before
 
 
 def test_warm_time(spark: Any, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_large_results_are_delivered_beside_the_job(spark: Any, connections: lis
 
 def test_relative_files_of_rank_0_come_back(spark: Any, tmp_path: Path) -> None:
     def write() -> list[str]:
-        Path("models/best").mkdir(parents=True)
+        Path("models/best").mkdir(parents=True, exist_ok=True)
         torch.save(torch.arange(3), "models/best/weights.pt")
         Path(f"rank{lagom.rank()}.txt").write_text("here")
         return sorted(os.listdir("."))
@@ -103,10 +104,9 @@ def test_relative_files_come_back_of_a_run_that_failed(spark: Any, tmp_path: Pat
             Path("log/steps.txt").write_text("1 2 3")
         torch.save(lagom.rank(), "checkpoint.pt")
         if lagom.rank() == fails:
+            time.sleep(0.5)
             raise ValueError("after the checkpoint")
         if fails != 0:
-            import time
-
             time.sleep(60)
 
     for fails in (0, 2):
@@ -116,13 +116,14 @@ def test_relative_files_come_back_of_a_run_that_failed(spark: Any, tmp_path: Pat
         (tmp_path / "log/steps.txt").unlink()
 
 
-def test_files_do_not_leave_the_drivers_folder(spark: Any, tmp_path: Path) -> None:
+def test_files_do_not_leave_the_drivers_folder(spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def write() -> None:
         if lagom.rank() == 0:
             Path("inside").write_text("")
             Path("outside").symlink_to("/etc/passwd")
 
     programs.run(write, 3)
+    assert "outside" in caplog.text
     assert (tmp_path / "inside").exists()
     assert not (tmp_path / "outside").is_symlink()
 

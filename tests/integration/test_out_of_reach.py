@@ -91,10 +91,6 @@ def test_failures_come_in_the_text_of_the_job(spark: Any) -> None:
         programs.run(programs.raise_while_the_other_reduces, 2, module=programs.Net, train_set=programs.points())
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
         programs.run(programs.be_killed, 2)
-    with pytest.raises(RankError, match=r"rank 1 called sys.exit\(3\)"):
-        programs.run(programs.leave, 2)
-    with pytest.raises(LagomError, match="rank 1 returned a dict"):
-        programs.run(programs.return_a_lock, 2)
     with pytest.raises(LagomError, match="Spark's job failed: "):
         programs.run(programs.kill_the_holder, 2)
     assert programs.run(programs.place, 2).per_rank == ((0, 2), (1, 2))
@@ -117,7 +113,8 @@ def test_ctrl_c_ends_job_and_ranks(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         programs.run(programs.sleep_in, 2, hparams={"folder": str(tmp_path)})
     while any(programs.alive(pid) for pid in sent["pids"]):
-        assert time.monotonic() - sent["at"] < 2
+        # Only Spark can tell them, and gives them spark.python.task.killTimeout (2 s) to hear it.
+        assert time.monotonic() - sent["at"] < 5
         time.sleep(0.02)
     thread.join()
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.patching.session import Session
+from lagom.strategies.frame import Frame
 from lagom.strategies.replicate import Replicate
 
 Program = Callable[[Any], list[Tensor]]
@@ -210,8 +211,10 @@ def large(_: Session) -> list[Tensor]:
 
 
 def without_a_frame(session: Session) -> list[Tensor]:
-    if session.group is not None:
-        session.replicate = Replicate(session.group, session.leaves, lambda: None, str, frame=0)
+    if session.group is not None and session.watch is not None:
+        session.replicate = Replicate(
+            session.group, session.leaves, session.watch, Frame(session.group, 0), lambda: None, str
+        )
     return large(session) + plain(session)
 
 

@@ -1,0 +1,106 @@
+"""``lagom run SCRIPT``: a script file, as it is, on every rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.config.torch_distributed import Batches, Evaluation
+from lagom.errors import LagomError, RankError, RankTraceback
+from lagom.script import Script
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status, which is the script's own."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except (ValueError, LagomError) as error:
+        if isinstance(error.__cause__, RankTraceback):
+            return _failed(error)
+        print(f"lagom: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:
+        return _failed(error)
+
+
+def _run(args: argparse.Namespace) -> int:
+    path = Path(args.script)
+    if not path.is_file():
+        raise ValueError(f"there is no script {args.script!r} here ({Path.cwd()})")
+    # As python does: the script imports what lies beside it.
+    sys.path.insert(0, str(path.resolve().parent))
+    config = TorchDistributedConfig(
+        world_size=args.n,
+        launcher="local" if args.master in (None, "local") else "spark",
+        batches=args.batches,
+        evaluation=args.evaluation,
+        zero_lvl=args.zero,
+        seed=args.seed,
+        name=path.name,
+    )
+    if config.launcher == "spark":
+        _session(args.master, args.n)
+    experiment.lagom(Script.read(path, args.arguments), config)
+    return 0
+
+
+def _failed(error: BaseException) -> int:
+    """Say of a failure what python would have said of the script's own."""
+    cause = error.__cause__
+    if isinstance(error, RankError) and error.exit_status is not None:
+        if isinstance(error.exit_status, int):
+            return error.exit_status
+        print(error.exit_status, file=sys.stderr)
+        return 1
+    if isinstance(cause, RankTraceback):
+        print(f"on rank {cause.rank}:\n{cause.text.rstrip()}", file=sys.stderr)
+    else:
+        traceback.print_exception(type(error), error, error.__traceback__)
+    return 1
+
+
+def _session(master: str, slots: int | None) -> Any:
+    """A Spark session on ``master``; "spark" is one on this machine."""
+    from pyspark.sql import SparkSession
+
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if master.startswith("sc://"):
+        return SparkSession.builder.remote(master).getOrCreate()
+    master = f"local[{slots or '*'}]" if master == "spark" else master
+    builder = SparkSession.builder.master(master).appName("lagom").config("spark.ui.showConsoleProgress", False)
+    session = builder.getOrCreate()
+    session.sparkContext.setLogLevel("ERROR")
+    return session
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lagom", description="Ordinary PyTorch programs on many ranks, unchanged.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a script on every rank", description="Run a script on every rank.")
+    run.add_argument("-n", "-np", type=int, metavar="N", help="number of ranks; one per core or task slot if not given")
+    run.add_argument(
+        "--master",
+        help="where: local (processes of this machine; the default), spark (Spark on this machine), "
+        "a Spark master such as spark://host:7077, or sc://host for Spark Connect",
+    )
+    run.add_argument("--zero", type=int, default=0, metavar="LEVEL", help="what is sharded: 0 nothing (the default)")
+    run.add_argument("--batches", choices=get_args(Batches), default="split", help="what a rank sees of a batch")
+    run.add_argument("--evaluation", choices=get_args(Evaluation), default="replicated")
+    run.add_argument("--seed", type=int, default=0, help="start of the random generators; 0 if not given")
+    run.add_argument("script")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

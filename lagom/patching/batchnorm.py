@@ -1,0 +1,159 @@
+"""BatchNorm: statistics of the whole batch where every rank has a share of it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import has_torch_function_unary
+
+from lagom.errors import DivergenceError
+from lagom.patching.replace import replaced
+from lagom.strategies.batchnorm import Call, Normalise, combined, moments
+from lagom.strategies.frame import Frame, signature
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from lagom.patching.session import Session, Share
+
+
+@contextmanager
+def whole_batch_statistics(session: Session) -> Iterator[None]:
+    """Have ``F.batch_norm``, which every BatchNorm layer calls, see the whole batch. See Note [BatchNorm].
+
+    Out of reach are TorchScript modules, and a ``batch_norm`` imported by its name before the run.
+    """
+    original = F.batch_norm
+    statistics = Statistics(session)
+
+    def eager(
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        share = session.share_in_forward
+        if share is None or input.dim() < 2 or has_torch_function_unary(input):
+            return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        running = (running_mean, running_var, momentum)
+        return statistics.normalised(input, running, weight, bias, eps, share)
+
+    uncompiled = torch._disable_dynamo(eager)
+
+    def batch_norm(
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        function: Any = original
+        if training:
+            # A compiled module breaks its graph here: exchanges cannot be traced.
+            function = uncompiled if torch.compiler.is_dynamo_compiling() else eager
+        result: Tensor = function(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        return result
+
+    with replaced(F, "batch_norm", batch_norm):
+        yield
+
+
+class Statistics:
+    """Computes them, over the ranks."""
+
+    def __init__(self, session: Session) -> None:
+        assert session.group is not None
+        self._session = session
+        self._group = session.group
+        self._frame: Frame | None = None
+        self._signatures: dict[tuple[object, ...], Tensor] = {}
+
+    def normalised(
+        self,
+        input: Tensor,
+        running: tuple[Tensor | None, Tensor | None, float],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        share: Share,
+    ) -> Tensor:
+        """As ``F.batch_norm(training=True)`` of the whole batch; updates the running statistics."""
+        number = self._session.leaves.known(weight) if weight is not None else None
+        identity = (number, input.shape[1], input.dtype)
+        with torch.no_grad():
+            gathered = self._gathered(input.detach(), share, identity)
+            counts, mean, var, real_count = combined(gathered)
+            _check(input, real_count, share)
+            self._update(running, mean, var, real_count)
+        kind = torch.promote_types(input.dtype, torch.float32)
+        backward = partial(self.sum, identity=("backward", *identity))
+        call = Call(backward, eps, share.num_mine > 0, counts)
+        output: Tensor = Normalise.apply(input, weight, bias, mean.to(kind), var.to(kind), call)  # type: ignore[no-untyped-call]
+        return output
+
+    def sum(self, numbers: Tensor, identity: tuple[object, ...]) -> None:
+        """Sum float64 ``numbers`` over the ranks, in place, if all are at the same BatchNorm."""
+        if numbers.device.type != "cpu":
+            self._group.all_reduce(numbers)
+            return
+        if self._frame is None:
+            self._frame = Frame(self._group)
+        signed = self._signatures.get(identity)
+        if signed is None:
+            signed = self._signatures[identity] = signature(repr(identity).encode())
+        if not self._frame.sum(numbers, signed):
+            self._apart(*identity)
+
+    def _apart(self, direction: object, number: object, channels: object, _: object) -> NoReturn:
+        layer = f"a BatchNorm of {channels} channels"
+        if isinstance(number, int):
+            layer += f" with {self._session.name_of(self._session.leaves.tensor(number))}"
+        assert self._session.watch is not None
+        self._session.watch.meet(f"the {direction} of {layer}")
+        raise DivergenceError(f"other ranks ran another layer in place of {layer}")
+
+    def _gathered(self, input: Tensor, share: Share, identity: tuple[object, ...]) -> Tensor:
+        """A row per rank: elements, those that count, whether as dealt, means, sums of squared deviations."""
+        channels = input.shape[1]
+        size = self._group.world_size
+        rows = torch.zeros(size, 3 + 2 * channels, dtype=torch.float64, device=input.device)
+        count = input.numel() // channels if channels else 0
+        if count:
+            mean, var = moments(input)
+            mine = rows[self._group.rank]
+            mine[:3] = torch.tensor(
+                [count, count if share.num_mine else 0, input.shape[0] == max(share.num_mine, 1)], dtype=torch.float64
+            )
+            mine[3 : 3 + channels] = mean
+            mine[3 + channels :] = var.to(torch.float64) * count
+        self.sum(rows, ("forward", *identity))
+        return rows
+
+    def _update(
+        self, running: tuple[Tensor | None, Tensor | None, float], mean: Tensor, var: Tensor, count: Tensor
+    ) -> None:
+        running_mean, running_var, momentum = running
+        for buffer, new in ((running_mean, mean), (running_var, var * (count / (count - 1).clamp(min=1)))):
+            if buffer is not None:
+                self._session.synchronised[buffer] = None
+                buffer.mul_(1 - momentum).add_((new * momentum).to(buffer.dtype))
+
+
+def _check(input: Tensor, count: Tensor, share: Share) -> None:
+    alone = input.numel() == input.shape[1] and share.num_all == 1
+    # On a GPU, looking at the count would wait for all that is under way.
+    if alone or (count.device.type == "cpu" and count.item() == 1):
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")

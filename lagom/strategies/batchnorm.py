@@ -1,0 +1,170 @@
+"""BatchNorm's arithmetic over ranks that have a share of the batch each. See Note [BatchNorm]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import Function
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward, as its backward needs it."""
+
+    all_reduce: Callable[[Tensor], None]
+    """Sums float64 over the ranks, in place."""
+    eps: float
+    counted: bool
+    """This rank's input is part of the batch; False for the copy that a rank without a sample runs."""
+    count: Tensor
+    """Elements per channel, over all ranks."""
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Sum over the ranks."""
+        total = numbers.to(torch.float64, copy=True).contiguous()
+        self.all_reduce(total)
+        return total
+
+
+def moments(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance per channel."""
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    if x.device.type == "cpu":  # torch's own kernel for it: 3 times as fast as var_mean
+        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    else:
+        var, mean = torch.var_mean(x, [i for i in range(x.dim()) if i != 1], correction=0)
+    return mean, var
+
+
+def combined(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Elements that count, mean and biased variance over all ranks, and elements of what one machine would have.
+
+    From means m_r, sums of squared deviations M_r and counts n_r: m = sum n_r m_r / n and
+    M = sum M_r + sum n_r (m_r - m)^2 (Chan, Golub and LeVeque, 1979).
+    """
+    channels = (rows.shape[1] - 3) // 2
+    weights = rows[:, 1:2]
+    means, squares = rows[:, 3 : 3 + channels], rows[:, 3 + channels :]
+    count = weights.sum().clamp(min=1)
+    mean = (means * weights).sum(0) / count
+    deviation = (squares * (weights > 0)).sum(0) + ((means - mean).square() * weights).sum(0)
+    first = rows[:1]
+    same = ((rows[:, :1] == first[:, :1]) & (rows[:, 3:] == first[:, 3:]).all(1, keepdim=True)).all()
+    replicated = same & ~rows[:, 2].bool().all()
+    return count, mean, deviation / count, torch.where(replicated, rows[0, 0], count)
+
+
+class Normalise(Function):
+    """Normalises by given statistics, and differentiates as if they were computed from the inputs of all ranks.
+
+    See Note [BatchNorm] for the formula.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, call: Call
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, bias, mean, var)
+        ctx.call = call
+        if weight is not None or bias is not None:
+            weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+            bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+        return _fixed(input, mean, var, weight, bias, call.eps)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, var = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return (*_differentiable_gradients(ctx, dy), None, None, None)
+        call = ctx.call
+        kind = mean.dtype
+        scale = torch.ones_like(mean) if weight is None else weight.to(kind)
+        own_kind, x, dy = x.dtype, x.to(kind), dy.to(kind)
+        dx, weight_gradient, bias_gradient = torch.ops.aten.native_batch_norm_backward(
+            dy, x, scale, mean, var, None, None, False, call.eps, [True, True, True]
+        )
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([bias_gradient, weight_gradient])
+            total = call.sum(sums if call.counted else torch.zeros_like(sums)) / call.count
+            if call.counted:
+                total = total.to(kind) * (scale * torch.rsqrt(var + call.eps))
+                dx = dx.sub_(_fixed(x, mean, var, total[1], total[0], call.eps))
+        return (
+            dx.to(own_kind) if ctx.needs_input_grad[0] else None,
+            weight_gradient.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            bias_gradient.to(bias.dtype) if ctx.needs_input_grad[2] else None,
+            None,
+            None,
+            None,
+        )
+
+
+def _fixed(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
+
+
+def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
+    given, weight, bias, mean, _ = ctx.saved_tensors
+    call, needed = ctx.call, ctx.needs_input_grad
+    x = given.to(mean.dtype)
+    dims = [i for i in range(x.dim()) if i != 1]
+    shape = [-1 if i == 1 else 1 for i in range(x.dim())]
+
+    def average(numbers: Tensor) -> Tensor:
+        summed: Tensor = _Sum.apply(numbers.sum(dims) * call.counted, call)  # type: ignore[no-untyped-call]
+        result = summed.div(call.count.to(mean.dtype)).view(shape)
+        # What a copy's output does to the statistics counts nowhere; still this rank takes part in the exchange.
+        return result if call.counted else result.detach() + 0 * result
+
+    centred = x - average(x)
+    output = centred * torch.rsqrt(average(centred.square()) + call.eps)
+    if weight is not None:
+        output = output * weight.view(shape)
+    if bias is not None:
+        output = output + bias.view(shape)
+    wanted = [leaf for leaf, needs in zip((given, weight, bias), needed, strict=False) if needs]
+    gradients = iter(torch.autograd.grad(output, wanted, dy.to(output.dtype), create_graph=True))
+    return [next(gradients) if needs else None for needs in needed[:3]]
+
+
+class _Sum(Function):
+    """The sum over the ranks, whose gradient is the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, call: Call) -> Tensor:
+        ctx.call = call
+        return call.sum(numbers).to(numbers.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        summed: Tensor = _Sum.apply(gradient, ctx.call)  # type: ignore[no-untyped-call]
+        return summed, None
+
+
+# Note [BatchNorm]
+#
+# One machine computes y = w x' + b with x' = (x - m) / s, s^2 = v + eps, from the mean m and the biased variance v
+# of all n elements of a channel, and (Ioffe and Szegedy, 2015)
+#
+#     dx = w / s (dy - sum(dy) / n - x' sum(dy x') / n),   dw = sum(dy x'),   db = sum(dy)
+#
+# with sums over all n. Here ranks r hold n_r of them each. The root of each rank's backward is multiplied by
+# R n_r / n, and the loss of one machine is sum (n_r / n) L_r, so dy on every rank is R times that of one machine:
+# the same factor everywhere. The formula is linear in dy. So with its sums taken over the ranks, dx is R times
+# that of one machine too, and the average over the R ranks of each rank's own part of dw and db is theirs.
+#
+# A rank without a sample runs a copy that counts nowhere: its n_r is 0, its dy is 0, and m and v do not depend
+# on its x: dx = w / s dy there.
+#
+# All ranks take part in each exchange, so none may decide by its own input that there is nothing to exchange.
+# They decide by what they gathered. When all ranks have the same statistics and not as many rows as they were
+# dealt, the input is no share of the batch but something that each holds whole (a memory bank): mean and
+# variance are the same counted once or R times, only the unbiased variance of the running statistics wants the
+# count of one. Its gradients may stay those of a batch of R copies: the average over the ranks is the same.
+# In any other case counts are what they are, also for inputs of [batch * time] rows.

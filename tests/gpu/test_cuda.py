@@ -1,0 +1,84 @@
+"""What only a CUDA device can show. Skipped where there is none."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from lagom import experiment
+from lagom.collectives.group import Group
+from lagom.config import TorchDistributedConfig
+from lagom.launchers.local import visible_gpus
+from lagom.strategies.divergence import Watch
+from lagom.strategies.frame import Frame
+from lagom.strategies.leaves import Leaves
+from lagom.strategies.replicate import Replicate
+
+pytestmark = pytest.mark.gpu
+
+
+def train(epochs: int) -> dict[str, Any]:
+    """A program that knows of no GPU: nothing in it is moved anywhere."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+    points = torch.rand(50, 4, dtype=torch.float64)
+    loader = DataLoader(TensorDataset(points, points.sum(dim=1, keepdim=True)), batch_size=16, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    devices = set()
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            devices |= {str(inputs.device), str(loss.device), str(next(model.parameters()).device)}
+    return {
+        "weights": torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()]),
+        "devices": sorted(devices),
+        "mask": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    }
+
+
+@pytest.mark.parametrize("launcher", ["local", "inline"])
+def test_a_program_that_knows_of_no_gpu_trains_on_it_with_the_numbers_of_the_cpu(launcher: Any) -> None:
+    torch.manual_seed(0)
+    plain = train(epochs=2)
+    assert plain["devices"] == ["cpu"]
+    result = experiment.lagom(train, TorchDistributedConfig(world_size=1, launcher=launcher, hparams={"epochs": 2}))
+    assert result["devices"] == ["cuda:0"]
+    torch.testing.assert_close(result["weights"], plain["weights"], rtol=1e-10, atol=1e-12)
+
+
+def test_a_local_rank_sees_the_one_gpu_it_was_given() -> None:
+    result = experiment.lagom(train, TorchDistributedConfig(world_size=1, launcher="local", hparams={"epochs": 1}))
+    assert result["mask"] == visible_gpus()[0]
+
+
+def test_a_tensor_on_the_gpu_comes_home_from_a_rank() -> None:
+    def on_gpu() -> torch.Tensor:
+        return torch.arange(5.0, device="cuda")
+
+    value = experiment.lagom(on_gpu, TorchDistributedConfig(world_size=1, launcher="local")).value
+    assert value.cpu().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_gradients_on_the_gpu_are_averaged_by_nccl() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), 0, 1, timedelta(seconds=30))
+    nccl: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), 0, 1, dist.ProcessGroupNCCL.Options())
+    try:
+        parameters = [torch.nn.Parameter(torch.ones(3, device="cuda")) for _ in range(2)]
+        for parameter in parameters:
+            parameter.grad = torch.full((3,), 2.0, device="cuda")
+        group = Group(gloo, 0, 1, device_group=nccl)
+        leaves = Leaves()
+        watch = Watch(group, leaves, list, {}, str)
+        Replicate(group, leaves, watch, Frame(group, 0), num_samples=lambda: None, name=str).reduce(parameters)
+        assert all(parameter.grad is not None and parameter.grad.tolist() == [2, 2, 2] for parameter in parameters)
+    finally:
+        nccl.shutdown()

@@ -1,0 +1,180 @@
+"""Programs as users write them: scripts and notebooks of their own, with everything in ``__main__``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration import programs
+
+ROOT = Path(__file__).parents[2]
+CLASSIC = 'SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()'
+REMOTE = 'SparkSession.builder.remote("local[2]").getOrCreate()'
+
+EVERYTHING_IN_MAIN = """
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+    from lagom import experiment
+    from lagom.config import TorchDistributedConfig
+
+    class Waves(Dataset):
+        def __init__(self, count):
+            self.inputs = torch.linspace(-2, 2, count, dtype=torch.float64).unsqueeze(1)
+        def __len__(self):
+            return len(self.inputs)
+        def __getitem__(self, index):
+            return self.inputs[index], self.inputs[index].sin()
+
+    class Net(torch.nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.first = torch.nn.Linear(1, width)
+            self.last = torch.nn.Linear(width, 1)
+        def forward(self, inputs):
+            return self.last(torch.tanh(self.first(inputs)))
+
+    torch.manual_seed(3)
+    model = Net(8).double()
+    loader = DataLoader(Waves(37), batch_size=4)
+    rate = 0.1
+
+    def epoch_of(loss):
+        def train():
+            optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                loss(model(inputs), targets).backward()
+                optimizer.step()
+            return torch.cat([value.detach().flatten() for value in model.parameters()])
+        return train
+
+    train = epoch_of(torch.nn.functional.mse_loss)
+    found = experiment.lagom(train, TorchDistributedConfig(launcher="spark", world_size=2))
+    wanted = train()
+    for weights in found.per_rank:
+        assert torch.allclose(weights, wanted, rtol=0, atol=1e-12), (weights - wanted).abs().max()
+    print("equal")
+"""
+
+
+@pytest.mark.parametrize("session", [CLASSIC, REMOTE], ids=["classic", "connect"])
+def test_everything_in_main_travels(tmp_path: Path, session: str) -> None:
+    assert "equal" in run_script(tmp_path, session, EVERYTHING_IN_MAIN)
+
+
+def test_a_notebook_runs_like_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    text = textwrap.dedent(EVERYTHING_IN_MAIN)
+    cells = [f"from pyspark.sql import SparkSession\nspark = {CLASSIC}", *text.split("\n\n"), "spark.stop()"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert "equal" in str(notebook.cells)
+
+
+def test_helper_modules_are_found_and_edits_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 1\n")
+    (tmp_path / "late.py").write_text("VALUE = 10\n")
+    text = """
+    import sys
+    from pathlib import Path
+    import beside
+    from lagom import experiment
+    from lagom.config import TorchDistributedConfig
+
+    def train():
+        import torch, late
+        assert torch.distributed.is_available()
+        return beside.VALUE + late.VALUE
+
+    config = TorchDistributedConfig(launcher="spark")
+    print(experiment.lagom(train, config).value)
+    Path("beside.py").write_text("VALUE = 2" + chr(10))
+    Path("late.py").write_text("VALUE = 20" + chr(10))
+    print(experiment.lagom(train, config).value)
+    print("torch" in sys.modules)
+    """
+    assert run_script(tmp_path, CLASSIC, text).split() == ["11", "22", "False"]
+
+
+def test_ctrl_c_in_a_terminal_leaves_the_session_usable(tmp_path: Path) -> None:
+    text = """
+    import os, sys, time
+    from pathlib import Path
+    import lagom
+    from lagom import experiment
+    from lagom.config import TorchDistributedConfig
+
+    def sleep():
+        Path("pids", str(lagom.rank())).write_text(str(os.getpid()))
+        time.sleep(60)
+
+    config = TorchDistributedConfig(launcher="spark", world_size=2)
+    try:
+        experiment.lagom(sleep, config)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    while spark.sparkContext.statusTracker().getActiveJobsIds():
+        time.sleep(0.02)
+    print("gone", flush=True)
+    print(experiment.lagom(lagom.world_size, config).value)
+    """
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    process = start_script(tmp_path, CLASSIC, text)
+    try:
+        ranks = programs.pids_in(pids, 2)
+        # As a terminal does: to every process in the foreground.
+        os.killpg(process.pid, signal.SIGINT)
+        start = time.monotonic()
+        assert process.stdout is not None
+        while process.stdout.readline() not in ("gone\n", ""):
+            pass
+        while any(programs.alive(pid) for pid in ranks):
+            time.sleep(0.02)
+        assert time.monotonic() - start < 2
+        assert process.stdout.read() == "2\n"
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.__exit__(None, None, None)
+
+
+def run_script(folder: Path, session: str, text: str) -> str:
+    """What the script prints."""
+    process = start_script(folder, session, text)
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, (folder / "errors").read_text()[-3000:]
+    return output
+
+
+def start_script(folder: Path, session: str, text: str) -> subprocess.Popen[str]:
+    """A Python of its own that runs the script in ``folder``."""
+    script = folder / "script.py"
+    script.write_text(
+        f"from pyspark.sql import SparkSession\nspark = {session}\n{textwrap.dedent(text)}\nspark.stop()\n"
+    )
+    with (folder / "errors").open("w") as errors:
+        return subprocess.Popen(
+            [sys.executable, script.name],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )

@@ -1,0 +1,167 @@
+"""Clusters out of the ordinary: dynamic allocation, GPUs, executors without torch; two runs at once; huge results."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lagom
+import lagom.launchers.spark
+from lagom.errors import LagomError, PlanError, RankError
+from tests.integration import programs
+
+
+def on(kind: str) -> pytest.MarkDecorator:
+    """Runs a test on that kind of Spark."""
+    return pytest.mark.parametrize("spark", [kind], indirect=True, scope="session")
+
+
+@on("dynamic")
+def test_dynamic_allocation_has_ranks_without_a_barrier_stage(spark: Any) -> None:
+    result = programs.run(programs.train, 2, module=programs.Net, train_set=programs.points())
+    assert all(programs.same_weights(found, programs.plain_weights()) for found in result.per_rank)
+    assert programs.run(programs.place).per_rank == ((0, 2), (1, 2))
+
+
+@on("dynamic")
+def test_slots_of_dynamic_allocation_are_counted_up_to_its_most(spark: Any) -> None:
+    start = time.monotonic()
+    with pytest.raises(PlanError, match=r"has 2 task slots; ask for at most 2, or raise spark.dynamicAllocation.max"):
+        programs.run(programs.nothing, 3)
+    assert time.monotonic() - start < 2
+
+
+@on("dynamic")
+def test_spark_does_not_repeat_a_rank(spark: Any, tmp_path: Path) -> None:
+    def count(folder: str) -> None:
+        with Path(folder, str(lagom.rank())).open("a") as file:
+            file.write("x")
+        programs.kill_the_holder()
+
+    with pytest.raises(LagomError, match="gone, perhaps killed"):
+        programs.run(count, 2, hparams={"folder": str(tmp_path)})
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["x", "x"]
+    with pytest.raises(programs.LateError, match="the disk is full") as caught:
+        programs.run(programs.raise_while_the_other_sleeps, 2)
+    assert time.time() - caught.value.at < 1
+    assert programs.run(programs.place, 2).per_rank == ((0, 2), (1, 2))
+
+
+@on("gpus")
+def test_a_rank_without_cuda_says_what_to_install(spark: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs here, but not those that Spark was told of")
+    with pytest.raises(RankError, match="given a GPU, but torch .* finds none; install a CUDA build"):
+        programs.run(programs.nothing)
+
+
+@on("gpus")
+def test_gpus_are_counted_as_slots(spark: Any) -> None:
+    with pytest.raises(PlanError, match="world_size is 5, but Spark has 4 GPUs; ask for at most 4"):
+        programs.run(programs.nothing, 5)
+
+
+@on("gpus")
+@pytest.mark.parametrize("mask", ["", "GPU-a,GPU-b,GPU-c"])
+def test_ranks_of_a_task_get_gpus_of_their_own(spark: Any, mask: str) -> None:
+    root = str(Path(lagom.__file__).parents[1])
+
+    def masks(batches: Any) -> Any:
+        import os
+        import types
+
+        import pyarrow
+
+        sys.path.insert(0, root)
+        os.environ["CUDA_VISIBLE_DEVICES"] = mask
+        try:
+            from pyspark import BarrierTaskContext
+
+            from lagom.worker.executor import _gpus
+
+            context: Any = BarrierTaskContext.get()
+            plan = types.SimpleNamespace(gpu=True, ranks_per_slot=2)
+            found = _gpus(types.SimpleNamespace(plan=plan), context)  # type: ignore[arg-type]
+        finally:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+            sys.path.remove(root)
+        list(batches)
+        yield pyarrow.RecordBatch.from_pydict({"gpus": [",".join(found)]})
+
+    rows = spark.range(0, 2, 1, 2).mapInArrow(masks, "gpus string", barrier=True).collect()
+    indices = {"0", "1"} if not mask else {"GPU-a", "GPU-b"}
+    assert {name for row in rows for name in row["gpus"].split(",")} == indices | {"GPU-3c2b", "MIG-77aa"}
+
+
+@on("torchless")
+def test_an_executor_without_torch_says_where_to_install_it(spark: Any) -> None:
+    with pytest.raises(
+        LagomError, match="has no torch .* its Python is .*: install torch there, or set PYSPARK_PYTHON"
+    ):
+        programs.run(programs.nothing, 1)
+
+
+@on("local[4]")
+def test_another_version_of_python_is_named(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lagom.launchers.spark.platform, "python_version_tuple", lambda: ("3", "99", "0"))
+    with pytest.raises(LagomError, match=r"the driver runs Python 3.99, this executor 3\.\d+; set PYSPARK_PYTHON"):
+        programs.run(programs.nothing, 1)
+
+
+@on("local[4]")
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None:
+    result = programs.run(programs.train, world_size, module=programs.Net, train_set=programs.points())
+    wanted = programs.plain_weights()
+    assert all(programs.same_weights(found, wanted) for found in result.per_rank)
+
+
+@on("local[4]")
+def test_two_threads_run_at_the_same_time(spark: Any, tmp_path: Path) -> None:
+    def wait_for_the_other(name: str, other: str, folder: str) -> str:
+        Path(folder, f"{name}{lagom.rank()}").touch()
+        deadline = time.monotonic() + 30
+        while not Path(folder, f"{other}{lagom.rank()}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return f"{name}{lagom.rank()}"
+
+    results = {}
+
+    def call(name: str, other: str) -> None:
+        hparams = {"name": name, "other": other, "folder": str(tmp_path)}
+        results[name] = programs.run(wait_for_the_other, 2, hparams=hparams).per_rank
+
+    threads = [threading.Thread(target=call, args=names) for names in (("a", "b"), ("b", "a"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {"a": ("a0", "a1"), "b": ("b0", "b1")}
+
+
+@on("local[4]")
+def test_the_job_group_of_the_user_stays(spark: Any) -> None:
+    spark.sparkContext.setJobGroup("mine", "my jobs")
+    programs.run(programs.nothing, 2)
+    assert spark.sparkContext.getLocalProperty("spark.jobGroup.id") == "mine"
+    assert spark.range(3).count() == 3
+
+
+@on("local[4]")
+@pytest.mark.soak
+def test_a_result_above_2_gb_comes_home(spark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def make() -> torch.Tensor:
+        return torch.full((2_400_000_000 // 8,), float(lagom.rank()), dtype=torch.float64)
+
+    start = time.perf_counter()
+    result = programs.run(make, 2)
+    assert [float(value[::1000].mean()) for value in result.per_rank] == [0.0, 1.0]
+    with capsys.disabled():
+        print(f"\ntwo results of 2.4 GB: {time.perf_counter() - start:.1f} s")

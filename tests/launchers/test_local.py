@@ -1,0 +1,872 @@
+"""``lagom.launchers.local``: processes of this machine, as an ordinary call would have it, and how they fail."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib.metadata
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lagom
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.errors import LagomError, PayloadError, RankError, RankTraceback
+from lagom.launchers import local
+from lagom.result import Result
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("rng_untouched")
+
+
+def run(function: Callable[..., Any], world_size: int = 2, **settings: Any) -> Result:
+    return experiment.lagom(function, TorchDistributedConfig(launcher="local", world_size=world_size, **settings))
+
+
+def works() -> bool:
+    """Whether a further call works, and no rank of an earlier one is left."""
+
+    def sum_of_ranks() -> int:
+        return sum(range(lagom.world_size()))
+
+    return run(sum_of_ranks)["test result"] == 1 and not ranks_alive()
+
+
+def ranks_alive(patience_s: float = 2.0) -> list[int]:
+    """Processes under the fork server, once those that are ending have ended."""
+    deadline = time.monotonic() + patience_s
+    while (found := _descendants(local.server()._process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        children = [child for child in children if Path(f"/proc/{child}/cmdline").read_bytes()]
+    except OSError:
+        return []
+    return children + [below for child in children for below in _descendants(child)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids: list[int], patience_s: float = 2.0) -> bool:
+    deadline = time.monotonic() + patience_s
+    while (left := any(map(alive, pids))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not left
+
+
+# --- what comes back
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "value",
+    [None, 0.25, 7, True, "ü", {"loss": 0.5, "auc": [1, 2]}, (1, 2), np.arange(3), np.float32(1.5), torch.arange(4.0)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_the_function_returns_is_the_result_with_its_type(value: Any, world_size: int) -> None:
+    result = run(lambda: value, world_size)
+    found = result["test result"]
+    assert type(found) is type(value)
+    assert np.array_equal(found, value) if isinstance(value, (np.ndarray, torch.Tensor)) else found == value
+    assert result.world_size == world_size
+
+
+def test_each_ranks_value_stands_in_rank_order() -> None:
+    result = run(lambda: lagom.rank() * 10, 3)
+    assert result.per_rank == (0, 10, 20)
+
+
+def test_a_model_comes_back_as_a_model_that_trains_on() -> None:
+    def train() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.ReLU())
+
+    model = run(train)["test result"]
+    assert type(model) is torch.nn.Sequential
+    model(torch.ones(1, 300)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_large_result_comes_back_whole_and_writable() -> None:
+    result = run(lambda: torch.arange(4_000_000, dtype=torch.float64))
+    found = result["test result"]
+    assert found.sum().item() == sum(range(4_000_000))
+    found.add_(1)
+
+
+def test_a_lambda_a_method_and_a_partial_can_be_run() -> None:
+    import functools
+
+    class Trainer:
+        def __init__(self, factor: int) -> None:
+            self.factor = factor
+
+        def fit(self, x: int) -> int:
+            return self.factor * x
+
+    hparams = {"x": 2}
+    assert run(lambda x: x + 1, 1, hparams=hparams).value == 3
+    assert run(Trainer(3).fit, 1, hparams=hparams).value == 6
+    assert run(functools.partial(lambda a, x: a + x, 5), 1, hparams=hparams).value == 7
+
+
+def test_data_sets_arrive_as_objects_as_callables_and_as_classes() -> None:
+    class Squares(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> int:
+            return index * index
+
+    def train(train_set: Any, test_set: Any) -> Any:
+        return type(train_set).__name__, train_set[2], test_set[3], lagom.world_size()
+
+    expected = ("Squares", 4, 9, 2)
+    assert run(train, train_set=Squares(), test_set=Squares()).value == expected
+    assert run(train, train_set=lambda: Squares(), test_set=Squares).value == expected
+
+    def maggy(module: Any, dataset: Any, hparams: Any, reporter: Any) -> Any:
+        reporter.broadcast(0.5)
+        return module(), dataset[0][2], dataset[1], hparams["lr"]
+
+    assert run(maggy, dataset=[Squares, "a string"], module=lambda: 3, hparams={"lr": 1}).value == (3, 4, "a string", 1)
+
+
+def test_a_data_set_is_one_object_in_both_spellings() -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(3))
+
+    def train(train_set: Any, test_set: Any, dataset: Any) -> bool:
+        return dataset[0] is train_set and dataset[1] is test_set
+
+    assert run(train, train_set=data, test_set=data).value is True
+    assert run(train, train_set=lambda: [1], test_set=lambda: [2]).value is True
+
+
+# --- what is around the function
+
+
+def test_inside_there_is_no_sign_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "7")
+
+    def look() -> Any:
+        names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+        return sorted(names & set(os.environ)), torch.distributed.is_initialized(), lagom.world_size()
+
+    assert run(look).value == ([], False, 2)
+    assert (lagom.rank(), lagom.world_size()) == (0, 1)
+
+
+def test_the_environment_goes_there_and_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAGOM_TEST", "from the driver")
+
+    def look() -> Any:
+        os.environ["LAGOM_TEST_RANK"] = "set by a rank"
+        return os.environ.get("LAGOM_TEST"), os.environ.get("LAGOM_TEST_GONE")
+
+    monkeypatch.setenv("LAGOM_TEST_GONE", "x")
+    assert run(look).value == ("from the driver", "x")
+    monkeypatch.delenv("LAGOM_TEST_GONE")
+    assert run(look).value == ("from the driver", None)
+    assert "LAGOM_TEST_RANK" not in os.environ
+
+
+def test_relative_files_are_read_from_and_written_to_the_drivers_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.txt").write_text("hello")
+
+    def copy() -> str:
+        text = Path("in.txt").read_text()
+        if lagom.rank() == 0:
+            Path("out.txt").write_text(text.upper())
+        return os.getcwd()
+
+    assert run(copy).value == str(tmp_path)
+    assert Path("out.txt").read_text() == "HELLO"
+
+
+def test_an_edited_module_is_seen_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def use() -> int:
+        return int(importlib.import_module("lagom_edited").answer())
+
+    for answer in (1, 22, 333):
+        (tmp_path / "lagom_edited.py").write_text(f"def answer():\n    return {answer}\n")
+        assert run(use).value == answer
+
+
+def test_without_a_seed_the_ranks_go_on_where_this_process_stands() -> None:
+    def draw() -> Any:
+        return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+    torch_state, numpy_state, random_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    try:
+        found = run(draw, seed=None).per_rank
+        expected = draw()
+    finally:
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(random_state)
+    assert found == (expected, expected)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_a_seed_is_what_a_program_sets_by_hand(seed: int) -> None:
+    def draw() -> Any:
+        return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+    def by_hand() -> Any:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        return draw()
+
+    assert run(draw, seed=seed).per_rank == run(by_hand, seed=99).per_rank
+
+
+def test_the_cores_are_shared_by_the_ranks_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    assert run(lambda: torch.get_num_threads()).value == max(1, cores // 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert run(lambda: torch.get_num_threads()).value == 3
+
+
+def test_ranks_have_no_input_and_no_files_of_the_driver_open(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    with open(path, "w") as secret:
+        os.set_inheritable(secret.fileno(), True)
+        local.shut_down()  # so that the server starts while the file is open
+
+        def look() -> Any:
+            found = []
+            for name in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
+                    found.append(os.readlink(f"/proc/self/fd/{name}"))
+            return sys.stdin.read(), [target for target in found if target == str(path)]
+
+        assert run(look).value == ("", [])
+
+
+# --- what is shown
+
+PRINTS = """
+import os, sys, ctypes
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+def train():
+    print("first")
+    print("ünïcödé \\N{SNOWMAN}", end="")
+    print(" more", file=sys.stdout, flush=True)
+    os.write(1, b"straight to the file\\n")
+    for step in range(3):
+        print(f"\\r{step}/3", end="")
+    print()
+    ctypes.CDLL(None).printf(b"from C\\n")
+    ctypes.CDLL(None).fflush(None)
+    sys.stdout.write("x" * 1_000_000 + "\\n")
+    sys.stdout.buffer.write(b"bytes\\n") if hasattr(sys.stdout, "buffer") else None
+    print("to stderr: \\N{SNOWMAN}", file=sys.stderr)
+    print("no newline at the end", end="")
+
+if len(sys.argv) == 1:
+    train()
+else:
+    experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=int(sys.argv[1])))
+"""
+
+
+def script(source: str, *args: str, unbuffered: bool = False) -> subprocess.CompletedProcess[bytes]:
+    env = os.environ | {"PYTHONUNBUFFERED": "1" if unbuffered else ""}
+    command = [sys.executable, "-c", source, *args]
+    return subprocess.run(command, capture_output=True, check=False, timeout=50, env=env, cwd=ROOT)
+
+
+def test_prints_are_those_of_a_plain_run_to_the_byte() -> None:
+    plain = script(PRINTS, unbuffered=True)
+    assert plain.returncode == 0
+    assert len(plain.stdout) > 1_000_000
+    for world_size in ("1", "2"):
+        through = script(PRINTS, world_size, unbuffered=True)
+        assert through.returncode == 0, through.stderr
+        assert through.stdout == plain.stdout
+        assert plain.stderr in through.stderr
+
+
+def test_what_c_code_left_in_its_buffers_is_shown() -> None:
+    source = """
+import ctypes
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+def train():
+    ctypes.CDLL(None).printf(b"from C\\n")
+experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2))
+"""
+    assert script(source).stdout == b"from C\n"
+
+
+def test_only_rank_0_is_heard_and_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        for line in range(200):
+            print(lagom.rank(), line)
+
+    run(train, 3)
+    assert capsys.readouterr().out == "".join(f"0 {line}\n" for line in range(200))
+
+
+def test_prints_appear_while_the_function_runs(tmp_path: Path) -> None:
+    class Stream:
+        def __init__(self) -> None:
+            self.times: dict[str, float] = {}
+
+        def write(self, text: str) -> int:
+            self.times.setdefault(text, time.monotonic())
+            return len(text)
+
+        def flush(self) -> None: ...
+
+    def train() -> None:
+        print("begin", end="", flush=True)
+        time.sleep(0.5)
+        print("end", end="", flush=True)
+
+    stream, before = Stream(), sys.stdout
+    sys.stdout = stream
+    try:
+        run(train)
+    finally:
+        sys.stdout = before
+    assert stream.times["end"] - stream.times["begin"] > 0.4
+
+
+def test_logging_and_warnings_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        import logging
+        import warnings
+
+        logging.getLogger("mine").warning("a log line")
+        warnings.warn("a warning", stacklevel=1)
+
+    run(train)
+    err = capsys.readouterr().err
+    assert err.count("a log line") == 1
+    assert err.count("UserWarning: a warning") == 1
+
+
+# --- what is raised
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_exception_comes_back_with_type_message_rank_and_traceback(world_size: int) -> None:
+    def train() -> None:
+        if lagom.rank() == lagom.world_size() - 1:
+            raise ZeroDivisionError("the learning rate")
+        time.sleep(30)
+
+    started = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="the learning rate") as raised:
+        run(train, world_size)
+    assert time.monotonic() - started < 2
+    cause = raised.value.__cause__
+    assert isinstance(cause, RankTraceback)
+    assert cause.rank == world_size - 1
+    assert 'raise ZeroDivisionError("the learning rate")' in str(cause)
+    assert "in train" in str(cause)
+    assert "bootstrap" not in str(cause)
+    assert works()
+
+
+def test_an_exception_is_here_within_a_second_while_others_sit_in_a_collective() -> None:
+    raised_at = time.time()
+
+    def train() -> None:
+        model = torch.nn.Linear(2, 1)
+        if lagom.rank() == 1:
+            time.sleep(0.5)
+            raise ValueError(repr(time.time()))
+        for _ in range(3):
+            model(torch.ones(4, 2)).sum().backward()
+
+    with pytest.raises(ValueError, match=r"\d+") as raised:
+        run(train)
+    assert float(str(raised.value)) > raised_at
+    assert time.time() - float(str(raised.value)) < 1.0
+    assert works()
+
+
+class TwoPartsError(Exception):
+    """Pickles, and cannot be unpickled: ``args`` has one part, ``__init__`` wants two."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_exception_that_cannot_be_unpickled_is_told_of_in_full() -> None:
+    def train() -> None:
+        raise TwoPartsError(1, 2)
+
+    with pytest.raises(RankError, match=r"rank \d raised TwoPartsError: 1 and 2") as raised:
+        run(train)
+    assert "raise TwoPartsError(1, 2)" in str(raised.value.__cause__)
+    assert works()
+
+
+def test_an_exception_that_cannot_be_pickled_is_told_of_in_full() -> None:
+    def train() -> None:
+        error = OSError("holds a lock")
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
+        raise error
+
+    with pytest.raises(RankError, match="raised OSError: holds a lock"):
+        run(train)
+    assert works()
+
+
+def test_an_exception_with_a_message_that_fails_is_told_of() -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("mute")
+
+    def train() -> None:
+        raise MuteError
+
+    with pytest.raises(MuteError) as raised:
+        run(train)
+    assert "raise MuteError" in str(raised.value.__cause__)
+    assert works()
+
+
+def test_the_chain_of_an_exception_is_in_its_traceback() -> None:
+    def train() -> None:
+        try:
+            os.environ["LAGOM_MISSING"]
+        except KeyError as error:
+            raise ValueError("no such thing") from error
+
+    with pytest.raises(ValueError, match="no such thing") as raised:
+        run(train)
+    assert "KeyError: 'LAGOM_MISSING'" in str(raised.value.__cause__)
+    assert "direct cause" in str(raised.value.__cause__)
+
+
+def test_the_first_failure_is_reported_and_not_the_one_that_it_causes() -> None:
+    def train() -> None:
+        if lagom.rank() == 1:
+            raise ValueError("the cause")
+        time.sleep(0.3)
+        raise KeyError("later")
+
+    with pytest.raises(ValueError, match="the cause"):
+        run(train)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, StopIteration, MemoryError, RecursionError])
+def test_unusual_exceptions_come_back_as_themselves(error: type[BaseException]) -> None:
+    def train() -> None:
+        raise error
+
+    with pytest.raises(error):
+        run(train)
+    assert works()
+
+
+# --- how ranks end
+
+
+def last_rank_does(action: Callable[[], Any]) -> Callable[[], None]:
+    def train() -> None:
+        if lagom.rank() == 1:
+            action()
+        time.sleep(30)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        (lambda: sys.exit(3), r"rank 1 called sys\.exit\(3\)"),
+        (lambda: sys.exit(0), r"rank 1 called sys\.exit\(0\)"),
+        (lambda: sys.exit("no data"), r"rank 1 called sys\.exit\('no data'\)"),
+        (lambda: os._exit(4), "rank 1 ended by itself with exit status 4"),
+        (lambda: os._exit(0), "rank 1 ended by itself with exit status 0"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by SIGKILL, .* memory"),
+        (lambda: ctypes.string_at(0), "rank 1 was killed by SIGSEGV"),
+        (lambda: os.abort(), "rank 1 was killed by SIGABRT"),
+        (lambda: os.kill(os.getpid(), 40), "rank 1 was killed by"),
+    ],
+    ids=["exit 3", "exit 0", "exit text", "_exit 4", "_exit 0", "SIGKILL", "SIGSEGV", "SIGABRT", "a real-time signal"],
+)
+def test_a_rank_that_ends_is_a_short_clear_error_in_under_a_second(action: Callable[[], Any], text: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match=text) as raised:
+        run(last_rank_does(action))
+    assert time.monotonic() - started < 3
+    assert raised.value.rank == 1
+    assert len(str(raised.value)) < 200
+    assert works()
+
+
+def test_what_a_rank_wrote_last_is_kept_for_the_report_of_its_death() -> None:
+    def die() -> None:
+        print("CUDA error: out of luck", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankError) as raised:
+        run(last_rank_does(die))
+    assert "out of luck" in str(raised.value.__cause__)
+
+
+def test_a_segfault_shows_where_it_was() -> None:
+    with pytest.raises(RankError) as raised:
+        run(last_rank_does(lambda: ctypes.string_at(0)))
+    assert "test_local.py" in str(raised.value.__cause__)
+
+
+def test_a_function_that_cannot_travel_is_refused_naming_the_part() -> None:
+    lock = threading.Lock()
+    with pytest.raises(PayloadError, match="'lock'"):
+        run(lambda: lock.locked())
+    assert works()
+
+
+def test_a_result_that_cannot_travel_is_an_error_naming_the_part() -> None:
+    with pytest.raises(PayloadError, match=r"rank . returned a dict, but .*lock"):
+        run(lambda: {"a": 1, "lock": threading.Lock()})
+    assert works()
+
+
+def test_child_processes_and_threads_that_the_function_leaves_end_with_it() -> None:
+    def train() -> list[int]:
+        children = [subprocess.Popen(["sleep", "60"]).pid]
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        return [*children, pid]
+
+    started = time.monotonic()
+    result = run(train)
+    assert time.monotonic() - started < 5
+    pids = [pid for each in result.per_rank for pid in each]
+    assert len(pids) == 4
+    assert gone(pids)
+    assert works()
+
+
+def test_threads_that_finish_their_work_are_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+
+    def train() -> None:
+        def write() -> None:
+            time.sleep(0.3)
+            path.write_text("saved")
+
+        threading.Thread(target=write).start()
+
+    run(train, 1)
+    assert path.read_text() == "saved"
+
+
+def test_children_of_a_rank_that_dies_are_gone_too(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+
+    def die() -> None:
+        path.write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankError):
+        run(last_rank_does(die))
+    assert gone([int(path.read_text())])
+
+
+def test_the_fork_server_may_be_killed_between_two_calls() -> None:
+    assert works()
+    os.kill(local.server()._process.pid, signal.SIGKILL)
+    assert works()
+
+
+def test_the_fork_server_may_be_killed_during_a_call() -> None:
+    threading.Timer(0.5, os.kill, (local.server()._process.pid, signal.SIGKILL)).start()
+    started = time.monotonic()
+    with pytest.raises(LagomError, match="gone"):
+        run(lambda: time.sleep(30))
+    assert time.monotonic() - started < 3
+    assert works()
+
+
+def test_the_host_process_may_be_killed_during_a_call() -> None:
+    def kill_host() -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(30)
+
+    with pytest.raises(LagomError, match="gone"):
+        run(kill_host)
+    assert works()
+
+
+def test_a_shut_down_server_is_started_again() -> None:
+    local.shut_down()
+    local.shut_down()
+    assert works()
+
+
+# --- several calls, several drivers
+
+
+def test_two_threads_can_call_at_the_same_time() -> None:
+    found: dict[int, Any] = {}
+
+    def call(number: int) -> None:
+        found[number] = run(lambda: (number, lagom.rank())).per_rank
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: ((number, 0), (number, 1)) for number in range(3)}
+
+
+def test_a_second_call_is_quick() -> None:
+    run(lambda: None)
+    started = time.monotonic()
+    run(lambda: None)
+    assert time.monotonic() - started < 2
+
+
+def test_many_calls_leave_no_files_open() -> None:
+    run(lambda: torch.ones(100_000))
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        run(lambda: torch.ones(100_000))
+        with pytest.raises(ValueError, match="x"):
+            run(_raise)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    server = local.server()._process.pid
+    assert len(os.listdir(f"/proc/{server}/fd")) < 12
+
+
+def _raise() -> None:
+    raise ValueError("x")
+
+
+def test_too_many_ranks_are_refused_at_once() -> None:
+    with pytest.raises(LagomError, match="at most"):
+        run(lambda: None, 1000)
+
+
+def test_a_driver_that_was_forked_has_a_server_of_its_own() -> None:
+    assert works()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if run(lambda: 3).value == 3 else 2
+            local.shut_down()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert works()
+
+
+NOTEBOOK = """
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+class MyError(Exception):
+    def __init__(self, code):
+        super().__init__(code)
+        self.code = code
+
+class Net:
+    def scale(self):
+        return SCALE
+
+SCALE = 2
+helper = lambda: SCALE
+
+def train():
+    if helper() != 2:
+        raise MyError(SCALE)
+    return Net()
+
+config = TorchDistributedConfig(launcher="local", world_size=2)
+result = experiment.lagom(train, config)
+assert type(result.value) is Net
+SCALE = 5
+assert result.value.scale() == 5
+try:
+    experiment.lagom(train, config)
+except MyError as error:
+    assert error.code == 5
+    print("ok")
+"""
+
+
+def test_classes_and_exceptions_of_a_notebook_are_its_own_when_they_come_back() -> None:
+    done = script(NOTEBOOK)
+    assert (done.stdout, done.returncode) == (b"ok\n", 0), done.stderr
+
+
+def test_an_exception_that_nobody_catches_prints_the_ranks_traceback() -> None:
+    source = """
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+def train():
+    raise ValueError("the message")
+experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2))
+"""
+    done = script(source)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith(b"ValueError: the message")
+    assert b"on rank " in done.stderr
+    assert b"in train" in done.stderr
+
+
+INTERRUPTED = """
+import os, sys, time
+import lagom
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.launchers import local
+
+def train():
+    if lagom.rank() == 0:
+        print("pids", os.getpid(), os.getppid(), flush=True)
+    time.sleep(60)
+
+config = TorchDistributedConfig(launcher="local", world_size=2)
+print("server", local.server()._process.pid, flush=True)
+try:
+    experiment.lagom(train, config)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    sys.stdin.readline()
+print("again", experiment.lagom(lambda: 3, config)["test result"], flush=True)
+"""
+
+
+@pytest.fixture
+def driver() -> Iterator[subprocess.Popen[str]]:
+    """A driver in a process group of its own, as a terminal starts it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        cwd=ROOT,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def pids_of(driver: subprocess.Popen[str]) -> tuple[int, list[int]]:
+    assert driver.stdout is not None
+    server = int(driver.stdout.readline().split()[1])
+    rank, host = map(int, driver.stdout.readline().split()[1:])
+    return server, [*_descendants(host), rank, host]
+
+
+def test_ctrl_c_ends_the_run_and_the_next_call_works(driver: subprocess.Popen[str]) -> None:
+    _, pids = pids_of(driver)
+    assert len(set(pids)) == 3
+    os.killpg(driver.pid, signal.SIGINT)
+    assert driver.stdout is not None
+    started = time.monotonic()
+    assert driver.stdout.readline() == "interrupted\n"
+    assert gone(pids)
+    assert time.monotonic() - started < 2
+    out, _ = driver.communicate("\n", timeout=20)
+    assert out == "again 3\n"
+    assert driver.returncode == 0
+
+
+def test_a_killed_driver_takes_its_ranks_and_its_server_along(driver: subprocess.Popen[str]) -> None:
+    server, pids = pids_of(driver)
+    driver.kill()
+    assert gone([*pids, server])
+
+
+def test_a_driver_that_exits_takes_its_server_along() -> None:
+    source = """
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.launchers import local
+experiment.lagom(lambda: 1, TorchDistributedConfig(launcher="local", world_size=2))
+print(local.server()._process.pid)
+"""
+    done = script(source)
+    assert done.returncode == 0, done.stderr
+    assert gone([int(done.stdout)])
+
+
+# --- which GPUs
+
+
+@pytest.mark.parametrize(
+    ("listing", "names"),
+    [
+        ("GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n", ("0", "1")),
+        (
+            "GPU 0: A100 (UUID: GPU-1)\n  MIG 1g.5gb Device 0: (UUID: MIG-a)\n  MIG 1g.5gb Device 1: (UUID: MIG-b)\n",
+            ("MIG-a", "MIG-b"),
+        ),
+        ("No devices were found\n", ()),
+        ("", ()),
+    ],
+)
+def test_gpus_are_named_as_the_mask_wants_them(listing: str, names: tuple[str, ...]) -> None:
+    assert local.gpus_in(listing) == names
+
+
+def test_an_empty_mask_hides_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert local.visible_gpus() == ()
+
+
+def test_a_mask_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cu130")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, MIG-a")
+    assert local.visible_gpus() == ("1", "MIG-a")
+
+
+def test_a_cpu_build_of_torch_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert local.visible_gpus() == ()

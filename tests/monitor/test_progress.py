@@ -1,0 +1,118 @@
+"""``lagom.monitor.progress``: how far a run is, for a person."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+import pytest
+
+from lagom.config import TorchDistributedConfig
+from lagom.monitor import progress as module
+from lagom.monitor.progress import Progress
+from lagom.plan import Cluster, plan
+
+
+class Terminal(io.StringIO):
+    """Standard error, and whether it is one."""
+
+    def __init__(self, live: bool) -> None:
+        super().__init__()
+        self.live = live
+
+    def isatty(self) -> bool:
+        return self.live
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, live: bool, world_size: int = 2) -> tuple[Progress, Terminal]:
+    stream = Terminal(live)
+    monkeypatch.setattr(sys, "stderr", stream)
+    the_plan = plan(TorchDistributedConfig(world_size=world_size, name="train"), Cluster(launcher="spark", slots=99))
+    return Progress(the_plan, "Spark local[2]"), stream
+
+
+def step(rank: int, **more: Any) -> dict[str, Any]:
+    event = {"type": "progress", "rank": rank, "epoch": 1, "step": 3, "steps": 10, "samples": 4096, "loss": None}
+    return event | more
+
+
+def test_where_the_ranks_are_is_said_once_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream = shown(monkeypatch, live=False, world_size=3)
+    progress.show({"type": "join", "host": "b|1:2", "ranks": [2]})
+    assert stream.getvalue() == ""
+    progress.show({"type": "join", "host": "a|1:2", "ranks": [0, 1]})
+    assert stream.getvalue() == "lagom: train: 3 ranks on Spark local[2] (a: ranks 0-1, b: rank 2)\n"
+
+
+def test_ranks_of_a_host_that_do_not_follow_each_other_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream = shown(monkeypatch, live=False, world_size=3)
+    for rank, host in ((0, "a"), (1, "b"), (2, "a")):
+        progress.show({"type": "join", "host": host, "ranks": [rank]})
+    assert "a: ranks 0, 2, b: rank 1" in stream.getvalue()
+
+
+def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream = shown(monkeypatch, live=False)
+    for _ in range(100):
+        progress.show(step(0))
+    assert stream.getvalue() == ""
+    monkeypatch.setattr(module, "_LOG_S", 0.0)
+    progress.show(step(0))
+    assert stream.getvalue() == "lagom: rank 0: epoch 1, step 3/10, 4,096 samples\n"
+
+
+def test_a_terminal_gets_one_line_that_renews_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
+    progress, stream = shown(monkeypatch, live=True)
+    progress.show(step(0))
+    progress.show(step(1, step=4))
+    assert "\n" not in stream.getvalue()
+    last = stream.getvalue().split("\r")[-1]
+    assert last == "lagom: rank 0: epoch 1, step 3/10, 4,096 samples | rank 1: epoch 1, step 4/10, 4,096 samples"
+
+
+def test_the_line_makes_room_for_what_the_program_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
+    progress, stream = shown(monkeypatch, live=True)
+    progress.show(step(0))
+    line = stream.getvalue()
+    progress.clear()
+    assert stream.getvalue() == line + "\r" + " " * len(line) + "\r"
+    progress.clear()
+    assert stream.getvalue() == line + "\r" + " " * len(line) + "\r"
+
+
+def test_the_last_line_is_left_standing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
+    progress, stream = shown(monkeypatch, live=True)
+    progress.show(step(0))
+    progress.close()
+    progress.close()
+    assert stream.getvalue().endswith("samples\n")
+
+
+def test_many_ranks_stay_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
+    progress, stream = shown(monkeypatch, live=True, world_size=64)
+    for rank in range(64):
+        progress.show(step(rank))
+    assert len(stream.getvalue().split("\r")[-1]) <= 160
+
+
+def test_an_unknown_number_of_steps_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOG_S", 0.0)
+    progress, stream = shown(monkeypatch, live=False)
+    progress.show(step(0, steps=None))
+    assert "step 3," in stream.getvalue()
+
+
+def test_waiting_is_said_once_with_numbers_and_not_when_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream = shown(monkeypatch, live=False)
+    progress.waiting(2, 2)
+    assert stream.getvalue() == ""
+    progress.waiting(1, 2)
+    progress.waiting(1, 2)
+    assert stream.getvalue().count("\n") == 1
+    assert "1 of 2" in stream.getvalue()
+    assert "Spark local[2]" in stream.getvalue()

@@ -1,0 +1,116 @@
+"""``lagom run``: a script behaves on its ranks as under plain python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lagom import cli
+from lagom.script import Script
+from lagom.sources import modules_zip
+
+PROGRAM = """
+import argparse, pickle, sys, torch
+from beside import SLOPE
+
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, dtype=torch.float64)
+    def forward(self, x):
+        return self.layer(x)
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--fail")
+    args = parser.parse_args()
+    torch.manual_seed(3)
+    x = torch.rand(25, 1, dtype=torch.float64)
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, SLOPE * x), batch_size=4, shuffle=True)
+    for epoch in range(args.epochs):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    assert pickle.loads(pickle.dumps(model)).__class__ is Line
+    torch.save(model.state_dict(), "model.pt")
+    print("trained", __name__, sys.argv[1:])
+    if args.fail:
+        raise RuntimeError(args.fail)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the script, and a module beside it."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "beside.py").write_text("SLOPE = 3.0\n")
+    return tmp_path
+
+
+def run(
+    folder: Path, *arguments: str, python: tuple[str, ...] = ("-m", "lagom.cli", "run", "-n", "2")
+) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of the script under lagom, or under ``python=()``."""
+    root = str(Path(cli.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, *python, "program.py", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_script_prints_and_saves_on_two_ranks_what_plain_python_does(folder: Path) -> None:
+    assert run(folder, "--epochs", "2", python=()) == (0, "trained __main__ ['--epochs', '2']\n", "")
+    plain = torch.load(folder / "model.pt")
+    (folder / "model.pt").unlink()
+    status, out, _ = run(folder, "--epochs", "2")
+    assert (status, out) == (0, "trained __main__ ['--epochs', '2']\n")
+    for name, value in torch.load(folder / "model.pt").items():
+        torch.testing.assert_close(value, plain[name], rtol=1e-12, atol=1e-13)
+
+
+def test_exit_status_and_traceback_are_the_scripts(folder: Path) -> None:
+    status, _, error = run(folder, "--fail", "out of luck")
+    assert status == 1
+    assert error.rstrip().endswith("RuntimeError: out of luck")
+    assert 'File "program.py", line' in error
+    assert "lagom/" not in error
+    assert run(folder, "--epochs", "many")[0] == 2  # argparse's own status
+
+
+@pytest.mark.parametrize(("code", "status"), [("0", 0), ("None", 0), ("5", 5), ("'a reason'", 1)])
+def test_sys_exit_is_the_scripts_exit_status(folder: Path, code: str, status: int) -> None:
+    (folder / "program.py").write_text(f"import sys\nsys.exit({code})\n")
+    got, _, error = run(folder)
+    assert got == status
+    assert ("a reason" in error) == (status == 1)
+
+
+def test_a_missing_script_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "nowhere.py"]) == 2
+    assert "nowhere.py" in capsys.readouterr().err
+
+
+def test_modules_that_a_script_imports_travel_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(folder))
+    assert b"beside.py" in modules_zip(Script.read(folder / "program.py", []))
