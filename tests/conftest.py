@@ -11,6 +11,10 @@ import torch
 
 from tests import leaks
 
+# Tests fork ranks from this process, and a pool of OpenMP threads, which a larger operation would start, does not
+# survive a fork: the child waits for it forever.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:

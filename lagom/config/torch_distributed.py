@@ -116,7 +116,6 @@ class TorchDistributedConfig:
         ):
             raise ValueError(f"hb_interval is {self.hb_interval!r}; want seconds, more than 0")
 
-
     def _check_texts(self) -> None:
         if self.name is not None and not isinstance(self.name, str):
             raise ValueError(f"name is {self.name!r}; want a str, or None for the function's name")

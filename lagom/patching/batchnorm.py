@@ -134,9 +134,10 @@ class Statistics:
         if count:
             mean, var = moments(input)
             mine = rows[self._group.rank]
-            mine[:3] = torch.tensor(
-                [count, count if share.num_mine else 0, input.shape[0] == max(share.num_mine, 1)], dtype=torch.float64
-            )
+            # One by one: to copy a list to a GPU would wait for all that is under way.
+            mine[0] = count
+            mine[1] = count if share.num_mine else 0
+            mine[2] = input.shape[0] == max(share.num_mine, 1)
             mine[3 : 3 + channels] = mean
             mine[3 + channels :] = var.to(torch.float64) * count
         self.sum(rows, ("forward", *identity))

@@ -143,10 +143,7 @@ def _yielding(session: Session) -> Any:
             share = current.shares.popleft() if current.sharded else None
             session.yielded(current, share, num_samples(data) if share is None else share.num_mine)
         else:
-            if current.sharded:
-                session.evaluating_share(current)
-            if current.by_mode:
-                session.evaluating(current)
+            session.evaluating(current)
         return moved(data, session.device) if session.device.type == "cuda" else data
 
     return following

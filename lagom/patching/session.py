@@ -97,7 +97,7 @@ class Session:
     _open: list[weakref.ref[Pass]] = field(default_factory=list, init=False)
     _last: Share | None = field(default=None, init=False)
     _evaluating: weakref.ref[Pass] | None = field(default=None, init=False)
-    _sharded_evaluation: weakref.ref[Pass] | None = field(default=None, init=False)
+    _evaluation_pass: weakref.ref[Pass] | None = field(default=None, init=False)
     _thread: int = field(default_factory=threading.get_ident, init=False)
     _epoch: int = field(default=0, init=False)
     _progress: dict[str, int | None] = field(default_factory=lambda: {"epoch": 0, "step": 0, "steps": None}, init=False)
@@ -119,7 +119,7 @@ class Session:
 
     def yielded(self, current: Pass, share: Share | None, num_samples: int) -> None:
         """The program sees a training batch; its share holds until another one's or the end of its pass."""
-        self._sharded_evaluation = None
+        self._evaluation_pass = None
         current.current = share
         current.step += 1
         ref = next((ref for ref in self._open if ref() is current), None)
@@ -143,7 +143,7 @@ class Session:
         self._open = [ref for ref in self._open if ref() is not current]
         if self._evaluating is not None and self._evaluating() is current:
             self._evaluating = None
-        self._sharded_evaluation = None
+        self._evaluation_pass = None
         self.boundary()
 
     def boundary(self) -> None:
@@ -157,13 +157,10 @@ class Session:
             torch.manual_seed(derived("common", self.plan.seed, self._num_reseeds))
 
     def evaluating(self, current: Pass) -> None:
-        """The program sees a batch of a pass that is evaluation because the model is in eval mode."""
-        if self._evaluating is None or self._evaluating() is not current:
+        """The program sees a batch of a pass that is evaluation."""
+        self._evaluation_pass = weakref.ref(current)
+        if current.by_mode and (self._evaluating is None or self._evaluating() is not current):
             self._evaluating = weakref.ref(current)
-
-    def evaluating_share(self, current: Pass) -> None:
-        """The program sees its share of an evaluation batch."""
-        self._sharded_evaluation = weakref.ref(current)
 
     def trained(self) -> None:
         """A backward ran."""
@@ -194,10 +191,10 @@ class Session:
     def share_in_forward(self) -> Share | None:
         """Of the batch that a forward sees, if the other ranks run it as well.
 
-        They do not while each evaluates its own share: the numbers of batches differ.
+        They do not while they evaluate: every rank has whole batches, or the numbers of batches differ.
         """
-        current = self._sharded_evaluation() if self._sharded_evaluation is not None else None
-        return self.share if self.distributed and current is None else None
+        evaluates = self._evaluation_pass is not None and self._evaluation_pass() is not None
+        return self.share if self.distributed and not evaluates else None
 
     @property
     def weight(self) -> float:

@@ -86,9 +86,7 @@ class Normalise(Function):
         kind = mean.dtype
         scale = torch.ones_like(mean) if weight is None else weight.to(kind)
         own_kind, x, dy = x.dtype, x.to(kind), dy.to(kind)
-        dx, weight_gradient, bias_gradient = torch.ops.aten.native_batch_norm_backward(
-            dy, x, scale, mean, var, None, None, False, call.eps, [True, True, True]
-        )
+        dx, weight_gradient, bias_gradient = _of_fixed(dy, x, scale, mean, var, call.eps)
         if ctx.needs_input_grad[0]:
             sums = torch.stack([bias_gradient, weight_gradient])
             total = call.sum(sums if call.counted else torch.zeros_like(sums)) / call.count
@@ -106,7 +104,21 @@ class Normalise(Function):
 
 
 def _fixed(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    if x.numel() == 0:  # torch's kernels divide by the number of elements, and kill the process
+        return torch.empty_like(x)
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
+
+
+def _of_fixed(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """w / s dy, sum(dy x') and sum(dy) of this rank, in one pass."""
+    if x.numel() == 0:
+        return torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
+        dy, x, weight, mean, var, None, None, False, eps, [True, True, True]
+    )
+    return gradients
 
 
 def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:

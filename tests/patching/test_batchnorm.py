@@ -381,3 +381,19 @@ def test_branches_with_different_layers_are_an_error_on_every_rank() -> None:
         assert "BatchNorm" in text
     for text in run_ranks(3, run):
         assert "rank 2 at a backward" in text
+
+
+def test_a_rank_whose_rows_are_all_filtered_out_takes_part() -> None:
+    def run(session: Session) -> Any:
+        model = nn.BatchNorm1d(2, momentum=1.0)
+        (x,) = next(iter(DataLoader(TensorDataset(torch.arange(12.0).view(6, 2)), batch_size=6)))
+        y = model(x[x[:, 0] % 4 == 0])  # with two ranks: all of rank 0's
+        y.square().sum().backward()
+        assert model.weight.grad is not None
+        return model.running_mean, model.running_var, model.weight.grad / session.world_size
+
+    results = run_ranks(2, run)
+    expected = torch.arange(12.0).view(6, 2)[::2]
+    for mean, var, _ in results:
+        torch.testing.assert_close(mean, expected.mean(0))
+        torch.testing.assert_close(var, expected.var(0))

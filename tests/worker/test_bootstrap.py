@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
+import contextlib
+import ctypes
+import multiprocessing
 import os
 import random
-import subprocess
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from lagom.worker.bootstrap import _made, seeded
-
-ROOT = Path(__file__).parents[2]
+from lagom.worker.bootstrap import _made, last_rites, seeded
 
 
 class Squares(torch.utils.data.Dataset[int]):
@@ -26,7 +31,7 @@ class Squares(torch.utils.data.Dataset[int]):
         return index * index
 
 
-class Callable(Squares):
+class Called(Squares):
     """A data set that can be called, as some are, is a data set."""
 
     def __call__(self) -> None:
@@ -40,7 +45,7 @@ def test_data_sets_are_made_where_they_are_given_as_callables() -> None:
 
 
 def test_data_sets_strings_and_what_is_no_data_reach_the_function_unchanged() -> None:
-    data, text, module = Callable(), "hdfs://train", Squares
+    data, text, module = Called(), "hdfs://train", Squares
     made = _made({"train_set": data, "test_set": text, "module": module})
     assert made == {"train_set": data, "test_set": text, "module": module}
 
@@ -76,55 +81,55 @@ def test_generators_are_put_back_after_an_exception() -> None:
         fail()
 
 
-RITES = """
-import os, sys, threading, time, subprocess
-from lagom.worker.bootstrap import last_rites
-{left}
-print("printed", end="")
-last_rites(lambda: os._exit(7), patience_s=0.3)
-print(" ended", flush=True)
-os._exit(0)
-"""
+def rites(left: Callable[[], Any], path: Path) -> tuple[int, str]:
+    """Exit status and output of a process that has ``left`` something running and ends as a rank does."""
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        atexit._clear()
+        file = os.open(path, os.O_CREAT | os.O_WRONLY)
+        for name, fd in (("stdout", 1), ("stderr", 2)):
+            os.dup2(file, fd)
+            setattr(sys, name, open(fd, "w", closefd=False))  # noqa: SIM115
+        left()
+        print("printed", end="")
+        last_rites(lambda: os._exit(7), patience_s=0.3)
+        print(" ended", end="", flush=True)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    return code, path.read_text()
 
 
-def rites(left: str) -> tuple[int, str, str]:
-    command = [sys.executable, "-c", RITES.format(left=left)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=30)
-    return done.returncode, done.stdout, done.stderr
+def test_a_process_ends_as_python_ends_one(tmp_path: Path) -> None:
+    def left() -> None:
+        atexit.register(print, " at exit", end="")
+
+    assert rites(left, tmp_path / "out") == (0, "printed at exit ended")
 
 
-def test_a_process_ends_as_python_ends_one() -> None:
-    left = "import atexit; atexit.register(lambda: print(' exit', end=''))"
-    assert rites(left) == (0, "printed exit ended\n", "")
+def test_threads_that_finish_are_waited_for_and_idle_pools_are_ended(tmp_path: Path) -> None:
+    def left() -> None:
+        concurrent.futures.ThreadPoolExecutor().submit(int)
+        threading.Timer(0.1, print, [" threaded"], {"end": ""}).start()
+
+    assert rites(left, tmp_path / "out") == (0, "printed threaded ended")
 
 
-def test_threads_that_finish_are_waited_for_and_idle_pools_are_ended() -> None:
-    left = """
-import concurrent.futures
-pool = concurrent.futures.ThreadPoolExecutor()
-pool.submit(print, "pooled,", end=" ")
-threading.Thread(target=lambda: (time.sleep(0.1), print(" threaded", end=""))).start()
-time.sleep(0.05)
-"""
-    assert rites(left) == (0, "pooled, printed threaded ended\n", "")
+def test_what_c_code_printed_is_written_out(tmp_path: Path) -> None:
+    def left() -> None:
+        ctypes.CDLL(None).printf(b"from C ")
+
+    code, out = rites(left, tmp_path / "out")
+    assert code == 0
+    assert "from C " in out
 
 
-@pytest.mark.parametrize(
-    "left",
-    [
-        "threading.Thread(target=time.sleep, args=(60,), name='mine').start()",
-        "import multiprocessing as m\nm.get_context('fork').Process(target=time.sleep, args=(5,), name='mine').start()",
-    ],
-    ids=["thread", "process"],
-)
-def test_what_does_not_end_by_itself_is_given_up_and_named(left: str) -> None:
+@pytest.mark.parametrize("kind", [threading.Thread, multiprocessing.get_context("fork").Process])
+def test_what_does_not_end_by_itself_is_given_up_and_named(kind: Any, tmp_path: Path) -> None:
     started = time.monotonic()
-    code, out, err = rites(left)
-    assert (code, out) == (7, "printed")
-    assert "[lagom] ended what the function left running" in err
-    assert "mine" in err
-    assert time.monotonic() - started < 15
-
-
-def test_a_process_that_failed_to_import_is_no_rank() -> None:
-    assert os.environ.get("RANK") is None
+    code, out = rites(lambda: kind(target=time.sleep, args=(60,), name="mine").start(), tmp_path / "out")
+    assert code == 7
+    assert out == "printed[lagom] ended what the function left running 0.3 s after it returned: mine\n"
+    assert time.monotonic() - started < 5

@@ -75,7 +75,7 @@ def test_ranks_of_one_host_without_gpus_do_without_nccl() -> None:
 @pytest.mark.parametrize("fact", ["python", "torch"])
 def test_different_versions_are_an_error_naming_hosts_and_versions(fact: str) -> None:
     with pytest.raises(PlanError) as raised:
-        peers([join(0, **{fact: "1.0"}), join(1, **{fact: "2.0"}), join(2, **{fact: "1.0"})])
+        peers([join(task) | {fact: version} for task, version in enumerate(("1.0", "2.0", "1.0"))])
     text = str(raised.value)
     assert f"versions of {fact}" in text
     assert "1.0 on host" in text
