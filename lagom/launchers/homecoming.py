@@ -55,10 +55,7 @@ class Homecoming:
             return
         with os.fdopen(fd, "rb") as file, tarfile.open(fileobj=file) as tar:
             for member in tar:
-                try:
-                    tar.extract(member, folder, filter="data")
-                except (OSError, tarfile.TarError) as error:
-                    log.warning("%s, which rank 0 wrote, was not put into %s: %s", member.name, folder, error)
+                _put(tar, member, folder)
 
     def _take(self, row: Any) -> None:
         name = f"{row['name']}-{row['rank']}"
@@ -96,6 +93,13 @@ class Homecoming:
             os.write(fd, part)
         os.lseek(fd, 0, os.SEEK_SET)
         return fd
+
+
+def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: str) -> None:
+    try:
+        tar.extract(member, folder, filter="data")
+    except (OSError, tarfile.TarError) as error:
+        log.warning("%s, which rank 0 wrote, was not put into %s: %s", member.name, folder, error)
 
 
 def _failed(report: Message) -> bool:

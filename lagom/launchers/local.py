@@ -107,6 +107,7 @@ def _spec(plan: Plan, payload_size: int) -> Spec:
         whole_env=True,
         cwd=os.getcwd(),
         sys_path=tuple(os.path.abspath(entry) for entry in sys.path),
+        argv=tuple(sys.argv),
         python=".".join(platform.python_version_tuple()[:2]),
         token="",
         payload_size=payload_size,

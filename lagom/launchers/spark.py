@@ -139,6 +139,7 @@ class _Payload:
             whole_env=False,
             cwd=os.getcwd(),
             sys_path=tuple(path for entry in sys.path if not is_installed(path := os.path.abspath(entry))),
+            argv=tuple(sys.argv),
             python=".".join(platform.python_version_tuple()[:2]),
             token=f"{here}/{self._token}",
             payload_size=size,

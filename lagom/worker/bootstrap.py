@@ -61,8 +61,8 @@ def run(
         stack.enter_context(patched(session))
         call = load()  # inside the patches: modules that arrive by pickle are seen as they are made
         stack.enter_context(seeded(plan.seed, call["random"]))
-        provided = _made(call["provided"]) | {"reporter": Reporter(session)}
-        positional, named = arguments(call["function"], provided)
+        provided = dict(call["provided"]) | {"reporter": Reporter(session)}
+        positional, named = arguments(call["function"], Made(provided))
         value = call["function"](*positional, **named)
         return value, session.samples_trained
 
@@ -81,15 +81,32 @@ def seeded(seed: int | None, states: Mapping[str, Any] | None) -> Iterator[None]
         set_random_states(before)
 
 
-def _made(provided: Mapping[str, Any]) -> dict[str, Any]:
-    """``provided``, with the data sets that are to be made on the rank made."""
-    made = dict(provided)
-    for name in ("train_set", "test_set"):
-        if name in made and _makes_data(made[name]):
-            made[name] = made[name]()
-    if "dataset" in made:
-        made["dataset"] = [made["train_set"], made["test_set"]]
-    return made
+class Made(Mapping[str, Any]):
+    """What is provided to the function, data sets that are to be made on the rank made when it asks for them."""
+
+    def __init__(self, provided: Mapping[str, Any]) -> None:
+        self._provided = provided
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._provided
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._provided)
+
+    def __len__(self) -> int:
+        return len(self._provided)
+
+    def _make(self, name: str) -> Any:
+        if name == "dataset":
+            return [self["train_set"], self["test_set"]]
+        value = self._provided[name]
+        return value() if name in ("train_set", "test_set") and _makes_data(value) else value
 
 
 def _makes_data(value: Any) -> bool:

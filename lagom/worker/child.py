@@ -93,6 +93,7 @@ def _settle(spec: Spec, ground: Ground) -> None:
     own = [sys.path[0]]  # where lagom was found; see Note [Worker reuse] in task.py
     sys.path[:] = own + [entry for entry in (*ground.sys_path, *sys.path[1:]) if entry not in own]
     importlib.invalidate_caches()
+    sys.argv[:] = spec.argv
     sys.modules["__main__"] = types.ModuleType("__main__")
     faulthandler.enable(file=2)
 

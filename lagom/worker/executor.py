@@ -186,7 +186,7 @@ def visible(address: str, mask: str) -> str:
 
     Spark's addresses are indices (then into what the executor sees), UUIDs or MIG names (then good anywhere).
     """
-    shown = [entry for entry in mask.split(",") if entry]
+    shown = [entry.strip() for entry in mask.split(",") if entry.strip()]
     if re.fullmatch(r"\d+", address) and int(address) < len(shown) and address not in shown:
         return shown[int(address)]
     return address

@@ -22,6 +22,8 @@ class Spec:
     """The driver's working directory."""
     sys_path: tuple[str, ...]
     """The driver's ``sys.path``."""
+    argv: tuple[str, ...]
+    """The driver's ``sys.argv``."""
     python: str
     """The driver's Python, as "3.11"; pickled code needs the same."""
     token: str

@@ -14,7 +14,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +74,14 @@ def connect() -> Iterator[Any]:
 @contextmanager
 def foreign() -> Iterator[Any]:
     """Two workers, one with two cores, on hosts of their own: other processes, files and network addresses."""
-    with hosts.network(2) as (here, there), bare_python() as python, spark_master(here) as url:
-        with (
-            spark_worker(url, 2, there[0].address, there[0].command),
-            spark_worker(url, 1, there[1].address, there[1].command),
-        ):
-            conf = {"spark.driver.host": here, "spark.executor.memory": "512m", "spark.executor.cores": "1"}
-            with session(url, str(python), conf | {"spark.executor.instances": "3"}) as spark:
-                yield spark
+    with ExitStack() as stack:
+        here, there = stack.enter_context(hosts.network(2))
+        python = stack.enter_context(bare_python())
+        url = stack.enter_context(spark_master(here))
+        for host, cores in zip(there, (2, 1), strict=True):
+            stack.enter_context(spark_worker(url, cores, host.address, host.command))
+        conf = {"spark.driver.host": here, "spark.executor.memory": "512m", "spark.executor.cores": "1"}
+        yield stack.enter_context(session(url, str(python), conf | {"spark.executor.instances": "3"}))
 
 
 @contextmanager

@@ -14,7 +14,10 @@ import torch
 import lagom
 import lagom.launchers.run
 import lagom.launchers.spark
+import lagom.launchers.spark_session
 from lagom.errors import LagomError, RankError
+from lagom.monitor.channel import Channel
+from lagom.worker import task
 from tests.integration import programs
 
 pytestmark = pytest.mark.parametrize("spark", ["local[2]", "standalone"], indirect=True, scope="session")
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.parametrize("spark", ["local[2]", "standalone"], indire
 @pytest.fixture
 def out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver has no address that executors could know."""
-    facts = lagom.launchers.spark.facts
+    facts = lagom.launchers.spark_session.facts
 
     def without_address(session: Any) -> Any:
         found = facts(session)
@@ -36,7 +39,7 @@ def out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def behind_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver advertises an address where nobody answers."""
-    facts = lagom.launchers.spark.facts
+    facts = lagom.launchers.spark_session.facts
 
     def elsewhere(session: Any) -> Any:
         found = facts(session)
@@ -125,9 +128,8 @@ def late_task(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from pyspark import cloudpickle as untyped
 
     cloudpickle: Any = untyped
-    module = lagom.launchers.spark.task_module
-    spark_task = module.spark_task
-    monkeypatch.setattr(module, "spark_task", lambda *args: programs.late(spark_task(*args), 0.8))
+    spark_task = task.spark_task
+    monkeypatch.setattr(task, "spark_task", lambda *args: programs.late(spark_task(*args), 0.8))
     monkeypatch.setattr(lagom.launchers.run, "GATHER_S", 0.3)
     cloudpickle.register_pickle_by_value(programs)
     yield
@@ -139,13 +141,13 @@ def test_a_late_rank_is_gathered_without_the_driver(
     spark: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sent: list[str] = []
-    send: Callable[..., None] = lagom.launchers.run.Channel.send
+    send: Callable[..., None] = Channel.send
 
-    def counted(self: Any, task: int, message: Any) -> None:
+    def counted(self: Any, to: int, message: Any) -> None:
         sent.append(message["type"])
-        send(self, task, message)
+        send(self, to, message)
 
-    monkeypatch.setattr(lagom.launchers.run.Channel, "send", counted)
+    monkeypatch.setattr(Channel, "send", counted)
 
     def speak() -> int:
         print("heard at once")

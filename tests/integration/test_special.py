@@ -57,7 +57,7 @@ def test_spark_does_not_repeat_a_rank(spark: Any, tmp_path: Path) -> None:
 def test_a_rank_without_cuda_says_what_to_install(spark: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there are GPUs here, but not those that Spark was told of")
-    with pytest.raises(RankError, match="given a GPU, but torch .* finds none; install a CUDA build"):
+    with pytest.raises(RankError, match=r"given a GPU, but torch .* finds none; install a CUDA build"):
         programs.run(programs.nothing)
 
 
@@ -102,14 +102,14 @@ def test_ranks_of_a_task_get_gpus_of_their_own(spark: Any, mask: str) -> None:
 @on("torchless")
 def test_an_executor_without_torch_says_where_to_install_it(spark: Any) -> None:
     with pytest.raises(
-        LagomError, match="has no torch .* its Python is .*: install torch there, or set PYSPARK_PYTHON"
+        LagomError, match=r"has no torch .* its Python is .*: install torch there, or set PYSPARK_PYTHON"
     ):
         programs.run(programs.nothing, 1)
 
 
 @on("local[4]")
 def test_another_version_of_python_is_named(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lagom.launchers.spark.platform, "python_version_tuple", lambda: ("3", "99", "0"))
+    monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "99", "0"))
     with pytest.raises(LagomError, match=r"the driver runs Python 3.99, this executor 3\.\d+; set PYSPARK_PYTHON"):
         programs.run(programs.nothing, 1)
 

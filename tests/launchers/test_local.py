@@ -192,6 +192,11 @@ def test_the_environment_goes_there_and_does_not_come_back(monkeypatch: pytest.M
     assert "LAGOM_TEST_RANK" not in os.environ
 
 
+def test_the_drivers_command_line_is_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["notebook", "--lr", "0.1"])
+    assert run(lambda: list(sys.argv)).per_rank == (["notebook", "--lr", "0.1"],) * 2
+
+
 def test_relative_files_are_read_from_and_written_to_the_drivers_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

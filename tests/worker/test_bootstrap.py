@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from lagom.worker.bootstrap import _made, last_rites, seeded
+from lagom.signature import arguments
+from lagom.worker.bootstrap import Made, last_rites, seeded
 
 
 class Squares(torch.utils.data.Dataset[int]):
@@ -39,15 +40,15 @@ class Called(Squares):
 
 
 def test_data_sets_are_made_where_they_are_given_as_callables() -> None:
-    made = _made({"train_set": Squares, "test_set": lambda: [1, 2]})
+    made = Made({"train_set": Squares, "test_set": lambda: [1, 2]})
     assert type(made["train_set"]) is Squares
     assert made["test_set"] == [1, 2]
 
 
 def test_data_sets_strings_and_what_is_no_data_reach_the_function_unchanged() -> None:
     data, text, module = Called(), "hdfs://train", Squares
-    made = _made({"train_set": data, "test_set": text, "module": module})
-    assert made == {"train_set": data, "test_set": text, "module": module}
+    made = Made({"train_set": data, "test_set": text, "module": module})
+    assert dict(made) == {"train_set": data, "test_set": text, "module": module}
 
 
 def test_a_data_set_is_made_once_for_both_spellings() -> None:
@@ -57,17 +58,18 @@ def test_a_data_set_is_made_once_for_both_spellings() -> None:
         calls.append(1)
         return [0]
 
-    made = _made({"train_set": make, "test_set": make, "dataset": [make, make]})
-    assert len(calls) == 2
+    made = Made({"train_set": make, "test_set": make, "dataset": [make, make]})
+    assert len(made["dataset"]) == len(calls) == 2
     assert made["dataset"][0] is made["train_set"]
     assert made["dataset"][1] is made["test_set"]
 
 
-def test_what_was_provided_is_not_changed() -> None:
-    provided: dict[str, Any] = {"train_set": Squares, "test_set": Squares, "dataset": [Squares, Squares]}
-    _made(provided)
-    assert provided["dataset"] == [Squares, Squares]
-    assert provided["train_set"] is Squares
+def test_a_data_set_that_the_function_does_not_name_is_not_made() -> None:
+    def make() -> None:
+        raise AssertionError("nobody asked for it")
+
+    made = Made({"train_set": [1], "test_set": make, "hparams": {}})
+    assert arguments(lambda train_set: None, made) == ([], {"train_set": [1]})
 
 
 @pytest.mark.usefixtures("rng_untouched")

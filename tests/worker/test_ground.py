@@ -37,6 +37,7 @@ def spec(run_id: str = "abc", **more: Any) -> Spec:
         "whole_env": False,
         "cwd": "/nowhere/at/all",
         "sys_path": ("/a", "/b"),
+        "argv": ("program",),
         "python": "3.11",
         "token": "",
         "payload_size": 1,

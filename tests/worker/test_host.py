@@ -41,6 +41,7 @@ def spec(world_size: int, **env: str) -> Spec:
         whole_env=False,
         cwd=os.getcwd(),
         sys_path=(),
+        argv=(),
         python="",
         token="",
         payload_size=0,
@@ -224,7 +225,6 @@ def test_a_death_is_told_by_signal_or_status() -> None:
         ({}, 3, 2),
         ({}, 20, 1),
         ({"OMP_NUM_THREADS": "3"}, 2, 3),
-        ({"MKL_NUM_THREADS": "3"}, 2, 0),
     ],
 )
 def test_a_rank_gets_its_share_of_the_cores(
