@@ -16,11 +16,14 @@ from lagom.strategies.batchnorm import Call, Normalise, combined, moments
 from lagom.strategies.frame import Frame, signature
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from typing import TypeAlias
 
     from torch import Tensor
 
     from lagom.patching.session import Session, Share
+
+    Running: TypeAlias = tuple[Tensor | None, Tensor | None, float]
 
 
 @contextmanager
@@ -30,25 +33,11 @@ def whole_batch_statistics(session: Session) -> Iterator[None]:
     Out of reach are TorchScript modules, and a ``batch_norm`` imported by its name before the run.
     """
     original = F.batch_norm
-    statistics = Statistics(session)
+    eager = Statistics(session, original).batch_norm
 
-    def eager(
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        share = session.share_in_forward
-        if share is None or input.dim() < 2 or has_torch_function_unary(input):
-            return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        running = (running_mean, running_var, momentum)
-        return statistics.normalised(input, running, weight, bias, eps, share)
-
-    uncompiled = torch._disable_dynamo(eager)
+    @torch._disable_dynamo
+    def uncompiled(*args: Any) -> Tensor:
+        return eager(*args)
 
     def batch_norm(
         input: Tensor,
@@ -60,12 +49,11 @@ def whole_batch_statistics(session: Session) -> Iterator[None]:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        function: Any = original
-        if training:
-            # A compiled module breaks its graph here: exchanges cannot be traced.
-            function = uncompiled if torch.compiler.is_dynamo_compiling() else eager
-        result: Tensor = function(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        return result
+        if not training:
+            return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        # A compiled module breaks its graph here: exchanges cannot be traced.
+        function = uncompiled if torch.compiler.is_dynamo_compiling() else eager
+        return function(input, (running_mean, running_var, momentum), weight, bias, eps)
 
     with replaced(F, "batch_norm", batch_norm):
         yield
@@ -74,23 +62,22 @@ def whole_batch_statistics(session: Session) -> Iterator[None]:
 class Statistics:
     """Computes them, over the ranks."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, original: Callable[..., Tensor]) -> None:
         assert session.group is not None
+        self._original = original
         self._session = session
         self._group = session.group
         self._frame: Frame | None = None
         self._signatures: dict[tuple[object, ...], Tensor] = {}
 
-    def normalised(
-        self,
-        input: Tensor,
-        running: tuple[Tensor | None, Tensor | None, float],
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        share: Share,
+    def batch_norm(
+        self, input: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
         """As ``F.batch_norm(training=True)`` of the whole batch; updates the running statistics."""
+        share = self._session.share_in_forward
+        if share is None or input.dim() < 2 or has_torch_function_unary(input):
+            running_mean, running_var, momentum = running
+            return self._original(input, running_mean, running_var, weight, bias, True, momentum, eps)
         number = self._session.leaves.known(weight) if weight is not None else None
         identity = (number, input.shape[1], input.dtype)
         with torch.no_grad():
@@ -143,9 +130,7 @@ class Statistics:
         self.sum(rows, ("forward", *identity))
         return rows
 
-    def _update(
-        self, running: tuple[Tensor | None, Tensor | None, float], mean: Tensor, var: Tensor, count: Tensor
-    ) -> None:
+    def _update(self, running: Running, mean: Tensor, var: Tensor, count: Tensor) -> None:
         running_mean, running_var, momentum = running
         for buffer, new in ((running_mean, mean), (running_var, var * (count / (count - 1).clamp(min=1)))):
             if buffer is not None:

@@ -29,6 +29,7 @@ OWNERS: list[Any] = [
     torch.autograd,
     torch.Tensor,
     nn.Module,
+    nn.functional,
     nn.Parameter,
     nn.parameter.UninitializedParameter,
     DataLoader,
