@@ -134,25 +134,24 @@ class ClassicFacts(SparkFacts):
         profile = jsc.resourceProfileManager().defaultResourceProfile()
         young_until = self._context.startTime / 1000 + _YOUNG_S
         wanted, seen, since = self._num_executors(), -1, 0.0
-        while True:
-            slots = int(jsc.maxNumConcurrentTasks(profile))
-            if self.one_machine or time.time() > young_until or self._context in _settled:
-                return slots
+        while wanted != 0 and self._context not in _settled and time.time() < young_until:
             executors = int(jsc.getExecutorIds().size())
             if executors != seen:
                 seen, since = executors, time.monotonic()
-            enough = executors >= wanted if wanted else executors and time.monotonic() - since > _SETTLED_S
-            if slots and enough:
-                _settled.add(self._context)
-                return slots
+            if executors and (executors >= wanted if wanted else time.monotonic() - since > _SETTLED_S):
+                break
             time.sleep(0.05)
+        _settled.add(self._context)
+        return int(jsc.maxNumConcurrentTasks(profile))
 
     def _num_executors(self) -> int | None:
-        """How many there are to be; None where only the cluster knows."""
+        """How many executors to wait for; None where only the cluster knows how many there will be."""
         if matched := re.match(r"local-cluster\[ *(\d+)", self.master):
             return int(matched[1])
+        if self.one_machine or self.dynamic:
+            return 0
         number = self.conf("spark.executor.instances", "")
-        return int(number) if number.isdigit() and not self.dynamic else None
+        return int(number) if number.isdigit() else None
 
     def tag(self, group: str, description: str) -> None:
         """See ``SparkFacts.tag``."""

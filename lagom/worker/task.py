@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import importlib.abc
+import importlib.machinery
 import io
 import os
 import pickle
@@ -12,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 SCHEMA = "rank int, name string, part int, data binary, report string"
@@ -42,11 +44,26 @@ def _sources(code_zip: bytes) -> Iterator[None]:
     if not loaded.startswith(root + os.sep):
         for name in [name for name in sys.modules if name.split(".")[0] == "lagom"]:
             del sys.modules[name]
+    finder = _Finder(root)
+    sys.meta_path.insert(0, finder)
     sys.path.insert(0, root)
     try:
         yield
     finally:
         sys.path.remove(root)
+        sys.meta_path.remove(finder)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds lagom in the folder that travelled, before the finder of an editable installation can."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if name.partition(".")[0] != "lagom":
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, [self.root] if path is None else path)
 
 
 def _unpacked(code_zip: bytes) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import re
@@ -119,7 +121,7 @@ def session(master: str, python: str = sys.executable, conf: Mapping[str, str] |
     """A classic session with a JVM of its own."""
     from pyspark.sql import SparkSession
 
-    with _environment(PYSPARK_PYTHON=python):
+    with _environment(PYSPARK_PYTHON=python, TMPDIR=scratch()):
         builder = SparkSession.builder.master(master).appName("lagom tests")
         for key, value in (_CONF | dict(conf or {})).items():
             builder = builder.config(key, value)
@@ -164,7 +166,12 @@ def daemon(
     with tempfile.TemporaryDirectory(prefix="lagom-spark-") as folder:
         log = Path(folder, "log")
         command = [*prefix, str(home / "bin" / args[0]), *args[1:]]
-        settings = {"SPARK_HOME": str(home), "SPARK_DAEMON_MEMORY": "256m", "SPARK_DAEMON_JAVA_OPTS": _JVM}
+        settings = {
+            "TMPDIR": scratch(),
+            "SPARK_HOME": str(home),
+            "SPARK_DAEMON_MEMORY": "256m",
+            "SPARK_DAEMON_JAVA_OPTS": _JVM,
+        }
         # Executors must not inherit what lets this process find the checkout.
         kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYSPARK_PYTHON")}
         with log.open("wb") as output:
@@ -201,6 +208,14 @@ def bare_python(torch: bool = True) -> Iterator[Path]:
 
 
 _SPARK_NEEDS = {"pyspark", "py4j", "pyarrow", "pandas", "numpy", "numpy.libs", "dateutil", "six.py", "pytz", "tzdata"}
+
+
+@functools.cache
+def scratch() -> str:
+    """Where executors keep their temporary files: apart from those of anything else that runs here."""
+    folder = tempfile.mkdtemp(prefix="lagom-scratch-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _logged(process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:

@@ -48,7 +48,11 @@ def no_remains() -> Iterator[None]:
 
 
 def _remains() -> set[str]:
-    folders = {str(path) for path in Path("/tmp", f"lagom-{os.getuid()}").glob("run-*") if (path / ".alive").exists()}
+    folders = {
+        str(path)
+        for path in Path(clusters.scratch(), f"lagom-{os.getuid()}").glob("run-*")
+        if (path / ".alive").exists()
+    }
     files = set[str]()
     for fd in Path("/proc/self/fd").iterdir():
         try:

@@ -120,6 +120,7 @@ def test_ctrl_c_ends_job_and_ranks(spark: Any, tmp_path: Path) -> None:
         assert time.monotonic() - sent["at"] < 5
         time.sleep(0.02)
     thread.join()
+    programs.run(programs.nothing, 2)  # clears up what the killed processes have left
 
 
 @pytest.fixture
