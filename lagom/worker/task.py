@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import importlib.abc
 import importlib.machinery
 import io
 import os
@@ -13,6 +12,7 @@ import pickle
 import shutil
 import sys
 import tempfile
+import types
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -44,7 +44,7 @@ def _sources(code_zip: bytes) -> Iterator[None]:
     if not loaded.startswith(root + os.sep):
         for name in [name for name in sys.modules if name.split(".")[0] == "lagom"]:
             del sys.modules[name]
-    finder = _Finder(root)
+    finder = _finder(root)
     sys.meta_path.insert(0, finder)
     sys.path.insert(0, root)
     try:
@@ -54,16 +54,18 @@ def _sources(code_zip: bytes) -> Iterator[None]:
         sys.meta_path.remove(finder)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds lagom in the folder that travelled, before the finder of an editable installation can."""
+def _finder(root: str) -> Any:
+    """Finds lagom in the folder that travelled, before the finder of an editable installation can.
 
-    def __init__(self, root: str) -> None:
-        self.root = root
+    No class of its own: cloudpickle would send that as a name to import, from a module that executors do not have.
+    """
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+    def find_spec(name: str, path: Sequence[str] | None, target: Any = None) -> Any:
         if name.partition(".")[0] != "lagom":
             return None
-        return importlib.machinery.PathFinder.find_spec(name, [self.root] if path is None else path)
+        return importlib.machinery.PathFinder.find_spec(name, [root] if path is None else path)
+
+    return types.SimpleNamespace(find_spec=find_spec)
 
 
 def _unpacked(code_zip: bytes) -> str:

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from lagom.worker.child import die_with
 from tests.integration import hosts
 
 _START_S = 40.0
@@ -182,6 +183,7 @@ def daemon(
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=functools.partial(die_with, os.getpid()),  # also when the tests are killed
                 cwd="/",
             )
         try:
