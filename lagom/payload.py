@@ -200,6 +200,27 @@ def _typed_storage(storage: Any, dtype: Any) -> Any:
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
+class InParts:
+    """An exception that is pickled by class, arguments and attributes, and comes out as itself.
+
+    Exceptions are pickled as a call of their class with their ``args``, and a class with an ``__init__`` of its own
+    may want others.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _put_together, (type(self._error), self._error.args, dict(vars(self._error)))
+
+
+def _put_together(kind: type[BaseException], args: tuple[Any, ...], attributes: Mapping[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(attributes)
+    return error
+
+
 def find_unpicklable(value: object, name: str = "", seen: frozenset[int] = frozenset()) -> str:
     """Name the innermost part of ``value`` that cannot be pickled, or "" when all of it can be."""
     try:

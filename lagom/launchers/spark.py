@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import secrets
 import signal
 import sys
@@ -88,6 +89,11 @@ class SparkLauncher:
         collect = in_thread(job, self._facts.thread_class(), run)
         try:
             run.watch()
+        except BaseException:  # Ctrl-C, or something of this process, such as a handler of a signal
+            run.stop()
+            self._cancel_quietly(group)
+            raise
+        try:
             if run.stopped:
                 # Tasks that have heard of it return by themselves; those that have not are cancelled.
                 timer = threading.Timer(_CANCEL_S, self._cancel_quietly, (group,))
@@ -188,9 +194,8 @@ def _rows_of_failure(error: Exception, run: Run) -> Sequence[Any]:
         return [{"rank": json.loads(report)["rank"], "name": "outcome", "part": 0, "data": data, "report": report}]
     if run.failures():
         return []
-    if "PlanError" in text or "PayloadError" in text or "LinkClosed" in text:
-        lines = [line for line in text.splitlines() if line.startswith(("lagom.", "PlanError", "PayloadError"))]
-        raise LagomError(lines[-1].partition(": ")[2] if lines else text) from error
+    if own := re.findall(r"^lagom\.[\w.]+: (.+)$", text, flags=re.MULTILINE):
+        raise LagomError(own[-1]) from error
     raise LagomError(f"Spark's job failed: {_reason(text)}") from error
 
 

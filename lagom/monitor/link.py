@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 MAX_FRAME = 1 << 20  # bytes of JSON
-_MAX_BACKLOG = 4 << 20  # bytes of log that may wait for a slow driver before lines are dropped
+_MAX_BACKLOG = 64 << 20  # bytes of log that may wait for a slow driver before lines are dropped
 
 Message = dict[str, Any]
 

@@ -10,9 +10,9 @@ import os
 import pickle
 import socket
 import stat
-import time
 import urllib.request
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
     from lagom.patching.session import Session
 
-_WAIT_S = 60.0
+_MEET_S = 10.0
+"""How long the first rank of a host may take to come to a save that another rank has come to."""
+_WRITE_S = 3600.0
+"""How long its writing may take."""
 
 
 @contextmanager
@@ -36,60 +39,54 @@ def shared_files(session: Session) -> Iterator[None]:
     with ExitStack() as stack:
         for owner in (torch, torch.serialization):
             stack.enter_context(replaced(owner, "save", saves.saving(torch.serialization.save)))
-            stack.enter_context(replaced(owner, "load", saves.loading(torch.serialization.load)))
         stack.enter_context(replaced(urllib.request, "urlretrieve", downloads.once(urllib.request.urlretrieve)))
         stack.enter_context(downloads.locked_datasets())
         yield
 
 
 class _Saves:
-    """``torch.save`` by the first rank of each host; ``torch.load`` waits for what this program saved before."""
+    """``torch.save`` by the first rank of each host, for all that save to the same path. See Note [One writer]."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._host = f"{socket.gethostname()}:{session.host_dir}"
-        self._counts: dict[str, int] = {}
+        self._host = hashlib.sha256(f"{socket.gethostname()}:{session.host_dir}".encode()).hexdigest()[:16]
+        self._num = 0
 
     def saving(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-            if not self._session.distributed or not isinstance(f, (str, os.PathLike)):
+            session = self._session
+            if not session.distributed or session.store is None or not isinstance(f, (str, os.PathLike)):
                 original(obj, f, *args, **kwargs)
                 return
             path = os.path.realpath(os.fspath(f))
-            self._counts[path] = self._counts.get(path, 0) + 1
-            if self._session.local_rank != 0:
+            key = f"saved/{self._host}/{self._num}"
+            self._num += 1
+            if session.local_rank != 0 and self._is_written(key, path):
                 return
             try:
+                if session.local_rank == 0:
+                    session.store.set(key, path)
                 _write_whole(path, lambda target: original(obj, target, *args, **kwargs))
             finally:
                 # Also after a failure: nobody shall wait for a file that does not come.
-                if self._session.store is not None:
-                    self._session.store.set(self._key(path), "saved")
+                if session.local_rank == 0:
+                    session.store.set(key + "/done", "")
 
         return save
 
-    def loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._session.distributed and self._session.local_rank != 0 and isinstance(f, (str, os.PathLike)):
-                self._wait(os.path.realpath(os.fspath(f)))
-            return original(f, *args, **kwargs)
-
-        return load
-
-    def _key(self, path: str) -> str:
-        place = hashlib.sha256(f"{self._host}:{path}".encode()).hexdigest()
-        return f"saved/{place}/{self._counts[path]}"
-
-    def _wait(self, path: str) -> None:
+    def _is_written(self, key: str, path: str) -> bool:
+        """Whether the first rank of the host saves to the same path now; if so, after it has."""
         store = self._session.store
-        if path not in self._counts or store is None:
-            return
-        key = self._key(path)
-        give_up = time.monotonic() + _WAIT_S
-        while not store.check([key]) and time.monotonic() < give_up:
-            time.sleep(0.005)
+        assert store is not None
+        try:
+            store.wait([key], timedelta(seconds=_MEET_S))
+            if store.get(key).decode() != path:
+                return False
+            store.wait([key + "/done"], timedelta(seconds=_WRITE_S))
+        except RuntimeError:  # it does not come here, or is gone
+            return False
+        return True
 
 
 def _write_whole(path: str, write: Callable[[str], None]) -> None:
@@ -203,3 +200,11 @@ def _subclasses(cls: type) -> Iterator[type]:
     for sub in cls.__subclasses__():
         yield sub
         yield from _subclasses(sub)
+
+
+# Note [One writer]
+# Ranks run the same program, so the n-th save of one rank is the n-th save of the others. A rank that is not the first
+# of its host asks the first one's path of that number: where it is the same, it waits until the file is there, and its
+# own content, which is equal, is not needed. Where it is another (a temporary folder or a name of the rank's own) or
+# the first rank does not come (a save inside a branch on the rank), it writes for itself. Files appear whole under
+# their name in any case, by os.replace.

@@ -41,6 +41,7 @@ def common_order(session: Session, source: Any) -> Iterator[Any]:
 def synchronise(session: Session, loader: DataLoader[Any]) -> None:
     """Set the generators that torch's samplers use to the states they have on rank 0."""
     assert session.group is not None
+    session.at("the start of a pass over a data loader")
     generators = {id(torch.default_generator): torch.default_generator}
     sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
     for holder in (loader, loader.sampler, loader.batch_sampler, sampler):
@@ -97,6 +98,7 @@ class _Following:
         assert group is not None
         if self._mine is None and self._failure is None:
             self._start()
+        self._session.at("the next batch of a sampler")
         if group.rank == 0:
             ahead = self._step * (_AHEAD if isinstance(self._mine, _MADE_AHEAD) else 1)
             items, end = self._draw(ahead)

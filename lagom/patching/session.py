@@ -117,6 +117,11 @@ class Session:
         """Whether there are other ranks, and this process is one of them."""
         return self.live and self.world_size > 1
 
+    def at(self, place: str) -> None:
+        """Make sure that all ranks are at ``place`` of the program; a DivergenceError on all of them otherwise."""
+        if self.watch is not None and self.frame is not None:
+            self.watch.at(self.frame, place)
+
     def yielded(self, current: Pass, share: Share | None, num_samples: int) -> None:
         """The program sees a training batch; its share holds until another one's or the end of its pass."""
         self._evaluation_pass = None

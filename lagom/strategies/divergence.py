@@ -103,6 +103,15 @@ class Watch:
         if quiet:
             self._check(frame, "the next batch of a data loader")
 
+    def at(self, frame: Frame, place: str) -> None:
+        """Make sure that all ranks are at ``place``, before an exchange there that could not tell.
+
+        Raises:
+            DivergenceError: on all ranks, unless they are.
+        """
+        if not frame.exchange(signature(place.encode())):
+            self.meet(place)
+
     def end(self, frame: Frame) -> None:
         """The program has ended, on all ranks.
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from lagom.errors import CollectiveError, PayloadError
 from lagom.monitor.link import Link, Message
-from lagom.payload import Parcel, classes_received, unpack_file
+from lagom.payload import InParts, Parcel, classes_received, unpack, unpack_file
 from lagom.worker.ground import Ground
 from lagom.worker.place import Place
 from lagom.worker.spec import Seat, Spec
@@ -155,10 +155,14 @@ def _raised(error: BaseException, rank: int, at_home: Mapping[type, str]) -> tup
         report |= {"exit": error.code if isinstance(error.code, int | None) else str(error.code)[:_MAX_TEXT]}
         return Parcel({"error": None}), report
     error.__traceback__ = None
-    try:
-        return Parcel({"error": error}, at_home), report
-    except Exception:
-        return Parcel({"error": None}), report
+    for travelling in (error, InParts(error)):
+        try:
+            parcel = Parcel({"error": travelling}, at_home)
+            unpack(bytearray(parcel.tobytes()))
+        except Exception:  # a foreign class may fail in any way, on its way out or in
+            continue
+        return parcel, report
+    return Parcel({"error": None}), report
 
 
 def _own_frames_cut(error: BaseException) -> types.TracebackType | None:

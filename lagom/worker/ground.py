@@ -10,6 +10,7 @@ import shutil
 import socket
 import tarfile
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from lagom.monitor.channel import anonymous_file
 from lagom.monitor.link import fetch
 from lagom.worker.spec import Spec
 
+_UNUSED_S = 7 * 24 * 3600.0  # after which a version of lagom that travelled here is removed
 _FETCH_S = 60.0  # without a byte
 
 
@@ -61,6 +63,10 @@ def ground(spec: Spec, payload_fd: int | None = None) -> Iterator[Ground]:
 
 def sweep() -> None:
     """Remove what runs have left here whose processes were all killed."""
+    for path in base_dir().glob("code-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _UNUSED_S:
+                shutil.rmtree(path, ignore_errors=True)
     for path in base_dir().glob("run-*"):
         with contextlib.suppress(OSError):
             lock = os.open(path / ".alive", os.O_RDWR)

@@ -82,6 +82,7 @@ def _unpacked(code_zip: bytes) -> str:
             os.rename(part, root)
         except OSError:  # another task was faster
             shutil.rmtree(part)
+    os.utime(root)  # in use; see sweep() in ground.py
     return root
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -55,16 +56,38 @@ def test_a_failed_save_raises_and_keeps_the_old_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
-def test_a_load_waits_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_WAIT_S", 0.1)
-    torch.save(1, tmp_path / "a")
+def test_the_file_is_there_for_every_rank_when_its_save_returns(tmp_path: Path) -> None:
+    def run(session: Session) -> bool:
+        if session.rank == 0:
+            time.sleep(0.2)
+        torch.save(torch.zeros(1000), tmp_path / "last.pt")
+        return (tmp_path / "last.pt").exists()
+
+    assert run_ranks(3, run) == [True, True, True]
+
+
+def test_paths_of_a_ranks_own_are_written_by_that_rank() -> None:
+    def run(session: Session) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, f"best-{session.rank}.pt")
+            torch.save(session.rank, path)
+            return torch.load(path)
+
+    began = time.monotonic()
+    assert run_ranks(2, run) == [0, 1]
+    assert time.monotonic() - began < files._MEET_S
+
+
+def test_a_rank_that_saves_alone_writes_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_MEET_S", 0.1)
 
     def run(session: Session) -> Any:
         if session.rank == 1:
             torch.save(2, tmp_path / "a")
-        return torch.load(tmp_path / "a")
+            return torch.load(tmp_path / "a")
+        return None
 
-    assert run_ranks(2, run) == [1, 1]
+    assert run_ranks(2, run) == [None, 2]
 
 
 class Downloaded(Dataset[int]):

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from lagom.errors import DivergenceError
 from lagom.patching.session import Session
 from tests.patching.loading import Nondeterministic, Numbers, batches, flat
 from tests.ranks import alone, run_ranks
@@ -81,3 +82,28 @@ def test_a_drifted_stream_of_one_rank_is_brought_back() -> None:
         return batches(DataLoader(Numbers(8), batch_size=4, shuffle=True))
 
     assert flat(run_ranks(2, run)) == list(range(8))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("sampler", [None, list(range(10))])
+def test_a_rank_that_leaves_a_loop_alone_is_an_error_for_the_others_and_no_hang(
+    world_size: int, sampler: list[int] | None
+) -> None:
+    def train(session: Session) -> str:
+        model = torch.nn.Linear(1, 1)
+        loader = DataLoader(TensorDataset(torch.rand(10, 1)), batch_size=4, sampler=sampler)
+        try:
+            for epoch in range(4):
+                for (inputs,) in loader:
+                    model(inputs).mean().backward()
+                if session.rank == 1 and epoch == 1:
+                    break
+            session.watch.end(session.frame)  # type: ignore[union-attr, arg-type]
+        except DivergenceError as error:
+            return str(error)
+        return ""
+
+    # The rank that left is at its end: for it, it is a warning.
+    told = run_ranks(world_size, train)
+    for text in told[:1] + told[2:]:
+        assert "rank 0 at the start of a pass over a data loader, rank 1 at the end of the program" in text
