@@ -139,12 +139,16 @@ def _yielding(session: Session) -> Any:
             if current.shares:
                 current.shares.popleft()
             raise
+        if session.device.type == "cuda":
+            data = moved(data, session.device)
         if current.training:
             share = current.shares.popleft() if current.sharded else None
+            if share is not None:
+                session.remember(data, share)
             session.yielded(current, share, num_samples(data) if share is None else share.num_mine)
         else:
             session.evaluating(current)
-        return moved(data, session.device) if session.device.type == "cuda" else data
+        return data
 
     return following
 

@@ -107,6 +107,8 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
         try:
             if on_cuda:
                 follow_input(module, args, kwargs, session.device)
+            if session.distributed and torch.is_grad_enabled():
+                session.uses((args, kwargs))
             if not forwards.draws_own(module):
                 return original(module, *args, **kwargs)
             with streams.in_forward():

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -91,6 +91,9 @@ class Session:
     leaves: Leaves = field(default_factory=Leaves, init=False)
     synchronised: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """Buffers that are equal on all ranks because of what lagom does in the forward."""
+    _shares: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
+    """By tensor, of the batches that the program has seen."""
+    _used: Share | None = field(default=None, init=False)
     frame: Frame | None = field(default=None, init=False)
     watch: Watch | None = field(default=None, init=False)
     replicate: Replicate | None = field(default=None, init=False)
@@ -125,6 +128,7 @@ class Session:
     def yielded(self, current: Pass, share: Share | None, num_samples: int) -> None:
         """The program sees a training batch; its share holds until another one's or the end of its pass."""
         self._evaluation_pass = None
+        self._used = None
         current.current = share
         current.step += 1
         ref = next((ref for ref in self._open if ref() is current), None)
@@ -149,6 +153,7 @@ class Session:
         if self._evaluating is not None and self._evaluating() is current:
             self._evaluating = None
         self._evaluation_pass = None
+        self._used = None
         self.boundary()
 
     def boundary(self) -> None:
@@ -178,13 +183,29 @@ class Session:
     def _open_training(self) -> bool:
         return any(ref() is not None for ref in self._open)
 
+    def remember(self, data: Any, share: Share) -> None:
+        """Keep in mind whose share the tensors of a batch are: it may be trained on later, and more than once."""
+        for tensor in tensors(data):
+            self._shares[tensor] = share
+
+    def uses(self, data: Any) -> None:
+        """A model is called with ``data``: the share of the batch it comes from holds until another is seen."""
+        for tensor in tensors(data):
+            share = self._shares.get(tensor)
+            if share is not None:
+                self._used = share
+                return
+
     @property
     def share(self) -> Share | None:
-        """Of the batch most recently seen in a pass that is still going on, else in the last one.
+        """Of the batch that a model was called with since the last one was seen; where that is not known, of the
+        batch most recently seen in a pass that is still going on, else in the last one.
 
         The last one's stays: ``x, y = next(iter(loader))`` may be trained on for long. On a loss that is
         equal on all ranks no weight does harm, since weights average to 1.
         """
+        if self._used is not None:
+            return self._used
         while self._open:
             innermost = self._open[-1]()
             if innermost is not None:
@@ -251,6 +272,17 @@ class Session:
 
     def _trainable(self) -> Iterator[nn.Module]:
         return (module for module in list(self.modules) if "_parameters" in module.__dict__)
+
+
+def tensors(data: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``data``, which may be a tensor, or tuples, lists and dicts of them."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, (tuple, list)):
+        for part in data:
+            yield from tensors(part)
+    elif isinstance(data, dict):
+        yield from tensors(list(data.values()))
 
 
 _alive: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -182,6 +182,30 @@ def full_batch(_: Session) -> list[Tensor]:
     return weights(model)
 
 
+def kept_batches(_: Session) -> list[Tensor]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = list(DataLoader(data(), batch_size=5, shuffle=True))  # the last has 4 samples
+    for x, y in batches + batches[::-1]:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def fetched_ahead(_: Session) -> list[Tensor]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = iter(DataLoader(data(13), batch_size=4, shuffle=True))  # the last has 1 sample
+    following = next(batches)
+    while following is not None:
+        (x, y), following = following, next(batches, None)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return weights(model)
+
+
 def sparse(_: Session) -> list[Tensor]:
     table, head = nn.Embedding(9, 3, sparse=True), nn.Linear(3, 1)
     optimizer = torch.optim.SGD([*table.parameters(), *head.parameters()], 0.1)
@@ -234,6 +258,8 @@ PROGRAMS: list[Program] = [
     lazy,
     inputs_only,
     full_batch,
+    kept_batches,
+    fetched_ahead,
     sparse,
     compiled,
     compiled_loss,
