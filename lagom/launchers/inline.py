@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lagom.errors import PlanError
 from lagom.launchers.local import visible_gpus
 from lagom.launchers.protocol import Outcome
 from lagom.plan import Cluster, Plan
+
+_running = threading.RLock()  # a call inside a call, in one thread, undoes its patches in order
 
 
 class InlineLauncher:
@@ -26,9 +31,18 @@ class InlineLauncher:
     def run(self, plan: Plan, call: Mapping[str, Any]) -> list[Outcome]:
         """See ``Launcher.run``; an exception of the function's climbs as it is, for a debugger to stop at."""
         from lagom.worker import bootstrap
-        from lagom.worker.place import Place
+        from lagom.worker.place import Place, world_size
 
-        with tempfile.TemporaryDirectory(prefix="lagom-") as folder:
+        if world_size() > 1:
+            raise PlanError("launcher='inline' was asked for on a rank of another run; call the function itself there")
+        if not _running.acquire(blocking=False):
+            raise PlanError(
+                "another thread of this process has a run with launcher='inline', which changes torch for the whole "
+                "process; wait for it, or use launcher='local'"
+            )
+        with contextlib.ExitStack() as stack:
+            stack.callback(_running.release)
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lagom-"))
             value, samples = bootstrap.run(plan, Place(), lambda: call, Path(folder))
         outcome = {"value": value, "samples": samples}
         return [Outcome(rank=0, report={"ok": True, "rank": 0}, load=lambda: outcome)]

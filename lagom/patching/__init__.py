@@ -10,7 +10,7 @@ from lagom.patching.batchnorm import whole_batch_statistics
 from lagom.patching.dataloader import dealt_loaders
 from lagom.patching.files import shared_files
 from lagom.patching.module import own_forwards, tracked_modules
-from lagom.patching.random import OwnStreams, derived
+from lagom.patching.random import OwnStreams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ def patched(session: Session) -> Iterator[None]:
     With one rank only batches are counted and, on CUDA, moved to the device.
     """
     distributed = session.world_size > 1
-    streams = OwnStreams(derived("own", session.plan.seed, session.rank), session.device)
+    streams = OwnStreams(session.plan.seed, session.rank, session.device)
     with ExitStack() as stack:
         if distributed:
             stack.enter_context(tracked_modules(session))

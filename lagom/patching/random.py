@@ -35,17 +35,30 @@ class OwnStreams:
     Around a forward only torch's (2 microseconds); around the fetching of samples all of them.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed = seed
-        self._torch = torch.Generator().manual_seed(seed).get_state()
-        self._random = random.Random(seed).getstate()
+    def __init__(self, seed: int | None, rank: int, device: torch.device) -> None:
+        """``seed``: the run's; None: from what the common stream is when this rank's own is first drawn from."""
+        self._seed_of_run = seed
+        self._rank = rank
+        self._torch: Any = None
+        self._random: Any = None
         self._numpy: Any = None
         self._device = device
         self._cuda: Any = None
 
+    def _start(self) -> None:
+        origin = self._seed_of_run
+        if origin is None:
+            # Equal on all ranks, and another one when the driver stood elsewhere.
+            origin = derived(bytes(torch.default_generator.get_state().tolist()))
+        self._seed = derived("own", origin, self._rank)
+        self._torch = torch.Generator().manual_seed(self._seed).get_state()
+        self._random = random.Random(self._seed).getstate()
+
     @contextmanager
     def in_forward(self) -> Iterator[None]:
         """Swap torch's streams, of the device too."""
+        if self._torch is None:
+            self._start()
         common = torch.default_generator.get_state()
         torch.default_generator.set_state(self._torch)
         on_device = self._swap_device()
@@ -60,6 +73,8 @@ class OwnStreams:
     @contextmanager
     def in_fetch(self) -> Iterator[None]:
         """Swap torch's, numpy's and random's streams."""
+        if self._torch is None:
+            self._start()
         common = random.getstate()
         random.setstate(self._random)
         try:

@@ -164,7 +164,8 @@ class Session:
         before, self._uneven_from = self._uneven_from, None
         if before is not None and not torch.equal(before, torch.default_generator.get_state()):
             self._num_reseeds += 1
-            torch.manual_seed(derived("common", self.plan.seed, self._num_reseeds))
+            origin = torch.initial_seed() if self.plan.seed is None else self.plan.seed
+            torch.manual_seed(derived("common", origin, self._num_reseeds))
 
     def evaluating(self, current: Pass) -> None:
         """The program sees a batch of a pass that is evaluation."""

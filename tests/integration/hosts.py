@@ -1,10 +1,11 @@
-"""Other hosts, made of this machine's namespaces: processes, /tmp and network address of their own."""
+"""Other hosts, made of this machine's namespaces: processes, temporary folder and network address of their own."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -53,11 +54,13 @@ def _host(bridge: str, address: str, number: int) -> Iterator[Host]:
         _ip(f"-n {name} address add {address}/24 dev eth0")
         _ip(f"-n {name} link set eth0 up")
         _ip(f"-n {name} link set lo up")
-        # Java asks for the address of its own host name.
-        own = f"mount -t tmpfs tmpfs /tmp && echo {address} {name} >/tmp/hosts && mount --bind /tmp/hosts /etc/hosts"
-        enter = f'{own} && hostname {name} && exec "$@"'
-        unshare = ("unshare", "--pid", "--fork", "--mount", "--uts", "--mount-proc", "--kill-child")
-        yield Host(address, ("ip", "netns", "exec", name, *unshare, "sh", "-c", enter, "sh"))
+        # Not a /tmp of its own: the project and its Python may lie there.
+        with tempfile.TemporaryDirectory(prefix=name, ignore_cleanup_errors=True) as folder:
+            # Java asks for the address of its own host name.
+            own = f"echo {address} {name} >{folder}/hosts && mount --bind {folder}/hosts /etc/hosts"
+            enter = f'{own} && hostname {name} && export TMPDIR={folder} && exec "$@"'
+            unshare = ("unshare", "--pid", "--fork", "--mount", "--uts", "--mount-proc", "--kill-child")
+            yield Host(address, ("ip", "netns", "exec", name, *unshare, "sh", "-c", enter, "sh"))
     finally:
         _quiet("ip", "netns", "del", name)
         _quiet("ip", "link", "del", veth)

@@ -16,6 +16,7 @@ import torch
 import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
+from lagom.errors import PlanError
 from lagom.result import Result
 
 pytestmark = pytest.mark.usefixtures("rng_untouched")
@@ -172,3 +173,22 @@ def test_training_gives_the_bits_of_a_plain_run() -> None:
 
 def test_a_call_inside_a_call_works() -> None:
     assert run(lambda: run(lambda: 3).value + 1).value == 4
+
+
+def test_a_second_thread_is_refused_while_one_runs() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        inside.set()
+        leave.wait(20)
+
+    thread = threading.Thread(target=lambda: run(wait))
+    thread.start()
+    try:
+        assert inside.wait(20)
+        with pytest.raises(PlanError, match="another thread"):
+            run(lambda: None)
+    finally:
+        leave.set()
+        thread.join()
+    assert run(lambda: 3).value == 3

@@ -30,7 +30,7 @@ def test_the_common_streams_go_on_as_if_nothing_was_drawn() -> None:
     expected = [draw() for _ in range(4)]
     seed_everything(0)
     held: Any = np.random.mtrand._rand
-    streams = OwnStreams(1, torch.device("cpu"))
+    streams = OwnStreams(1, 0, torch.device("cpu"))
     found, own = [], []
     for _ in range(2):
         # An odd number of normal numbers: numpy keeps the second of a pair.
@@ -49,7 +49,7 @@ def test_streams_are_put_back_after_an_exception() -> None:
     seed_everything(0)
 
     def fail() -> None:
-        with OwnStreams(1, torch.device("cpu")).in_fetch():
+        with OwnStreams(1, 0, torch.device("cpu")).in_fetch():
             draw()
             raise KeyError
 
@@ -62,3 +62,14 @@ def test_derived_seeds_are_fixed_and_differ() -> None:
     assert derived("a", 0) == derived("a", 0) != derived("a", 1)
     assert 0 <= derived("a") < 2**63
     torch.manual_seed(derived("a"))
+
+
+def test_without_a_seed_own_streams_follow_the_common_one_and_differ_between_ranks() -> None:
+    def draws(seed: int, rank: int) -> float:
+        torch.manual_seed(seed)
+        with OwnStreams(None, rank, torch.device("cpu")).in_forward():
+            return torch.rand(()).item()
+
+    drawn = [draws(1, 0), draws(2, 0), draws(1, 1), draws(1, 0)]
+    assert len(set(drawn)) == 3
+    assert drawn[0] == drawn[3]
