@@ -99,6 +99,39 @@ def test_an_ordinary_loop_ends_with_the_weights_of_one_process(
         torch.testing.assert_close(result[name], value, rtol=1e-12, atol=1e-12)
 
 
+def metrics() -> dict[str, float]:
+    """Four ways to judge a model on a test set, the last of which no mean over shares could give."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for inputs, targets in DataLoader(DATA, batch_size=9, shuffle=True):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    model.eval()
+    total, correct, batches, scores, labels = 0.0, 0, 0, [], []
+    with torch.no_grad():
+        for inputs, targets in DataLoader(DATA, batch_size=10):
+            outputs = model(inputs)
+            total += torch.nn.functional.mse_loss(outputs, targets, reduction="sum").item()
+            correct += int(((outputs > 0.125) == (targets > 0.125)).sum())
+            batches += 1
+            scores.append(outputs.flatten())
+            labels.append((targets > 0.125).flatten())
+    score, label = torch.cat(scores), torch.cat(labels)
+    above = (score[label].unsqueeze(1) > score[~label].unsqueeze(0)).double()  # Mann and Whitney's form of the AUC
+    return {"sum": total, "mean": total / batches, "accuracy": correct / len(DATA), "auc": above.mean().item()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_metrics_of_a_test_set_are_those_of_one_process(world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = metrics()
+    assert 0 < plain["auc"] < 1
+    result = experiment.lagom(metrics, TorchDistributedConfig(launcher="local", world_size=world_size))
+    assert result.value == pytest.approx(plain, rel=1e-12)
+    assert all(value == result.value for value in result.per_rank)
+
+
 def test_a_loader_and_a_model_of_the_notebook_are_shared_out_and_synchronised() -> None:
     """Both exist before the call and reach the function as globals would: inside it, by pickle."""
     model = network()
