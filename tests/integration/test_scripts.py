@@ -78,7 +78,11 @@ def test_a_notebook_runs_like_a_script(tmp_path: Path, monkeypatch: pytest.Monke
     text = textwrap.dedent(EVERYTHING_IN_MAIN)
     cells = [f"from pyspark.sql import SparkSession\nspark = {CLASSIC}", *text.split("\n\n"), "spark.stop()"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    finally:
+        signal.signal(signal.SIGINT, before)  # nbclient leaves the one of its event loop
     assert "equal" in str(notebook.cells)
 
 

@@ -49,7 +49,7 @@ def test_spark_does_not_repeat_a_rank(spark: Any, tmp_path: Path) -> None:
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["x", "x"]
     with pytest.raises(programs.LateError, match="the disk is full") as caught:
         programs.run(programs.raise_while_the_other_sleeps, 2)
-    assert time.time() - caught.value.at < 1
+    assert time.time() - caught.value.at < 2  # the workers of Spark were killed before, and are new
     assert programs.run(programs.place, 2).per_rank == ((0, 2), (1, 2))
 
 
