@@ -48,7 +48,7 @@ def memory(root: int) -> int:
     while found:
         family |= found
         found = {pid for pid, parent in parents.items() if parent in family} - family - {os.getpid()}
-    return sum(map(_private, family)) + _field(Path("/proc/meminfo"), "Shmem")
+    return sum(map(_private, family)) + _fields(Path("/proc/meminfo"))["Shmem"]
 
 
 def _closed(descriptor: int) -> bool:
@@ -59,8 +59,9 @@ def _closed(descriptor: int) -> bool:
 
 
 def _private(pid: int) -> int:
-    rollup = Path(f"/proc/{pid}/smaps_rollup")
-    return _field(rollup, "Pss") - _field(rollup, "Pss_Shmem")
+    # Both from one reading: between two, a process may unmap what is shared.
+    rollup = _fields(Path(f"/proc/{pid}/smaps_rollup"))
+    return rollup.get("Pss", 0) - rollup.get("Pss_Shmem", 0)
 
 
 def _parent(process: Path) -> int:
@@ -70,14 +71,13 @@ def _parent(process: Path) -> int:
         return 0  # it is gone
 
 
-def _field(path: Path, name: str) -> int:
+def _fields(path: Path) -> dict[str, int]:
+    """Those of a file of ``name: number kB`` lines, in bytes; none when the process is gone."""
     try:
-        for line in path.read_text().splitlines():
-            if line.startswith(name + ":"):
-                return int(line.split()[1]) * 1024
+        rows = [line.split() for line in path.read_text().splitlines()]
     except OSError:
-        pass  # the process is gone
-    return 0
+        return {}
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3 and row[2] == "kB"}
 
 
 if __name__ == "__main__":
