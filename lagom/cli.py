@@ -95,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--zero", type=int, default=0, metavar="LEVEL", help="what is sharded: 0 nothing (the default)")
     run.add_argument("--batches", choices=get_args(Batches), default="split", help="what a rank sees of a batch")
-    run.add_argument("--evaluation", choices=get_args(Evaluation), default="replicated")
+    run.add_argument(
+        "--evaluation", choices=get_args(Evaluation), default="gathered", help="how test sets are run through"
+    )
     run.add_argument("--seed", type=int, default=0, help="start of the random generators; 0 if not given")
     run.add_argument("script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")

@@ -91,8 +91,6 @@ def _refuse_unbuilt(config: TorchDistributedConfig) -> None:
         (config.zero_lvl != 0, f"zero_lvl={config.zero_lvl}", "zero_lvl=0"),
         (config.backend != "torch", f"backend={config.backend!r}", "backend='torch'"),
         (config.mixed_precision is not False, f"mixed_precision={config.mixed_precision!r}", "torch.autocast"),
-        (config.batches == "whole", "batches='whole'", "batches='split' or 'per_rank'"),
-        (config.evaluation == "gathered", "evaluation='gathered'", "evaluation='replicated' or 'sharded'"),
     ]
     for asked, setting, instead in unbuilt:
         if asked:

@@ -40,14 +40,16 @@ def run_ranks(
     function: Callable[[Session], Any],
     *,
     batches: Batches = "split",
-    evaluation: Evaluation = "replicated",
+    evaluation: Evaluation = "gathered",
     sync_batchnorm: bool = True,
     seed: int = 0,
     patches: bool = True,
+    always_slices: bool = True,
 ) -> list[Any]:
     """Run ``function(session)`` on every rank; the results in rank order.
 
-    With ``patches=False`` torch is left alone. Everything dies after 60 s.
+    With ``patches=False`` torch is left alone; with ``always_slices`` forwards are sliced also where that does
+    not pay. Everything dies after 60 s.
     """
     plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm)
     with tempfile.TemporaryDirectory() as host_dir:
@@ -55,7 +57,7 @@ def run_ranks(
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
-            args = (rank, plan, function, Path(host_dir), theirs, ports, patches)
+            args = (rank, plan, function, Path(host_dir), theirs, ports, patches, always_slices)
             process = _CONTEXT.Process(target=_rank, args=args)
             process.start()
             theirs.close()
@@ -151,10 +153,11 @@ def _rank(
     pipe: Connection,
     ports: Any,
     patches: bool,
+    always_slices: bool,
 ) -> None:
     torch.set_num_threads(1)
     try:
-        value = _run(rank, plan, function, host_dir, ports, patches)
+        value = _run(rank, plan, function, host_dir, ports, patches, always_slices)
         answer = pickle.dumps(("returned", value))
     except BaseException as error:
         is_consequence = isinstance(error, CollectiveError)
@@ -171,6 +174,7 @@ def _run(
     host_dir: Path,
     ports: Any,
     patches: bool,
+    always_slices: bool,
 ) -> Any:
     group, store = None, None
     if plan.world_size > 1:
@@ -183,6 +187,7 @@ def _run(
             store = TCPStore("127.0.0.1", ports.get(), is_master=False, timeout=timeout)
         group = Group(gloo(store, rank, plan.world_size), rank, plan.world_size)
     session = _session(plan, rank, group, store, host_dir, torch.device("cpu"))
+    session.always_slices = always_slices
     if not patches:
         seed_everything(plan.seed or 0)
         return function(session)

@@ -28,8 +28,6 @@ def local(slots: int, **more: Any) -> Cluster:
         ({"backend": "deepspeed"}, "backend='torch'"),
         ({"mixed_precision": True}, "torch.autocast"),
         ({"mixed_precision": "bf16"}, "torch.autocast"),
-        ({"batches": "whole"}, "batches='split'"),
-        ({"evaluation": "gathered"}, "evaluation='replicated'"),
     ],
 )
 def test_what_is_not_built_is_refused_rather_than_ignored(setting: dict[str, Any], instead: str) -> None:

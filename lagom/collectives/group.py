@@ -80,10 +80,14 @@ class Group:
             return [b""] * self.world_size
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(data)] = _as_tensor(data)
-        theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
+        return [_as_bytes(part[:length]) for part, length in zip(self.all_gather(mine), lengths.tolist(), strict=True)]
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The contiguous ``tensor`` of every rank, in rank order; all of one shape."""
+        theirs = [torch.empty_like(tensor) for _ in range(self.world_size)]
         with _naming("all_gather"):
-            self._cpu.allgather([theirs], [mine]).wait()
-        return [_as_bytes(part[:length]) for part, length in zip(theirs, lengths.tolist(), strict=True)]
+            self._serving(tensor).allgather([theirs], [tensor]).wait()
+        return theirs
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -47,7 +47,7 @@ class TorchDistributedConfig:
     batches: Batches = "split"
     """What the program sees of a training batch. "split": a batch is what ``batch_size`` says and each
     rank gets its share; "per_rank": ``batch_size`` is each rank's own; "whole": every rank sees all."""
-    evaluation: Evaluation = "replicated"
+    evaluation: Evaluation = "gathered"
     """What a rank sees while evaluating. "replicated": everything; "sharded": its share."""
     sync_batchnorm: bool = True
     """BatchNorm's statistics in training are those of the whole batch, not of a rank's share."""

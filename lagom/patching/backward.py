@@ -36,7 +36,7 @@ def synchronised_backward(session: Session) -> Iterator[None]:
         outermost = session.depth == 0
         if accumulates:
             # Now: the graph is freed by the backward. Re-entrant checkpoints run backwards of their own inside.
-            pending.extend(reached(outputs, args[3]))
+            pending.extend(leaf for leaf in reached(outputs, args[3]) if leaf not in session.repeated)
             if outermost:
                 args = (_weighted(args[0], session.weight), *args[1:])
         elif outermost:

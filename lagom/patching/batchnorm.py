@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from lagom.patching.probe import BatchStatistics
     from lagom.patching.session import Session, Share
 
     Running: TypeAlias = tuple[Tensor | None, Tensor | None, float]
@@ -67,13 +68,15 @@ class Statistics:
         self._original = original
         self._session = session
         self._group = session.group
-        self._frame: Frame | None = None
+        self._frame = Frame(self._group)  # now: one made in inference mode could not be used elsewhere
         self._signatures: dict[tuple[object, ...], Tensor] = {}
 
     def batch_norm(
         self, input: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
         """As ``F.batch_norm(training=True)`` of the whole batch; updates the running statistics."""
+        if self._session.probed is not None:
+            return self._probed(self._session.probed, input, running, weight, bias, eps)
         share = self._session.share_in_forward
         if share is None or input.dim() < 2 or has_torch_function_unary(input):
             running_mean, running_var, momentum = running
@@ -91,13 +94,29 @@ class Statistics:
         output: Tensor = Normalise.apply(input, weight, bias, mean.to(kind), var.to(kind), call)  # type: ignore[no-untyped-call]
         return output
 
+    def _probed(
+        self,
+        probed: BatchStatistics,
+        input: Tensor,
+        running: Running,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        if probed.replays:
+            mean, var = probed.next()
+            return self._original(input, mean, var, weight, bias, False, 0.0, eps)
+        running_mean, running_var, momentum = running
+        with torch.no_grad():
+            probed.noted.append(moments(input.detach()))
+            probed.running += [buffer for buffer in (running_mean, running_var) if buffer is not None]
+        return self._original(input, running_mean, running_var, weight, bias, True, momentum, eps)
+
     def sum(self, numbers: Tensor, identity: tuple[object, ...]) -> None:
         """Sum float64 ``numbers`` over the ranks, in place, if all are at the same BatchNorm."""
         if numbers.device.type != "cpu":
             self._group.all_reduce(numbers)
             return
-        if self._frame is None:
-            self._frame = Frame(self._group)
         signed = self._signatures.get(identity)
         if signed is None:
             signed = self._signatures[identity] = signature(repr(identity).encode())

@@ -42,7 +42,8 @@ def start(session: Session, can_share: bool) -> Pass:
     grad = torch.is_grad_enabled()
     by_mode = grad and session.world_size > 1 and session.evaluates_by_mode()
     training = grad and not by_mode
-    sharded = can_share and (training or session.plan.evaluation == "sharded")
+    shares = session.plan.batches != "whole" if training else session.plan.evaluation == "sharded"
+    sharded = can_share and shares
     return Pass(training=training, sharded=sharded, by_mode=by_mode)
 
 
@@ -68,10 +69,10 @@ def _index_sampler(session: Session) -> Any:
 def _begin(session: Session, loader: DataLoader[Any]) -> Pass:
     session.boundary()  # the iterator draws from the common stream
     current = start(session, _can_share(session, loader))
-    if session.distributed and (current.sharded or current.training):
+    if session.distributed and (current.sharded or current.training or session.plan.evaluation == "gathered"):
         synchronise(session, loader)
     if current.training:
-        if session.distributed and not current.sharded:
+        if session.distributed and not current.sharded and session.plan.batches != "whole":
             session.say_once(
                 "a data loader with an IterableDataset or without batches is not shared out: every rank trains "
                 "on all of it, which is right but not faster"

@@ -63,7 +63,7 @@ class Dealer:
 
     def __iter__(self) -> Iterator[Any]:
         current = self._start()
-        if not (current.training or current.sharded):
+        if not (current.training or current.sharded or self._session.plan.evaluation == "gathered"):
             return iter(self._source)
         # Now, not when the first batch is drawn: iter() of a sampler may draw random numbers.
         batches = common_order(self._session, self._source)

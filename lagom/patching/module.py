@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.device import follow_input
 from lagom.patching.replace import replaced
+from lagom.patching.slicing import Slicer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,6 +64,7 @@ def own_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
         stack.enter_context(replaced(nn.Module, "__call__", _called(forwards)))
         if session.world_size > 1:
             stack.enter_context(replaced(torch.utils.checkpoint, _CHECKPOINT, _checkpointed(forwards)))
+            stack.enter_context(_reentrant_checkpoints(session))
         yield
 
 
@@ -77,6 +79,15 @@ class _Forwards:
         self.streams = streams
         self.inside = False
         self._called = WeakIdKeyDictionary()
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Modules called in here are outermost ones."""
+        self.inside = False
+        try:
+            yield
+        finally:
+            self.inside = True
 
     def draws_own(self, function: Any) -> bool:
         """Whether this call, an outermost one, draws from the rank's own stream."""
@@ -99,6 +110,8 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
     original = vars(nn.Module)["__call__"]
     session, streams = forwards.session, forwards.streams
     on_cuda = session.device.type == "cuda"
+    may_slice = session.world_size > 1 and (session.plan.batches == "whole" or session.plan.evaluation == "gathered")
+    slicer = Slicer(session, original, forwards.outside) if may_slice else None
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if forwards.inside or torch.compiler.is_dynamo_compiling():
@@ -109,6 +122,8 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
                 follow_input(module, args, kwargs, session.device)
             if session.distributed and torch.is_grad_enabled():
                 session.uses((args, kwargs))
+            if slicer is not None and session.slices(module):
+                return slicer.call(module, args, kwargs)
             if not forwards.draws_own(module):
                 return original(module, *args, **kwargs)
             with streams.in_forward():
@@ -123,6 +138,7 @@ def _checkpointed(forwards: _Forwards) -> Callable[..., Iterator[None]]:
     original = vars(torch.utils.checkpoint)[_CHECKPOINT]
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        function = _as_in_forward(forwards.session, function)
         # It notes the state of the generators before it calls the function, to repeat it in the backward.
         if forwards.inside or forwards.session.depth:
             yield from original(function, *args, **kwargs)
@@ -135,3 +151,38 @@ def _checkpointed(forwards: _Forwards) -> Callable[..., Iterator[None]]:
             forwards.inside = False
 
     return generator
+
+
+@contextmanager
+def _reentrant_checkpoints(session: Session) -> Iterator[None]:
+    function = torch.utils.checkpoint.CheckpointFunction
+    apply, detach = function.apply, torch.utils.checkpoint.detach_variable
+
+    def patched_apply(run: Any, *args: Any) -> Any:
+        return apply(_as_in_forward(session, run), *args)  # type: ignore[no-untyped-call]
+
+    def patched_detach(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        detached: tuple[Any, ...] = detach(inputs)
+        for tensor in detached:
+            if isinstance(tensor, torch.Tensor):
+                session.repeated[tensor] = None
+        return detached
+
+    with (
+        replaced(function, "apply", staticmethod(patched_apply)),
+        replaced(torch.utils.checkpoint, "detach_variable", patched_detach),
+    ):
+        yield
+
+
+def _as_in_forward(session: Session, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of a checkpoint, which finds the whole batch again when the backward repeats it."""
+    region = session.region
+    if region is None:
+        return function
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with region.entered(session):
+            return function(*args, **kwargs)
+
+    return again

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from lagom.collectives.group import Group
+    from lagom.patching.probe import BatchStatistics
+    from lagom.patching.slicing import Region
     from lagom.plan import Plan
 
 log = logging.getLogger("lagom")
@@ -91,9 +94,17 @@ class Session:
     leaves: Leaves = field(default_factory=Leaves, init=False)
     synchronised: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """Buffers that are equal on all ranks because of what lagom does in the forward."""
+    repeated: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
+    """Inputs of forwards that a backward repeats: leaves whose gradients stay the rank's own."""
     _shares: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """By tensor, of the batches that the program has seen."""
     _used: Share | None = field(default=None, init=False)
+    region: Region | None = field(default=None, init=False)
+    """The sliced forward under way."""
+    probed: BatchStatistics | None = field(default=None, init=False)
+    """Statistics for BatchNorm while a forward is only looked at."""
+    always_slices: bool = False
+    """Slice forwards also where that takes longer than it saves; for tests."""
     frame: Frame | None = field(default=None, init=False)
     watch: Watch | None = field(default=None, init=False)
     replicate: Replicate | None = field(default=None, init=False)
@@ -107,6 +118,7 @@ class Session:
     _said: set[str] = field(default_factory=set, init=False)
     _uneven_from: torch.Tensor | None = field(default=None, init=False)
     _num_reseeds: int = field(default=0, init=False)
+    _is_probing: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.group is not None:
@@ -214,12 +226,47 @@ class Session:
             self._open.pop()
         return self._last
 
+    def slices(self, module: nn.Module) -> bool:
+        """Whether a call of ``module`` is one that the ranks may share out by rows: all have the same input."""
+        if not self.distributed or self.depth or self._is_probing:
+            return False
+        evaluates = not (torch.is_grad_enabled() and module.training)
+        if evaluates and self.plan.evaluation != "gathered":
+            return False
+        if self.plan.batches == "whole":
+            return True
+        return evaluates and self._evaluation_pass is not None and self._evaluation_pass() is not None
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """While a forward is only looked at: nothing is exchanged."""
+        self._is_probing = True
+        try:
+            yield
+        finally:
+            self._is_probing = False
+
+    @contextmanager
+    def statistics(self, probed: BatchStatistics) -> Iterator[None]:
+        """Have BatchNorm use ``probed``."""
+        self.probed = probed
+        try:
+            yield
+        finally:
+            self.probed = None
+
+    def drew_unevenly(self, before: torch.Tensor) -> None:
+        """Ranks have drawn different amounts from the common random numbers since their state was ``before``."""
+        self._uneven_from = before
+
     @property
     def share_in_forward(self) -> Share | None:
         """Of the batch that a forward sees, if the other ranks run it as well.
 
         They do not while they evaluate: every rank has whole batches, or the numbers of batches differ.
         """
+        if self.region is not None:
+            return self.region.share
         evaluates = self._evaluation_pass is not None and self._evaluation_pass() is not None
         return self.share if self.distributed and not evaluates else None
 

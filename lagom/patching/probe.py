@@ -1,0 +1,361 @@
+"""``probe``: finds out whether a module computes each row of its batch by itself, so that ranks can share the rows out.
+
+See Note [Probe].
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+import warnings
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from lagom.patching.recorder import BlockRecorder, NotByRowsError, Recorder
+from lagom.strategies.draws import Kind, UnsupportedDrawError
+from lagom.strategies.whole_batch import Block
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+_SMALL = 1e-3
+"""Parameters no larger than this are taken for numbers that will grow: gates that start closed."""
+
+
+@dataclass
+class Finding:
+    """What is known of a module's forward on inputs of one kind."""
+
+    rows: int
+    """Of the batch that it was looked at with."""
+    flops: float = 0.0
+    """For these rows."""
+    num_bytes: int = 0
+    """Of its outputs, for these rows."""
+    spec: TreeSpec | None = None
+    """How its outputs are laid out."""
+    factors: list[int | None] = field(default_factory=list)
+    """Of each output, rows per row of the batch; None for what is no tensor."""
+    axes: dict[Kind, int | None] = field(default_factory=dict)
+    """Its random draws; see ``Draws``."""
+    reason: str | None = None
+    """Why it runs whole on every rank; None: it is sliced."""
+    sliced: bool = False
+    """It was found to compute its rows one by one."""
+
+
+class BatchStatistics:
+    """BatchNorm in a probe: statistics of the whole batch are noted, and then serve its blocks."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[Tensor, Tensor]] = []
+        self.running: list[Tensor] = []
+        self._replayed: Iterator[tuple[Tensor, Tensor]] | None = None
+
+    def replay(self) -> None:
+        """From now on give what was noted."""
+        self._replayed = iter(self.noted)
+
+    @property
+    def replays(self) -> bool:
+        """Whether a block is run, not the whole."""
+        return self._replayed is not None
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance for the next BatchNorm of a block."""
+        assert self._replayed is not None
+        found = next(self._replayed, None)
+        if found is None:
+            raise NotByRowsError("runs BatchNorm another number of times on a part of the batch")
+        return found
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A call of a module that might be sliced."""
+
+    module: nn.Module
+    inside: Sequence[nn.Module]
+    """All its modules."""
+    run: Callable[[list[Any]], Any]
+    """Calls the module with these leaves of its arguments."""
+    leaves: list[Any]
+    """Of its arguments."""
+    rows: int
+    """Of the batch: the leaves with so many are sliced."""
+    device: torch.device
+
+    def block_of(self, block: Block) -> list[Any]:
+        """The leaves for one block."""
+        return [block.of(leaf.detach()) if is_batch(leaf, self.rows) else leaf for leaf in self.leaves]
+
+
+def is_batch(leaf: Any, rows: int) -> bool:
+    """Whether ``leaf`` is a tensor with a row for each sample."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+
+
+def probe(
+    candidate: Candidate,
+    world_size: int,
+    statistics: Callable[[BatchStatistics], Any],
+    pays: Callable[[Finding], bool],
+) -> Finding:
+    """Look at a module's forward: run it whole, and in blocks where slicing would pay. Leaves everything as it was.
+
+    Args:
+        statistics: a context in which BatchNorm uses those given.
+        pays: whether to go on after the whole.
+    """
+    finding = Finding(candidate.rows)
+    try:
+        _check(candidate)
+        with _as_it_was(candidate) as begin_again:
+            _look(candidate, finding, world_size, statistics, pays, begin_again)
+    except (NotByRowsError, UnsupportedDrawError) as error:
+        finding.reason = str(error)
+    except Exception as error:  # a forward that does not run on a part of its batch
+        finding.reason = f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
+    return finding
+
+
+def _check(candidate: Candidate) -> None:
+    for module in candidate.inside:
+        state = module.__dict__
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            if any(not _is_torchs(hook) for hook in (state.get(kind) or {}).values()):
+                raise NotByRowsError("has hooks, which would see a part of the batch")
+        for parameter in (state.get("_parameters") or {}).values():
+            if parameter is not None and parameter._backward_hooks:
+                raise NotByRowsError("has hooks on gradients, which would see those of a part of the batch")
+    everywhere = torch.nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks or everywhere._global_backward_hooks:
+        raise NotByRowsError("is called with global hooks, which would see a part of the batch")
+
+
+def _is_torchs(hook: object) -> bool:
+    return (getattr(hook, "__module__", None) or type(hook).__module__ or "").startswith("torch.")
+
+
+def _look(
+    candidate: Candidate,
+    finding: Finding,
+    world_size: int,
+    statistics: Callable[[BatchStatistics], Any],
+    pays: Callable[[Finding], bool],
+    begin_again: Callable[[], None],
+) -> None:
+    noted = BatchStatistics()
+    versions = _versions(candidate)
+    given = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.leaves]
+    recorder = Recorder([leaf for leaf in given if is_batch(leaf, candidate.rows)])
+    with statistics(noted):
+        outputs, finding.factors, finding.spec = _run(candidate, recorder, given, candidate.rows, noted)
+    buffers = _buffers(candidate)
+    if _versions(candidate) != versions:
+        raise NotByRowsError("changes its input in place")
+    own = sum(parameter.numel() for parameter in candidate.module.parameters())
+    finding.flops = max(recorder.flops, 2.0 * own * candidate.rows)
+    finding.num_bytes = sum(o.numel() * o.element_size() for o in outputs if isinstance(o, torch.Tensor))
+    if not pays(finding):
+        return
+    parts = []
+    for block in Block(0, world_size, candidate.rows).others:
+        begin_again()
+        leaves = candidate.block_of(block)
+        inputs = [leaf for leaf in leaves if is_batch(leaf, block.num_mine)]
+        part = BlockRecorder(inputs, block, recorder.drawn, finding.axes)
+        noted.replay()
+        with statistics(noted):
+            part_outputs, factors, spec = _run(candidate, part, leaves, block.num_mine, noted)
+        if spec != finding.spec or factors != finding.factors or len(part.drawn) != len(recorder.drawn):
+            raise NotByRowsError("gives other outputs for a part of its batch")
+        _compare_buffers(buffers, _buffers(candidate), noted)
+        parts.append(part_outputs)
+    _compare(finding, outputs, parts, _tolerance(candidate))
+    finding.sliced = True
+
+
+def _run(
+    candidate: Candidate, recorder: Recorder, leaves: list[Any], rows: int, noted: BatchStatistics
+) -> tuple[list[Any], list[int | None], TreeSpec]:
+    """Outputs, cut off from their graph; of each the rows per row of the input; and their structure."""
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings(), recorder:
+        warnings.simplefilter("ignore")
+        outputs, spec = tree_flatten(candidate.run(leaves))
+    if said.getvalue():
+        raise NotByRowsError("prints, and would print of a part of the batch")
+    factors = [_factor(output, recorder, rows) for output in outputs]
+    # Copies: what lives on after this is kept by the program.
+    copies = [output.detach().clone() if isinstance(output, torch.Tensor) else output for output in outputs]
+    outputs.clear()
+    known = chain(candidate.module.parameters(), candidate.module.buffers(), *noted.noted)
+    if recorder.keeps(known):
+        raise NotByRowsError("keeps a tensor of its forward beside its output, which would be of a part of the batch")
+    return copies, factors, spec
+
+
+def _factor(output: Any, recorder: Recorder, rows: int) -> int | None:
+    if not isinstance(output, torch.Tensor):
+        if not isinstance(output, (bool, int, float, str, type(None))):
+            raise NotByRowsError(f"gives a {type(output).__name__}, of which it is unknown what is in it")
+        return None
+    if not recorder.follows_input(output):
+        return None
+    if output.layout != torch.strided or output.dim() == 0 or output.shape[0] == 0 or output.shape[0] % rows:
+        raise NotByRowsError(f"gives an output of shape {tuple(output.shape)}, not one with a row for each of {rows}")
+    return output.shape[0] // rows
+
+
+def _compare(finding: Finding, outputs: list[Any], parts: list[list[Any]], tolerance: float) -> None:
+    for index, (whole, factor) in enumerate(zip(outputs, finding.factors, strict=True)):
+        found = [part[index] for part in parts]
+        if factor is not None:
+            together = torch.cat(found)
+            same = (
+                together.shape == whole.shape and together.dtype == whole.dtype and _close(together, whole, tolerance)
+            )
+        elif isinstance(whole, torch.Tensor):
+            same = all(isinstance(one, torch.Tensor) and _close(one, whole, tolerance) for one in found)
+        else:
+            same = all(one == whole or (one != one and whole != whole) for one in found)
+        if not same:
+            raise NotByRowsError("does not compute the rows of its batch one by one")
+
+
+def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    finite = other[other.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def _tolerance(candidate: Candidate) -> float:
+    """Relative, for sums in another order in the least exact numbers in use."""
+    kinds = {p.dtype for p in candidate.module.parameters() if p.is_floating_point()}
+    if torch.is_autocast_enabled(candidate.device.type):
+        kinds.add(torch.get_autocast_dtype(candidate.device.type))
+    return max((_TOLERANCES.get(kind, 0.05) for kind in kinds), default=1e-4)
+
+
+_TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4}
+
+
+def _versions(candidate: Candidate) -> list[int | None]:
+    return [
+        leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
+        for leaf in candidate.leaves
+    ]
+
+
+def _buffers(candidate: Candidate) -> list[tuple[Tensor, Tensor]]:
+    """Each buffer, and a copy of what is in it now."""
+    found = {
+        id(buffer): buffer
+        for module in candidate.inside
+        for buffer in (module.__dict__.get("_buffers") or {}).values()
+        if buffer is not None and buffer.layout == torch.strided
+    }
+    return [(buffer, buffer.detach().clone()) for buffer in found.values()]
+
+
+def _compare_buffers(
+    whole: list[tuple[Tensor, Tensor]], part: list[tuple[Tensor, Tensor]], noted: BatchStatistics
+) -> None:
+    running = {id(buffer) for buffer in noted.running}
+    for (buffer, ours), (other, theirs) in zip(whole, part, strict=True):
+        same = buffer is other and ours.shape == theirs.shape and torch.equal(ours, theirs)
+        if not same and id(buffer) not in running:
+            raise NotByRowsError("keeps a buffer that depends on the batch")
+
+
+@contextmanager
+def _as_it_was(candidate: Candidate) -> Iterator[Callable[[], None]]:
+    """Puts back what a forward changes: random numbers, buffers, attributes. Gives a function that does so at once."""
+    kept = [*_random_numbers(candidate.device), *_attributes(candidate), *_contents(candidate)]
+
+    def put_back() -> None:
+        for restore in kept:
+            restore()
+
+    small = _opened(candidate)
+    try:
+        yield put_back
+    finally:
+        put_back()
+        for parameter, before in small:
+            parameter.data.copy_(before)
+
+
+def _random_numbers(device: torch.device) -> Iterator[Callable[[], object]]:
+    yield partial(torch.default_generator.set_state, torch.default_generator.get_state())
+    if device.type == "cuda":
+        yield partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+    yield partial(random.setstate, random.getstate())
+    if "numpy.random" in sys.modules:
+        numpy_random = sys.modules["numpy.random"]
+        yield partial(numpy_random.set_state, numpy_random.get_state())
+
+
+def _attributes(candidate: Candidate) -> Iterator[Callable[[], object]]:
+    for module in candidate.inside:
+        for holder in (module.__dict__, *module.__dict__.values()):
+            if isinstance(holder, dict):
+                yield partial(_refill, holder, dict(holder))
+            elif isinstance(holder, list):
+                yield partial(holder.__setitem__, slice(None), list(holder))
+
+
+def _refill(holder: dict[Any, Any], before: dict[Any, Any]) -> None:
+    holder.clear()
+    holder.update(before)
+
+
+def _contents(candidate: Candidate) -> Iterator[Callable[[], object]]:
+    for buffer, before in _buffers(candidate):
+        # Through .data: a graph may hold the buffer, and its version.
+        yield partial(buffer.data.copy_, before)
+
+
+def _opened(candidate: Candidate) -> list[tuple[Tensor, Tensor]]:
+    """Give parameters that are next to nothing some size, for now: a closed gate hides what is behind it."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for index, parameter in enumerate(candidate.module.parameters()):
+        if parameter.is_floating_point() and parameter.numel() and float(parameter.detach().abs().max()) <= _SMALL:
+            found.append((parameter, parameter.detach().clone()))
+            generator = torch.Generator(parameter.device).manual_seed(index)
+            parameter.data.normal_(0.0, 0.1, generator=generator)
+    return found
+
+
+# Note [Probe]
+#
+# A forward is sliced only where this changes nothing but the speed, and that is found out, not assumed: before a
+# module's first call with inputs of a kind, it is run whole and in the blocks of all ranks, one after the other, on
+# every rank. That takes no exchange, so that all ranks find the same, and a forward that fails on a block fails alike
+# everywhere. Outputs must agree, and besides
+#
+# - nothing that is computed from the input may stay behind in an attribute, a list or a closure, where the program
+#   would find a part of the batch: what lives on when the output is gone, by weak references to the storages of all
+#   that was computed;
+# - no number of the input may decide anything (item(), masks that select), since another batch could decide otherwise;
+# - buffers must come out the same, but for BatchNorm's, whose statistics are the whole's in each block;
+# - what it draws at random must be as many numbers for each row; see ``Draws``;
+# - hooks of the program's and prints would see a part of the batch.
+#
+# Parameters that are (almost) zero get some size in the meantime: a gate that starts closed would hide a coupling of
+# the rows that shows later. Random numbers, buffers and attributes are put back.

@@ -1,0 +1,222 @@
+"""``Slicer``: forwards of which each rank computes its block of the rows, where that changes nothing but the speed."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lagom.errors import LagomError
+from lagom.patching.probe import Candidate, Finding, is_batch, probe
+from lagom.patching.session import Share
+from lagom.strategies.draws import Draws
+from lagom.strategies.whole_batch import Block, Exchange, Gatherer, UnequalInputError, gathered, pays, sliced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lagom.patching.session import Session
+
+_MAX_KINDS = 64
+"""Kinds of input of one module, after which it is no longer looked at."""
+
+
+@dataclass(eq=False)
+class Region:
+    """A sliced forward under way."""
+
+    share: Share
+    draws: Draws | None
+
+    @contextmanager
+    def entered(self, session: Session) -> Iterator[None]:
+        """Have BatchNorm and random draws see the whole batch; once, also where it is entered again inside."""
+        before = session.region
+        if before is self:
+            yield
+            return
+        session.region = self
+        try:
+            with self.draws or nullcontext():
+                yield
+        finally:
+            session.region = before
+
+
+class Slicer:
+    """Slices the forwards of modules that compute their rows one by one, and runs others whole.
+
+    Args:
+        original: ``nn.Module.__call__``.
+        outside: a context in which modules that are called count as outermost.
+    """
+
+    def __init__(self, session: Session, original: Callable[..., Any], outside: Callable[[], Any]) -> None:
+        assert session.group is not None
+        assert session.watch is not None
+        self._session = session
+        self._group = session.group
+        self._gatherer = Gatherer(session.group, session.watch.meet)
+        self._original = original
+        self._outside = outside
+        self._inside: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._findings: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._depth = 0
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``module(*args, **kwargs)`` is; every rank has the same arguments."""
+        inside = self._modules(module)
+        leaves, spec = tree_flatten((args, kwargs))
+        rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+        if not inside or rows < self._group.world_size:
+            return self._original(module, *args, **kwargs)
+
+        def run(changed: list[Any]) -> Any:
+            its_args, its_kwargs = tree_unflatten(changed, spec)
+            return self._original(module, *its_args, **its_kwargs)
+
+        candidate = Candidate(module, inside, run, leaves, rows, self._session.device)
+        finding = self._finding(candidate, spec)
+        if finding.reason is not None:
+            return self._descend(module, args, kwargs)
+        if not finding.sliced:  # too small
+            return self._original(module, *args, **kwargs)
+        return self._sliced(candidate, finding)
+
+    def _descend(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``module`` whole; those inside it may be sliced."""
+        self._depth += 1
+        try:
+            with self._outside():
+                return self._original(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _modules(self, module: nn.Module) -> list[nn.Module]:
+        """All modules inside one; none when it has no parameters yet, or none at all."""
+        found = self._inside.get(module)
+        if found is None:
+            found = list(module.modules())
+            state = [*module.parameters(), *module.buffers()]
+            if any(is_lazy(tensor) for tensor in state):
+                return []  # its first call makes them
+            if not any(isinstance(tensor, nn.Parameter) for tensor in state):
+                found = []
+            self._inside[module] = found
+        return found  # type: ignore[no-any-return]
+
+    def _finding(self, candidate: Candidate, spec: TreeSpec) -> Finding:
+        known: dict[object, Finding] = self._findings.setdefault(candidate.module, {})
+        key = _kind(candidate, spec)
+        finding = known.get(key)
+        if finding is None:
+            if len(known) == _MAX_KINDS:
+                return Finding(candidate.rows, reason="is called with inputs of too many kinds")
+            finding = known[key] = self._probe(candidate)
+        elif finding.reason is None and not finding.sliced and self._pays(finding, candidate):
+            finding = known[key] = self._probe(candidate)
+        return finding
+
+    def _probe(self, candidate: Candidate) -> Finding:
+        with self._session.probing():
+            finding = probe(
+                candidate, self._group.world_size, self._session.statistics, lambda found: self._pays(found, candidate)
+            )
+        name = type(candidate.module).__name__
+        if finding.sliced or finding.reason is not None:
+            self._session.at(f"the first call of {name} with inputs of a kind")
+            reasons = [part.decode() for part in self._group.all_gather_bytes((finding.reason or "").encode())]
+            finding.reason = next(filter(None, reasons), None)
+        if self._depth:
+            return finding
+        if finding.reason is not None:
+            self._session.say_once(
+                f"{name} runs whole on every rank, which is right but not faster: it {finding.reason}"
+            )
+        elif not finding.sliced and self._session.plan.batches == "whole" and torch.is_grad_enabled():
+            self._session.say_once(
+                f"{name} runs whole on every rank: exchanging its outputs would take longer than what slicing saves"
+            )
+        return finding
+
+    def _pays(self, finding: Finding, candidate: Candidate) -> bool:
+        if self._session.always_slices:
+            return True
+        return pays(
+            finding.flops * candidate.rows / finding.rows,
+            finding.num_bytes * candidate.rows / finding.rows,
+            self._group.world_size,
+            candidate.device,
+            training=torch.is_grad_enabled(),
+        )
+
+    def _sliced(self, candidate: Candidate, finding: Finding) -> Any:
+        session = self._session
+        block = Block(self._group.rank, self._group.world_size, candidate.rows)
+        exchange = Exchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
+        leaves = [sliced(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
+        region = Region(
+            Share(block.num_mine, block.num_all, block.even), Draws(block, finding.axes) if finding.axes else None
+        )
+        before = torch.default_generator.get_state() if region.draws is None else None
+        with region.entered(session):
+            outputs, spec = tree_flatten(candidate.run(leaves))
+        if before is not None and not torch.equal(before, torch.default_generator.get_state()):
+            finding.reason = "draws random numbers only now and then"
+            session.drew_unevenly(before)
+        if spec != finding.spec:
+            raise LagomError(
+                f"the forward of {type(candidate.module).__name__} gave outputs of another structure than at its first "
+                "call; use batches='split' and evaluation='replicated' for this program"
+            )
+        try:
+            return tree_unflatten(self._gathered(outputs, finding, exchange, candidate), spec)
+        except UnequalInputError:
+            if session.plan.batches == "whole":
+                raise
+            # An evaluation that calls a model with a share of a training batch.
+            finding.reason = "was called with other inputs on other ranks"
+            return candidate.run(candidate.leaves)
+
+    def _gathered(self, outputs: list[Any], finding: Finding, exchange: Exchange, candidate: Candidate) -> list[Any]:
+        indices = [i for i, factor in enumerate(finding.factors) if factor is not None]
+        factors = [factor for factor in finding.factors if factor is not None]
+        blocks = [outputs[i] for i in indices]
+        for one, factor in zip(blocks, factors, strict=True):
+            if not isinstance(one, torch.Tensor) or one.dim() == 0 or one.shape[0] != factor * exchange.block.num_mine:
+                raise LagomError(
+                    f"the forward of {type(candidate.module).__name__} gave an output that has not a row for each "
+                    "sample, unlike at its first call; use batches='split' and evaluation='replicated' for this program"
+                )
+        signed = b"".join(_glimpse(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
+        wholes = gathered(blocks, exchange, factors, signed)
+        for i, one, whole in zip(indices, blocks, wholes, strict=True):
+            outputs[i] = whole if one.requires_grad else whole.detach()
+        return outputs
+
+
+def _kind(candidate: Candidate, spec: TreeSpec) -> object:
+    """Equal for calls that the same finding holds for."""
+    leaves = tuple(
+        (leaf.dim(), leaf.dtype, leaf.requires_grad, is_batch(leaf, candidate.rows))
+        if isinstance(leaf, torch.Tensor)
+        else (leaf if isinstance(leaf, (bool, int, str, type(None))) else type(leaf))
+        for leaf in candidate.leaves
+    )
+    modes = bytes(module.training for module in candidate.inside)
+    return spec, leaves, modes, torch.is_grad_enabled(), torch.is_autocast_enabled(candidate.device.type)
+
+
+def _glimpse(tensor: torch.Tensor) -> bytes:
+    """Some of the numbers in ``tensor``."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return b""
+    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)
+    some = flat[:: max(1, len(flat) // 61)][:64]
+    return bytes(some.contiguous().view(torch.uint8).numpy().data)

@@ -1,0 +1,478 @@
+"""``batches="whole"``: every loss, metric and random number is that of one machine, on every rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lagom.errors import DivergenceError
+from lagom.patching.probe import Candidate, probe
+from lagom.patching.session import Session
+from tests.ranks import RankFailedError, alone, run_ranks
+
+Program = Callable[[Session], Any]
+
+
+def data(num: int = 37, width: int = 5) -> TensorDataset:
+    """Samples with a target each; the last batch of 8 is an uneven tail of 5."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(num, width, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+def trained(model: nn.Module, loss_of: Callable[[Any, Tensor, Tensor], Tensor], epochs: int = 2) -> list[Any]:
+    """Losses of all steps, and weights in the end."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(epochs):
+        for x, y in DataLoader(data(), batch_size=8, shuffle=True):
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return [losses, *[tensor.detach().clone() for tensor in model.state_dict().values()]]
+
+
+def network(*extra: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 16), *extra, nn.Tanh(), nn.Linear(16, 1)).double()
+
+
+def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def sum_loss(session: Session) -> Any:
+    return trained(network(), lambda model, x, y: F.mse_loss(model(x), y, reduction="sum"))
+
+
+def contrastive(session: Session) -> Any:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Any:
+        z = F.normalize(model[0](x), dim=1)
+        return F.cross_entropy(z @ z.T / 0.3, torch.arange(len(x)))
+
+    return trained(network(), loss)
+
+
+def weight_decay_in_the_loss(session: Session) -> Any:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Any:
+        return mean_loss(model, x, y) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    return trained(network(), loss)
+
+
+def dropout_and_batch_norm(session: Session) -> Any:
+    return trained(network(nn.BatchNorm1d(16), nn.Dropout(0.4)), mean_loss)
+
+
+def chained_modules(session: Session) -> Any:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = network(nn.Dropout(0.2)), nn.Linear(1, 5).double()
+
+        def loss(self, x: Tensor, y: Tensor) -> Any:
+            z = self.encoder(x)
+            return F.mse_loss(self.decoder(z), x) + (z - y).abs().sum()
+
+    return trained(Both(), lambda model, x, y: model.loss(x, y))
+
+
+def penalised_gradient(session: Session) -> Any:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return mean_loss(model, x, y) + (slope.norm(dim=1) - 1).square().sum()
+
+    return trained(network(), loss)
+
+
+def two_heads(session: Session) -> Any:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.scale = network(), nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x: Tensor, flag: bool) -> dict[str, Any]:
+            out = self.body(x)
+            return {
+                "out": out,
+                "kept": out.detach(),
+                "scale": self.scale.exp(),
+                "label": (out > 0).long(),
+                "flag": flag,
+            }
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Any:
+        found = model(x, flag=True)
+        assert not found["kept"].requires_grad
+        assert found["label"].dtype == torch.int64
+        return (found["out"] * found["scale"] - y).square().sum() + found["kept"].std() * found["scale"]
+
+    return trained(Heads(), loss)
+
+
+def repeated_in_the_backward(session: Session) -> Any:
+    class Checkpointed(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.first, self.rest, self.reentrant = nn.Linear(5, 5).double(), network(nn.Dropout(0.3)), reentrant
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.rest, self.first(x), use_reentrant=self.reentrant)
+
+    return [trained(Checkpointed(reentrant), mean_loss) for reentrant in (False, True)]
+
+
+def noise_of_its_own(session: Session) -> Any:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+
+        def forward(self, x: Tensor) -> Any:
+            shared = torch.rand(5, dtype=x.dtype)
+            return self.body(x + 0.1 * torch.randn_like(x) + shared * torch.empty(len(x), 1).uniform_())
+
+    return trained(Noisy(), mean_loss)
+
+
+def recurrent(session: Session) -> Any:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(1, 6, num_layers=2, dropout=0.3, batch_first=True).double()
+            self.out = nn.Linear(6, 1).double()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.out(self.lstm(x.unsqueeze(-1))[0][:, -1])
+
+    return trained(Recurrent(), mean_loss)
+
+
+def attention(session: Session) -> Any:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+            self.into, self.body, self.out = nn.Linear(1, 8), nn.TransformerEncoder(layer, 1), nn.Linear(8, 1)
+            self.double()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.out(self.body(self.into(x.unsqueeze(-1))).mean(1))
+
+    return trained(Attention(), mean_loss)
+
+
+SLICED: list[Program] = [
+    *(sum_loss, contrastive, weight_decay_in_the_loss, dropout_and_batch_norm, chained_modules, penalised_gradient),
+    *(two_heads, repeated_in_the_backward, noise_of_its_own, recurrent, attention),
+]
+
+
+class Coupled(nn.Module):
+    """Rows that depend on each other, behind a gate that starts closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gate = network(), nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.body(x)
+        return out + self.gate * out.mean(0)
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return F.mse_loss(self.body(x), y, reduction="sum")
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body: Any = network()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.body[0](x)
+        self.seen.append(hidden)
+        return self.body[2](hidden.tanh())
+
+
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x / 2 if x.max() > 1.5 else x)
+
+
+class Counting(nn.Module):
+    """A buffer that depends on the batch, and a count of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.calls = network(), 0
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        self.seen += x.abs().sum()
+        return self.body(x) * self.seen.log()
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(1, 1).double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.rnn(x.unsqueeze(-1))[0]
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body: Any = network()
+        self.features: list[Tensor] = []
+        self.body[0].register_forward_hook(lambda _module, _args, out: self.features.append(out.sum()))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x)
+
+
+def coupled(session: Session) -> Any:
+    return trained(Coupled(), mean_loss)
+
+
+def loss_inside(session: Session) -> Any:
+    return trained(WithLoss(), lambda model, x, y: model(x, y))
+
+
+def remembering(session: Session) -> Any:
+    model = Remembering()
+    results = trained(model, lambda model, x, y: mean_loss(model, x, y) + model.seen[-1].square().sum())
+    return [*results, [len(seen) for seen in model.seen]]
+
+
+def deciding(session: Session) -> Any:
+    return trained(Deciding(), mean_loss)
+
+
+def counting(session: Session) -> Any:
+    model = Counting()
+    return [*trained(model, mean_loss), model.calls]
+
+
+def time_first(session: Session) -> Any:
+    return trained(TimeFirst(), lambda model, x, y: (model(x)[:, -1] - y[:, 0]).square().sum())
+
+
+def hooked(session: Session) -> Any:
+    model = Hooked()
+    results = trained(model, lambda model, x, y: mean_loss(model, x, y) + model.features[-1].square())
+    return [*results, len(model.features)]
+
+
+WHOLE: list[Program] = [coupled, loss_inside, remembering, deciding, counting, time_first, hooked]
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    if isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("program", [*SLICED, *WHOLE], ids=lambda program: program.__name__)
+def test_losses_and_weights_are_those_of_one_machine(program: Program, world_size: int) -> None:
+    expected = alone(program)
+    for found in run_ranks(world_size, program, batches="whole"):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("program", SLICED, ids=lambda program: program.__name__)
+def test_forwards_by_rows_are_sliced(program: Program) -> None:
+    said = run_ranks(2, lambda session: (program(session), whole_on_every_rank(session))[1], batches="whole")
+    assert said == [[], []]
+
+
+REASONS = {
+    "coupled": "one by one",
+    "loss_inside": "output of shape ()",
+    "remembering": "keeps a tensor",
+    "deciding": "decisions by the numbers of its input",
+    "counting": "keeps a buffer",
+    "time_first": "one by one",
+    "hooked": "has hooks",
+}
+
+
+@pytest.mark.parametrize("program", WHOLE, ids=lambda program: program.__name__)
+def test_others_run_whole_and_the_log_says_why(program: Program) -> None:
+    for (said,) in run_ranks(2, lambda session: (program(session), whole_on_every_rank(session))[1], batches="whole"):
+        assert REASONS[program.__name__] in said
+
+
+def whole_on_every_rank(session: Session) -> list[str]:
+    return sorted(text for text in session._said if "runs whole on every rank" in text)
+
+
+def rows_seen(model: nn.Linear, rows: list[int]) -> nn.Module:
+    """``model``, noting in ``rows`` how many its forwards compute. No hook: that would keep it from being sliced."""
+
+    class Noting(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            rows.append(len(input))
+            return super().forward(input)
+
+    noting = Noting(model.in_features, model.out_features).double()
+    noting.load_state_dict(model.state_dict())
+    return noting
+
+
+def test_each_rank_computes_its_block() -> None:
+    def program(session: Session) -> Any:
+        rows: list[int] = []
+        model = rows_seen(nn.Linear(5, 1).double(), rows)
+        for x, y in DataLoader(data(21), batch_size=10):
+            F.mse_loss(model(x), y).backward()
+        return rows
+
+    first, second, third = run_ranks(3, program, batches="whole")
+    # Looked at once, whole and in blocks; then blocks; a batch of one sample is for all.
+    assert first == [10, 3, 3, 4, 3, 3, 1]
+    assert second == [10, 3, 3, 4, 3, 3, 1]
+    assert third == [10, 3, 3, 4, 4, 4, 1]
+
+
+def test_what_does_not_pay_is_not_sliced() -> None:
+    def program(session: Session) -> Any:
+        rows: list[int] = []
+        small = rows_seen(nn.Linear(5, 1).double(), rows)
+        for x, y in DataLoader(data(16), batch_size=8):
+            F.mse_loss(small(x), y).backward()
+        wide: list[int] = []
+        large = rows_seen(nn.Linear(512, 1024).double(), wide)
+        large(torch.randn(256, 512, dtype=torch.float64))
+        return rows, wide, whole_on_every_rank(session)
+
+    for rows, wide, said in run_ranks(2, program, batches="whole", always_slices=False):
+        assert rows == [8, 8, 8]  # looked at once
+        assert wide == [256, 128, 128, 128]
+        assert "would take longer" in said[0]
+
+
+def test_metrics_of_an_evaluation_are_those_of_one_machine() -> None:
+    def program(session: Session) -> Any:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
+        rows: list[int] = []
+        model.append(rows_seen(nn.Linear(1, 1).double(), rows))
+        found: list[Any] = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for epoch in range(2):
+            model.train()
+            for x, y in DataLoader(data(32), batch_size=8):
+                optimizer.zero_grad()
+                mean_loss(model, x, y).backward()
+                optimizer.step()
+            model.eval()
+            rows.clear()
+            with torch.inference_mode(epoch == 0), torch.no_grad():
+                outputs = [(model(x), y) for x, y in DataLoader(data(21), batch_size=8, shuffle=True)]
+            together = torch.cat([out for out, _ in outputs])
+            found += [sum(F.mse_loss(out, y, reduction="sum").item() for out, y in outputs), together.std().item()]
+            found += [(together > together.median()).long(), len(outputs), together.clone()]
+        return found, rows
+
+    (expected, plain_rows) = alone(program)
+    assert plain_rows == [8, 8, 5]
+    for world_size in (2, 3):
+        results = run_ranks(world_size, program, evaluation="gathered")
+        for found, _ in results:
+            assert_equal(found, expected)
+        assert sum(sum(rows[-3:]) for _, rows in results) == 21
+
+
+def test_a_model_called_with_a_share_while_evaluating_runs_whole() -> None:
+    def program(session: Session) -> Any:
+        model = nn.Linear(5, 1).double()
+        train = DataLoader(data(16), batch_size=8)
+        for x, y in train:
+            mean_loss(model, x, y).backward()
+        model.eval()
+        with torch.no_grad():
+            for whole, _ in DataLoader(data(8), batch_size=8):
+                model(whole)
+                found = torch.equal(model(x), F.linear(x, model.weight, model.bias)), len(x)
+        return found
+
+    assert run_ranks(2, program, evaluation="gathered") == [(True, 4), (True, 4)]
+
+
+def test_other_inputs_on_other_ranks_are_an_error() -> None:
+    def program(session: Session) -> Any:
+        model = nn.Linear(5, 1).double()
+        model(torch.randn(8, 5, dtype=torch.float64))
+        with pytest.raises(DivergenceError, match="not the same on all ranks"):
+            model(torch.full((8, 5), float(session.rank), dtype=torch.float64))
+
+    run_ranks(2, program, batches="whole")
+
+
+def test_an_evaluation_on_one_rank_only_is_an_error_on_all() -> None:
+    def program(session: Session) -> Any:
+        model = nn.Linear(5, 1).double()
+        if session.rank == 0:
+            model.eval()
+            with torch.no_grad():
+                for x, _ in DataLoader(data(8), batch_size=8):
+                    model(x)
+        for x, y in DataLoader(data(8), batch_size=8):
+            mean_loss(model, x, y).backward()
+
+    with pytest.raises(RankFailedError, match="different points of the program"):
+        run_ranks(2, program, evaluation="gathered")
+
+
+def test_a_module_is_as_it_was_after_it_was_looked_at() -> None:
+    def program(session: Session) -> Any:
+        model = network(nn.BatchNorm1d(16), nn.Dropout(0.5))
+        nn.init.zeros_(model.get_parameter("0.bias"))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        numpy_state: Any = np.random.get_state()
+        states = torch.get_rng_state(), random.getstate(), numpy_state[1].copy()
+        with session.probing():
+            leaves = [torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))]
+            candidate = Candidate(
+                model, list(model.modules()), lambda leaves: model(*leaves), leaves, 8, session.device
+            )
+            finding = probe(candidate, 2, session.statistics, lambda _: True)
+        assert finding.sliced, finding.reason
+        assert torch.equal(states[0], torch.get_rng_state())
+        assert states[1] == random.getstate()
+        numpy_state = np.random.get_state()
+        assert np.array_equal(states[2], numpy_state[1])
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+
+    run_ranks(2, program, batches="whole")
