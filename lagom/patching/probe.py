@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from lagom.patching.recorder import BlockRecorder, NotByRowsError, Recorder
+from lagom.patching.recorder import BlockRecorder, NotByRowsError, Recorder, Work
 from lagom.strategies.draws import Kind, UnsupportedDrawError
 from lagom.strategies.whole_batch import Block
 
@@ -52,6 +52,8 @@ class Finding:
     """Why it runs whole on every rank; None: it is sliced."""
     sliced: bool = False
     """It was found to compute its rows one by one."""
+    told: bool = False
+    """The log has been told that it is too small."""
 
 
 class BatchStatistics:
@@ -105,28 +107,34 @@ def is_batch(leaf: Any, rows: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
+def measured(candidate: Candidate) -> tuple[Any, Finding]:
+    """Run a module as it is called; its output, and how much work it was."""
+    with Work() as work:
+        output = candidate.run(candidate.leaves)
+    own = sum(parameter.numel() for parameter in candidate.module.parameters())
+    num_bytes = sum(o.numel() * o.element_size() for o in tree_flatten(output)[0] if isinstance(o, torch.Tensor))
+    return output, Finding(candidate.rows, max(work.flops, 2.0 * own * candidate.rows), num_bytes)
+
+
 def probe(
     candidate: Candidate,
+    finding: Finding,
     world_size: int,
     statistics: Callable[[BatchStatistics], Any],
-    pays: Callable[[Finding], bool],
-) -> Finding:
-    """Look at a module's forward: run it whole, and in blocks where slicing would pay. Leaves everything as it was.
+) -> None:
+    """Complete a finding: run the module whole and in blocks, and compare. Leaves everything as it was.
 
     Args:
         statistics: a context in which BatchNorm uses those given.
-        pays: whether to go on after the whole.
     """
-    finding = Finding(candidate.rows)
     try:
         _check(candidate)
         with _as_it_was(candidate) as begin_again:
-            _look(candidate, finding, world_size, statistics, pays, begin_again)
+            _look(candidate, finding, world_size, statistics, begin_again)
     except (NotByRowsError, UnsupportedDrawError) as error:
         finding.reason = str(error)
     except Exception as error:  # a forward that does not run on a part of its batch
         finding.reason = f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
-    return finding
 
 
 def _check(candidate: Candidate) -> None:
@@ -152,7 +160,6 @@ def _look(
     finding: Finding,
     world_size: int,
     statistics: Callable[[BatchStatistics], Any],
-    pays: Callable[[Finding], bool],
     begin_again: Callable[[], None],
 ) -> None:
     noted = BatchStatistics()
@@ -164,11 +171,6 @@ def _look(
     buffers = _buffers(candidate)
     if _versions(candidate) != versions:
         raise NotByRowsError("changes its input in place")
-    own = sum(parameter.numel() for parameter in candidate.module.parameters())
-    finding.flops = max(recorder.flops, 2.0 * own * candidate.rows)
-    finding.num_bytes = sum(o.numel() * o.element_size() for o in outputs if isinstance(o, torch.Tensor))
-    if not pays(finding):
-        return
     parts = []
     for block in Block(0, world_size, candidate.rows).others:
         begin_again()
@@ -344,10 +346,11 @@ def _opened(candidate: Candidate) -> list[tuple[Tensor, Tensor]]:
 
 # Note [Probe]
 #
-# A forward is sliced only where this changes nothing but the speed, and that is found out, not assumed: before a
-# module's first call with inputs of a kind, it is run whole and in the blocks of all ranks, one after the other, on
-# every rank. That takes no exchange, so that all ranks find the same, and a forward that fails on a block fails alike
-# everywhere. Outputs must agree, and besides
+# A forward is sliced only where this changes nothing but the speed, and that is found out, not assumed. A module's
+# first call with inputs of a kind is its own, whole, and tells how much work it is. If that is worth sharing, then
+# before the second call it is run whole and in the blocks of all ranks, one after the other, on every rank. That
+# takes no exchange, so that all ranks find the same, and a forward that fails on a block fails alike everywhere.
+# Outputs must agree, and besides
 #
 # - nothing that is computed from the input may stay behind in an attribute, a list or a closure, where the program
 #   would find a part of the batch: what lives on when the output is gone, by weak references to the storages of all

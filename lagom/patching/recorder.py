@@ -25,12 +25,31 @@ class NotByRowsError(Exception):
     """A module does not compute its rows one by one; the text says why."""
 
 
+class Work(TorchDispatchMode):
+    """Counts the floating-point operations of a forward: those of products and convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0.0
+
+    def __torch_dispatch__(
+        self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from torch.utils.flop_counter import flop_registry
+
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        count = flop_registry.get(function._overloadpacket)
+        if count is not None:
+            self.flops += float(count(*args, **kwargs, out_val=result))
+        return result
+
+
 class Recorder(TorchDispatchMode):
-    """Notes what a forward does: draws, work, what comes of its input, and what reads numbers of it."""
+    """Notes what a forward does: draws, what comes of its input, and what reads numbers of it."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0.0
         self.drawn: list[tuple[Kind, tuple[int, ...]]] = []
         self._of_input: dict[int, StorageWeakRef] = {}
         self._given = {_storage(tensor) for tensor in inputs}
@@ -46,7 +65,6 @@ class Recorder(TorchDispatchMode):
         if follows and _READS.intersection(function.tags):
             raise NotByRowsError(f"takes decisions by the numbers of its input ({function})")
         result = self.draw(function, args, kwargs) if draws(function) else function(*args, **kwargs)
-        self._count(function, args, kwargs, result)
         if follows:
             written = [a for a, s in zip(args, function._schema.arguments, strict=False) if _is_written(s)]
             for leaf in tree_flatten((result, written))[0]:
@@ -73,13 +91,6 @@ class Recorder(TorchDispatchMode):
         # The reference keeps the address from being used again, not the numbers.
         if tensor.layout == torch.strided:
             self._of_input.setdefault(_storage(tensor), StorageWeakRef(tensor.untyped_storage()))
-
-    def _count(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        from torch.utils.flop_counter import flop_registry
-
-        count = flop_registry.get(function._overloadpacket)
-        if count is not None:
-            self.flops += float(count(*args, **kwargs, out_val=result))
 
 
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

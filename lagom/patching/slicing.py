@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
-from lagom.patching.probe import Candidate, Finding, is_batch, probe
+from lagom.patching.probe import Candidate, Finding, is_batch, measured, probe
 from lagom.patching.session import Share
 from lagom.strategies.draws import Draws
 from lagom.strategies.whole_batch import Block, Exchange, Gatherer, UnequalInputError, gathered, pays, sliced
@@ -82,12 +82,28 @@ class Slicer:
             return self._original(module, *its_args, **its_kwargs)
 
         candidate = Candidate(module, inside, run, leaves, rows, self._session.device)
-        finding = self._finding(candidate, spec)
-        if finding.reason is not None:
+        known: dict[object, Finding] = self._findings.setdefault(module, {})
+        kind = _kind(candidate, spec)
+        finding = known.get(kind)
+        if finding is None and len(known) < _MAX_KINDS:
+            output, known[kind] = measured(candidate)
+            return output
+        if finding is None or finding.reason is not None:
             return self._descend(module, args, kwargs)
-        if not finding.sliced:  # too small
+        if not (finding.sliced or self._pays(finding, candidate)):
+            self._say_small(module, finding)
             return self._original(module, *args, **kwargs)
-        return self._sliced(candidate, finding)
+        if not finding.sliced:
+            self._probe(candidate, finding)
+        return self._sliced(candidate, finding) if finding.sliced else self._descend(module, args, kwargs)
+
+    def _say_small(self, module: nn.Module, finding: Finding) -> None:
+        if not (finding.told or self._depth) and self._session.plan.batches == "whole" and torch.is_grad_enabled():
+            self._session.say_once(
+                f"{type(module).__name__} runs whole on every rank: to exchange its outputs would take longer than "
+                "slicing saves"
+            )
+        finding.told = True
 
     def _descend(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``module`` whole; those inside it may be sliced."""
@@ -111,39 +127,18 @@ class Slicer:
             self._inside[module] = found
         return found  # type: ignore[no-any-return]
 
-    def _finding(self, candidate: Candidate, spec: TreeSpec) -> Finding:
-        known: dict[object, Finding] = self._findings.setdefault(candidate.module, {})
-        key = _kind(candidate, spec)
-        finding = known.get(key)
-        if finding is None:
-            if len(known) == _MAX_KINDS:
-                return Finding(candidate.rows, reason="is called with inputs of too many kinds")
-            finding = known[key] = self._probe(candidate)
-        elif finding.reason is None and not finding.sliced and self._pays(finding, candidate):
-            finding = known[key] = self._probe(candidate)
-        return finding
-
-    def _probe(self, candidate: Candidate) -> Finding:
+    def _probe(self, candidate: Candidate, finding: Finding) -> None:
         with self._session.probing():
-            finding = probe(
-                candidate, self._group.world_size, self._session.statistics, lambda found: self._pays(found, candidate)
-            )
+            probe(candidate, finding, self._group.world_size, self._session.statistics)
         name = type(candidate.module).__name__
-        if finding.sliced or finding.reason is not None:
-            self._session.at(f"the first call of {name} with inputs of a kind")
-            reasons = [part.decode() for part in self._group.all_gather_bytes((finding.reason or "").encode())]
-            finding.reason = next(filter(None, reasons), None)
-        if self._depth:
-            return finding
-        if finding.reason is not None:
+        self._session.at(f"the second call of {name} with inputs of a kind")
+        reasons = [part.decode() for part in self._group.all_gather_bytes((finding.reason or "").encode())]
+        finding.reason = next(filter(None, reasons), None)
+        finding.sliced = finding.reason is None
+        if finding.reason is not None and not self._depth:
             self._session.say_once(
                 f"{name} runs whole on every rank, which is right but not faster: it {finding.reason}"
             )
-        elif not finding.sliced and self._session.plan.batches == "whole" and torch.is_grad_enabled():
-            self._session.say_once(
-                f"{name} runs whole on every rank: exchanging its outputs would take longer than what slicing saves"
-            )
-        return finding
 
     def _pays(self, finding: Finding, candidate: Candidate) -> bool:
         if self._session.always_slices:

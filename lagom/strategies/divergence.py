@@ -169,7 +169,7 @@ class Watch:
             raise DivergenceError(
                 f"the ranks are at different points of the program: {told}; a branch that only some ranks take "
                 "(on the data, the loss, the rank) must not contain a backward, a BatchNorm in training or a "
-                "data loader"
+                "data loader; evaluation='replicated' lets a rank evaluate alone"
             )
         if mine.values is not None:
             self._due = False

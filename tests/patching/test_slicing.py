@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import DivergenceError
-from lagom.patching.probe import Candidate, probe
+from lagom.patching.probe import Candidate, Finding, probe
 from lagom.patching.session import Session
 from tests.ranks import RankFailedError, alone, run_ranks
 
@@ -353,15 +353,15 @@ def test_each_rank_computes_its_block() -> None:
     def program(session: Session) -> Any:
         rows: list[int] = []
         model = rows_seen(nn.Linear(5, 1).double(), rows)
-        for x, y in DataLoader(data(21), batch_size=10):
+        for x, y in DataLoader(data(31), batch_size=10):
             F.mse_loss(model(x), y).backward()
         return rows
 
     first, second, third = run_ranks(3, program, batches="whole")
-    # Looked at once, whole and in blocks; then blocks; a batch of one sample is for all.
-    assert first == [10, 3, 3, 4, 3, 3, 1]
-    assert second == [10, 3, 3, 4, 3, 3, 1]
-    assert third == [10, 3, 3, 4, 4, 4, 1]
+    # Whole; then looked at, whole and in blocks; then blocks; a batch of one sample is for all.
+    assert first == [10, 10, 3, 3, 4, 3, 3, 1]
+    assert second == [10, 10, 3, 3, 4, 3, 3, 1]
+    assert third == [10, 10, 3, 3, 4, 4, 4, 1]
 
 
 def test_what_does_not_pay_is_not_sliced() -> None:
@@ -372,13 +372,15 @@ def test_what_does_not_pay_is_not_sliced() -> None:
             F.mse_loss(small(x), y).backward()
         wide: list[int] = []
         large = rows_seen(nn.Linear(512, 1024).double(), wide)
-        large(torch.randn(256, 512, dtype=torch.float64))
+        large.requires_grad_(False)
+        for _ in range(2):
+            large(torch.randn(2048, 512, dtype=torch.float64))
         return rows, wide, whole_on_every_rank(session)
 
     for rows, wide, said in run_ranks(2, program, batches="whole", always_slices=False):
-        assert rows == [8, 8, 8]  # looked at once
-        assert wide == [256, 128, 128, 128]
-        assert "would take longer" in said[0]
+        assert rows == [8, 8]
+        assert wide == [2048, 2048, 1024, 1024, 1024]
+        assert said == ["Noting runs whole on every rank: to exchange its outputs would take longer than slicing saves"]
 
 
 def test_metrics_of_an_evaluation_are_those_of_one_machine() -> None:
@@ -432,7 +434,8 @@ def test_a_model_called_with_a_share_while_evaluating_runs_whole() -> None:
 def test_other_inputs_on_other_ranks_are_an_error() -> None:
     def program(session: Session) -> Any:
         model = nn.Linear(5, 1).double()
-        model(torch.randn(8, 5, dtype=torch.float64))
+        for _ in range(2):
+            model(torch.randn(8, 5, dtype=torch.float64))
         with pytest.raises(DivergenceError, match="not the same on all ranks"):
             model(torch.full((8, 5), float(session.rank), dtype=torch.float64))
 
@@ -466,7 +469,8 @@ def test_a_module_is_as_it_was_after_it_was_looked_at() -> None:
             candidate = Candidate(
                 model, list(model.modules()), lambda leaves: model(*leaves), leaves, 8, session.device
             )
-            finding = probe(candidate, 2, session.statistics, lambda _: True)
+            finding = Finding(8)
+            probe(candidate, finding, 2, session.statistics)
         assert finding.sliced, finding.reason
         assert torch.equal(states[0], torch.get_rng_state())
         assert states[1] == random.getstate()
