@@ -67,10 +67,14 @@ class Slicer:
         self._outside = outside
         self._inside: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._findings: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._small: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._depth = 0
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``module(*args, **kwargs)`` is; every rank has the same arguments."""
+        small = self._small.get(module)
+        if small is not None and args and small == (getattr(args[0], "shape", None), torch.is_grad_enabled()):
+            return self._original(module, *args, **kwargs)
         inside = self._modules(module)
         leaves, spec = tree_flatten((args, kwargs))
         rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
@@ -91,6 +95,8 @@ class Slicer:
         if finding is None or finding.reason is not None:
             return self._descend(module, args, kwargs)
         if not (finding.sliced or self._pays(finding, candidate)):
+            # Known by its first argument only: to look at all of them takes longer than such a module does.
+            self._small[module] = getattr(args[0], "shape", None) if args else None, torch.is_grad_enabled()
             self._say_small(module, finding)
             return self._original(module, *args, **kwargs)
         if not finding.sliced:
