@@ -26,6 +26,7 @@ from lagom.patching import patched
 from lagom.patching.random import seed_everything
 from lagom.patching.session import Session
 from lagom.plan import Plan
+from lagom.strategies import whole_batch
 
 _CONTEXT = multiprocessing.get_context("fork")
 _TIMEOUT_S = 60.0
@@ -187,7 +188,7 @@ def _run(
             store = TCPStore("127.0.0.1", ports.get(), is_master=False, timeout=timeout)
         group = Group(gloo(store, rank, plan.world_size), rank, plan.world_size)
     session = _session(plan, rank, group, store, host_dir, torch.device("cpu"))
-    session.always_slices = always_slices
+    whole_batch.ALWAYS = always_slices
     if not patches:
         seed_everything(plan.seed or 0)
         return function(session)

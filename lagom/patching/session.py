@@ -103,8 +103,6 @@ class Session:
     """The sliced forward under way."""
     probed: BatchStatistics | None = field(default=None, init=False)
     """Statistics for BatchNorm while a forward is only looked at."""
-    always_slices: bool = False
-    """Slice forwards also where that takes longer than it saves; for tests."""
     frame: Frame | None = field(default=None, init=False)
     watch: Watch | None = field(default=None, init=False)
     replicate: Replicate | None = field(default=None, init=False)

@@ -147,8 +147,6 @@ class Slicer:
             )
 
     def _pays(self, finding: Finding, candidate: Candidate) -> bool:
-        if self._session.always_slices:
-            return True
         return pays(
             finding.flops * candidate.rows / finding.rows,
             finding.num_bytes * candidate.rows / finding.rows,

@@ -1,0 +1,159 @@
+"""Time per training step of 2 ranks of this machine, by what the program sees of a batch, at equal batch.
+
+    python -m benchmarks.batches [--steps 30] [--rounds 3]
+
+In one process with one thread, with ``batches="split"``, with ``"whole"`` as it is, and with ``"whole"`` where every
+forward that can be is sliced, whether that pays or not. Besides, which part of a step is the loading of its samples:
+if samples were loaded sharded under "whole" as well, half of that part could be saved on 2 ranks, at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+WORLD_SIZE = 2
+SETTINGS = ("one process", "split", "whole", "whole, always sliced")
+
+
+class LanguageModel(nn.Module):
+    """Batch first, with a large vocabulary."""
+
+    def __init__(self, vocabulary: int = 10_000, width: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.body = nn.LSTM(width, width, batch_first=True)
+        self.out = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Any:
+        """Scores of shape (batch, time, vocabulary) for tokens of shape (batch, time)."""
+        return self.out(self.body(self.embedding(tokens))[0])
+
+
+def mlp() -> nn.Module:
+    """A small one."""
+    return nn.Sequential(nn.Linear(2, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 1))
+
+
+def cnn() -> nn.Module:
+    """With BatchNorm and dropout."""
+    layers: list[nn.Module] = []
+    for into, out in ((3, 16), (16, 32), (32, 32)):
+        layers += [nn.Conv2d(into, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+def mlp_data() -> TensorDataset:
+    """2 features, 1 target."""
+    return TensorDataset(torch.randn(4096, 2), torch.randn(4096, 1))
+
+
+def cnn_data() -> TensorDataset:
+    """Images of 32 x 32."""
+    return TensorDataset(torch.randn(2048, 3, 32, 32), torch.randint(10, (2048,)))
+
+
+def text_data() -> TensorDataset:
+    """32 tokens, and those that follow."""
+    tokens = torch.randint(10_000, (512, 33))
+    return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def cross_entropy(out: Tensor, y: Tensor) -> Tensor:
+    """Over all positions."""
+    return F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1))
+
+
+PROGRAMS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], TensorDataset], Callable[..., Tensor], int]] = {
+    "MLP 2-100-100-1": (mlp, mlp_data, F.mse_loss, 64),
+    "CNN, BatchNorm, dropout": (cnn, cnn_data, cross_entropy, 64),
+    "LSTM, vocabulary of 10000": (LanguageModel, text_data, cross_entropy, 16),
+}
+
+
+def step_seconds(program: str, steps: int, always_slices: bool) -> tuple[float, float]:
+    """Median seconds of a training step, and of the loading in it."""
+    if always_slices:
+        from lagom.strategies import whole_batch
+
+        whole_batch.ALWAYS = True
+    build, data, loss_of, batch_size = PROGRAMS[program]
+    torch.manual_seed(0)
+    model, loader = build(), DataLoader(data(), batch_size=batch_size, shuffle=True, drop_last=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    whole: list[float] = []
+    loading: list[float] = []
+    while len(whole) < steps + 5:
+        batches = iter(loader)
+        for _ in range(min(len(loader), steps)):
+            start = time.perf_counter()
+            x, y = next(batches)
+            loaded = time.perf_counter()
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+            whole.append(time.perf_counter() - start)
+            loading.append(loaded - start)
+    return statistics.median(whole[5:]), statistics.median(loading[5:])
+
+
+def measure(program: str, setting: str, steps: int) -> tuple[float, float]:
+    """Seconds of a step and of its loading, on rank 0."""
+    alone = setting == "one process"
+    config = TorchDistributedConfig(
+        launcher="local",
+        world_size=1 if alone else WORLD_SIZE,
+        batches="whole" if setting.startswith("whole") else "split",
+        hparams={"program": program, "steps": steps, "always_slices": setting.endswith("sliced")},
+    )
+    if alone:
+        torch.set_num_threads(1)
+    found: tuple[float, float] = experiment.lagom(step_seconds, config).per_rank[0]
+    return found
+
+
+def report(measured: Mapping[str, Mapping[str, list[tuple[float, float]]]]) -> str:
+    """A table of medians over the rounds, with their spread."""
+    lines = ["| program | setting | ms per step | of rounds | to split | loading |", "|---|---|---|---|---|---|"]
+    for program, settings in measured.items():
+        split = statistics.median(one[0] for one in settings["split"])
+        for setting, rounds in settings.items():
+            steps = [one[0] for one in rounds]
+            middle, loading = statistics.median(steps), statistics.median(one[1] for one in rounds)
+            lines.append(
+                f"| {program} | {setting} | {middle * 1e3:.2f} | {min(steps) * 1e3:.2f}-{max(steps) * 1e3:.2f} | "
+                f"{middle / split:.2f} | {loading / middle:.0%} |"
+            )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="Step times by what the program sees of a batch.")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args(argv)
+    measured: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for _ in range(args.rounds):
+        for program in PROGRAMS:
+            for setting in SETTINGS:
+                rounds = measured.setdefault(program, {}).setdefault(setting, [])
+                rounds.append(measure(program, setting, args.steps))
+    print(report(measured))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
