@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _SMALL = 1e-3
 """Parameters no larger than this are taken for numbers that will grow: gates that start closed."""
 
@@ -107,10 +108,10 @@ def is_batch(leaf: Any, rows: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
-def measured(candidate: Candidate) -> tuple[Any, Finding]:
-    """Run a module as it is called; its output, and how much work it was."""
+def measured(candidate: Candidate, call: Callable[[], Any]) -> tuple[Any, Finding]:
+    """Make the ``call``; its output, and how much work it was."""
     with Work() as work:
-        output = candidate.run(candidate.leaves)
+        output = call()
     own = sum(parameter.numel() for parameter in candidate.module.parameters())
     num_bytes = sum(o.numel() * o.element_size() for o in tree_flatten(output)[0] if isinstance(o, torch.Tensor))
     return output, Finding(candidate.rows, max(work.flops, 2.0 * own * candidate.rows), num_bytes)
@@ -138,6 +139,9 @@ def probe(
 
 
 def _check(candidate: Candidate) -> None:
+    for leaf in candidate.leaves:
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            raise NotByRowsError(f"is called with a {type(leaf).__name__}, of which it is unknown what is in it")
     for module in candidate.inside:
         state = module.__dict__
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
@@ -210,7 +214,7 @@ def _run(
 
 def _factor(output: Any, recorder: Recorder, rows: int) -> int | None:
     if not isinstance(output, torch.Tensor):
-        if not isinstance(output, (bool, int, float, str, type(None))):
+        if not isinstance(output, _PLAIN):
             raise NotByRowsError(f"gives a {type(output).__name__}, of which it is unknown what is in it")
         return None
     if not recorder.follows_input(output):

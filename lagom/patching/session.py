@@ -213,10 +213,13 @@ class Session:
         batch most recently seen in a pass that is still going on, else in the last one.
 
         The last one's stays: ``x, y = next(iter(loader))`` may be trained on for long. On a loss that is
-        equal on all ranks no weight does harm, since weights average to 1.
+        equal on all ranks no weight does harm, since weights average to 1. None in an evaluation, whose batches
+        every rank has whole.
         """
         if self._used is not None:
             return self._used
+        if self._evaluation_pass is not None and self._evaluation_pass() is not None:
+            return None
         while self._open:
             innermost = self._open[-1]()
             if innermost is not None:

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
 from lagom.patching.probe import Candidate, Finding, is_batch, measured, probe
+from lagom.patching.recorder import NotByRowsError
 from lagom.patching.session import Share
 from lagom.strategies.draws import Draws
 from lagom.strategies.whole_batch import Block, Exchange, Gatherer, UnequalInputError, gathered, pays, sliced
@@ -83,14 +84,18 @@ class Slicer:
 
         def run(changed: list[Any]) -> Any:
             its_args, its_kwargs = tree_unflatten(changed, spec)
-            return self._original(module, *its_args, **its_kwargs)
+            output = self._original(module, *its_args, **its_kwargs)
+            after, its_spec = tree_flatten((its_args, its_kwargs))
+            if its_spec != spec or any(one is not other for one, other in zip(after, changed, strict=True)):
+                raise NotByRowsError("changes the lists or dicts that it is called with")
+            return output
 
         candidate = Candidate(module, inside, run, leaves, rows, self._session.device)
         known: dict[object, Finding] = self._findings.setdefault(module, {})
         kind = _kind(candidate, spec)
         finding = known.get(kind)
         if finding is None and len(known) < _MAX_KINDS:
-            output, known[kind] = measured(candidate)
+            output, known[kind] = measured(candidate, lambda: self._original(module, *args, **kwargs))
             return output
         if finding is None or finding.reason is not None:
             return self._descend(module, args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 from collections.abc import Callable
 from typing import Any
@@ -256,6 +257,30 @@ class Hooked(nn.Module):
         return self.body(x)
 
 
+class Caching(nn.Module):
+    """Changes the dict, or the object, that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: Tensor, cache: Any) -> Any:
+        cache["rows"] += float(len(x))
+        return self.body(x) * cache["rows"]
+
+
+def caching(session: Session) -> Any:
+    found: list[Any] = []
+    for kind in (dict, collections.UserDict):
+        cache: Any = kind(rows=0.0)
+
+        def loss(model: Any, x: Tensor, y: Tensor, cache: Any = cache) -> Any:
+            return F.mse_loss(model(x, cache), y) / 1e4
+
+        found += [*trained(Caching(), loss), cache["rows"]]
+    return found
+
+
 def coupled(session: Session) -> Any:
     return trained(Coupled(), mean_loss)
 
@@ -289,7 +314,7 @@ def hooked(session: Session) -> Any:
     return [*results, len(model.features)]
 
 
-WHOLE: list[Program] = [coupled, loss_inside, remembering, deciding, counting, time_first, hooked]
+WHOLE: list[Program] = [caching, coupled, loss_inside, remembering, deciding, counting, time_first, hooked]
 
 
 def assert_equal(found: Any, expected: Any) -> None:
@@ -316,6 +341,7 @@ def test_forwards_by_rows_are_sliced(program: Program) -> None:
 
 
 REASONS = {
+    "caching": "changes the lists",
     "coupled": "one by one",
     "loss_inside": "output of shape ()",
     "remembering": "keeps a tensor",
@@ -328,8 +354,8 @@ REASONS = {
 
 @pytest.mark.parametrize("program", WHOLE, ids=lambda program: program.__name__)
 def test_others_run_whole_and_the_log_says_why(program: Program) -> None:
-    for (said,) in run_ranks(2, lambda session: (program(session), whole_on_every_rank(session))[1], batches="whole"):
-        assert REASONS[program.__name__] in said
+    for said in run_ranks(2, lambda session: (program(session), whole_on_every_rank(session))[1], batches="whole"):
+        assert any(REASONS[program.__name__] in text for text in said)
 
 
 def whole_on_every_rank(session: Session) -> list[str]:
