@@ -13,6 +13,7 @@ from lagom.launchers import choose
 from lagom.launchers.protocol import Outcome
 from lagom.monitor.link import Message
 from lagom.plan import plan
+from lagom.recognise import is_distributed
 from lagom.result import Result
 from lagom.signature import arguments
 
@@ -41,7 +42,8 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
     provided = _provided(config)
     arguments(train, provided | {"reporter": None})
     launcher = choose(config.launcher)
-    the_plan = plan(config, launcher.cluster(), getattr(train, "__name__", "lagom"))
+    name = getattr(train, "__name__", "lagom")
+    the_plan = plan(config, launcher.cluster(), name, already_distributed=_is_distributed(train, provided))
     call = {"function": train, "provided": provided, "random": _random(config)}
     outcomes = launcher.run(the_plan, call)
     _raise_failure(outcomes)
@@ -68,6 +70,13 @@ def _provided(config: TorchDistributedConfig) -> dict[str, Any]:
     if provided.keys() >= sets.keys():
         provided["dataset"] = list(sets.values())
     return provided
+
+
+def _is_distributed(train: Callable[..., Any], provided: dict[str, Any]) -> bool:
+    """Whether the program, or what the config hands it by name, is written for torchrun."""
+    given = [provided.get(name) for name in ("module", "train_set", "test_set")] + list(provided["hparams"].values())
+    given += [part for value in given if isinstance(value, (list, tuple)) for part in value[:16]]
+    return is_distributed(train, *(value for value in given if callable(value)))
 
 
 def _random(config: TorchDistributedConfig) -> dict[str, Any] | None:

@@ -44,6 +44,8 @@ class Plan:
     sync_batchnorm: bool
     seed: int | None
     hb_interval: float
+    already_distributed: bool = False
+    """The program is written for torchrun: its ranks find the variables that torchrun sets."""
 
     @property
     def num_slots(self) -> int:
@@ -51,7 +53,9 @@ class Plan:
         return -(-self.world_size // self.ranks_per_slot)
 
 
-def plan(config: TorchDistributedConfig, cluster: Cluster, name: str = "lagom") -> Plan:
+def plan(
+    config: TorchDistributedConfig, cluster: Cluster, name: str = "lagom", *, already_distributed: bool = False
+) -> Plan:
     """Resolve ``config`` against what the cluster has.
 
     Raises:
@@ -80,6 +84,7 @@ def plan(config: TorchDistributedConfig, cluster: Cluster, name: str = "lagom") 
         sync_batchnorm=config.sync_batchnorm,
         seed=config.seed,
         hb_interval=float(config.hb_interval),
+        already_distributed=already_distributed,
     )
 
 

@@ -32,7 +32,7 @@ def lagom_zip() -> bytes:
 
 def modules_zip(function: Callable[..., Any]) -> bytes:
     """The user's modules that are loaded, or that ``function`` would import, as they are on disk now; b"" for none."""
-    roots = {root for module in list(sys.modules) if (root := _own_root(module.partition(".")[0]))}
+    roots = {root for module in list(sys.modules) if (root := own_root(module.partition(".")[0]))}
     waiting = [name.partition(".")[0] for name in _imports_of(function)]
     seen: set[str] = set()
     while waiting:
@@ -40,13 +40,13 @@ def modules_zip(function: Callable[..., Any]) -> bytes:
         if name in seen:
             continue
         seen.add(name)
-        if root := _own_root(name):
+        if root := own_root(name):
             roots.add(root)
             waiting += [found.partition(".")[0] for found in _imports_in(root)]
     return _zip(sorted(roots)) if roots else b""
 
 
-def _own_root(name: str) -> Path | None:
+def own_root(name: str) -> Path | None:
     """File or folder of the top-level module ``name`` when it is the user's own, not installed with Python or pip."""
     if (
         name in sys.builtin_module_names
@@ -85,22 +85,32 @@ def _python_places() -> tuple[str, ...]:
 
 def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
     """Names that ``function`` imports when it runs, or that functions it uses do."""
-    waiting: list[Any] = [function]
+    for value in reached(function):
+        if isinstance(value, types.FunctionType):
+            yield from (name for code in codes(value.__code__) for name in _imports_of_code(code))
+        elif isinstance(value, Script):
+            yield from (name for code in codes(value.code) for name in _imports_of_code(code))
+
+
+def reached(*values: Any) -> Iterator[Any]:
+    """``values``, and what their code uses by globals, closures and attributes; not into what is installed."""
+    waiting: list[Any] = list(values)
     seen: set[int] = set()
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
+        yield value
         if isinstance(value, functools.partial):
             waiting.append(value.func)
         elif isinstance(value, types.MethodType):
             waiting += [value.__func__, value.__self__]
         elif isinstance(value, types.FunctionType):
-            codes = list(_codes(value.__code__))
-            waiting += [value.__globals__[name] for name in _names(codes) if name in value.__globals__]
-            waiting += _contents(value.__closure__ or ())
-            yield from (name for code in codes for name in _imports_of_code(code))
+            if not is_foreign(value):
+                names = {name for code in codes(value.__code__) for name in code.co_names}
+                waiting += [value.__globals__[name] for name in names if name in value.__globals__]
+                waiting += _contents(value.__closure__ or ())
         elif isinstance(value, (staticmethod, classmethod)):
             waiting.append(value.__func__)
         elif isinstance(value, property):
@@ -108,22 +118,21 @@ def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
         elif isinstance(value, type):
             # A class of a module travels with its module, which is read as text.
             waiting += [*vars(value).values(), *value.__bases__] if value.__module__ == "__main__" else []
-        elif isinstance(value, Script):
-            yield from (name for code in _codes(value.code) for name in _imports_of_code(code))
         elif type(value).__module__ == "__main__":
             waiting.append(type(value))
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def is_foreign(function: types.FunctionType) -> bool:
+    """Whether ``function`` is not the user's own: it is lagom's, Python's or that of an installed package."""
+    return (function.__module__ or "").partition(".")[0] == "lagom" or is_installed(function.__code__.co_filename)
+
+
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """``code``, and that of the functions and classes it defines."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def _names(codes: Iterable[types.CodeType]) -> set[str]:
-    return {name for code in codes for name in code.co_names}
+            yield from codes(constant)
 
 
 def _imports_of_code(code: types.CodeType) -> Iterator[str]:

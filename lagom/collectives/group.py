@@ -45,6 +45,11 @@ class Group:
         self._cpu = process_group
         self._device = device_group
 
+    @property
+    def has_gpus(self) -> bool:
+        """Whether every rank has a GPU to itself."""
+        return self._device is not None and self._device is not self._cpu
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a contiguous ``tensor`` over the ranks, in place."""
         with _naming("all_reduce"):

@@ -9,7 +9,9 @@ from lagom.patching.backward import synchronised_backward
 from lagom.patching.batchnorm import whole_batch_statistics
 from lagom.patching.dataloader import dealt_loaders
 from lagom.patching.files import shared_files
+from lagom.patching.joined import joinable
 from lagom.patching.module import own_forwards, tracked_modules
+from lagom.patching.own_ranks import spawned_ranks
 from lagom.patching.random import OwnStreams
 
 if TYPE_CHECKING:
@@ -29,7 +31,9 @@ def patched(session: Session) -> Iterator[None]:
     distributed = session.world_size > 1
     streams = OwnStreams(session.plan.seed, session.rank, session.device)
     with ExitStack() as stack:
+        stack.enter_context(joinable(session))
         if distributed:
+            stack.enter_context(spawned_ranks(session))
             stack.enter_context(tracked_modules(session))
             stack.enter_context(synchronised_backward(session))
             stack.enter_context(shared_files(session))
@@ -39,5 +43,5 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(own_forwards(session, streams))
         stack.enter_context(dealt_loaders(session, streams))
         yield
-        if session.watch is not None and session.frame is not None:
+        if session.watch is not None and session.frame is not None and not session.joined:
             session.watch.end(session.frame)

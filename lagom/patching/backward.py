@@ -51,6 +51,7 @@ def synchronised_backward(session: Session) -> Iterator[None]:
             if outermost:
                 pending.clear()
         if leaves:
+            session.began = session.began or "a backward ran"
             assert session.replicate is not None
             session.replicate.reduce(leaves)
             session.trained()

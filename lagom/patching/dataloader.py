@@ -69,6 +69,8 @@ def _index_sampler(session: Session) -> Any:
 def _begin(session: Session, loader: DataLoader[Any]) -> Pass:
     session.boundary()  # the iterator draws from the common stream
     current = start(session, _can_share(session, loader))
+    if current.sharded:
+        session.began = session.began or "a data loader was shared out"
     if session.distributed and (current.sharded or current.training or session.plan.evaluation == "gathered"):
         synchronise(session, loader)
     if current.training:

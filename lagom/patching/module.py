@@ -118,7 +118,7 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
             return original(module, *args, **kwargs)
         forwards.inside = True
         try:
-            if on_cuda:
+            if on_cuda and session.live:
                 follow_input(module, args, kwargs, session.device)
             if session.distributed and torch.is_grad_enabled():
                 session.uses((args, kwargs))

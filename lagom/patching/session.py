@@ -82,7 +82,11 @@ class Session:
     """A torch Store that all ranks reach, for what is no collective."""
 
     live: bool = field(default=True, init=False)
-    """False in processes forked from the rank, such as loader workers: patches do nothing there."""
+    """False in processes forked from the rank, such as loader workers: patches do nothing there; and once joined."""
+    joined: bool = field(default=False, init=False)
+    """The program has called ``init_process_group``: it is distributed by itself, and patches are off for good."""
+    began: str = field(default="", init=False)
+    """What of the program was distributed before that, in words."""
     samples_trained: int = field(default=0, init=False)
     reported: dict[str, float | int] = field(default_factory=dict, init=False)
     """What the program reported last; shown along with the progress."""

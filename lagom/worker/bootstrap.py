@@ -16,7 +16,7 @@ from lagom.patching.session import Session
 from lagom.plan import Plan
 from lagom.signature import arguments
 from lagom.worker.device import rank_device, threads
-from lagom.worker.environment import environment
+from lagom.worker.environment import environment, torchrun_variables
 from lagom.worker.place import Place, standing_at
 from lagom.worker.process_group import process_group
 from lagom.worker.random_states import random_states, set_random_states
@@ -39,13 +39,15 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(environment(seat))
         stack.enter_context(standing_at(place))
-        device = rank_device(plan)
+        device = rank_device(plan, seat.gpu_index if seat is not None else 0)
         group, store = None, None
         if seat is not None and place.world_size > 1:
             stack.enter_context(threads(seat.threads))
             group, store = stack.enter_context(process_group(seat, place.world_size, device))
         elif seat is not None:
             stack.enter_context(threads(seat.threads))
+        if plan.already_distributed:
+            stack.enter_context(torchrun_variables(place, seat, store))
         session = Session(
             plan=plan,
             group=group,

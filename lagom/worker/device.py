@@ -11,8 +11,8 @@ from lagom.errors import RankError
 from lagom.plan import Plan
 
 
-def rank_device(plan: Plan) -> torch.device:
-    """The rank's own device: the first GPU that its mask shows, in a run on GPUs; else the CPU.
+def rank_device(plan: Plan, index: int = 0) -> torch.device:
+    """The rank's own device: the GPU at ``index`` of those that its mask shows, in a run on GPUs; else the CPU.
 
     Raises:
         RankError: when the run was planned on GPUs and torch finds none here.
@@ -24,8 +24,8 @@ def rank_device(plan: Plan) -> torch.device:
             f"this rank was given a GPU, but torch {torch.__version__} finds none; install a CUDA build of torch "
             "on the executors, or run without GPUs (CUDA_VISIBLE_DEVICES='', no spark.task.resource.gpu.amount)"
         )
-    torch.cuda.set_device(0)
-    return torch.device("cuda", 0)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 @contextmanager

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+from lagom.worker.place import Place
 from lagom.worker.spec import Seat
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 # Libraries take these for the word of torchrun and behave as a rank of it. To the program, there is no such thing.
 _LAUNCHER_VARIABLES = (
@@ -35,3 +43,71 @@ def environment(seat: Seat | None) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def torchrun_variables(place: Place, seat: Seat | None, store: Store | None) -> Iterator[None]:
+    """Set what torchrun would, for a program that is distributed already. See Note [The master's port].
+
+    Without a ``seat``, in the caller's own process, variables that are there stay as they are. They are put back by
+    ``environment``, inside of which this must be.
+    """
+    if seat is None and "RANK" in os.environ:
+        yield
+        return
+    ip = seat.ip if seat is not None else "127.0.0.1"
+    with socket.socket() as held:
+        master = _master(place, ip, held, store)
+        os.environ |= {
+            "RANK": str(place.rank),
+            "WORLD_SIZE": str(place.world_size),
+            "LOCAL_RANK": str(place.local_rank),
+            "LOCAL_WORLD_SIZE": str(place.local_world_size),
+            "MASTER_ADDR": master[0],
+            "MASTER_PORT": str(master[1]),
+        }
+        if interface := _interface(ip):
+            # gloo resolves the host's name otherwise, which gives 127.0.1.1 on many machines.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        yield
+
+
+def _master(place: Place, ip: str, held: socket.socket, store: Store | None) -> tuple[str, int]:
+    """Rank 0's address and a port of its host, which its socket ``held`` keeps from being given to others."""
+    if place.rank == 0:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((ip, 0))
+        if store is not None:
+            store.set(_MASTER, f"{ip} {held.getsockname()[1]}")
+        return ip, held.getsockname()[1]
+    assert store is not None
+    address, port = store.get(_MASTER).decode().split()
+    return address, int(port)
+
+
+_MASTER = "master"
+_SIOCGIFADDR = 0x8915
+
+
+def _interface(ip: str) -> str | None:
+    """The name of the network interface that has the address ``ip``, or None when that cannot be told."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == ip:
+                return name
+    return None
+
+
+# Note [The master's port]
+#
+# init_process_group itself never looks at MASTER_ADDR and MASTER_PORT in a rank of lagom's: it gets lagom's store (see
+# Note [Joining] in patching/joined.py). They serve what is out of lagom's sight, such as a subprocess of every rank,
+# or a program's own TCPStore: rank 0 opens a store there and the others connect. So nothing may listen there; torchrun
+# has its own store there and tells by TORCHELASTIC_USE_AGENT_STORE, which programs that start their own ranks inherit
+# to their harm: nobody is the master then. Rank 0 holds the port by a socket that is bound and does not listen, so that
+# the system gives it to nobody who asks for any port, while who asks for this one gets it (both set SO_REUSEADDR, as
+# torch does).

@@ -84,6 +84,7 @@ def _seat(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     chosen = spec.env.get("OMP_NUM_THREADS", "").partition(",")[0]
     alone = spec.whole_env and len(here) == 1  # then torch's own default, which a plain run has too
+    gpu, gpu_index = _visible(table, rank, here, gpu) if spec.plan.already_distributed else (gpu, 0)
     return Seat(
         rank=rank,
         local_rank=here.index(rank),
@@ -97,8 +98,21 @@ def _seat(
         host_dir=str(ground.host_dir),
         threads=int(chosen) if chosen.isdigit() else 0 if alone else max(1, cores // len(here)),
         gpu=gpu,
+        gpu_index=gpu_index,
         nccl=bool(table["nccl"]),
     )
+
+
+def _visible(table: Message, rank: int, here: Sequence[int], gpu: str | None) -> tuple[str | None, int]:
+    """The GPU mask of a program that is distributed already, and the index of the rank's own GPU in it.
+
+    Such a program takes the device that LOCAL_RANK says, so sees the GPUs of all ranks of its host, in their order.
+    Not where ranks share them, nor parts of a GPU (MIG), of which a process can only see one.
+    """
+    masks = [str(table["ranks"][other]["gpu"]) for other in here]
+    if gpu is None or not table["nccl"] or any(mask.startswith("MIG") or "," in mask for mask in masks):
+        return gpu, 0
+    return ",".join(masks), here.index(rank)
 
 
 @dataclass(slots=True)

@@ -66,5 +66,7 @@ class Seat:
     """Threads that the rank may use; 0: as they are."""
     gpu: str | None = None
     """What CUDA_VISIBLE_DEVICES becomes."""
+    gpu_index: int = 0
+    """Which of these is the rank's own."""
     nccl: bool = False
     """Every rank has a GPU to itself; NCCL refuses ranks that share one, gloo does not."""
