@@ -21,9 +21,7 @@ def is_distributed(*values: Any) -> bool:
     """Whether the code of ``values``, or of what it uses and imports of the user's own, starts a process group."""
     modules: list[str] = []
     for value in reached(*values):
-        if isinstance(value, types.ModuleType):
-            modules.append(value.__name__)
-        elif isinstance(value, (types.FunctionType, Script)):
+        if isinstance(value, (types.FunctionType, Script)):
             if not isinstance(value, Script) and is_foreign(value):
                 if value.__name__ in _STARTS:
                     return True
@@ -114,12 +112,12 @@ def _read(path: Path, package: str, _mtime_ns: int, _size: int) -> tuple[bool, t
 # Note [Already distributed]
 #
 # A program that was written for torchrun reads RANK, LOCAL_RANK and WORLD_SIZE before it calls anything, and an
-# ordinary one must not find them: libraries take them for orders (transformers' Trainer, for one, would make each rank
-# train on a batch of its own). So it is the code that tells. A program is distributed when a function, class or module
-# of the user's own that it uses or imports, or the script, names init_process_group or init_device_mesh; installed
-# packages do not count. To name DistributedDataParallel or DistributedSampler is not enough: ordinary code names them
-# to unwrap a model that might be wrapped. A program that leaves the call to an installed package finds no variables,
-# and as a rule falls back to a single process, which lagom then distributes.
+# ordinary one must not find them: libraries take them for orders (transformers' Trainer, for one, would make each
+# rank train on a batch of its own). So it is the code that tells. A program is distributed when the script, a function
+# of the user's own that it uses, or a module that these import or take a class from, names init_process_group or
+# init_device_mesh; installed packages do not count. To name DistributedDataParallel or DistributedSampler is not
+# enough: ordinary code names them to unwrap a model that might be wrapped. A program that leaves the call to an
+# installed package finds no variables, and as a rule falls back to a single process, which lagom then distributes.
 #
 # All that this decides is the environment (see environment.py), on GPUs the devices that the rank can see, and whether
 # a process that the program starts is one of its ranks. A program that names the call and does not come to it, because

@@ -109,8 +109,8 @@ def reached(*values: Any) -> Iterator[Any]:
         elif isinstance(value, types.FunctionType):
             if not is_foreign(value):
                 names = {name for code in codes(value.__code__) for name in code.co_names}
-                waiting += [value.__globals__[name] for name in names if name in value.__globals__]
-                waiting += _contents(value.__closure__ or ())
+                known = [value.__globals__[name] for name in names if name in value.__globals__]
+                waiting += _opened([*known, *_contents(value.__closure__ or ())], names)
         elif isinstance(value, (staticmethod, classmethod)):
             waiting.append(value.__func__)
         elif isinstance(value, property):
@@ -120,6 +120,18 @@ def reached(*values: Any) -> Iterator[Any]:
             waiting += [*vars(value).values(), *value.__bases__] if value.__module__ == "__main__" else []
         elif type(value).__module__ == "__main__":
             waiting.append(type(value))
+
+
+def _opened(values: Iterable[Any], names: set[str]) -> Iterator[Any]:
+    """``values``, with what has one of the ``names`` in place of the user's own modules."""
+    todo, seen = list(values), set[int]()
+    while todo:
+        value = todo.pop()
+        if not isinstance(value, types.ModuleType):
+            yield value
+        elif id(value) not in seen and not is_installed(getattr(value, "__file__", None) or ""):
+            seen.add(id(value))
+            todo += [vars(value)[name] for name in names if name in vars(value)]
 
 
 def is_foreign(function: types.FunctionType) -> bool:

@@ -247,3 +247,26 @@ def test_the_first_of_openmps_list_of_numbers_counts() -> None:
     with ground(spec(1), payload_fd=0) as place:
         table = {"ranks": [{"rank": 0, "host": "here", "ip": "1.2.3.4"}], "store": ["1.2.3.4", 5], "nccl": False}
         assert _seat(table, 0, spec(1, OMP_NUM_THREADS="4,3"), place, 0, None, None).threads == 4
+
+
+@pytest.mark.parametrize(
+    ("masks", "nccl", "already_distributed", "wanted"),
+    [
+        (["GPU-b", "GPU-a"], True, True, ("GPU-b,GPU-a", 1)),
+        (["3", "1"], True, True, ("3,1", 1)),
+        (["3", "1"], True, False, ("1", 0)),
+        (["3", "3"], False, True, ("3", 0)),
+        (["MIG-x", "MIG-y"], True, True, ("MIG-y", 0)),
+        ([None, None], True, True, (None, 0)),
+    ],
+)
+def test_a_program_for_torchrun_sees_the_gpus_of_its_host_in_the_order_of_its_ranks(
+    masks: list[str | None], nccl: bool, already_distributed: bool, wanted: tuple[str | None, int]
+) -> None:
+    its = dataclasses.replace(spec(2), plan=dataclasses.replace(spec(2).plan, already_distributed=already_distributed))
+    with ground(its, payload_fd=0) as place:
+        here = [{"rank": rank, "host": "here", "ip": "1.2.3.4", "gpu": gpu} for rank, gpu in enumerate(masks)]
+        there = {"rank": 2, "host": "there", "ip": "1.2.3.5", "gpu": "0"}
+        table = {"ranks": [*here, there], "store": ["1.2.3.4", 5], "nccl": nccl}
+        seat = _seat(table, 1, its, place, 0, None, masks[1])
+    assert (seat.gpu, seat.gpu_index) == wanted

@@ -1,0 +1,95 @@
+"""Programs for torchrun, as they are: scripts by ``lagom run``, functions on Spark. torchrun is the judge."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lagom import cli, experiment
+from lagom.config import TorchDistributedConfig
+from tests import distributed_programs as programs
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("form", ["torchrun", "fallback"])
+def test_a_script_ends_with_the_weights_that_torchrun_gives(tmp_path: Path, form: str, world_size: int) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "--no-python")
+    wanted = run(tmp_path / "wanted", form, *torchrun, sys.executable)
+    found = run(tmp_path / "found", form, "-m", "lagom.cli", "run", "-n", str(world_size))
+    assert found == wanted
+    assert found.count("loss") == 2, "rank 0 prints a line per epoch"
+    for rank in range(world_size):
+        mine, theirs = (torch.load(tmp_path / run / f"rank{rank}.pt") for run in ("found", "wanted"))
+        assert same(mine, theirs)
+    assert (tmp_path / "found" / "best.pt").exists()
+
+
+def test_a_script_that_spawns_its_ranks_gives_the_same(tmp_path: Path) -> None:
+    wanted = run(tmp_path / "wanted", "spawn")
+    found = run(tmp_path / "found", "spawn", "-m", "lagom.cli", "run", "-n", "2")
+    assert found == wanted
+    for rank in range(2):
+        assert same(*(torch.load(tmp_path / run / f"rank{rank}.pt") for run in ("found", "wanted")))
+    alone = run(tmp_path / "alone", "spawn", "-m", "lagom.cli", "run", "-n", "1")
+    assert alone == wanted
+
+
+@pytest.mark.parametrize("spark", ["local[2]", "local-cluster"], indirect=True)
+def test_on_spark_it_is_torchruns_world_too(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable)
+    run(tmp_path / "wanted", "torchrun", *torchrun)
+    for function in (programs.by_variables, programs.or_alone):
+        folder = tmp_path / function.__name__
+        folder.mkdir()
+        hparams = {"folder": str(folder)}
+        found = experiment.lagom(function, TorchDistributedConfig(launcher="spark", world_size=2, hparams=hparams))
+        assert found.per_rank[0] == found.per_rank[1]
+        for rank in range(2):
+            mine, theirs = (torch.load(path / f"rank{rank}.pt") for path in (folder, tmp_path / "wanted"))
+            assert same(mine, theirs)
+
+
+def test_processes_of_the_ranks_meet_at_the_masters_port() -> None:
+    def program() -> tuple[dict[str, str], str]:
+        variables = {name: os.environ[name] for name in programs.VARIABLES}
+        code = "import torch.distributed as d; d.init_process_group('gloo'); print(d.get_rank(), d.get_world_size())"
+        # Twice: every time it is a world of its own.
+        said = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for _ in range(2)]
+        torch.distributed.is_initialized() or torch.distributed.init_process_group()
+        return variables, "".join(done.stdout + done.stderr for done in said)
+
+    for world_size in (1, 2):
+        result = experiment.lagom(program, TorchDistributedConfig(launcher="local", world_size=world_size))
+        for rank, (variables, said) in enumerate(result.per_rank):
+            assert variables["RANK"] == variables["LOCAL_RANK"] == str(rank)
+            assert variables["WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"] == str(world_size)
+            assert said == f"{rank} {world_size}\n" * 2
+
+
+def run(folder: Path, form: str, *python: str) -> str:
+    """What the script prints, which must end well."""
+    folder.mkdir()
+    script = str(Path(programs.__file__))
+    done = subprocess.run(
+        [sys.executable, *python, script, form, str(folder)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def same(mine: Any, theirs: Any) -> bool:
+    """Bit for bit."""
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)

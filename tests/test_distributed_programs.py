@@ -1,0 +1,87 @@
+"""Functions that are distributed already. Scripts, with torchrun as the judge, are in tests/integration."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from tests import distributed_programs as programs
+
+FORMS = {"torchrun": programs.by_variables, "fallback": programs.or_alone}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("form", ["torchrun", "fallback"])
+def test_a_function_does_as_well(tmp_path: Path, form: str, world_size: int) -> None:
+    hparams = {"folder": str(tmp_path)}
+    config = TorchDistributedConfig(
+        launcher="inline" if world_size == 1 else "local", world_size=world_size, hparams=hparams
+    )
+    function: Any = FORMS[form]
+    result = experiment.lagom(function, config)
+    assert len(result.per_rank) == world_size
+    assert all(value == result["test result"] for value in result.per_rank)
+    assert not torch.distributed.is_initialized()
+
+
+def test_ranks_find_torchruns_variables() -> None:
+    def program() -> dict[str, str]:
+        torch.distributed.init_process_group()
+        return {name: os.environ[name] for name in programs.VARIABLES}
+
+    found = experiment.lagom(program, TorchDistributedConfig(launcher="local", world_size=2)).per_rank
+    for rank, variables in enumerate(found):
+        assert variables["RANK"] == variables["LOCAL_RANK"] == str(rank)
+        assert variables["WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"] == "2"
+        assert variables["MASTER_ADDR"] == "127.0.0.1"
+        assert variables["MASTER_PORT"] == found[0]["MASTER_PORT"]
+
+
+def test_an_ordinary_program_finds_none() -> None:
+    def program() -> list[str]:
+        assert not torch.distributed.is_initialized()
+        return [name for name in programs.VARIABLES if name in os.environ]
+
+    assert experiment.lagom(program, TorchDistributedConfig(launcher="local", world_size=2)).per_rank == ([], [])
+
+
+def test_inline_leaves_the_variables_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program() -> str | None:
+        return os.environ.get("LOCAL_RANK") if torch.distributed.init_process_group.__name__ else None
+
+    config = TorchDistributedConfig(launcher="inline")
+    assert experiment.lagom(program, config)["test result"] == "0"
+    assert "RANK" not in os.environ
+    monkeypatch.setenv("RANK", "0")
+    assert experiment.lagom(program, config)["test result"] is None
+
+
+def test_rank_0_may_end_first_and_last(tmp_path: Path) -> None:
+    def program(slow: int, folder: str) -> int:
+        import time
+
+        dist = torch.distributed
+        dist.init_process_group("gloo")
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == slow:
+            # The others have returned by then, or would have.
+            while len(list(Path(folder).iterdir())) < 2:
+                time.sleep(0.01)
+            time.sleep(0.3)
+            store.set("late", "")
+        else:
+            Path(folder, f"{slow}-{dist.get_rank()}").touch()
+        return dist.get_rank()
+
+    for slow in (0, 2):
+        folder = tmp_path / str(slow)
+        folder.mkdir()
+        hparams = {"slow": slow, "folder": str(folder)}
+        config = TorchDistributedConfig(launcher="local", world_size=3, hparams=hparams)
+        assert experiment.lagom(program, config).per_rank == (0, 1, 2)

@@ -1,0 +1,148 @@
+"""Whether a program is distributed already, told from its code."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import init_process_group as joins
+from torch.nn.parallel import DistributedDataParallel
+
+from lagom.recognise import is_distributed
+from lagom.script import Script
+
+
+def by_attribute() -> None:
+    dist.init_process_group()
+
+
+def by_alias() -> None:
+    joins()
+
+
+def by_import() -> None:
+    from torch.distributed import init_process_group as start
+
+    start()
+
+
+def by_call() -> None:
+    by_attribute()
+
+
+def by_closure(function: Callable[[], None]) -> Callable[[], None]:
+    return lambda: function()
+
+
+def by_mesh() -> Any:
+    return dist.init_device_mesh("cpu", (2,))
+
+
+class Trainer:
+    """Its method is looked up by the caller."""
+
+    def fit(self) -> None:
+        """Train."""
+        by_attribute()
+
+
+def ordinary() -> bool:
+    return isinstance(print, DistributedDataParallel) or dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        by_attribute,
+        by_alias,
+        by_import,
+        by_call,
+        by_closure(by_attribute),
+        by_mesh,
+        functools.partial(by_call),
+        Trainer().fit,
+        Script(
+            "x.py", "if True:\n    def f():\n        import torch\n        torch.distributed.init_process_group()", ()
+        ),
+    ],
+)
+def test_programs_that_start_a_process_group_are(program: Any) -> None:
+    assert is_distributed(program)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ordinary,
+        print,
+        dist.is_initialized,
+        dist.destroy_process_group,
+        Script("x.py", "import torch\ntorch.distributed.is_initialized()  # init_process_group", ()),
+    ],
+)
+def test_others_are_not(program: Any) -> None:
+    assert not is_distributed(program)
+
+
+SETUP = "import torch.distributed as dist\ndef setup():\n    dist.init_process_group()\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Modules and a package of the user's own, and a script that imports some."""
+    files = {
+        "own_setup.py": SETUP,
+        "own_indirect.py": "from own_setup import *\n",
+        "own_plain.py": "import torch\n",
+        "own_package/__init__.py": "",
+        "own_package/ordinary.py": "from . import layers\n",
+        "own_package/layers.py": "",
+        "own_package/distributed.py": "from .deep import run\n",
+        "own_package/deep/__init__.py": "from ..parallel import run\n",
+        "own_package/parallel.py": SETUP,
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("own_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("import own_setup", True),
+        ("import own_indirect", True),
+        ("def f():\n    from own_setup import setup", True),
+        ("import own_plain", False),
+        ("import own_package.ordinary", False),
+        ("from own_package import ordinary", False),
+        ("from own_package import distributed", True),
+        ("import own_package.distributed as d", True),
+        ("import own_nowhere", False),
+    ],
+)
+def test_modules_that_a_program_imports_are_read(folder: Path, text: str, wanted: bool) -> None:
+    assert is_distributed(Script(str(folder / "x.py"), text, ())) is wanted
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("own_indirect", True), ("own_plain", False)])
+def test_modules_that_a_function_knows_are_read(folder: Path, name: str, wanted: bool) -> None:
+    module = importlib.import_module(name)
+    assert is_distributed(eval("lambda: module.setup()", {"module": module})) is wanted
+    assert is_distributed(lambda: module.setup()) is wanted
+
+
+def test_an_edited_module_is_read_again(folder: Path) -> None:
+    script = Script(str(folder / "x.py"), "import own_plain", ())
+    assert not is_distributed(script)
+    (folder / "own_plain.py").write_text(SETUP)
+    assert is_distributed(script)
