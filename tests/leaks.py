@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing.process
 import os
 import random
 import signal
@@ -151,6 +152,7 @@ _PATCHABLE: tuple[type, ...] = (
     torch.utils.data.dataloader._SingleProcessDataLoaderIter,
     torch.utils.data.dataloader._MultiProcessingDataLoaderIter,
     torch.utils.data.Dataset,
+    torch.utils.data.DistributedSampler,
     torch.nn.Module,
     torch.nn.Parameter,
     torch.Tensor,
@@ -165,6 +167,10 @@ _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (torch.autograd, "backward"),
     (torch.autograd, "grad"),
     (torch.distributed, "init_process_group"),
+    (torch.distributed.distributed_c10d, "init_process_group"),
+    (torch.multiprocessing, "spawn"),
+    (multiprocessing.process.BaseProcess, "start"),
+    (sys, "excepthook"),
     (urllib.request, "urlretrieve"),
 )
 _WARM = (

@@ -94,9 +94,11 @@ JOINS: dict[str, Callable[[Session], Any]] = {
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_weights_and_batches_are_those_under_torchrun_bit_for_bit(world_size: int) -> None:
     wanted = run_ranks(world_size, by_hand(torchrun), patches=False)
-    found = run_ranks(world_size, by_hand(JOINS["backend"], num_workers=1))
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert_same(mine, theirs)
+    split = run_ranks(world_size, by_hand(JOINS["backend"], num_workers=1))
+    whole = run_ranks(world_size, by_hand(JOINS["backend"]), batches="whole", evaluation="gathered")
+    for found in (split, whole):
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert_same(mine, theirs)
 
 
 @pytest.mark.parametrize("how", [how for how in JOINS if how != "backend"])

@@ -56,7 +56,7 @@ def test_what_a_spawned_rank_raises_keeps_its_type() -> None:
 
 
 def test_another_number_of_ranks_is_an_error_that_names_it() -> None:
-    with pytest.raises(RankFailedError, match="2 processes by torch.*run it with world_size=2"):
+    with pytest.raises(RankFailedError, match=r"2 processes by torch.*run it with world_size=2"):
         run_ranks(3, spawning)
 
 
