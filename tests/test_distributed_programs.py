@@ -75,6 +75,7 @@ def test_rank_0_may_end_first_and_last(tmp_path: Path) -> None:
                 time.sleep(0.01)
             time.sleep(0.3)
             store.set("late", "")
+            assert store.get("late") == b""
         else:
             Path(folder, f"{slow}-{dist.get_rank()}").touch()
         return dist.get_rank()
