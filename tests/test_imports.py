@@ -60,7 +60,7 @@ RULES = {
     "lagom.payload": Rule(always=("lagom.errors", "cloudpickle"), later=("torch", "numpy")),
     "lagom.monitor": Rule(),
     "lagom.collectives": Rule(always=("lagom.errors", "torch", "numpy")),
-    "lagom.patching": Rule(always=(*_TORCH_SIDE, "lagom.recognise")),
+    "lagom.patching": Rule(always=(*_TORCH_SIDE, "lagom.recognise", "lagom.worker.place")),
     "lagom.strategies": Rule(always=_TORCH_SIDE),
     "lagom.strategies.deepspeed": Rule(always=_TORCH_SIDE, later=("deepspeed",)),
     "lagom.data": Rule(always=(*_FACTS, "torch", "numpy"), later=("pyarrow",)),

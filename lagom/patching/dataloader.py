@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
+from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.patching.dealing import Dealer
+from lagom.errors import LagomError
+from lagom.patching.dealing import Dealer, num_samples
 from lagom.patching.device import moved
+from lagom.patching.iterable import Dealing, Turns, is_iterable
 from lagom.patching.order import synchronise
 from lagom.patching.random import OwnStreams, derived
 from lagom.patching.replace import replaced
 from lagom.patching.session import Pass, Session
+from lagom.patching.sharded import Placed, shards_itself
+from lagom.patching.taking import taker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PASS = "_lagom_pass"
+_TAKER = "_lagom_taker"
 
 
 @contextmanager
 def dealt_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
     """Have loaders yield this rank's share, and count what they yield."""
+    loaders = _Loaders(session, streams)
     with ExitStack() as stack:
-        stack.enter_context(replaced(_BaseDataLoaderIter, "__init__", _made(session)))
-        stack.enter_context(replaced(_BaseDataLoaderIter, "_reset", _begun_again(session)))
+        stack.enter_context(replaced(_BaseDataLoaderIter, "__init__", _made(loaders)))
+        stack.enter_context(replaced(_BaseDataLoaderIter, "_reset", _begun_again(loaders)))
         stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _yielding(session)))
         if session.world_size > 1:
-            index_sampler = property(_index_sampler(session))
+            index_sampler = property(_index_sampler(loaders))
             stack.enter_context(replaced(DataLoader, "_index_sampler", index_sampler))
-            fetching = _fetching(session, streams)
-            stack.enter_context(replaced(_SingleProcessDataLoaderIter, "__init__", fetching))
+            stack.enter_context(replaced(DataLoader, "__len__", _counted(loaders)))
+            stack.enter_context(replaced(_SingleProcessDataLoaderIter, "__init__", _fetching(session, streams)))
+            fetcher = staticmethod(_fetcher_made(session, streams))
+            stack.enter_context(replaced(_DatasetKind, "create_fetcher", fetcher))
         yield
 
 
@@ -47,64 +57,139 @@ def start(session: Session, can_share: bool) -> Pass:
     return Pass(training=training, sharded=sharded, by_mode=by_mode)
 
 
-def _can_share(session: Session, loader: DataLoader[Any]) -> bool:
-    return session.distributed and loader._auto_collation and loader._dataset_kind == _DatasetKind.Map
+class _Loaders:
+    """Begins passes over loaders, and knows of what kind the earlier ones were."""
+
+    def __init__(self, session: Session, streams: OwnStreams) -> None:
+        self.session = session
+        self.streams = streams
+        self._were_dealt = WeakIdKeyDictionary()
+
+    def begin(self, loader: DataLoader[Any]) -> Pass:
+        """A pass over ``loader`` begins."""
+        session = self.session
+        session.boundary()  # the iterator draws from the common stream
+        current = start(session, can_share(session, loader))
+        current.own = session.distributed and shards_itself(loader.dataset)
+        if current.own and session.plan.batches == "whole":
+            raise LagomError(_OWN_IN_WHOLE)
+        if current.sharded:
+            session.began = session.began or "a data loader was shared out"
+        gathered = session.plan.evaluation == "gathered" and not current.own
+        if session.distributed and (current.sharded or current.training or gathered):
+            synchronise(session, loader, own_order=current.own)
+        self._were_dealt.setdefault(loader, set()).add(current.training and current.sharded)
+        if current.training:
+            if session.distributed and not (current.sharded or current.own or session.plan.batches == "whole"):
+                session.say_once(_ALL_OF_IT)
+            current.steps = _steps(loader)
+        return current
+
+    def wide(self, loader: DataLoader[Any] | None, can_share: bool) -> int:
+        """How many batches of the loader's own make one of its next pass: more than 1 only in ``per_rank``.
+
+        As in the passes it had, which were all alike as a rule; else as if one began now. So a mean over
+        ``len(loader)`` after an evaluation is right, wherever it is computed.
+        """
+        session = self.session
+        if not session.distributed or session.plan.batches != "per_rank":
+            return 1
+        kinds = self._were_dealt.get(loader, set()) if loader is not None else set()
+        if session.starting is None and len(kinds) == 1:
+            return session.world_size if True in kinds else 1
+        current = session.starting or start(session, can_share)
+        return session.world_size if current.training and current.sharded else 1
 
 
-def _index_sampler(session: Session) -> Any:
+_OWN_IN_WHOLE = (
+    'batches="whole" takes each batch to be the same on all ranks, but the data set of a loader shards itself '
+    '(lagom_sharded); use batches="split" or "per_rank", or have it give all of its samples'
+)
+_ALL_OF_IT = (
+    "a data loader that makes no batches (batch_size=None) is not shared out: every rank trains on all of it, which is "
+    'right but not faster; batches="whole" shares out what the model is called with'
+)
+
+
+def can_share(session: Session, loader: DataLoader[Any]) -> bool:
+    """Whether the loader's batches can be dealt out."""
+    return session.distributed and loader._auto_collation and not shards_itself(loader.dataset)
+
+
+def _index_sampler(loaders: _Loaders) -> Any:
     original = vars(DataLoader)["_index_sampler"].fget
+    session = loaders.session
 
     def index_sampler(loader: DataLoader[Any]) -> Any:
         source = original(loader)
-        if not session.distributed:
+        if not session.distributed or shards_itself(loader.dataset):
+            return source
+        if is_iterable(loader) and not loader._auto_collation:
             return source
         # Without the loader: it holds its iterator, which holds this, and workers must end when both are dropped.
+        ref, shared = weakref.ref(loader), can_share(session, loader)
+
+        def wide() -> int:
+            return loaders.wide(ref(), shared)
+
+        if is_iterable(loader):
+            return Turns(source, wide)
         drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
-        can_share = _can_share(session, loader)
-        return Dealer(session, source, lambda: session.starting or start(session, can_share), drop_last=drop_last)
+        return Dealer(session, source, lambda: session.starting or start(session, shared), wide, drop_last=drop_last)
 
     return index_sampler
 
 
-def _begin(session: Session, loader: DataLoader[Any]) -> Pass:
-    session.boundary()  # the iterator draws from the common stream
-    current = start(session, _can_share(session, loader))
-    if current.sharded:
-        session.began = session.began or "a data loader was shared out"
-    if session.distributed and (current.sharded or current.training or session.plan.evaluation == "gathered"):
-        synchronise(session, loader)
-    if current.training:
-        if session.distributed and not current.sharded and session.plan.batches != "whole":
-            session.say_once(
-                "a data loader with an IterableDataset or without batches is not shared out: every rank trains "
-                "on all of it, which is right but not faster"
-            )
-        current.steps = _steps(loader)
-    return current
+def _counted(loaders: _Loaders) -> Any:
+    original = vars(DataLoader)["__len__"]
+
+    def length(loader: DataLoader[Any]) -> int:
+        found: int = original(loader)
+        if not is_iterable(loader) or loader.batch_size is None:
+            return found
+        wide = loaders.wide(loader, can_share(loaders.session, loader))
+        count, size = loader._IterableDataset_len_called, loader.batch_size * wide
+        if wide == 1 or count is None:
+            return found
+        return count // size if loader.drop_last else -(-count // size)
+
+    return length
 
 
-def _made(session: Session) -> Any:
+def _made(loaders: _Loaders) -> Any:
     original = vars(_BaseDataLoaderIter)["__init__"]
+    session = loaders.session
 
     def init(self: Any, loader: DataLoader[Any]) -> None:
         if not session.live:
             original(self, loader)
             return
-        current = session.starting = _begin(session, loader)
+        current = session.starting = loaders.begin(loader)
         self.__dict__[_PASS] = current
+        self.__dict__[_TAKER] = taker(session, loader, current)
         try:
             original(self, loader)
         finally:
             session.starting = None
-        if current.training and current.sharded:
+        if not session.distributed:
+            return
+        if shards_itself(loader.dataset):
+            self._collate_fn = Placed(session, self._collate_fn)
+            self._base_seed = derived(self._base_seed, session.rank)
+        elif is_iterable(loader):
+            if can_share(session, loader) and (current.sharded or loader.persistent_workers):
+                self._collate_fn = Dealing(session, loader, loaders.streams)
+                self._collate_fn.begin(current, session.plan.batches)
+        elif current.training and current.sharded:
             # Workers of different ranks augment differently. They start after this.
             self._base_seed = derived(self._base_seed, session.rank)
 
     return init
 
 
-def _begun_again(session: Session) -> Any:
+def _begun_again(loaders: _Loaders) -> Any:
     original = vars(_BaseDataLoaderIter)["_reset"]
+    session = loaders.session
 
     def reset(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
         current = self.__dict__.get(_PASS)
@@ -113,7 +198,10 @@ def _begun_again(session: Session) -> Any:
             return
         if not first_iter:
             session.ended(current)
-            current = self.__dict__[_PASS] = _begin(session, loader)
+            current = self.__dict__[_PASS] = loaders.begin(loader)
+            self.__dict__[_TAKER] = taker(session, loader, current)
+            if isinstance(self._collate_fn, Dealing):
+                self._collate_fn.begin(current, session.plan.batches)
         if current.sharded:
             self._in_order = True  # shares are matched to batches by their order
         session.starting = current
@@ -133,19 +221,20 @@ def _yielding(session: Session) -> Any:
         if current is None or not session.live:
             return original(self)
         session.boundary()
+        if current.failed and session.may_meet:
+            current.failed = False
+            session.at(_AFTER_FAILURE)
         try:
-            data = original(self)
+            data, share = self.__dict__[_TAKER].take(self, lambda: original(self))
         except StopIteration:
             session.ended(current)
             raise
         except Exception:
-            if current.shares:
-                current.shares.popleft()
+            current.failed = current.training
             raise
         if session.device.type == "cuda":
             data = moved(data, session.device)
         if current.training:
-            share = current.shares.popleft() if current.sharded else None
             if share is not None:
                 session.remember(data, share)
             session.yielded(current, share, num_samples(data) if share is None else share.num_mine)
@@ -154,6 +243,12 @@ def _yielding(session: Session) -> Any:
         return data
 
     return following
+
+
+_AFTER_FAILURE = (
+    'the batch after one that could not be loaded (with batches="whole" every rank loads every sample, so that all '
+    "ranks find the same ones broken)"
+)
 
 
 def _fetching(session: Session, streams: OwnStreams) -> Any:
@@ -167,11 +262,24 @@ def _fetching(session: Session, streams: OwnStreams) -> Any:
             and current is not None
             and current.training
             and current.sharded
+            and not is_iterable(loader)
             and not _is_plain(loader.dataset)
         ):
             self._dataset_fetcher = _Fetcher(self._dataset_fetcher, streams)
 
     return patched_init
+
+
+def _fetcher_made(session: Session, streams: OwnStreams) -> Any:
+    original: Any = _DatasetKind.create_fetcher
+
+    def create_fetcher(kind: Any, dataset: Any, *args: Any) -> Any:
+        if not session.live or not shards_itself(dataset):
+            return original(kind, dataset, *args)
+        with streams.in_fetch():  # iter() of a data set may draw
+            return _Fetcher(original(kind, dataset, *args), streams)
+
+    return create_fetcher
 
 
 class _Fetcher:
@@ -198,15 +306,6 @@ def _is_plain(dataset: object) -> bool:
 def _steps(loader: DataLoader[Any]) -> int | None:
     try:
         # An IterableDataset remembers that its length was asked for.
-        return len(loader) if loader._dataset_kind == _DatasetKind.Map else None
+        return None if is_iterable(loader) else len(loader)
     except Exception:  # a user's sampler may have no length, or fail to tell it
         return None
-
-
-def num_samples(data: Any) -> int:
-    """Rows of the first tensor in ``data``; 1 where there is none."""
-    if isinstance(data, torch.Tensor):
-        return len(data) if data.dim() else 1
-    if isinstance(data, dict):
-        data = list(data.values())
-    return num_samples(data[0]) if isinstance(data, (list, tuple)) and data else 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lagom.patching.order import common_order
 from lagom.patching.session import Pass, Session, Share
 
@@ -38,28 +40,35 @@ def per_rank(batches: list[Any], rank: int, world_size: int, *, drop_last: bool)
     return split(list(chain.from_iterable(batches)), rank, world_size)
 
 
+def num_samples(data: Any) -> int:
+    """Rows of the first tensor in ``data``; 1 where there is none."""
+    if isinstance(data, torch.Tensor):
+        return len(data) if data.dim() else 1
+    if isinstance(data, dict):
+        data = list(data.values())
+    return num_samples(data[0]) if isinstance(data, (list, tuple)) and data else 1
+
+
 class Dealer:
     """Stands for a loader's batch sampler, or its sampler, wherever the loader is used.
 
     Args:
         start: gives the pass that an iteration belongs to.
+        wide: into how many batches of the loader's one of the next pass is dealt; tells its length.
     """
 
-    def __init__(self, session: Session, source: Any, start: Callable[[], Pass], *, drop_last: bool) -> None:
+    def __init__(
+        self, session: Session, source: Any, start: Callable[[], Pass], wide: Callable[[], int], *, drop_last: bool
+    ) -> None:
         self._session = session
         self._source = source
         self._start = start
+        self._wide = wide
         self._drop_last = drop_last
 
     def __len__(self) -> int:
-        length = len(self._source)
-        if self._session.plan.batches != "per_rank":
-            return length
-        current = self._start()
-        if not (current.training and current.sharded):
-            return length
-        world_size = self._session.world_size
-        return length // world_size if self._drop_last else -(-length // world_size)
+        length, wide = len(self._source), self._wide()
+        return length // wide if self._drop_last else -(-length // wide)
 
     def __iter__(self) -> Iterator[Any]:
         current = self._start()

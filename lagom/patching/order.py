@@ -38,13 +38,16 @@ def common_order(session: Session, source: Any) -> Iterator[Any]:
     return _Following(session, source, 1, eager=True)
 
 
-def synchronise(session: Session, loader: DataLoader[Any]) -> None:
-    """Set the generators that torch's samplers use to the states they have on rank 0."""
+def synchronise(session: Session, loader: DataLoader[Any], *, own_order: bool = False) -> None:
+    """Set the generators that torch's samplers use to the states they have on rank 0; a collective.
+
+    With ``own_order`` only the global one: the data set shards itself, and its order is its own.
+    """
     assert session.group is not None
     session.at("the start of a pass over a data loader")
     generators = {id(torch.default_generator): torch.default_generator}
     sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
-    for holder in (loader, loader.sampler, loader.batch_sampler, sampler):
+    for holder in () if own_order else (loader, loader.sampler, loader.batch_sampler, sampler):
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
             generators[id(generator)] = generator
@@ -85,7 +88,8 @@ class _Following:
         if self._items:
             return self._items.popleft()
         assert self._end is not None
-        raise self._end
+        end, self._end = self._end, StopIteration()  # as from a generator that raised
+        raise end
 
     def _start(self) -> None:
         try:

@@ -29,6 +29,67 @@ def derived(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
+class CommonStreams:
+    """The global generators, which are equal on all ranks as long as all draw the same amounts."""
+
+    def __init__(self, seed: int | None) -> None:
+        """``seed``: the run's; None: what torch's generator was seeded with."""
+        self._seed = seed
+        self._noted: dict[str, Any] = {}
+        self._num_restarts = 0
+
+    def note(self) -> None:
+        """From now on ranks may draw different amounts."""
+        self._noted = _states()
+
+    def drawn_unevenly(self, before: torch.Tensor) -> None:
+        """Ranks have drawn different amounts from torch's generator since its state was ``before``."""
+        self._noted.setdefault("torch", before)
+
+    def settle(self) -> None:
+        """Now they are to be equal again: starts anew those generators that were drawn from since ``note``."""
+        before, self._noted = self._noted, {}
+        if before:
+            now = _states()
+            self._restart([name for name, state in before.items() if not _equal(state, now[name])])
+
+    def restart(self) -> None:
+        """Start all of them anew, alike on all ranks."""
+        self._noted = {}
+        self._restart(list(_states()))
+
+    def _restart(self, names: list[str]) -> None:
+        if not names:
+            return
+        self._num_restarts += 1
+        origin = torch.initial_seed() if self._seed is None else self._seed
+        seed = derived("common", origin, self._num_restarts)
+        if "torch" in names or "cuda" in names:
+            torch.manual_seed(seed)
+        if "random" in names:
+            random.seed(seed)
+        if "numpy" in names:
+            sys.modules["numpy.random"].seed(seed % 2**32)
+
+
+def _states() -> dict[str, Any]:
+    """Of torch's, random's and, where it is loaded, numpy's generator, and of a GPU's in use."""
+    states: dict[str, Any] = {"torch": torch.default_generator.get_state(), "random": random.getstate()}
+    if "numpy.random" in sys.modules:
+        states["numpy"] = sys.modules["numpy.random"].get_state()
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _equal(state: Any, other: Any) -> bool:
+    if isinstance(state, torch.Tensor):
+        return torch.equal(state, other)
+    if isinstance(state, tuple) and isinstance(state[0], str):  # numpy's: a name, an array, and numbers
+        return bool((state[1] == other[1]).all()) and state[2:] == other[2:]
+    return bool(state == other)
+
+
 class OwnStreams:
     """Generators that only this rank draws from, swapped in for the global ones.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.patching.random import derived
+from lagom.patching.random import CommonStreams
 from lagom.strategies.divergence import Watch
 from lagom.strategies.frame import FRAME, Frame
 from lagom.strategies.leaves import Leaves
@@ -55,6 +55,8 @@ class Pass:
 
     training: bool
     sharded: bool
+    own: bool = False
+    """Its data set shards itself: each rank's batches are its own."""
     by_mode: bool = False
     """Gradients are on; it is no training because the model is in eval mode."""
     steps: int | None = None
@@ -62,6 +64,8 @@ class Pass:
     shares: deque[Share | None] = field(default_factory=deque)
     """Of the batches that the sampler has given and the user has not seen yet: workers fetch ahead."""
     current: Share | None = None
+    failed: bool = False
+    """Its next batch could not be loaded."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -92,6 +96,8 @@ class Session:
     """What the program reported last; shown along with the progress."""
     depth: int = field(default=0, init=False)
     """Of nested backwards; recomputed forwards must find the random numbers of the first time."""
+    common: CommonStreams = field(init=False)
+    """The random numbers that are equal on all ranks."""
     starting: Pass | None = field(default=None, init=False)
     """The pass whose iterator is being made."""
     modules: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
@@ -118,11 +124,10 @@ class Session:
     _epoch: int = field(default=0, init=False)
     _progress: dict[str, int | None] = field(default_factory=lambda: {"epoch": 0, "step": 0, "steps": None}, init=False)
     _said: set[str] = field(default_factory=set, init=False)
-    _uneven_from: torch.Tensor | None = field(default=None, init=False)
-    _num_reseeds: int = field(default=0, init=False)
     _is_probing: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        self.common = CommonStreams(self.plan.seed)
         if self.group is not None:
             self.frame = Frame(self.group, 0 if self.device.type == "cuda" else FRAME)
             self.watch = Watch(self.group, self.leaves, self._trainable, self.synchronised, self.name_of)
@@ -133,6 +138,11 @@ class Session:
     def distributed(self) -> bool:
         """Whether there are other ranks, and this process is one of them."""
         return self.live and self.world_size > 1
+
+    @property
+    def may_meet(self) -> bool:
+        """Whether there are other ranks, and this thread may exchange anything with them: the program's main one."""
+        return self.distributed and threading.get_ident() == self._thread
 
     def at(self, place: str) -> None:
         """Make sure that all ranks are at ``place`` of the program; a DivergenceError on all of them otherwise."""
@@ -155,9 +165,10 @@ class Session:
         self._last = share
         self.samples_trained += num_samples
         if share is not None and not share.even:
-            self._uneven_from = torch.default_generator.get_state()
+            self.common.note()
         self._progress = {"epoch": self._epoch, "step": current.step, "steps": current.steps}
-        if share is not None and self.watch is not None and threading.get_ident() == self._thread:
+        if share is not None and self.may_meet:
+            assert self.watch is not None
             assert self.frame is not None
             self.watch.batch(self.frame)
 
@@ -175,11 +186,7 @@ class Session:
 
         That is when the program drew any while the shares were uneven, as in ``torch.randn(len(x))``.
         """
-        before, self._uneven_from = self._uneven_from, None
-        if before is not None and not torch.equal(before, torch.default_generator.get_state()):
-            self._num_reseeds += 1
-            origin = torch.initial_seed() if self.plan.seed is None else self.plan.seed
-            torch.manual_seed(derived("common", origin, self._num_reseeds))
+        self.common.settle()
 
     def evaluating(self, current: Pass) -> None:
         """The program sees a batch of a pass that is evaluation."""
@@ -240,7 +247,8 @@ class Session:
             return False
         if self.plan.batches == "whole":
             return True
-        return evaluates and self._evaluation_pass is not None and self._evaluation_pass() is not None
+        current = self._evaluation_pass() if self._evaluation_pass is not None else None
+        return evaluates and current is not None and not current.own
 
     @contextmanager
     def probing(self) -> Iterator[None]:
@@ -262,7 +270,7 @@ class Session:
 
     def drew_unevenly(self, before: torch.Tensor) -> None:
         """Ranks have drawn different amounts from the common random numbers since their state was ``before``."""
-        self._uneven_from = before
+        self.common.drawn_unevenly(before)
 
     @property
     def share_in_forward(self) -> Share | None:

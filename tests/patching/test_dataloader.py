@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from lagom.patching.session import Session
-from tests.patching.loading import Drawing, Nondeterministic, Numbers, OwnLoader, Stream, batches, epochs, flat
+from tests.patching.loading import Drawing, Nondeterministic, Numbers, OwnLoader, batches, epochs, flat
 from tests.ranks import alone, run_ranks, session_alone
 
 
@@ -119,20 +119,6 @@ def test_the_outer_share_holds_again_after_an_inner_pass() -> None:
         return [*weights, session.weight]
 
     assert run_ranks(2, run)[0] == [1.2, 1.0, 1.2, 1.2, 1.0, 1.2]
-
-
-def test_what_cannot_be_shared_out_is_seen_by_all() -> None:
-    def run(session: Session) -> Any:
-        return (
-            batches(DataLoader(Stream(), batch_size=4)),
-            batches(DataLoader(Stream(), batch_size=4, num_workers=1)),
-            [int(x) for x in DataLoader(Numbers(3), batch_size=None)],
-            session.weight,
-            session.samples_trained,
-        )
-
-    stream = [[0, 1, 2, 3], [4, 5, 6]]
-    assert run_ranks(2, run) == [(stream, stream, [0, 1, 2], 1.0, 17)] * 2
 
 
 def test_dropping_a_loader_ends_its_workers() -> None:

@@ -38,6 +38,7 @@ OWNERS: list[Any] = [
     dataloader._BaseDataLoaderIter,
     dataloader._SingleProcessDataLoaderIter,
     dataloader._MultiProcessingDataLoaderIter,
+    dataloader._DatasetKind,
     urllib.request,
 ]
 IGNORED = {"__slotnames__", "__abstractmethods__", "__doc__", "__annotations__"}

@@ -1,0 +1,111 @@
+"""The next batch of a pass over a loader, and whose share of it this is: a way for each way of sharing out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lagom.patching.digest import Comparison, digest
+from lagom.patching.iterable import Dealt, is_iterable
+from lagom.patching.sharded import Sharded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.utils.data import DataLoader
+
+    from lagom.patching.session import Pass, Session, Share
+
+
+class Taker(Protocol):
+    """Takes the batches of one pass."""
+
+    def take(self, iterator: Any, fetch: Callable[[], Any]) -> tuple[Any, Share | None]:
+        """The next batch from ``fetch``, and this rank's share of it; None where every rank has all of it.
+
+        Raises:
+            StopIteration: at the end of the pass.
+        """
+
+
+def taker(session: Session, loader: DataLoader[Any], current: Pass) -> Taker:
+    """The one for the pass ``current`` over ``loader``."""
+    if current.own and current.training:
+        return Sharded(session)
+    if is_iterable(loader) and current.sharded:
+        return _Streamed(session, current)
+    if current.sharded:
+        return _Dealt(current)
+    if is_iterable(loader) and session.distributed and not current.own and _must_be_equal(session, current):
+        return _Compared(session)
+    return _Whole()
+
+
+def _must_be_equal(session: Session, current: Pass) -> bool:
+    """Whether forwards take rows of batches that are then taken to be the same on all ranks."""
+    return session.plan.batches == "whole" if current.training else session.plan.evaluation == "gathered"
+
+
+class _Whole:
+    def take(self, iterator: Any, fetch: Callable[[], Any]) -> tuple[Any, None]:
+        return fetch(), None
+
+
+class _Dealt:
+    """From a data set with indices: the sampler told the shares, in order, ahead of the batches."""
+
+    def __init__(self, current: Pass) -> None:
+        self._shares = current.shares
+        self._training = current.training
+
+    def take(self, iterator: Any, fetch: Callable[[], Any]) -> tuple[Any, Share | None]:
+        before = getattr(iterator, "_rcvd_idx", None)
+        try:
+            data = fetch()
+        except StopIteration:
+            raise
+        except Exception:
+            # The batch is lost, unless it did not come in time from the workers: then it is still to come.
+            if self._shares and (before is None or iterator._rcvd_idx != before):
+                self._shares.popleft()
+            raise
+        return data, self._shares.popleft() if self._training else None
+
+
+class _Streamed:
+    """From an iterable data set: the share comes with the batch."""
+
+    def __init__(self, session: Session, current: Pass) -> None:
+        self._comparison = Comparison(session)
+        self._training = current.training
+        self._compares = True
+
+    def take(self, iterator: Any, fetch: Callable[[], Any]) -> tuple[Any, Share]:
+        while True:
+            try:
+                dealt: Dealt = fetch()
+            except StopIteration:
+                if self._compares:
+                    self._comparison.end()
+                raise
+            if self._compares:
+                self._comparison.batch(dealt.digest)
+                # An evaluation may end sooner on some ranks than on others; it meets once, at its start.
+                self._compares = self._training
+            if self._training or dealt.share.num_mine:
+                return dealt.data, dealt.share
+
+
+class _Compared:
+    """From an iterable data set, whole: it must be the same on all ranks."""
+
+    def __init__(self, session: Session) -> None:
+        self._comparison = Comparison(session)
+
+    def take(self, iterator: Any, fetch: Callable[[], Any]) -> tuple[Any, None]:
+        try:
+            data = fetch()
+        except StopIteration:
+            self._comparison.end()
+            raise
+        self._comparison.batch(digest(data))
+        return data, None
