@@ -224,18 +224,25 @@ def _yielding(session: Session) -> Any:
         if current.failed and session.may_meet:
             current.failed = False
             session.at(_AFTER_FAILURE)
+        received = getattr(self, "_rcvd_idx", None)
         try:
-            data, share = self.__dict__[_TAKER].take(self, lambda: original(self))
+            data, share = self.__dict__[_TAKER].take(lambda: original(self))
         except StopIteration:
             session.ended(current)
             raise
         except Exception:
-            current.failed = current.training
+            # The batch is lost, unless workers did not give it in time: then it is still to come.
+            if received is None or self._rcvd_idx != received:
+                current.failed = current.training
+                if current.shares:
+                    current.shares.popleft()
             raise
         if session.device.type == "cuda":
             data = moved(data, session.device)
         if current.training:
             if share is not None:
+                if not torch.is_grad_enabled():
+                    session.say_once(_GOES_ON)
                 session.remember(data, share)
             session.yielded(current, share, num_samples(data) if share is None else share.num_mine)
         else:
@@ -248,6 +255,12 @@ def _yielding(session: Session) -> Any:
 _AFTER_FAILURE = (
     'the batch after one that could not be loaded (with batches="whole" every rank loads every sample, so that all '
     "ranks find the same ones broken)"
+)
+
+
+_GOES_ON = (
+    "an iteration over a data loader that began with gradients on goes on with gradients off: it still gives each rank "
+    "its share of the batches; begin it (call iter()) under torch.no_grad() if it is an evaluation"
 )
 
 

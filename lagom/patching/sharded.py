@@ -68,7 +68,7 @@ class Sharded:
         self._has_last = False
         self._ended = False
 
-    def take(self, iterator: Any, fetch: Callable[[], Any]) -> tuple[Any, Share | None]:
+    def take(self, fetch: Callable[[], Any]) -> tuple[Any, Share | None]:
         """The next batch, and how it counts.
 
         Raises:

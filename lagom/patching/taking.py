@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Taker(Protocol):
     """Takes the batches of one pass."""
 
-    def take(self, iterator: Any, fetch: Callable[[], Any]) -> tuple[Any, Share | None]:
+    def take(self, fetch: Callable[[], Any]) -> tuple[Any, Share | None]:
         """The next batch from ``fetch``, and this rank's share of it; None where every rank has all of it.
 
         Raises:
@@ -46,7 +46,7 @@ def _must_be_equal(session: Session, current: Pass) -> bool:
 
 
 class _Whole:
-    def take(self, iterator: Any, fetch: Callable[[], Any]) -> tuple[Any, None]:
+    def take(self, fetch: Callable[[], Any]) -> tuple[Any, None]:
         return fetch(), None
 
 
@@ -57,17 +57,8 @@ class _Dealt:
         self._shares = current.shares
         self._training = current.training
 
-    def take(self, iterator: Any, fetch: Callable[[], Any]) -> tuple[Any, Share | None]:
-        before = getattr(iterator, "_rcvd_idx", None)
-        try:
-            data = fetch()
-        except StopIteration:
-            raise
-        except Exception:
-            # The batch is lost, unless it did not come in time from the workers: then it is still to come.
-            if self._shares and (before is None or iterator._rcvd_idx != before):
-                self._shares.popleft()
-            raise
+    def take(self, fetch: Callable[[], Any]) -> tuple[Any, Share | None]:
+        data = fetch()
         return data, self._shares.popleft() if self._training else None
 
 
@@ -79,7 +70,7 @@ class _Streamed:
         self._training = current.training
         self._compares = True
 
-    def take(self, iterator: Any, fetch: Callable[[], Any]) -> tuple[Any, Share]:
+    def take(self, fetch: Callable[[], Any]) -> tuple[Any, Share]:
         while True:
             try:
                 dealt: Dealt = fetch()
@@ -101,7 +92,7 @@ class _Compared:
     def __init__(self, session: Session) -> None:
         self._comparison = Comparison(session)
 
-    def take(self, iterator: Any, fetch: Callable[[], Any]) -> tuple[Any, None]:
+    def take(self, fetch: Callable[[], Any]) -> tuple[Any, None]:
         try:
             data = fetch()
         except StopIteration:

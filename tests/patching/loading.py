@@ -129,16 +129,28 @@ class Doubling(DataLoader[Any]):
 
 
 class Endless(DataLoader[Any]):
-    """Makes its one iterator when it is made, and keeps it."""
+    """Makes its one iterator when it is made, and keeps it, to keep its workers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        object.__setattr__(self, "batch_sampler", Repeating(self.batch_sampler))
         self.iterator = super().__iter__()
 
     def __iter__(self) -> Any:
         for _ in range(len(self)):
             yield next(self.iterator)
-        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]
+
+
+class Repeating:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from iter(self.sampler)
 
 
 def noisy_collate(samples: list[Any]) -> Any:

@@ -121,6 +121,18 @@ def test_the_outer_share_holds_again_after_an_inner_pass() -> None:
     assert run_ranks(2, run)[0] == [1.2, 1.0, 1.2, 1.2, 1.0, 1.2]
 
 
+def test_an_iteration_that_goes_on_without_gradients_is_told() -> None:
+    def run(session: Session) -> Any:
+        begun = iter(DataLoader(Numbers(5), batch_size=2))
+        next(begun)
+        before = any("goes on" in text for text in session._said)
+        with torch.no_grad():
+            next(begun)
+        return before, any("goes on" in text for text in session._said)
+
+    assert run_ranks(2, run) == [(False, True)] * 2
+
+
 def test_dropping_a_loader_ends_its_workers() -> None:
     def run(_: Session) -> Any:
         loader = DataLoader(Numbers(6), batch_size=2, num_workers=1, persistent_workers=True)

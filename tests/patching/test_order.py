@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,6 +41,19 @@ def test_a_sampler_that_raises_raises_everywhere() -> None:
     assert all(other == first for other in others)
 
 
+def test_a_sampler_that_raised_is_at_its_end() -> None:
+    def run(session: Session) -> Any:
+        loader = DataLoader(Numbers(9), batch_size=None, sampler=Nondeterministic(9, fail_at=2))
+        batches = iter(loader)
+        next(batches), next(batches)
+        with pytest.raises(KeyError, match="no more"):
+            next(batches)
+        return next(batches, "end")
+
+    assert alone(run) == "end"
+    assert run_ranks(2, run) == ["end"] * 2
+
+
 def test_a_batch_sampler_of_lists_follows_rank_0() -> None:
     def run(session: Session) -> Any:
         order = list(range(9)) if session.rank == 0 else list(range(9))[::-1]
@@ -48,16 +64,27 @@ def test_a_batch_sampler_of_lists_follows_rank_0() -> None:
     assert run_ranks(2, run) == [([[0, 2], [4, 6], [8]], True, 5), ([[1, 3], [5, 7], [8]], True, 4)]
 
 
-def test_common_numbers_stay_common_after_uneven_draws() -> None:
+@pytest.mark.parametrize("draw", [torch.randn, np.random.rand, lambda count: random.choices(range(9), k=count)])
+def test_common_numbers_stay_common_after_uneven_draws(draw: Callable[[int], Any]) -> None:
     def run(session: Session) -> Any:
         seen = []
         for batch in DataLoader(Numbers(5), batch_size=3):
-            torch.randn(len(batch))
+            draw(len(batch))
             seen.append(0)
-        return torch.rand(1).item(), len(seen)
+        return torch.rand(1).item(), random.random(), np.random.rand(), len(seen)
 
     first, second = run_ranks(2, run)
     assert first == second
+
+
+def test_streams_that_nobody_drew_from_unevenly_go_on() -> None:
+    def run(session: Session) -> Any:
+        for batch in DataLoader(Numbers(5), batch_size=3):
+            random.choices(range(9), k=len(batch))
+        return torch.rand(1).item(), np.random.rand()
+
+    plain = alone(run)
+    assert run_ranks(2, run) == [plain, plain]
 
 
 def test_an_evaluation_within_a_step_keeps_the_order_of_one_machine() -> None:
