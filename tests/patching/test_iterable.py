@@ -122,7 +122,7 @@ class Points(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("batches", ["split", "per_rank"])
+@pytest.mark.parametrize("batches", ["split", "per_rank", "whole"])
 def test_the_weights_are_those_of_one_machine(world_size: int, batches: Any) -> None:
     def run(session: Session) -> list[Tensor]:
         model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -130,13 +130,13 @@ def test_the_weights_are_those_of_one_machine(world_size: int, batches: Any) -> 
         points = Points(20)  # the last batch has 2
         for _ in range(3):
             # In per_rank, what one machine does with as large a batch.
-            for x, y in DataLoader(points, batch_size=6 if session.world_size > 1 or batches == "split" else size):
+            for x, y in DataLoader(points, batch_size=6 if session.world_size > 1 else size):
                 optimizer.zero_grad()
                 nn.functional.mse_loss(model(x), y).backward()
                 optimizer.step()
         return [part.detach() for part in model.state_dict().values()]
 
-    size = 6 * world_size
+    size = 6 * world_size if batches == "per_rank" else 6
     expected = alone(run)
     for result in run_ranks(world_size, run, batches=batches):
         for found, wanted in zip(result, expected, strict=True):
@@ -183,16 +183,20 @@ def test_an_evaluation_sees_everything_also_with_workers_that_trained_before(opt
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_that_differs_between_ranks_is_an_error_on_all_of_them(num_workers: int) -> None:
+@pytest.mark.parametrize(
+    ("grad", "options"),
+    [(True, {}), (True, {"batches": "whole"}), (False, {"evaluation": "gathered"}), (False, {"evaluation": "sharded"})],
+    ids=["split", "whole", "gathered", "sharded"],
+)
+def test_a_stream_that_differs_between_ranks_is_an_error_on_all_of_them(
+    num_workers: int, grad: bool, options: dict[str, Any]
+) -> None:
     def run(session: Session) -> str:
-        try:
-            for _ in DataLoader(Unseeded(50), batch_size=8, num_workers=num_workers):
-                pass
-        except DivergenceError as error:
-            return str(error)
-        return ""
+        with torch.set_grad_enabled(grad), pytest.raises(DivergenceError) as raised:
+            list(DataLoader(Unseeded(50), batch_size=8, num_workers=num_workers))
+        return str(raised.value)
 
-    assert all("lagom_sharded = True" in text and "fixed seed" in text for text in run_ranks(2, run))
+    assert all("lagom_sharded = True" in text and "fixed seed" in text for text in run_ranks(2, run, **options))
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

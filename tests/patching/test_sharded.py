@@ -143,10 +143,22 @@ def test_a_data_set_with_indices_may_say_so_too_and_an_evaluation_sees_the_ranks
     assert second == (2, [([0, 1], 1.0), ([2, 3], pytest.approx(4 / 3))], [[0, 1], [2, 3]])
 
 
+def test_a_gathered_evaluation_leaves_it_alone() -> None:
+    def run(session: Session) -> Any:
+        model = nn.Linear(1, 1).double()
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+        with placed(session), torch.no_grad():
+            return [model(x[:, None].double())[:, 0].tolist() for x in DataLoader(RankSharded(9), batch_size=4)]
+
+    assert run_ranks(2, run, evaluation="gathered", always_slices=True) == [[[0, 1, 2, 3]], [[4, 5, 6, 7], [8]]]
+
+
 def test_whole_batches_of_it_are_refused() -> None:
     def run(session: Session) -> Any:
+        loader = DataLoader(RankSharded(3), batch_size=2)
         with pytest.raises(LagomError, match='use batches="split"'):
-            iter(DataLoader(RankSharded(3), batch_size=2))
+            iter(loader)
 
     run_ranks(2, run, batches="whole")
 
