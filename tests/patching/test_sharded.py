@@ -149,12 +149,9 @@ def test_a_gathered_evaluation_leaves_it_alone() -> None:
         nn.init.ones_(model.weight)
         nn.init.zeros_(model.bias)
         with placed(session), torch.no_grad():
-            return [model(x[:, None].double())[:, 0].tolist() for x in DataLoader(RankSharded(11), batch_size=2)]
+            return [model(x[:, None].double())[:, 0].tolist() for x in DataLoader(RankSharded(4), batch_size=2)]
 
-    assert run_ranks(2, run, evaluation="gathered", always_slices=True) == [
-        [[0, 1], [2, 3]],
-        [[4, 5], [6, 7], [8, 9], [10]],
-    ]
+    assert run_ranks(2, run, evaluation="gathered", always_slices=True) == [[[0, 1], [2, 3]], []]
 
 
 def test_whole_batches_of_it_are_refused() -> None:
