@@ -86,10 +86,13 @@ def _add(found: Any, value: Any) -> None:
     found.update(type(value).__name__.encode())
     if isinstance(value, torch.Tensor):
         if value.layout == torch.strided and not value.is_quantized and value.device.type != "meta":
-            _add_numbers(found, tuple(value.shape), _spread(value.detach().reshape(-1)).cpu())
+            flat = _spread(value.detach().reshape(-1)).cpu()
+            _add_numbers(
+                found, value.shape, (flat.double() if flat.is_floating_point() else flat.resolve_conj()).numpy()
+            )
     elif isinstance(value, np.ndarray):
         if value.dtype.kind in "biufc":
-            _add_numbers(found, value.shape, torch.from_numpy(np.ascontiguousarray(_spread(value.reshape(-1)))))
+            _add_numbers(found, value.shape, _spread(value.reshape(-1)))
     elif isinstance(value, bool | int | str | bytes):
         found.update(repr(value).encode())
     elif isinstance(value, float | complex):
@@ -107,15 +110,13 @@ def _add(found: Any, value: Any) -> None:
 
 
 def _spread(flat: Any) -> Any:
-    return flat[:: max(len(flat) // _ELEMENTS, 1)]
+    return flat[:: len(flat) // _ELEMENTS] if len(flat) > _ELEMENTS else flat
 
 
-def _add_numbers(found: Any, shape: tuple[int, ...], part: torch.Tensor) -> None:
-    found.update(repr(shape).encode())
-    if not part.numel():
-        return
-    if part.is_floating_point() or part.is_complex():
-        magnitudes = part.abs().double()
-        found.update(f"{magnitudes.mean():.3g} {magnitudes[0]:.3g} {magnitudes[-1]:.3g}".encode())
+def _add_numbers(found: Any, shape: tuple[int, ...], part: np.ndarray[Any, Any]) -> None:
+    found.update(repr(tuple(shape)).encode())
+    if part.size and part.dtype.kind in "fc":
+        magnitudes = np.abs(part)
+        found.update(b"%.2e %.2e %.2e" % (magnitudes.mean(dtype=float), magnitudes[0], magnitudes[-1]))
     else:
-        found.update(part.contiguous().numpy().tobytes())
+        found.update(part.tobytes())
