@@ -54,8 +54,8 @@ def joinable(session: Session) -> Iterator[None]:
             succeeded = True
         finally:
             joining.over = True
-            # Where a rank failed, the others may be in the middle of an exchange, for which NCCL's destruction waits: the
-            # failure would be told late. These processes end anyway.
+            # Where a rank failed, the others may be in the middle of an exchange, for which NCCL's destruction waits:
+            # the failure would be told late. These processes end anyway.
             if dist.is_initialized() and not was_initialized and (succeeded or session.world_size == 1):
                 if session.world_size > 1:
                     _kept.extend(distributed_c10d._world.pg_map)
