@@ -1,0 +1,92 @@
+"""What is expected of each program under ``batches="split"``; under "whole", all equal the plain run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Outcome = Literal["equal", "by share", "off", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A program, called in one way, and how it fares when each rank sees its share of a batch."""
+
+    program: str
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    split: Outcome = "equal"
+    """``equal``: weights, result and files are those of one process, to 1e-12.
+
+    ``by share``: they are those of one process whose criterion is the weighted mean of what it is on the shares.
+    ``off``: the ranks agree, but their numbers are not those of one process.
+    ``error``: the ranks cannot go on, and say why.
+    """
+    why: str = ""
+    """Of what is not equal: the reason, or a pattern that the error's text has."""
+    prints: Literal["equal", "own"] = "equal"
+    """``own``: rank 0 prints numbers of its own share, such as a running loss, in the same words."""
+    shared: bool = True
+    """Whether there is a loader to share out; without one every rank does all of the work, and all is equal."""
+
+    def __str__(self) -> str:
+        return "-".join([self.program, *(f"{key}={value}" for key, value in self.options.items())])
+
+
+_DRAWS = "draws random numbers for a share that one process draws for the batch"
+
+CASES = (
+    Case(program="accumulation"),
+    Case(program="adversarial", split="off", why=_DRAWS, prints="own"),
+    Case(program="attacked", options={"sign": True}),
+    Case(program="attacked", options={"sign": False}, split="off", why="the gradient by a sample is that of its share"),
+    Case(program="attention", split="off", why=_DRAWS, prints="own"),
+    Case(program="auxiliary", prints="own"),
+    Case(program="averaging"),
+    Case(program="balanced", split="by share", why="the mean is over the weights of the classes in the batch"),
+    Case(program="carried", split="error", why="Expected hidden"),
+    Case(program="checkpointed", options={"dropout": 0.0}, prints="own"),
+    Case(program="checkpointed", options={"dropout": 0.2}, split="off", why=_DRAWS, prints="own"),
+    Case(program="codebook", split="off", why="a buffer follows rank 0, which sees its share only"),
+    Case(program="convolution"),
+    Case(program="detection"),
+    Case(program="distillation"),
+    Case(program="dream", shared=False),
+    Case(program="early_stopping"),
+    Case(program="endless"),
+    Case(program="experts"),
+    Case(program="finetuned"),
+    Case(program="folds"),
+    Case(program="graph", shared=False),
+    Case(program="hooked", prints="own"),
+    Case(program="ignored", split="by share", why="the mean is over the tokens of the batch"),
+    Case(program="journal"),
+    Case(program="language", shared=False),
+    Case(program="layer_local", prints="own"),
+    Case(program="line_search"),
+    Case(program="line_search", options={"search": "strong_wolfe"}, split="error", why="DivergenceError"),
+    Case(program="loss_inside", prints="own"),
+    Case(program="meta", shared=False),
+    Case(program="metric", split="by share", why="negatives are those of the share"),
+    Case(program="mixup", split="off", why=_DRAWS, prints="own"),
+    Case(program="noise", split="off", why=_DRAWS, prints="own"),
+    Case(program="penalty"),
+    Case(program="policy", shared=False),
+    Case(program="polynomial", shared=False),
+    Case(program="quasi_newton", shared=False),
+    Case(program="replay", shared=False),
+    Case(program="resumed"),
+    Case(program="scaled"),
+    Case(program="siamese", split="off", why="each rank's data set draws for itself", prints="own"),
+    Case(program="sparse"),
+    Case(program="spectral"),
+    Case(program="sums", split="by share", why="a sum over a share is smaller than one over the batch", prints="own"),
+    Case(program="switch", split="off", why="ranks take other ways", prints="own"),
+    Case(program="tied"),
+    Case(program="time_first", prints="own"),
+    Case(program="translation", prints="own"),
+    Case(program="two_losses"),
+    Case(program="uncertainty", split="off", why=_DRAWS),
+    Case(program="until", split="error", why="DivergenceError"),
+    Case(program="variational", split="off", why=_DRAWS, prints="own"),
+)

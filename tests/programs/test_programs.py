@@ -1,0 +1,76 @@
+"""Every program as a function: one plain process against ranks, in all that can be seen."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import pytest
+
+from tests.programs import judge
+from tests.programs.expectations import CASES, Case
+from tests.ranks import RankFailedError
+
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def cases(*split: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", [case for case in CASES if case.split in split], ids=str)
+
+
+@cache
+def shared_run(case: Case, world_size: int) -> judge.Run:
+    def change(module: ModuleType) -> None:
+        module.criterion = judge.by_share(module.criterion, world_size)  # type: ignore[attr-defined]
+
+    return judge.plainly(case.program, case.options, change)
+
+
+@cache
+def plain_run(case: Case) -> judge.Run:
+    return judge.plainly(case.program, case.options)
+
+
+def test_every_program_is_judged() -> None:
+    assert judge.PROGRAMS.keys() == {case.program for case in CASES}
+
+
+@each_case
+def test_one_rank_gives_the_bits_of_a_plain_run(case: Case) -> None:
+    plain, run = plain_run(case), judge.on_ranks(case.program, case.options, 1)
+    assert judge.differences(run.ranks[0].value, plain.ranks[0].value, tolerance=0.0) == []
+    assert run.ranks[0].text == plain.ranks[0].text
+    assert run.ranks[0].passes == plain.ranks[0].passes
+    assert run.files == plain.files
+    assert run.ranks[0].left == plain.ranks[0].left == []
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@cases("equal", "by share", "off")
+def test_split(case: Case, world_size: int) -> None:
+    plain = plain_run(case)
+    wanted = shared_run(case, world_size) if case.split == "by share" else plain
+    run = judge.on_ranks(case.program, case.options, world_size)
+    first = run.ranks[0]
+    for rank in run.ranks:
+        assert judge.differences(rank.value, first.value) == []
+        assert rank.left == []
+    kinds = judge.sharing(run.ranks, plain.ranks[0].passes, same_order=case.split != "off")
+    assert ("shared" in kinds) == case.shared
+    assert judge.words(first.text) == judge.words(plain.ranks[0].text)
+    assert run.files.keys() == plain.files.keys()
+    if case.split == "off":
+        assert judge.differences(first.value, plain.ranks[0].value, tolerance=1e-6) != []
+        return
+    assert judge.differences(first.value, wanted.ranks[0].value) == []
+    assert judge.file_differences(run.files, wanted.files) == []
+    assert (judge.text_differences(first.text, wanted.ranks[0].text) != []) == (case.prints == "own")
+    if case.split == "by share":
+        assert judge.differences(first.value, plain.ranks[0].value, tolerance=1e-6) != []
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@cases("error")
+def test_split_says_why_it_cannot(case: Case, world_size: int) -> None:
+    with pytest.raises(RankFailedError, match=case.why):
+        judge.on_ranks(case.program, case.options, world_size)
