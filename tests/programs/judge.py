@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from lagom.config.torch_distributed import Batches, Evaluation
 from lagom.patching.replace import replaced
 from tests.ranks import alone, run_ranks
 
@@ -67,17 +66,10 @@ def plainly(program: str, options: Mapping[str, Any], change: Callable[[types.Mo
     return _in_scratch(lambda: [alone(_body(program, options, change))])
 
 
-def on_ranks(
-    program: str,
-    options: Mapping[str, Any],
-    world_size: int,
-    *,
-    batches: Batches = "split",
-    evaluation: Evaluation = "replicated",
-) -> Run:
-    """The program on ``world_size`` ranks that share a working directory."""
+def on_ranks(program: str, options: Mapping[str, Any], world_size: int, **settings: Any) -> Run:
+    """The program on ``world_size`` ranks that share a working directory; ``settings`` are those of ``run_ranks``."""
     body = _body(program, options, None)
-    return _in_scratch(lambda: run_ranks(world_size, body, batches=batches, evaluation=evaluation))
+    return _in_scratch(lambda: run_ranks(world_size, body, **settings))
 
 
 @contextmanager

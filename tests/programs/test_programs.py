@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from types import ModuleType
 
@@ -9,8 +10,9 @@ import pytest
 
 from tests.programs import judge
 from tests.programs.expectations import CASES, Case
-from tests.ranks import RankFailedError
+from tests.ranks import RankFailedError, run_ranks
 
+WHOLE = "always_slices" in inspect.signature(run_ranks).parameters
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -74,3 +76,24 @@ def test_split(case: Case, world_size: int) -> None:
 def test_split_says_why_it_cannot(case: Case, world_size: int) -> None:
     with pytest.raises(RankFailedError, match=case.why):
         judge.on_ranks(case.program, case.options, world_size)
+
+
+@pytest.mark.skipif(not WHOLE, reason="batches='whole' is not built yet")
+@pytest.mark.parametrize(("world_size", "always_slices"), [(2, True), (3, True), (2, False)])
+@each_case
+def test_whole(case: Case, world_size: int, always_slices: bool) -> None:
+    plain = plain_run(case)
+    run = judge.on_ranks(
+        case.program,
+        case.options,
+        world_size,
+        batches="whole",
+        evaluation="gathered",
+        always_slices=always_slices,
+    )
+    for rank in run.ranks:
+        assert judge.differences(rank.value, plain.ranks[0].value) == []
+        assert judge.text_differences(rank.text, plain.ranks[0].text) == []
+        assert rank.passes == plain.ranks[0].passes
+        assert rank.left == []
+    assert judge.file_differences(run.files, plain.files) == []
