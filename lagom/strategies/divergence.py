@@ -61,6 +61,7 @@ class Watch:
         self.reached: set[int] = set()
         """Numbers of the leaves that some backward of this run reached."""
         self._differentiated: set[int] = set()
+        self._seen: dict[int, tuple[str, int]] = {}
         self._group = group
         self._leaves = leaves
         self._name = name
@@ -101,6 +102,7 @@ class Watch:
         self._next_batch += min(self._num_batches, INTERVAL)
         quiet, self._steps_before = self._num_steps == self._steps_before, self._num_steps
         if quiet:
+            self._changed()
             self._check(frame, "the next batch of a data loader")
 
     def at(self, frame: Frame, place: str) -> None:
@@ -121,6 +123,8 @@ class Watch:
         """
         told = self._told
         try:
+            if self._seen:
+                self._changed()
             self._check(frame, "the end of the program")
         except DivergenceError as error:
             if not (told or self._num_steps):
@@ -176,6 +180,12 @@ class Watch:
             self._compare(rows)
         self._buffers.agree([(row.buffers, row.changed) for row in rows], compare=mine.values is not None)
 
+    def _changed(self) -> None:
+        """Watch parameters that change although no backward reaches them, as with gradients that torch.func gives."""
+        now = checksums(self._leaves.parameters())
+        self._differentiated.update(number for number in now if self._seen.get(number, now[number]) != now[number])
+        self._seen = now
+
     def _check(self, frame: Frame, at: str) -> None:
         self._due = self._is_stale = True
         if frame.exchange(signature(at.encode() + self.identity())):
@@ -208,7 +218,8 @@ class Watch:
 def _difference(name: str) -> str:
     return (
         f"{name} no longer has the same values on all ranks; gradients are averaged in backward(), so update "
-        "parameters from .grad after backward(), not from torch.autograd.grad, and not from this rank's own data"
+        "parameters from .grad after backward(), not from torch.autograd.grad or torch.func, and not from this rank's "
+        "own data"
     )
 
 
@@ -224,7 +235,8 @@ def _difference(name: str) -> str:
 # not when the same elements stand in another order. The first time a parameter is trained it is hashed.
 #
 # Where no backward runs (a program that only ever calls torch.autograd.grad), batches are counted instead, and
-# the end of the program is a check. For all of this ranks must be at the same point of the program; where they
+# the end of the program is a check. Gradients of torch.func are not seen at all, so that then parameters are
+# watched that change from one such check to the next. For all of this ranks must be at the same point; where they
 # are not, the signatures differ, and that is found out in the same way.
 #
 # Buffers that lagom synchronises itself (BatchNorm's) must be equal like parameters. Others may be updated from

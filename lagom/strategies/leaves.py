@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import GradientEdge
+from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -53,6 +54,15 @@ class Leaves:
         """The number of ``leaf``, if it has one."""
         entry = self._by_id.get(id(leaf))
         return entry[1] if entry is not None and entry[0]() is leaf else None
+
+    def parameters(self) -> dict[int, torch.Tensor]:
+        """All Parameters that are alive and trainable, by number."""
+        found = {number: self.tensor(number) for number in sorted(self._by_number)}
+        return {
+            number: leaf
+            for number, leaf in found.items()
+            if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad and not is_lazy(leaf)
+        }
 
     def tensor(self, number: int) -> torch.Tensor | None:
         """The leaf with that number, while it is alive."""

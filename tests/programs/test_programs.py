@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import cache
 from types import ModuleType
 
 import pytest
 
+from lagom.config.torch_distributed import Evaluation
 from tests.programs import judge
 from tests.programs.expectations import CASES, Case
-from tests.ranks import RankFailedError, run_ranks
+from tests.ranks import RankFailedError
 
-WHOLE = "always_slices" in inspect.signature(run_ranks).parameters
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -47,12 +46,12 @@ def test_one_rank_gives_the_bits_of_a_plain_run(case: Case) -> None:
     assert run.ranks[0].left == plain.ranks[0].left == []
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "evaluation"), [(2, "gathered"), (3, "gathered"), (2, "replicated")])
 @cases("equal", "by share", "off")
-def test_split(case: Case, world_size: int) -> None:
+def test_split(case: Case, world_size: int, evaluation: Evaluation) -> None:
     plain = plain_run(case)
     wanted = shared_run(case, world_size) if case.split == "by share" else plain
-    run = judge.on_ranks(case.program, case.options, world_size)
+    run = judge.on_ranks(case.program, case.options, world_size, evaluation=evaluation)
     first = run.ranks[0]
     for rank in run.ranks:
         assert judge.differences(rank.value, first.value) == []
@@ -78,7 +77,6 @@ def test_split_says_why_it_cannot(case: Case, world_size: int) -> None:
         judge.on_ranks(case.program, case.options, world_size)
 
 
-@pytest.mark.skipif(not WHOLE, reason="batches='whole' is not built yet")
 @pytest.mark.parametrize(("world_size", "always_slices"), [(2, True), (3, True), (2, False)])
 @each_case
 def test_whole(case: Case, world_size: int, always_slices: bool) -> None:

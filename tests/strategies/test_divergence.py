@@ -50,6 +50,26 @@ def test_updates_by_autograd_grad_without_another_batch_are_found_at_the_end() -
         run_ranks(2, run)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("by_data", [True, False])
+def test_updates_by_torch_func_are_an_error(world_size: int, by_data: bool) -> None:
+    def run(_: Session) -> str:
+        model = nn.Linear(2, 1)
+        gradient = torch.func.grad(lambda weights, x: torch.func.functional_call(model, weights, (x,)).square().sum())
+        try:
+            for (x,) in loader():
+                gradients = gradient({name: p.detach() for name, p in model.named_parameters()}, x)
+                with torch.no_grad():
+                    for name, p in model.named_parameters():
+                        (p.data if by_data else p).sub_(gradients[name], alpha=0.1)
+        except DivergenceError as error:
+            return str(error)
+        return ""
+
+    for text in run_ranks(world_size, run):
+        assert "Linear.weight of shape (1, 2) no longer" in text
+
+
 @pytest.mark.parametrize("hidden", [3, 300])
 def test_a_parameter_that_drifts_later_is_an_error_within_100_backwards(hidden: int) -> None:
     def run(session: Session) -> Any:
