@@ -167,13 +167,14 @@ def _look(
     begin_again: Callable[[], None],
 ) -> None:
     noted = BatchStatistics()
-    versions = _versions(candidate)
-    given = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.leaves]
+    # Copies: what a forward changes in place is the program's.
+    given = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.leaves]
+    versions = _versions(given)
     recorder = Recorder([leaf for leaf in given if is_batch(leaf, candidate.rows)])
     with statistics(noted):
         outputs, finding.factors, finding.spec = _run(candidate, recorder, given, candidate.rows, noted)
     buffers = _buffers(candidate)
-    if _versions(candidate) != versions:
+    if _versions(given) != versions:
         raise NotByRowsError("changes its input in place")
     parts = []
     for block in Block(0, world_size, candidate.rows).others:
@@ -261,11 +262,8 @@ def _tolerance(candidate: Candidate) -> float:
 _TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4}
 
 
-def _versions(candidate: Candidate) -> list[int | None]:
-    return [
-        leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
-        for leaf in candidate.leaves
-    ]
+def _versions(leaves: list[Any]) -> list[int | None]:
+    return [leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None for leaf in leaves]
 
 
 def _buffers(candidate: Candidate) -> list[tuple[Tensor, Tensor]]:

@@ -83,6 +83,8 @@ class Slicer:
             return self._original(module, *args, **kwargs)
 
         def run(changed: list[Any]) -> Any:
+            if changed is leaves:
+                return self._original(module, *args, **kwargs)
             its_args, its_kwargs = tree_unflatten(changed, spec)
             output = self._original(module, *its_args, **its_kwargs)
             after, its_spec = tree_flatten((its_args, its_kwargs))
