@@ -9,6 +9,7 @@ import torch
 import torch.autograd
 
 from lagom.patching.replace import replaced
+from lagom.strategies.differentiated import averaged, passes_gather
 from lagom.strategies.leaves import reached
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def synchronised_backward(session: Session) -> Iterator[None]:
         elif outermost:
             assert session.watch is not None
             session.watch.differentiated([leaf for leaf in args[3] if isinstance(leaf, torch.nn.Parameter)])
+        averages = outermost and not accumulates and session.region is None and passes_gather(outputs)
         session.depth += 1
         try:
             result = original(outputs, *args, **options)
@@ -55,6 +57,10 @@ def synchronised_backward(session: Session) -> Iterator[None]:
             assert session.replicate is not None
             session.replicate.reduce(leaves)
             session.trained()
+        if averages:
+            assert session.group is not None
+            session.at("torch.autograd.grad")
+            return averaged(result, session.group)
         return result
 
     with replaced(torch.autograd, "_engine_run_backward", run_backward):

@@ -170,7 +170,8 @@ def _look(
     # Copies: what a forward changes in place is the program's.
     given = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.leaves]
     versions = _versions(given)
-    recorder = Recorder([leaf for leaf in given if is_batch(leaf, candidate.rows)])
+    parameters = list(candidate.module.parameters())
+    recorder = Recorder([leaf for leaf in given if is_batch(leaf, candidate.rows)], parameters)
     with statistics(noted):
         outputs, finding.factors, finding.spec = _run(candidate, recorder, given, candidate.rows, noted)
     buffers = _buffers(candidate)
@@ -181,7 +182,7 @@ def _look(
         begin_again()
         leaves = candidate.block_of(block)
         inputs = [leaf for leaf in leaves if is_batch(leaf, block.num_mine)]
-        part = BlockRecorder(inputs, block, recorder.drawn, finding.axes)
+        part = BlockRecorder(inputs, parameters, block, recorder.drawn, finding.axes)
         noted.replay()
         with statistics(noted):
             part_outputs, factors, spec = _run(candidate, part, leaves, block.num_mine, noted)

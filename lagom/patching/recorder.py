@@ -48,11 +48,12 @@ class Work(TorchDispatchMode):
 class Recorder(TorchDispatchMode):
     """Notes what a forward does: draws, what comes of its input, and what reads numbers of it."""
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.drawn: list[tuple[Kind, tuple[int, ...]]] = []
         self._of_input: dict[int, StorageWeakRef] = {}
         self._given = {_storage(tensor) for tensor in inputs}
+        self._parameters = {_storage(parameter) for parameter in parameters} - {0}
         for tensor in inputs:
             self._note(tensor)
 
@@ -64,9 +65,12 @@ class Recorder(TorchDispatchMode):
         follows = any(_storage(tensor) in self._of_input for tensor in tensors)
         if follows and _READS.intersection(function.tags):
             raise NotByRowsError(f"takes decisions by the numbers of its input ({function})")
+        written = [a for a, s in zip(args, function._schema.arguments, strict=False) if _is_written(s)]
+        if any(isinstance(a, torch.Tensor) and _storage(a) in self._parameters for a in written):
+            # Before it is done: other blocks would change it otherwise, and what is changed here would stay.
+            raise NotByRowsError("changes a parameter")
         result = self.draw(function, args, kwargs) if draws(function) else function(*args, **kwargs)
         if follows:
-            written = [a for a, s in zip(args, function._schema.arguments, strict=False) if _is_written(s)]
             for leaf in tree_flatten((result, written))[0]:
                 if isinstance(leaf, torch.Tensor):
                     self._note(leaf)
@@ -102,11 +106,12 @@ class BlockRecorder(Recorder):
     def __init__(
         self,
         inputs: Sequence[Tensor],
+        parameters: Iterable[Tensor],
         block: Block,
         whole: list[tuple[Kind, tuple[int, ...]]],
         axes: dict[Kind, int | None],
     ) -> None:
-        super().__init__(inputs)
+        super().__init__(inputs, parameters)
         self._block = block
         self._whole = iter(whole)
         self._axes = axes

@@ -36,6 +36,10 @@ class Case:
 _DRAWS = "draws random numbers for a share that one process draws for the batch"
 
 CASES = (
+    Case(program="renormed", split="error", why="DivergenceError"),
+    Case(program="functional", split="error", why="DivergenceError"),
+    Case(program="exported"),
+    Case(program="named", prints="own"),
     Case(program="accumulation"),
     Case(program="activation_map", prints="own"),
     Case(program="actor_critic", prints="own"),
