@@ -131,14 +131,13 @@ class Slicer:
         """All modules inside one; none when it has no parameters yet, or none at all."""
         found = self._inside.get(module)
         if found is None:
-            found = list(module.modules())
             state = [*module.parameters(), *module.buffers()]
             if any(is_lazy(tensor) for tensor in state):
                 return []  # its first call makes them
-            if not any(isinstance(tensor, nn.Parameter) for tensor in state):
-                found = []
-            self._inside[module] = found
-        return found  # type: ignore[no-any-return]
+            trained = any(isinstance(tensor, nn.Parameter) for tensor in state)
+            # Without itself: what holds its own key is never let go of.
+            found = self._inside[module] = (trained, list(module.modules())[1:])
+        return [module, *found[1]] if found[0] else []
 
     def _probe(self, candidate: Candidate, finding: Finding) -> None:
         with self._session.probing():

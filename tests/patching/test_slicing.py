@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -506,3 +507,16 @@ def test_a_module_is_as_it_was_after_it_was_looked_at() -> None:
             assert torch.equal(value, before[name]), name
 
     run_ranks(2, program, batches="whole")
+
+
+@pytest.mark.parametrize("always_slices", [True, False])
+def test_a_module_that_is_dropped_is_gone(always_slices: bool) -> None:
+    def run(_: Session) -> bool:
+        model = network()
+        for _ in range(3):
+            model(torch.randn(8, 5, dtype=torch.float64)).sum().backward()
+        ref = weakref.ref(model)
+        del model
+        return ref() is None
+
+    assert run_ranks(2, run, batches="whole", always_slices=always_slices) == [True, True]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Outcome = Literal["equal", "by share", "off", "error"]
+Outcome = Literal["equal", "by share", "off", "apart", "error"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,10 +20,11 @@ class Case:
 
     ``by share``: they are those of one process whose criterion is the weighted mean of what it is on the shares.
     ``off``: the ranks agree, but their numbers are not those of one process.
+    ``apart``: the ranks have numbers of their own, and are warned of it.
     ``error``: the ranks cannot go on, and say why.
     """
     why: str = ""
-    """Of what is not equal: the reason, or a pattern that the error's text has."""
+    """Of what is not equal: the reason; of an error or a warning what its text has."""
     prints: Literal["equal", "own"] = "equal"
     """``own``: rank 0 prints numbers of its own share, such as a running loss, in the same words."""
     shared: bool = True
@@ -36,10 +37,6 @@ class Case:
 _DRAWS = "draws random numbers for a share that one process draws for the batch"
 
 CASES = (
-    Case(program="renormed", split="error", why="DivergenceError"),
-    Case(program="functional", split="error", why="DivergenceError"),
-    Case(program="exported"),
-    Case(program="named", prints="own"),
     Case(program="accumulation"),
     Case(program="activation_map", prints="own"),
     Case(program="actor_critic", prints="own"),
@@ -68,8 +65,10 @@ CASES = (
     Case(program="early_stopping"),
     Case(program="endless"),
     Case(program="experts"),
+    Case(program="exported"),
     Case(program="finetuned"),
     Case(program="folds"),
+    Case(program="functional", split="apart", why="without a backward(", prints="own"),
     Case(program="graph", shared=False),
     Case(program="hardest", split="by share", why="the hardest are those of the share"),
     Case(program="hooked", prints="own"),
@@ -84,13 +83,16 @@ CASES = (
     Case(program="meta", shared=False),
     Case(program="metric", split="by share", why="negatives are those of the share"),
     Case(program="mixup", split="off", why=_DRAWS, prints="own"),
-    Case(program="noise", split="off", why=_DRAWS, prints="own"),
+    Case(program="named", prints="own"),
+    Case(program="noise", options={"by_weights": False}, split="off", why=_DRAWS, prints="own"),
+    Case(program="noise", options={"by_weights": True}, split="off", why=_DRAWS, prints="own"),
     Case(program="packed"),
     Case(program="penalty"),
     Case(program="policy", shared=False),
     Case(program="polynomial", shared=False),
     Case(program="private", split="error", why="DivergenceError"),
     Case(program="quasi_newton", shared=False),
+    Case(program="renormed", split="error", why="DivergenceError"),
     Case(program="replay", shared=False),
     Case(program="resumed"),
     Case(program="scaled"),

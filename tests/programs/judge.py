@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import logging
 import os
 import re
 import sys
@@ -15,7 +16,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lagom.patching.replace import replaced
+from lagom.strategies.whole_batch import Gatherer
 from tests.ranks import alone, run_ranks
 
 HERE = Path(__file__).parent
@@ -38,8 +40,13 @@ PROGRAMS = {
 """All programs, imported before any test begins: what an import leaves behind is no test's."""
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
-Passes = list[list[list[int]]]
-"""Of each pass over a loader, in the order in which they began: of each batch, the indices fetched."""
+
+class Pass(NamedTuple):
+    """One pass over a loader."""
+
+    with_gradients: bool
+    batches: list[list[int]]
+    """Of each, the indices fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +55,13 @@ class Seen:
 
     value: Any
     text: str
-    passes: Passes
+    passes: list[Pass]
     left: list[str]
     """Processes that it left running."""
+    said: str
+    """What lagom logged."""
+    num_gathered: int
+    """Outputs of sliced forwards that were made whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +114,11 @@ def _body(
     def body(_: object) -> Seen:
         if change is not None:
             change(module)  # in a process forked for this run
-        with redirect_stdout(io.StringIO()) as text, noted_passes() as passes:
+        said = io.StringIO()
+        logging.getLogger("lagom").addHandler(logging.StreamHandler(said))
+        with redirect_stdout(io.StringIO()) as text, noted_passes() as passes, _counted_gathers() as gathers:
             value = module.train(**options)
-        return Seen(value, text.getvalue(), passes, _children())
+        return Seen(value, text.getvalue(), passes, _children(), said.getvalue(), len(gathers))
 
     return body
 
@@ -118,12 +131,12 @@ def _children() -> list[str]:
 
 
 @contextmanager
-def noted_passes() -> Iterator[Passes]:
+def noted_passes() -> Iterator[list[Pass]]:
     """Notes what is fetched by loaders without workers.
 
     What a rank fetches in place of a share that is empty counts nowhere, so is left out.
     """
-    passes: Passes = []
+    passes: list[Pass] = []
     fetched: list[int] = []
     of_loop: dict[int, list[list[int]]] = {}
     alive: list[object] = []  # an id is not to be used again
@@ -137,7 +150,7 @@ def noted_passes() -> Iterator[Passes]:
     def noting_next(self: Any) -> Any:
         if id(self) not in of_loop:
             alive.append(self)
-            passes.append(of_loop.setdefault(id(self), []))
+            passes.append(Pass(torch.is_grad_enabled(), of_loop.setdefault(id(self), [])))
         fetched.clear()
         data = next_data(self)
         current = self.__dict__.get("_lagom_pass")
@@ -149,6 +162,19 @@ def noted_passes() -> Iterator[Passes]:
         stack.enter_context(replaced(_MapDatasetFetcher, "fetch", noting_fetch))
         stack.enter_context(replaced(_SingleProcessDataLoaderIter, "_next_data", noting_next))
         yield passes
+
+
+@contextmanager
+def _counted_gathers() -> Iterator[list[None]]:
+    gather: Any = Gatherer.gather
+    gathers: list[None] = []
+
+    def counting_gather(self: Gatherer, *args: Any, **options: Any) -> Any:
+        gathers.append(None)
+        return gather(self, *args, **options)
+
+    with replaced(Gatherer, "gather", counting_gather):
+        yield gathers
 
 
 def differences(found: Any, wanted: Any, where: str = "value", tolerance: float = TOLERANCE) -> list[str]:
@@ -215,8 +241,8 @@ def _content_differences(name: str, found: bytes, wanted: bytes) -> list[str]:
     return [f"{name}: {line}" for line in text_differences(found.decode(), wanted.decode())]
 
 
-def sharing(ranks: list[Seen], plain: Passes, *, same_order: bool = True) -> list[str]:
-    """For each pass over a loader, whether it was "shared" out or "replicated".
+def sharing(ranks: list[Seen], plain: list[Pass], *, same_order: bool = True) -> list[str]:
+    """For each pass over a loader with gradients, whether it was "shared" out or "replicated"; the others are this.
 
     Raises:
         AssertionError: when in any batch (in any pass, without ``same_order``) samples are not those of the plain run,
@@ -224,18 +250,20 @@ def sharing(ranks: list[Seen], plain: Passes, *, same_order: bool = True) -> lis
     """
     assert {len(rank.passes) for rank in ranks} == {len(plain)}, "the ranks made other passes than one process"
     kinds = []
-    for i, wanted in enumerate(plain):
-        parts = [rank.passes[i] for rank in ranks]
+    for i, (with_gradients, wanted) in enumerate(plain):
+        parts = [rank.passes[i].batches for rank in ranks]
         assert {len(part) for part in parts} == {len(wanted)}, f"pass {i} has another number of batches"
         if not same_order:
             parts, wanted = [[list(chain(*part))] for part in parts], [list(chain(*wanted))]
         if all(part == parts[0] for part in parts) and Counter(chain(*parts[0])) == Counter(chain(*wanted)):
             assert not same_order or parts[0] == wanted, f"pass {i} has another order"
-            kinds.append("replicated")
+            if with_gradients:
+                kinds.append("replicated")
             continue
         for j, batch in enumerate(wanted):
             dealt = Counter(index for part in parts for index in part[j])
             assert dealt == Counter(batch), f"pass {i}, batch {j}: {dealt} instead of {batch}"
+        assert with_gradients, f"pass {i} is an evaluation, and is shared out"
         kinds.append("shared")
     return kinds
 

@@ -57,7 +57,7 @@ def test_split(case: Case, world_size: int, evaluation: Evaluation) -> None:
         assert judge.differences(rank.value, first.value) == []
         assert rank.left == []
     kinds = judge.sharing(run.ranks, plain.ranks[0].passes, same_order=case.split != "off")
-    assert ("shared" in kinds) == case.shared
+    assert set(kinds) == ({"shared"} if case.shared else set())
     assert judge.words(first.text) == judge.words(plain.ranks[0].text)
     assert run.files.keys() == plain.files.keys()
     if case.split == "off":
@@ -68,6 +68,15 @@ def test_split(case: Case, world_size: int, evaluation: Evaluation) -> None:
     assert (judge.text_differences(first.text, wanted.ranks[0].text) != []) == (case.prints == "own")
     if case.split == "by share":
         assert judge.differences(first.value, plain.ranks[0].value, tolerance=1e-6) != []
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@cases("apart")
+def test_split_warns_of_ranks_apart(case: Case, world_size: int) -> None:
+    run = judge.on_ranks(case.program, case.options, world_size)
+    for rank in run.ranks[1:]:
+        assert judge.differences(rank.value, run.ranks[0].value, tolerance=1e-6) != []
+    assert all(case.why in rank.said for rank in run.ranks)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
