@@ -513,7 +513,7 @@ def test_a_module_is_as_it_was_after_it_was_looked_at() -> None:
 def test_a_module_that_is_dropped_is_gone(always_slices: bool) -> None:
     def run(_: Session) -> bool:
         model = network()
-        for _ in range(3):
+        for _step in range(3):
             model(torch.randn(8, 5, dtype=torch.float64)).sum().backward()
         ref = weakref.ref(model)
         del model

@@ -111,3 +111,6 @@ CASES = (
     Case(program="until", split="error", why="DivergenceError"),
     Case(program="variational", split="off", why=_DRAWS, prints="own"),
 )
+
+DISTRIBUTED = ("parallel",)
+"""Programs that are distributed already; see ``test_distributed.py``."""

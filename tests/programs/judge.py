@@ -24,6 +24,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lagom.patching.replace import replaced
+from lagom.patching.session import Session
 from lagom.strategies.whole_batch import Gatherer
 from tests.ranks import alone, run_ranks
 
@@ -77,9 +78,25 @@ def plainly(program: str, options: Mapping[str, Any], change: Callable[[types.Mo
     return _in_scratch(lambda: [alone(_body(program, options, change))])
 
 
-def on_ranks(program: str, options: Mapping[str, Any], world_size: int, **settings: Any) -> Run:
-    """The program on ``world_size`` ranks that share a working directory; ``settings`` are those of ``run_ranks``."""
-    body = _body(program, options, None)
+def on_ranks(
+    program: str,
+    options: Mapping[str, Any],
+    world_size: int,
+    before: Callable[[Session], None] = lambda _: None,
+    **settings: Any,
+) -> Run:
+    """The program on ``world_size`` ranks that share a working directory.
+
+    Args:
+        before: called on each rank first.
+        settings: of ``run_ranks``.
+    """
+    train = _body(program, options, None)
+
+    def body(session: Session) -> Seen:
+        before(session)
+        return train(session)
+
     return _in_scratch(lambda: run_ranks(world_size, body, **settings))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lagom.config.torch_distributed import Evaluation
 from tests.programs import judge
-from tests.programs.expectations import CASES, Case
+from tests.programs.expectations import CASES, DISTRIBUTED, Case
 from tests.ranks import RankFailedError
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -33,7 +33,7 @@ def plain_run(case: Case) -> judge.Run:
 
 
 def test_every_program_is_judged() -> None:
-    assert judge.PROGRAMS.keys() == {case.program for case in CASES}
+    assert judge.PROGRAMS.keys() == {case.program for case in CASES} | set(DISTRIBUTED)
 
 
 @each_case

@@ -1,0 +1,59 @@
+"""A program that is distributed already: on lagom's ranks it is what it is under torchrun."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from lagom import cli
+from lagom.patching.session import Session
+from tests.programs import judge
+from tests.programs.expectations import DISTRIBUTED
+
+pytestmark = pytest.mark.skipif(find_spec("lagom.patching.joined") is None, reason="joining is not built yet")
+
+
+def under_torchrun(program: str, world_size: int) -> judge.Run:
+    """The program in processes with the environment that torchrun gives."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def enter(session: Session) -> None:
+        place = {"RANK": session.rank, "WORLD_SIZE": world_size, "LOCAL_RANK": session.rank}
+        os.environ |= {name: str(value) for name, value in place.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    return judge.on_ranks(program, {}, world_size, before=enter, patches=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("batches", ["split", "whole"])
+@pytest.mark.parametrize("program", DISTRIBUTED)
+def test_a_distributed_program_gives_what_it_gives_under_torchrun(program: str, batches: str, world_size: int) -> None:
+    plain = under_torchrun(program, world_size)
+    run = judge.on_ranks(program, {}, world_size, batches=batches)
+    for rank, wanted in zip(run.ranks, plain.ranks, strict=True):
+        assert judge.differences(rank.value, wanted.value, tolerance=0.0) == []
+        assert (rank.text, rank.passes, rank.left) == (wanted.text, wanted.passes, [])
+    assert run.files == plain.files
+
+
+@pytest.mark.parametrize("program", DISTRIBUTED)
+def test_a_distributed_script_runs(
+    program: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plain = under_torchrun(program, 2)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with judge.scratch() as folder:
+        status = cli.main(["run", "-n", "2", str(judge.HERE / f"{program}.py")])
+        found = judge.files_in(folder)
+    printed, errors = capfd.readouterr()
+    assert status == 0, errors
+    assert printed == plain.ranks[0].text
+    assert judge.file_differences({name: found[name] for name in plain.files}, plain.files) == []
+    assert sorted(found.keys() - plain.files.keys()) == ["result.pt"]
