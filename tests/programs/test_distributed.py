@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
@@ -17,8 +18,8 @@ from tests.programs.expectations import DISTRIBUTED
 pytestmark = pytest.mark.skipif(find_spec("lagom.patching.joined") is None, reason="joining is not built yet")
 
 
-def under_torchrun(program: str, world_size: int) -> judge.Run:
-    """The program in processes with the environment that torchrun gives."""
+def as_torchrun(world_size: int) -> Callable[[Session], None]:
+    """Sets the environment that torchrun gives, on each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -28,7 +29,12 @@ def under_torchrun(program: str, world_size: int) -> judge.Run:
         os.environ |= {name: str(value) for name, value in place.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
-    return judge.on_ranks(program, {}, world_size, before=enter, patches=False)
+    return enter
+
+
+def under_torchrun(program: str, world_size: int) -> judge.Run:
+    """The program in unpatched processes with the environment that torchrun gives."""
+    return judge.on_ranks(program, {}, world_size, before=as_torchrun(world_size), patches=False)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -36,7 +42,9 @@ def under_torchrun(program: str, world_size: int) -> judge.Run:
 @pytest.mark.parametrize("program", DISTRIBUTED)
 def test_a_distributed_program_gives_what_it_gives_under_torchrun(program: str, batches: str, world_size: int) -> None:
     plain = under_torchrun(program, world_size)
-    run = judge.on_ranks(program, {}, world_size, batches=batches)
+    # On one rank nothing is patched, and the program makes a group of its own.
+    before = as_torchrun(1) if world_size == 1 else lambda _: None
+    run = judge.on_ranks(program, {}, world_size, before=before, batches=batches)
     for rank, wanted in zip(run.ranks, plain.ranks, strict=True):
         assert judge.differences(rank.value, wanted.value, tolerance=0.0) == []
         assert (rank.text, rank.passes, rank.left) == (wanted.text, wanted.passes, [])
