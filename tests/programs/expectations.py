@@ -29,6 +29,8 @@ class Case:
     """``own``: rank 0 prints numbers of its own share, such as a running loss, in the same words."""
     shared: bool = True
     """Whether there is a loader to share out; without one every rank does all of the work, and all is equal."""
+    waits_for: str = ""
+    """A module of lagom's, without which the program cannot run on several ranks yet."""
 
     def __str__(self) -> str:
         return "-".join([self.program, *(f"{key}={value}" for key, value in self.options.items())])
@@ -74,7 +76,7 @@ CASES = (
     Case(program="hooked", prints="own"),
     Case(program="ignored", split="by share", why="the mean is over the tokens of the batch"),
     Case(program="inplace", prints="own"),
-    Case(program="journal"),
+    Case(program="journal", waits_for="lagom.patching.overlay"),
     Case(program="language", shared=False),
     Case(program="layer_local", prints="own"),
     Case(program="line_search"),
@@ -112,5 +114,9 @@ CASES = (
     Case(program="variational", split="off", why=_DRAWS, prints="own"),
 )
 
+WITH_EVALUATION = ("convolution", "early_stopping", "siamese", "sums", "uncertainty", "variational")
+"""Programs whose evaluations tell how they are run."""
+RATHER_WHOLE = ("adversarial", "codebook", "convolution", "inplace", "meta", "noise", "stateful")
+"""Programs that are run on whole batches also without slicing what does not pay."""
 DISTRIBUTED = ("parallel",)
 """Programs that are distributed already; see ``test_distributed.py``."""
