@@ -13,7 +13,7 @@ from typing import Any, get_args
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches, Evaluation
-from lagom.errors import LagomError, RankError, RankTraceback
+from lagom.errors import LagomError, RankError, RankTraceback, VerificationError
 from lagom.script import Script
 
 
@@ -22,6 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return _run(args)
+    except VerificationError as error:
+        print(f"lagom: {error}", file=sys.stderr)
+        return 3
     except (ValueError, LagomError) as error:
         if isinstance(error.__cause__, RankTraceback):
             return _failed(error)
@@ -45,6 +48,7 @@ def _run(args: argparse.Namespace) -> int:
         batches=args.batches,
         evaluation=args.evaluation,
         zero_lvl=args.zero,
+        verify=args.verify,
         seed=args.seed,
         name=path.name,
     )
@@ -97,6 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--batches", choices=get_args(Batches), default="split", help="what a rank sees of a batch")
     run.add_argument(
         "--evaluation", choices=get_args(Evaluation), default="gathered", help="how test sets are run through"
+    )
+    run.add_argument(
+        "--verify",
+        action="store_true",
+        help="rehearse the first steps in one process and on the ranks; exit with status 3 where they do not agree",
     )
     run.add_argument("--seed", type=int, default=0, help="start of the random generators; 0 if not given")
     run.add_argument("script")

@@ -36,6 +36,10 @@ class DivergenceError(LagomError):
     """Ranks hold different numbers where one machine would hold one."""
 
 
+class VerificationError(LagomError):
+    """A rehearsal on the ranks did not give what one process gives; the text is the comparison. Nothing else ran."""
+
+
 class RankTraceback(Exception):
     """Set as the ``__cause__`` of an exception that a rank raised: prints that rank's own traceback."""
 

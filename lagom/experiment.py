@@ -16,6 +16,7 @@ from lagom.plan import plan
 from lagom.recognise import is_distributed
 from lagom.result import Result
 from lagom.signature import arguments
+from lagom.verify import show, verify
 
 
 def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
@@ -33,6 +34,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
         ValueError: when the function asks for something that nothing provides; nothing has been started then.
         PlanError: when the run does not fit the cluster.
         PayloadError: when function, data or result cannot be pickled.
+        VerificationError: with ``verify=True``, when the ranks would not do what one process does.
         RankError: when a rank was killed or called ``sys.exit``.
         Exception: what the function raised, as its own type, with the rank's traceback as its cause.
     """
@@ -45,6 +47,8 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
     name = getattr(train, "__name__", "lagom")
     the_plan = plan(config, launcher.cluster(), name, already_distributed=_is_distributed(train, provided))
     call = {"function": train, "provided": provided, "random": _random(config)}
+    if config.verify and the_plan.world_size > 1:
+        show(verify(launcher, the_plan, call))
     outcomes = launcher.run(the_plan, call)
     _raise_failure(outcomes)
     loaded = [outcome.load() for outcome in outcomes]

@@ -28,6 +28,22 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """A run that is cut short and recorded, to be compared with another. See Note [Rehearsals] in verify.py."""
+
+    num_backwards: int = 24
+    """The program ends where it would begin one more."""
+    num_batches: int = 8
+    """Longest pass over a data loader; its last batch is the data set's last, which may be a shorter one."""
+    seconds: float | None = None
+    """After so long, the next backward is not begun. For one rank alone: several would end in different places."""
+    group_size: int = 1
+    """Batches in a row that are dealt out together: with ``batches="per_rank"`` one for each rank."""
+    pinned: bool = False
+    """No dropout, and a sample's random numbers follow from its index: draws of the ranks' own are taken out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A run as it will be, equal on the driver and all ranks."""
 
@@ -46,6 +62,8 @@ class Plan:
     hb_interval: float
     already_distributed: bool = False
     """The program is written for torchrun: its ranks find the variables that torchrun sets."""
+    rehearsal: Rehearsal | None = None
+    """Not the run itself: nothing is shown, and no file comes home."""
 
     @property
     def num_slots(self) -> int:

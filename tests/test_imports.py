@@ -25,7 +25,16 @@ class Rule:
 
 
 _FACTS = ("lagom.config", "lagom.errors")
-_TORCH_SIDE = (*_FACTS, "lagom.plan", "lagom.collectives", "lagom.patching", "lagom.strategies", "torch", "numpy")
+_TORCH_SIDE = (
+    *_FACTS,
+    "lagom.plan",
+    "lagom.record",
+    "lagom.collectives",
+    "lagom.patching",
+    "lagom.strategies",
+    "torch",
+    "numpy",
+)
 # Parts of the worker that the driver has use for; without torch, so that it need not import it.
 _SHARED = tuple(f"lagom.worker.{name}" for name in ("place", "random_states", "rendezvous", "spec", "task"))
 _DRIVER_SIDE = (
@@ -35,6 +44,7 @@ _DRIVER_SIDE = (
     "lagom.payload",
     "lagom.plan",
     "lagom.recognise",
+    "lagom.record",
     "lagom.result",
     "lagom.script",
     "lagom.signature",
@@ -51,6 +61,9 @@ RULES = {
     "lagom.errors": Rule(),
     "lagom.config": Rule(always=("lagom.errors",)),
     "lagom.plan": Rule(always=_FACTS),
+    "lagom.record": Rule(),
+    "lagom.agreement": Rule(always=("lagom.record",)),
+    "lagom.verify": Rule(always=(*_FACTS, "lagom.agreement", "lagom.launchers", "lagom.plan", "lagom.record")),
     "lagom.result": Rule(always=_FACTS),
     "lagom.signature": Rule(always=_FACTS),
     "lagom.aggregate": Rule(always=(*_FACTS, "lagom.result"), later=("torch", "numpy")),
@@ -76,7 +89,7 @@ RULES = {
     "lagom.worker.random_states": Rule(later=("torch", "numpy")),
     "lagom.worker.rendezvous": Rule(always=("lagom.errors", "lagom.monitor")),
     "lagom.worker.spec": Rule(always=("lagom.plan",)),
-    "lagom.experiment": Rule(always=(*_DRIVER_SIDE, "lagom.launchers"), later=("pyspark",)),
+    "lagom.experiment": Rule(always=(*_DRIVER_SIDE, "lagom.launchers", "lagom.verify"), later=("pyspark",)),
     "lagom.cli": Rule(always=(*_DRIVER_SIDE, "lagom.experiment"), later=("pyspark",)),
     "lagom.compat": Rule(always=("lagom", "torch", "numpy"), later=("pyarrow", "pyspark")),
 }

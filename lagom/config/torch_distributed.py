@@ -51,6 +51,9 @@ class TorchDistributedConfig:
     """What a rank sees while evaluating. "replicated": everything; "sharded": its share."""
     sync_batchnorm: bool = True
     """BatchNorm's statistics in training are those of the whole batch, not of a rank's share."""
+    verify: bool = False
+    """Before the run, rehearse its first steps in one process and on the ranks, and compare. Where the ranks do not
+    give what one process gives, that is a ``VerificationError`` which says why and which setting would be right."""
     seed: int | None = 0
     """Start of torch's, numpy's and random's generators, equal on all ranks; None: from the states they
     have in the calling process, as in a plain call."""
@@ -70,6 +73,7 @@ class TorchDistributedConfig:
         ):
             _one_of(name, getattr(self, name), get_args(choices))
         _one_of("sync_batchnorm", self.sync_batchnorm, (False, True))
+        _one_of("verify", self.verify, (False, True))
         _one_of("zero_lvl", self.zero_lvl, (0, 1, 2, 3))
         _one_of("mixed_precision", self.mixed_precision, (False, True, "bf16", "fp16"))
         self._check_module()

@@ -89,7 +89,7 @@ class Run:
             except queue.Empty:
                 if over:
                     return
-                if self._hears:
+                if self._hears and self.plan.rehearsal is None:
                     self._progress.waiting(len(self._joins), self._num_tasks)
                 continue
             self._show(event)
@@ -101,7 +101,8 @@ class Run:
     def unheard(self) -> None:
         """Tell the user that the ranks have no way to say anything before they end."""
         self._hears = False
-        self._progress.unheard()
+        if self.plan.rehearsal is None:
+            self._progress.unheard()
 
     def say(self, message: Message) -> None:
         """Show what a rank wrote and no link carried."""
@@ -121,6 +122,8 @@ class Run:
                 self._show(self._events.get_nowait())
 
     def _show(self, event: Message) -> None:
+        if self.plan.rehearsal is not None:
+            return
         if event["type"] == "log":
             stream = sys.stderr if event["stream"] == "stderr" else sys.stdout
             decoder = self._decoders.setdefault(event["stream"], codecs.getincrementaldecoder("utf-8")("replace"))

@@ -1,0 +1,349 @@
+"""Whether the ranks' rehearsal gave what one process gave: a row for each thing that can be compared."""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lagom.record import Batch, Leaf, Read, Record, Sketch
+
+
+class Level(enum.IntEnum):
+    """How a comparison ended, the better the lower."""
+
+    UNKNOWN = -1
+    AGREES = 0
+    OWN = 1
+    """Training agrees; a number that is shown is that of a rank's own share."""
+    DIFFERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that was compared."""
+
+    what: str
+    one: str
+    """As one process has it."""
+    ranks: str
+    level: Level
+    note: str = ""
+    """What to make of it, where there is something to say."""
+
+
+def compare(one: Record, ranks: Sequence[Record], again: Record | None = None) -> list[Row]:
+    """Rows for all that a rehearsal shows.
+
+    Args:
+        one: of one process.
+        ranks: of all ranks, in order.
+        again: of one process a second time: what differs from ``one`` cannot be expected to agree.
+    """
+    left_out = {number for rank in ranks for number in one.leaves if _is_own_data(number, one, rank)}
+    rows = [_losses(one, ranks), _gradients(one, ranks, left_out), _parameters(one, ranks, left_out)]
+    trained = max(row.level for row in rows) < Level.DIFFERS
+    rows += [_samples(one, ranks, trained), _decisions(one, ranks), _printed(one, ranks[0], again)]
+    rows += [_result(one, ranks), _work(ranks)]
+    return rows
+
+
+def level(rows: Sequence[Row]) -> Level:
+    """That of the worst row."""
+    return max((row.level for row in rows), default=Level.UNKNOWN)
+
+
+def tolerance(step: int, epsilon: float) -> float:
+    """The relative error allowed after ``step`` backwards in numbers of that precision: rounding grows in training."""
+    base, most = (1e-9, 1e-4) if epsilon < 1e-12 else (1e-4, 0.05) if epsilon < 1e-5 else (0.02, 0.2)
+    return min(base * 1.5**step, most)
+
+
+def _losses(one: Record, ranks: Sequence[Record]) -> Row:
+    mine = [step.loss for step in one.steps]
+    counts = [len(rank.steps) for rank in ranks]
+    theirs: list[float] = []
+    for i in range(min(counts, default=0)):
+        weights = [(rank.steps[i].weight, rank.steps[i].loss) for rank in ranks]
+        # A rank without a sample counts nowhere, whatever its copy of one gave.
+        theirs.append(sum(weight * loss for weight, loss in weights if weight) / len(ranks))
+    if not mine and not any(counts):
+        return Row("losses", "no backward", "no backward", Level.UNKNOWN)
+    shown = _span(mine), _span(theirs)
+    if set(counts) != {len(mine)}:
+        told = " and ".join(str(count) for count in sorted(set(counts)))
+        return Row("losses", *shown, Level.DIFFERS, f"the ranks ran {told} backwards, one process {len(mine)}")
+    epsilon, largest = _epsilon(one), 0.0
+    for i, (left, right) in enumerate(zip(mine, theirs, strict=True)):
+        largest = max(largest, abs(left))
+        if not _near(left, right, tolerance(i, epsilon), 0.1 * largest):
+            return Row("losses", *shown, Level.DIFFERS, _factor(left, right, len(ranks)) or f"from backward {i + 1} on")
+    return Row("losses", *shown, Level.AGREES, f"in {len(mine)} backwards")
+
+
+def _factor(left: float, right: float, world_size: int) -> str:
+    if world_size > 1 and left and abs(right / left * world_size - 1) < 0.1:
+        return f"1/{world_size} of one process's: the loss is a sum over the batch, not a mean"
+    return ""
+
+
+def _is_own_data(number: int, one: Record, rank: Record) -> bool:
+    """Whether the leaf is no parameter and a rank has another part of it: of a batch, whose gradient it keeps."""
+    mine, theirs = one.leaves[number], rank.leaves.get(number)
+    if theirs is None or mine.is_parameter:
+        return False
+    return mine.shape != theirs.shape or _distance(mine.start, theirs.start) > 0
+
+
+def _gradients(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Row:
+    epsilon, worst = _epsilon(one), 0.0
+    count = min([len(one.steps), *(len(rank.steps) for rank in ranks)])
+    for i in range(count):
+        expected = one.steps[i].gradients
+        whole = _norm(value for sketch in expected.values() for value in sketch)
+        floor = min(64 * epsilon * 1.5**i, 0.05) * whole
+        for rank in ranks:
+            for number in sorted((expected.keys() | rank.steps[i].gradients.keys()) - left_out):
+                left, right = expected.get(number, ()), rank.steps[i].gradients.get(number, ())
+                error, size = _distance(left, right), _norm(left)
+                if not error <= tolerance(i, epsilon) * size + floor and not _both_bad(left, right):
+                    told = f"{error / size:.0%} off" if size else "not zero"
+                    where = f"from backward {i + 1} on, first in {_name(number, ranks, one)}"
+                    return Row("gradients", "", told, Level.DIFFERS, where)
+                worst = max(worst, error / whole if whole else 0.0)
+    if not count:
+        return Row("gradients", "none", "none", Level.UNKNOWN)
+    return Row("gradients", "", f"{worst:.0e} off at most", Level.AGREES)
+
+
+def _parameters(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Row:
+    worst, num_moved = 0.0, 0
+    allowed = tolerance(len(one.steps), _epsilon(one))
+    for number, leaf in one.leaves.items():
+        if number in left_out or _is_noise(number, leaf, one):
+            continue
+        moved = _distance(leaf.start, leaf.end)
+        num_moved += moved > 0
+        for rank in ranks:
+            other = rank.leaves.get(number)
+            if other is None:
+                note = f"{leaf.name} is trained in one process and not on the ranks"
+                return Row("parameters", "", "", Level.DIFFERS, note)
+            if _distance(leaf.start, other.start) > 1e-6 * _norm(leaf.start) + 1e-12:
+                note = f"{_name(number, ranks, one)} starts from other values"
+                return Row("parameters", "", "", Level.DIFFERS, note)
+            error = _distance(_difference(leaf.end, leaf.start), _difference(other.end, other.start))
+            if not error <= allowed * moved + 64 * leaf.epsilon * _norm(leaf.start) and not _both_bad(
+                leaf.end, other.end
+            ):
+                told = f"{error / moved:.0%} of their way off" if moved else "moved"
+                return Row("parameters", "", told, Level.DIFFERS, f"first {_name(number, ranks, one)}")
+            worst = max(worst, error / moved if moved else 0.0)
+    if not num_moved:
+        return Row("parameters", "did not move", "did not move", Level.UNKNOWN)
+    return Row("parameters", f"{num_moved} tensors moved", f"{worst:.0e} of their way off at most", Level.AGREES)
+
+
+def _is_noise(number: int, leaf: Leaf, one: Record) -> bool:
+    """Whether all of the leaf's gradients are rounding errors, as a bias's before BatchNorm, which Adam makes steps of."""
+    found = False
+    for step in one.steps:
+        if number in step.gradients:
+            found = True
+            whole = _norm(value for sketch in step.gradients.values() for value in sketch)
+            if _norm(step.gradients[number]) > min(256 * leaf.epsilon, 0.01) * whole:
+                return False
+    return found
+
+
+def _samples(one: Record, ranks: Sequence[Record], trained: bool) -> Row:
+    if not one.batches:
+        return Row("samples", "no data loader", "no data loader", Level.UNKNOWN)
+    numbered = [{batch.number: batch for batch in rank.batches} for rank in ranks]
+    num_one = num_ranks = 0
+    differs = ""
+    for batch in one.batches:
+        theirs = [held[batch.number] for held in numbered if batch.number in held]
+        counted = _counted(theirs)
+        num_one += len(batch.rows)
+        num_ranks += counted.total()
+        if counted != Counter(batch.rows) and not differs:
+            differs = _how_samples_differ(batch, counted, any(seen.shared for seen in theirs))
+    shown = f"{num_one} in {len(one.batches)} batches", f"{num_ranks} in all"
+    if not differs:
+        return Row("samples", *shown, Level.AGREES, "each as often as in one process")
+    # Training that agrees had the right samples: they only look different, as where time comes first.
+    return Row("samples", *shown, Level.UNKNOWN if trained and one.steps else Level.DIFFERS, differs)
+
+
+def _counted(batches: Sequence[Batch]) -> Counter[bytes]:
+    if batches and not batches[0].shared:
+        return Counter(batches[0].rows)
+    return Counter(row for batch in batches for row in batch.rows)
+
+
+def _how_samples_differ(batch: Batch, counted: Counter[bytes], is_shared: bool) -> str:
+    if counted.total() == len(batch.rows) and not is_shared:
+        return "as many, with other contents"
+    if counted.total() == len(batch.rows):
+        return "as many, with other contents: random numbers drawn where a sample is fetched are each rank's own"
+    return f"batch {batch.number[1] + 1} of pass {batch.number[0] + 1} has other samples"
+
+
+def _decisions(one: Record, ranks: Sequence[Record]) -> Row:
+    differing: list[tuple[Read, Read]] = []
+    epsilon = _epsilon(one)
+    for rank in ranks:
+        for left, right in zip(one.reads, rank.reads, strict=False):
+            if left.place != right.place:
+                break
+            if not _near(left.value, right.value, 10 * tolerance(left.step, epsilon), 1e-6):
+                differing.append((left, right))
+    if not one.reads and not any(rank.reads for rank in ranks):
+        return Row("numbers read", "none", "none", Level.UNKNOWN)
+    if not differing:
+        return Row("numbers read", f"{len(one.reads)}", f"{len(ranks[0].reads)}", Level.AGREES)
+    decides = [pair for pair in differing if pair[0].decides or pair[1].decides]
+    left, right = (decides or differing)[0]
+    places = ", ".join(dict.fromkeys(pair[0].place for pair in decides or differing))
+    if decides:
+        note = f"the program decides by it ({places}), and each rank has that of its own share"
+        return Row("numbers read", f"{left.value:.6g}", f"{right.value:.6g}", Level.DIFFERS, note)
+    note = f"each rank reads that of its own share ({places})"
+    return Row("numbers read", f"{left.value:.6g}", f"{right.value:.6g}", Level.OWN, note)
+
+
+_NUMBER = re.compile(r"0x[0-9a-f]+|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+def _printed(one: Record, first: Record, again: Record | None) -> Row:
+    left, right = one.printed, first.printed
+    if not left and not right:
+        return Row("printed", "nothing", "nothing", Level.UNKNOWN)
+    numbers, theirs = _NUMBER.findall(left), _NUMBER.findall(right)
+    shown = f"{len(left.splitlines())} lines", f"{len(right.splitlines())} lines"
+    if _NUMBER.sub("#", left) != _NUMBER.sub("#", right):
+        return Row("printed", *shown, Level.OWN, "other text")
+    second = _NUMBER.findall(again.printed) if again is not None else numbers
+    if len(second) != len(numbers):
+        return Row("printed", *shown, Level.UNKNOWN, "differs between two runs of one process as well")
+    epsilon, steps = _epsilon(one), len(one.steps)
+    for mine, repeated, other in zip(numbers, second, theirs, strict=True):
+        if mine == repeated and not _same_printed(mine, other, tolerance(steps, epsilon)):
+            return Row("printed", mine, other, Level.OWN, _line_of(left, right))
+    return Row("printed", *shown, Level.AGREES)
+
+
+def _same_printed(left: str, right: str, allowed: float) -> bool:
+    if left == right or left.startswith("0x"):
+        return True
+    decimals = len(left.partition(".")[2].partition("e")[0]) if "e" not in left.lower() else 12
+    unit = 10.0**-decimals if "." in left else 0.0
+    return _near(float(left), float(right), allowed, 0.0, 1.01 * unit)
+
+
+def _line_of(left: str, right: str) -> str:
+    for mine, other in zip(left.splitlines(), right.splitlines(), strict=False):
+        if mine != other:
+            return f"first in {' '.join(mine.split())[:60]!r}"
+    return ""
+
+
+def _result(one: Record, ranks: Sequence[Record]) -> Row:
+    if not one.returned and not any(rank.returned for rank in ranks):
+        return Row("result", "not reached", "not reached", Level.UNKNOWN, one.error and f"{one.error} in one process")
+    if not (one.returned and all(rank.returned for rank in ranks)):
+        here, there = ("returned", "not all did") if one.returned else ("went on", "returned")
+        return Row("result", here, there, Level.DIFFERS, "the ranks end elsewhere")
+    allowed = tolerance(len(one.steps), _epsilon(one))
+    weights = [rank.num_samples for rank in ranks]
+    weights = weights if any(weights) else [1] * len(ranks)
+    if any(len(rank.value) != len(one.value) for rank in ranks):
+        return Row("result", "", "", Level.DIFFERS, "of other parts")
+    for position, left in enumerate(one.value):
+        held = [rank.value[position] for rank in ranks]
+        right = held[0] if all(value == held[0] for value in held[1:]) else _mean(held, weights)
+        if not _same_values(left, right, allowed):
+            return Row("result", _short(left), _short(right), Level.DIFFERS)
+    numbers = [value for value in one.value if isinstance(value, float)]
+    shown = _short(numbers[0]) if numbers else "returned"
+    return Row("result", shown, shown, Level.AGREES)
+
+
+def _mean(held: Sequence[object], weights: Sequence[int]) -> object:
+    """As ``aggregate`` makes one value of different ones."""
+    total = sum(weights)
+    rows = [(float(value),) if isinstance(value, float) else value for value in held]
+    if not all(isinstance(row, tuple) for row in rows):
+        return held[0]
+    columns = zip(*(row for row in rows if isinstance(row, tuple)), strict=False)
+    means = tuple(sum(w * v for w, v in zip(weights, column, strict=True) if w) / total for column in columns)
+    return means[0] if isinstance(held[0], float) else means
+
+
+def _same_values(left: object, right: object, allowed: float) -> bool:
+    if isinstance(left, float) and isinstance(right, float):
+        return _near(left, right, allowed, 1e-9)
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return _distance(left, right) <= allowed * _norm(left) + 1e-12 or _both_bad(left, right)
+    return left == right
+
+
+def _work(ranks: Sequence[Record]) -> Row:
+    told = "shared out" if any(rank.shared for rank in ranks) else "not shared out"
+    notes = "; ".join(dict.fromkeys(note for rank in ranks for note in rank.notes))
+    return Row("work", "", told, Level.UNKNOWN, notes)
+
+
+def _epsilon(one: Record) -> float:
+    return max((leaf.epsilon for leaf in one.leaves.values()), default=1.2e-7)
+
+
+def _name(number: int, ranks: Sequence[Record], one: Record) -> str:
+    # With one rank alone nobody keeps the modules, which know the names.
+    for record in (*ranks, one):
+        if number in record.leaves:
+            return record.leaves[number].name
+    return f"tensor {number}"
+
+
+def _near(left: float, right: float, relative: float, scale: float, absolute: float = 0.0) -> bool:
+    if not (math.isfinite(left) and math.isfinite(right)):
+        return repr(left) == repr(right)
+    return abs(left - right) <= relative * (max(abs(left), abs(right)) + scale) + absolute
+
+
+def _norm(values: Sequence[float] | Iterator[float]) -> float:
+    return math.sqrt(sum(value * value for value in values))
+
+
+def _difference(left: Sketch, right: Sketch) -> Sketch:
+    if len(left) != len(right):
+        left, right = left or (0.0,) * len(right), right or (0.0,) * len(left)
+    return tuple(a - b for a, b in zip(left, right, strict=False))
+
+
+def _distance(left: Sketch, right: Sketch) -> float:
+    return _norm(_difference(left, right))
+
+
+def _both_bad(left: Sketch, right: Sketch) -> bool:
+    """Whether there are no numbers on either side: a program that runs into NaN does so everywhere."""
+    return not math.isfinite(sum(left)) and not math.isfinite(sum(right))
+
+
+def _span(values: Sequence[float]) -> str:
+    if not values:
+        return "none"
+    return f"{values[0]:.6g}" if len(values) == 1 else f"{values[0]:.6g} … {values[-1]:.6g}"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, tuple):
+        return f"{value[0]:.6g}, …" if len(value) > 1 else _short(value[0])
+    return str(value)[:24]

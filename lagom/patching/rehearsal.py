@@ -1,0 +1,332 @@
+"""A rehearsal on a rank: passes over loaders cut short, the program ended early, and what it does noted down."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.autograd
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lagom.patching.dataloader import num_samples
+from lagom.patching.pinned import pinned_randomness
+from lagom.patching.reads import noted_reads
+from lagom.patching.replace import replaced
+from lagom.patching.sketch import flat, sketch
+from lagom.patching.slicing import Slicer
+from lagom.record import Batch, Leaf, Read, Record, Step
+from lagom.strategies.leaves import Leaves, reached
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from lagom.patching.session import Session
+    from lagom.plan import Rehearsal
+
+_LONGEST = 1_000_000
+"""Batches that are gone through for the last one, so that a sampler without end is no end of the rehearsal."""
+
+
+class Enough(BaseException):
+    """Ends the program; no ``except Exception`` of its own stops that."""
+
+
+@contextmanager
+def cut_short(session: Session) -> Iterator[None]:
+    """Have every pass over a loader end after a few batches; entered before loaders are dealt out."""
+    rehearsal = session.plan.rehearsal
+    assert rehearsal is not None
+    original = vars(DataLoader)["_index_sampler"].fget
+
+    def index_sampler(loader: DataLoader[Any]) -> Any:
+        return _Cut(original(loader), rehearsal, session.world_size) if session.live else original(loader)
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(DataLoader, "_index_sampler", property(index_sampler)))
+        if rehearsal.pinned:
+            stack.enter_context(pinned_randomness(session))
+        yield
+
+
+def rehearse(session: Session, function: Callable[[], Any]) -> Record:
+    """Call ``function``, as far as the rehearsal goes; inside all patches.
+
+    Raises:
+        Exception: what the function raised, where there are other ranks: they may wait for this one.
+    """
+    rehearsal = session.plan.rehearsal
+    assert rehearsal is not None
+    notes = _Notes(session, rehearsal)
+    printed = _Kept(1)
+    started = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(_numbered_parameters(notes.leaves))
+        stack.enter_context(replaced(torch.autograd, "_engine_run_backward", _backward(notes)))
+        stack.enter_context(replaced(torch.autocast, "__enter__", _entered(notes)))
+        stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _following(notes)))
+        stack.enter_context(replaced(Slicer, "_sliced", _slicing(notes)))
+        stack.enter_context(noted_reads(session, notes.read))
+        # A checkpoint may hold numbers that were read; see Number.__reduce_ex__.
+        stack.enter_context(torch.serialization.safe_globals([float]))
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(contextlib.redirect_stderr(_Kept(2)))
+        record = notes.record
+        try:
+            value = function()
+            record.returned, record.value = True, flat(value)
+        except Enough:
+            pass
+        except BaseException as error:
+            if session.world_size > 1:
+                raise
+            record.error = f"{type(error).__name__}: {error}"
+    notes.finish()
+    record.printed, record.seconds = printed.getvalue(), time.monotonic() - started
+    return record
+
+
+class _Kept(io.StringIO):
+    """A text stream that keeps what is written; what goes past it, into the file, is not shown in a rehearsal."""
+
+    encoding = "utf-8"
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def fileno(self) -> int:
+        return self._number
+
+
+class _Notes:
+    """The record in progress."""
+
+    def __init__(self, session: Session, rehearsal: Rehearsal) -> None:
+        self.session = session
+        self.rehearsal = rehearsal
+        self.record = Record()
+        self.leaves = Leaves()
+        self.epsilon = 0.0
+        self.begun = 0
+        self.depth = 0
+        self._kept: dict[int, Tensor] = {}  # the program may have dropped them by the end
+        self._passes = 0
+        self._deadline = None if rehearsal.seconds is None else time.monotonic() + rehearsal.seconds
+
+    def begin(self) -> None:
+        """A backward is about to begin."""
+        is_late = self._deadline is not None and self.begun > 0 and time.monotonic() > self._deadline
+        if is_late or self.begun >= self.rehearsal.num_backwards:
+            raise Enough
+        self.begun += 1
+
+    def starts(self, leaves: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        """Numbers of ``leaves``, noted as they are now if they have not been seen before."""
+        found = []
+        for leaf in leaves:
+            number = self.leaves.number(leaf)
+            found.append((number, leaf))
+            if number not in self.record.leaves:
+                epsilon = torch.finfo(leaf.dtype).eps
+                self._kept[number] = leaf
+                self.record.leaves[number] = Leaf(
+                    name=self._name(number, leaf),
+                    shape=tuple(leaf.shape),
+                    is_parameter=isinstance(leaf, nn.Parameter),
+                    epsilon=max(epsilon, self.epsilon),
+                    start=sketch(leaf),
+                )
+        return found
+
+    def _name(self, number: int, leaf: Tensor) -> str:
+        name = self.session.name_of(leaf)
+        return name.removeprefix("the parameter ") if "parameter" in name else f"tensor {number} {tuple(leaf.shape)}"
+
+    def step(self, loss: float, weight: float, leaves: list[tuple[int, Tensor]]) -> None:
+        """A backward is over."""
+        gradients = {number: sketch(leaf.grad) for number, leaf in leaves if leaf.grad is not None}
+        self.record.steps.append(Step(loss=loss, weight=weight, gradients=gradients))
+
+    def read(self, place: str, value: float) -> Read:
+        """The program reads a number."""
+        read = Read(place=place, value=value, step=self.begun)
+        self.record.reads.append(read)
+        return read
+
+    def batch(self, iterator: Any, data: Any) -> None:
+        """The program sees a batch."""
+        state = vars(iterator)
+        if "_lagom_rehearsed" not in state:
+            state["_lagom_rehearsed"] = [self._passes, 0]
+            self._passes += 1
+        number = state["_lagom_rehearsed"]
+        current = state.get("_lagom_pass")
+        share = getattr(current, "current", None) if getattr(current, "training", False) else None
+        shared = bool(getattr(current, "sharded", False))
+        rows = () if share is not None and share.num_mine == 0 else digests(data)
+        self.record.batches.append(Batch(number=(number[0], number[1]), rows=rows, shared=shared))
+        self.record.shared = self.record.shared or (shared and bool(getattr(current, "training", False)))
+        number[1] += 1
+
+    def finish(self) -> None:
+        """Note where everything stands in the end."""
+        for number, leaf in self.record.leaves.items():
+            leaf.end = sketch(self._kept[number])
+        self.record.num_samples = self.session.samples_trained
+        self.record.notes = sorted(self.session._said)
+
+
+def digests(data: Any) -> tuple[bytes, ...]:
+    """One for each sample of a batch: of its row in the tensors that have as many rows."""
+    count = num_samples(data)
+    hashes = [hashlib.blake2b(digest_size=8) for _ in range(count)]
+    for tensor in _tensors(data):
+        if tensor.dim() and len(tensor) == count and tensor.layout == torch.strided:
+            rows = tensor.detach().cpu().contiguous().reshape(count, -1).view(torch.uint8).numpy()
+            for row, digest in zip(rows, hashes, strict=True):
+                digest.update(row.tobytes())
+    return tuple(digest.digest() for digest in hashes)
+
+
+def _tensors(data: Any) -> Iterator[Tensor]:
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        yield from _tensors(list(data.values()))
+    elif isinstance(data, (tuple, list)):
+        for part in data:
+            yield from _tensors(part)
+
+
+class _Cut:
+    """Stands for a loader's batch sampler, or its sampler: its first batches and its last."""
+
+    def __init__(self, source: Any, rehearsal: Rehearsal, world_size: int) -> None:
+        self._source = source
+        self._most = rehearsal.num_batches
+        self._group = rehearsal.group_size
+        # One rank alone stands for all: it gets the batches of a group as one.
+        self._joins = rehearsal.group_size > 1 and world_size == 1
+
+    def __len__(self) -> int:
+        groups = min(-(-len(self._source) // self._group), self._most)
+        return groups if self._joins else min(len(self._source), groups * self._group)
+
+    def __iter__(self) -> Iterator[Any]:
+        for group in self._groups():
+            if self._joins and not isinstance(group[0], int):
+                yield list(chain.from_iterable(group))
+            else:
+                yield from group
+
+    def _groups(self) -> Iterator[list[Any]]:
+        batches = iter(self._source)
+        for _ in range(self._most - 1):
+            group = list(islice(batches, self._group))
+            if not group:
+                return
+            yield group
+        try:
+            known = len(self._source) <= _LONGEST
+        except TypeError:
+            known = False
+        last = list(islice(batches, self._group))
+        while known and (following := list(islice(batches, self._group))):
+            last = following
+        if last:
+            yield last
+
+
+@contextmanager
+def _numbered_parameters(leaves: Leaves) -> Iterator[None]:
+    """Number parameters as they are made; with one rank nothing else does."""
+    with ExitStack() as stack:
+        for kind in (nn.Parameter, UninitializedParameter):
+            make = kind.__new__
+
+            def patched(cls: type, *args: Any, _make: Any = make, **kwargs: Any) -> Tensor:
+                parameter: Tensor = _make(cls, *args, **kwargs)
+                leaves.created(parameter)
+                return parameter
+
+            stack.enter_context(replaced(kind, "__new__", staticmethod(patched)))
+        yield
+
+
+def _backward(notes: _Notes) -> Callable[..., Any]:
+    original = torch.autograd._engine_run_backward
+    session = notes.session
+
+    def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
+        if not session.live or notes.depth:
+            return original(outputs, *args, **options)
+        if not options.get("accumulate_grad", False):
+            notes.starts([leaf for leaf in args[3] if isinstance(leaf, nn.Parameter)])
+            return original(outputs, *args, **options)
+        notes.begin()
+        leaves = notes.starts(reached(outputs, args[3]))
+        loss, weight = _loss(outputs, args[0]), session.weight
+        notes.depth += 1
+        try:
+            result = original(outputs, *args, **options)
+        finally:
+            notes.depth -= 1
+        notes.step(loss, weight, leaves)
+        return result
+
+    return run_backward
+
+
+def _loss(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> float:
+    total = 0.0
+    with torch.no_grad():
+        for output, gradient in zip(outputs, gradients, strict=False):
+            if isinstance(output, torch.Tensor):
+                value = output.detach() if gradient is None else output.detach() * gradient.detach()
+                total += torch.Tensor.item(value.real.to(torch.float64).sum())
+    return float(total)
+
+
+def _entered(notes: _Notes) -> Callable[..., Any]:
+    original = vars(torch.autocast)["__enter__"]
+
+    def enter(self: Any) -> Any:
+        if getattr(self, "_enabled", True) and (dtype := getattr(self, "fast_dtype", None)) is not None:
+            notes.epsilon = max(notes.epsilon, torch.finfo(dtype).eps)
+        return original(self)
+
+    return enter
+
+
+def _slicing(notes: _Notes) -> Callable[..., Any]:
+    original = vars(Slicer)["_sliced"]
+
+    def slicing(self: Any, *args: Any) -> Any:
+        notes.record.shared = notes.record.shared or torch.is_grad_enabled()
+        return original(self, *args)
+
+    return slicing
+
+
+def _following(notes: _Notes) -> Callable[..., Any]:
+    original = vars(_BaseDataLoaderIter)["__next__"]
+
+    def following(self: Any) -> Any:
+        data = original(self)
+        if notes.session.live:
+            notes.batch(self, data)
+        return data
+
+    return following
