@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import enum
-import math
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lagom.record import Batch, Leaf, Read, Record, Sketch
+from lagom.closeness import NUMBER, both_bad, difference, distance, first_line, near, norm, same_printed, tolerance
+from lagom.record import Batch, Leaf, Read, Record
 
 
 class Level(enum.IntEnum):
@@ -47,19 +46,13 @@ def compare(one: Record, ranks: Sequence[Record], again: Record | None = None) -
     rows = [_losses(one, ranks), _gradients(one, ranks, left_out), _parameters(one, ranks, left_out)]
     trained = max(row.level for row in rows) < Level.DIFFERS
     rows += [_samples(one, ranks, trained), _decisions(one, ranks), _printed(one, ranks[0], again)]
-    rows += [_result(one, ranks), _work(ranks)]
+    rows += [_result(one, ranks, again), _work(ranks)]
     return rows
 
 
 def level(rows: Sequence[Row]) -> Level:
     """That of the worst row."""
     return max((row.level for row in rows), default=Level.UNKNOWN)
-
-
-def tolerance(step: int, epsilon: float) -> float:
-    """The relative error allowed after ``step`` backwards in numbers of that precision: rounding grows in training."""
-    base, most = (1e-9, 1e-4) if epsilon < 1e-12 else (1e-4, 0.05) if epsilon < 1e-5 else (0.02, 0.2)
-    return min(base * 1.5**step, most)
 
 
 def _losses(one: Record, ranks: Sequence[Record]) -> Row:
@@ -79,7 +72,7 @@ def _losses(one: Record, ranks: Sequence[Record]) -> Row:
     epsilon, largest = _epsilon(one), 0.0
     for i, (left, right) in enumerate(zip(mine, theirs, strict=True)):
         largest = max(largest, abs(left))
-        if not _near(left, right, tolerance(i, epsilon), 0.1 * largest):
+        if not near(left, right, tolerance(i, epsilon), 0.1 * largest):
             return Row("losses", *shown, Level.DIFFERS, _factor(left, right, len(ranks)) or f"from backward {i + 1} on")
     return Row("losses", *shown, Level.AGREES, f"in {len(mine)} backwards")
 
@@ -95,7 +88,7 @@ def _is_own_data(number: int, one: Record, rank: Record) -> bool:
     mine, theirs = one.leaves[number], rank.leaves.get(number)
     if theirs is None or mine.is_parameter:
         return False
-    return mine.shape != theirs.shape or _distance(mine.start, theirs.start) > 0
+    return mine.shape != theirs.shape or distance(mine.start, theirs.start) > 0
 
 
 def _gradients(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Row:
@@ -103,13 +96,13 @@ def _gradients(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Row:
     count = min([len(one.steps), *(len(rank.steps) for rank in ranks)])
     for i in range(count):
         expected = one.steps[i].gradients
-        whole = _norm(value for sketch in expected.values() for value in sketch)
+        whole = norm(value for sketch in expected.values() for value in sketch)
         floor = min(64 * epsilon * 1.5**i, 0.05) * whole
         for rank in ranks:
             for number in sorted((expected.keys() | rank.steps[i].gradients.keys()) - left_out):
                 left, right = expected.get(number, ()), rank.steps[i].gradients.get(number, ())
-                error, size = _distance(left, right), _norm(left)
-                if not error <= tolerance(i, epsilon) * size + floor and not _both_bad(left, right):
+                error, size = distance(left, right), norm(left)
+                if not error <= tolerance(i, epsilon) * size + floor and not both_bad(left, right):
                     told = f"{error / size:.0%} off" if size else "not zero"
                     where = f"from backward {i + 1} on, first in {_name(number, ranks, one)}"
                     return Row("gradients", "", told, Level.DIFFERS, where)
@@ -125,18 +118,18 @@ def _parameters(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Row
     for number, leaf in one.leaves.items():
         if number in left_out or _is_noise(number, leaf, one):
             continue
-        moved = _distance(leaf.start, leaf.end)
+        moved = distance(leaf.start, leaf.end)
         num_moved += moved > 0
         for rank in ranks:
             other = rank.leaves.get(number)
             if other is None:
                 note = f"{leaf.name} is trained in one process and not on the ranks"
                 return Row("parameters", "", "", Level.DIFFERS, note)
-            if _distance(leaf.start, other.start) > 1e-6 * _norm(leaf.start) + 1e-12:
+            if distance(leaf.start, other.start) > 1e-6 * norm(leaf.start) + 1e-12:
                 note = f"{_name(number, ranks, one)} starts from other values"
                 return Row("parameters", "", "", Level.DIFFERS, note)
-            error = _distance(_difference(leaf.end, leaf.start), _difference(other.end, other.start))
-            if not error <= allowed * moved + 64 * leaf.epsilon * _norm(leaf.start) and not _both_bad(
+            error = distance(difference(leaf.end, leaf.start), difference(other.end, other.start))
+            if not error <= allowed * moved + 64 * leaf.epsilon * norm(leaf.start) and not both_bad(
                 leaf.end, other.end
             ):
                 told = f"{error / moved:.0%} of their way off" if moved else "moved"
@@ -148,13 +141,13 @@ def _parameters(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Row
 
 
 def _is_noise(number: int, leaf: Leaf, one: Record) -> bool:
-    """Whether all of the leaf's gradients are rounding errors, as a bias's before BatchNorm, which Adam makes steps of."""
+    """Whether its gradients are rounding errors, like those of a bias before BatchNorm; Adam makes steps of them."""
     found = False
     for step in one.steps:
         if number in step.gradients:
             found = True
-            whole = _norm(value for sketch in step.gradients.values() for value in sketch)
-            if _norm(step.gradients[number]) > min(256 * leaf.epsilon, 0.01) * whole:
+            whole = norm(value for sketch in step.gradients.values() for value in sketch)
+            if norm(step.gradients[number]) > min(256 * leaf.epsilon, 0.01) * whole:
                 return False
     return found
 
@@ -200,7 +193,7 @@ def _decisions(one: Record, ranks: Sequence[Record]) -> Row:
         for left, right in zip(one.reads, rank.reads, strict=False):
             if left.place != right.place:
                 break
-            if not _near(left.value, right.value, 10 * tolerance(left.step, epsilon), 1e-6):
+            if not near(left.value, right.value, 10 * tolerance(left.step, epsilon), 1e-6):
                 differing.append((left, right))
     if not one.reads and not any(rank.reads for rank in ranks):
         return Row("numbers read", "none", "none", Level.UNKNOWN)
@@ -216,43 +209,25 @@ def _decisions(one: Record, ranks: Sequence[Record]) -> Row:
     return Row("numbers read", f"{left.value:.6g}", f"{right.value:.6g}", Level.OWN, note)
 
 
-_NUMBER = re.compile(r"0x[0-9a-f]+|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-
-
 def _printed(one: Record, first: Record, again: Record | None) -> Row:
     left, right = one.printed, first.printed
     if not left and not right:
         return Row("printed", "nothing", "nothing", Level.UNKNOWN)
-    numbers, theirs = _NUMBER.findall(left), _NUMBER.findall(right)
+    numbers, theirs = NUMBER.findall(left), NUMBER.findall(right)
     shown = f"{len(left.splitlines())} lines", f"{len(right.splitlines())} lines"
-    if _NUMBER.sub("#", left) != _NUMBER.sub("#", right):
-        return Row("printed", *shown, Level.OWN, "other text")
-    second = _NUMBER.findall(again.printed) if again is not None else numbers
-    if len(second) != len(numbers):
+    repeat = left if again is None else again.printed
+    if NUMBER.sub("#", left) != NUMBER.sub("#", repeat):
         return Row("printed", *shown, Level.UNKNOWN, "differs between two runs of one process as well")
+    if NUMBER.sub("#", left) != NUMBER.sub("#", right):
+        return Row("printed", *shown, Level.OWN, f"other text, {first_line(left, right)}")
     epsilon, steps = _epsilon(one), len(one.steps)
-    for mine, repeated, other in zip(numbers, second, theirs, strict=True):
-        if mine == repeated and not _same_printed(mine, other, tolerance(steps, epsilon)):
-            return Row("printed", mine, other, Level.OWN, _line_of(left, right))
+    for mine, repeated, other in zip(numbers, NUMBER.findall(repeat), theirs, strict=True):
+        if mine == repeated and not same_printed(mine, other, tolerance(steps, epsilon)):
+            return Row("printed", mine, other, Level.OWN, first_line(left, right))
     return Row("printed", *shown, Level.AGREES)
 
 
-def _same_printed(left: str, right: str, allowed: float) -> bool:
-    if left == right or left.startswith("0x"):
-        return True
-    decimals = len(left.partition(".")[2].partition("e")[0]) if "e" not in left.lower() else 12
-    unit = 10.0**-decimals if "." in left else 0.0
-    return _near(float(left), float(right), allowed, 0.0, 1.01 * unit)
-
-
-def _line_of(left: str, right: str) -> str:
-    for mine, other in zip(left.splitlines(), right.splitlines(), strict=False):
-        if mine != other:
-            return f"first in {' '.join(mine.split())[:60]!r}"
-    return ""
-
-
-def _result(one: Record, ranks: Sequence[Record]) -> Row:
+def _result(one: Record, ranks: Sequence[Record], again: Record | None) -> Row:
     if not one.returned and not any(rank.returned for rank in ranks):
         return Row("result", "not reached", "not reached", Level.UNKNOWN, one.error and f"{one.error} in one process")
     if not (one.returned and all(rank.returned for rank in ranks)):
@@ -263,7 +238,10 @@ def _result(one: Record, ranks: Sequence[Record]) -> Row:
     weights = weights if any(weights) else [1] * len(ranks)
     if any(len(rank.value) != len(one.value) for rank in ranks):
         return Row("result", "", "", Level.DIFFERS, "of other parts")
+    repeat = one.value if again is None or len(again.value) != len(one.value) else again.value
     for position, left in enumerate(one.value):
+        if not _same_values(left, repeat[position], allowed):
+            continue  # such as the seconds it took
         held = [rank.value[position] for rank in ranks]
         right = held[0] if all(value == held[0] for value in held[1:]) else _mean(held, weights)
         if not _same_values(left, right, allowed):
@@ -286,9 +264,9 @@ def _mean(held: Sequence[object], weights: Sequence[int]) -> object:
 
 def _same_values(left: object, right: object, allowed: float) -> bool:
     if isinstance(left, float) and isinstance(right, float):
-        return _near(left, right, allowed, 1e-9)
+        return near(left, right, allowed, 1e-9)
     if isinstance(left, tuple) and isinstance(right, tuple):
-        return _distance(left, right) <= allowed * _norm(left) + 1e-12 or _both_bad(left, right)
+        return distance(left, right) <= allowed * norm(left) + 1e-12 or both_bad(left, right)
     return left == right
 
 
@@ -308,31 +286,6 @@ def _name(number: int, ranks: Sequence[Record], one: Record) -> str:
         if number in record.leaves:
             return record.leaves[number].name
     return f"tensor {number}"
-
-
-def _near(left: float, right: float, relative: float, scale: float, absolute: float = 0.0) -> bool:
-    if not (math.isfinite(left) and math.isfinite(right)):
-        return repr(left) == repr(right)
-    return abs(left - right) <= relative * (max(abs(left), abs(right)) + scale) + absolute
-
-
-def _norm(values: Sequence[float] | Iterator[float]) -> float:
-    return math.sqrt(sum(value * value for value in values))
-
-
-def _difference(left: Sketch, right: Sketch) -> Sketch:
-    if len(left) != len(right):
-        left, right = left or (0.0,) * len(right), right or (0.0,) * len(left)
-    return tuple(a - b for a, b in zip(left, right, strict=False))
-
-
-def _distance(left: Sketch, right: Sketch) -> float:
-    return _norm(_difference(left, right))
-
-
-def _both_bad(left: Sketch, right: Sketch) -> bool:
-    """Whether there are no numbers on either side: a program that runs into NaN does so everywhere."""
-    return not math.isfinite(sum(left)) and not math.isfinite(sum(right))
 
 
 def _span(values: Sequence[float]) -> str:

@@ -16,7 +16,8 @@ from lagom.plan import plan
 from lagom.recognise import is_distributed
 from lagom.result import Result
 from lagom.signature import arguments
-from lagom.verify import show, verify
+from lagom.verification import show
+from lagom.verify import verify
 
 
 def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:

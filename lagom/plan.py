@@ -39,6 +39,8 @@ class Rehearsal:
     """After so long, the next backward is not begun. For one rank alone: several would end in different places."""
     group_size: int = 1
     """Batches in a row that are dealt out together: with ``batches="per_rank"`` one for each rank."""
+    expected: str = ""
+    """Name of the exception that one process ended with: a rank that ends so too has no failure to report."""
     pinned: bool = False
     """No dropout, and a sample's random numbers follow from its index: draws of the ranks' own are taken out."""
 

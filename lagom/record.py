@@ -81,5 +81,5 @@ class Record:
     value: list[object] = field(default_factory=list)
     """What it returned, flat: numbers, sketches of tensors, and texts."""
     error: str = ""
-    """How it failed, if it did."""
+    """How it failed, if it did: the exception's name and message."""
     seconds: float = 0.0

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
-import sys
-import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +14,7 @@ from lagom.errors import VerificationError
 from lagom.launchers.protocol import Launcher
 from lagom.plan import Plan, Rehearsal
 from lagom.record import Record
+from lagom.verification import Verification
 
 _PATIENCE_S = 10.0
 """After so long in one process no more backward is begun."""
@@ -36,7 +34,11 @@ def verify(launcher: Launcher, plan: Plan, call: Mapping[str, Any]) -> Verificat
     others: Iterator[Plan] = iter(())
     if found.verdict not in ("agrees", "unsteady"):
         others = (other for other in _alternatives(plan) if rehearsals.judge(other).verdict == "agrees")
-    right = next(others, None)
+    elif found.verdict == "agrees" and not found.is_shared and plan.batches != "whole":
+        whole = dataclasses.replace(plan, batches="whole")
+        faster = rehearsals.judge(whole)
+        others = iter([whole] if faster.verdict == "agrees" and faster.is_shared else [])
+    better = next(others, None)
     verification = Verification(
         name=plan.name,
         setting=_named(plan, plan),
@@ -44,7 +46,7 @@ def verify(launcher: Launcher, plan: Plan, call: Mapping[str, Any]) -> Verificat
         world_size=plan.world_size,
         rows=found.rows,
         verdict=found.verdict,
-        told=_told(found, right and _named(right, plan), plan),
+        told=_told(found, None if better is None else _named(better, plan)),
         seconds=time.monotonic() - started,
     )
     if not verification.may_run:
@@ -52,94 +54,15 @@ def verify(launcher: Launcher, plan: Plan, call: Mapping[str, Any]) -> Verificat
     return verification
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verification:
-    """What rehearsals showed; shows itself as a table."""
-
-    name: str
-    setting: str
-    where: str
-    world_size: int
-    rows: Sequence[Row]
-    verdict: str
-    """"agrees"; "random", but for random numbers of the ranks' own; "own", but for numbers that the program shows;
-    "differs"; "unsteady", already between two runs of one process; "fails", on the ranks."""
-    told: str
-    seconds: float
-
-    @property
-    def may_run(self) -> bool:
-        """Whether the run is one to start: training is that of one process, as far as the rehearsal can tell."""
-        return self.verdict in ("agrees", "random", "own")
-
-    def __str__(self) -> str:
-        cells = [self._head(), *(line for row in self._shown() for line in _wrapped(self._cells(row)))]
-        widths = [max(len(line[column]) for line in cells) for column in range(4)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        told = textwrap.wrap(self.told, _WIDTH, break_long_words=False, break_on_hyphens=False)
-        return "\n".join([self._title(), *("  " + line for line in lines), *told])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        def line(cells: Sequence[str], tag: str) -> str:
-            told = "".join(f"<{tag} style='text-align:left'>{html.escape(cell)}</{tag}>" for cell in cells)
-            return f"<tr>{told}</tr>"
-
-        rows = "".join(line(self._cells(row), "td") for row in self._shown())
-        return (
-            f"<table><caption style='text-align:left'><b>{html.escape(self._title())}</b></caption>"
-            f"<thead>{line(self._head(), 'th')}</thead><tbody>{rows}</tbody></table>"
-            f"<p>{html.escape(self.told)}</p>"
-        )
-
-    def _shown(self) -> list[Row]:
-        return [row for row in self.rows if row.note or row.level > Level.UNKNOWN or row.one != row.ranks]
-
-    def _title(self) -> str:
-        return f"{self.name}, rehearsed on {self.where} in {self.seconds:.1f} s"
-
-    def _head(self) -> list[str]:
-        other = "the same again" if self.verdict == "unsteady" else f"{self.world_size} ranks, {self.setting}"
-        return ["", "one process", other, "verdict"]
-
-    def _cells(self, row: Row) -> list[str]:
-        verdict = _SIGNS[row.level] + (": " if _SIGNS[row.level] and row.note else "") + row.note
-        return [row.what, row.one, row.ranks, verdict]
-
-
-_WIDTH = 118
-
-
-def _wrapped(cells: list[str]) -> Iterator[list[str]]:
-    """The line, and lines below it for what does not fit the last column."""
-    parts = textwrap.wrap(cells[3], 56, break_long_words=False) or [""]
-    yield [*cells[:3], parts[0]]
-    for part in parts[1:]:
-        yield ["", "", "", part]
-
-
-_SIGNS = {Level.UNKNOWN: "", Level.AGREES: "agrees", Level.OWN: "DIFFERS", Level.DIFFERS: "DIFFERS"}
-
-
-def show(verification: Verification) -> None:
-    """In a notebook as a table; elsewhere on standard error, beside the progress of the run."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if shell is not None and hasattr(shell, "kernel"):
-        ipython.display.display(verification)
-    else:
-        sys.stderr.write(f"lagom: {verification}\n")
-        sys.stderr.flush()
-
-
 @dataclass(frozen=True, slots=True)
 class _Finding:
     verdict: str
     rows: Sequence[Row]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks do different work."""
+        return all(row.ranks == "shared out" for row in self.rows if row.what == "work")
 
 
 class _Rehearsals:
@@ -167,29 +90,26 @@ class _Rehearsals:
         one = self._one(rehearsal)
         # The ranks take as many steps as one process did before its time was over.
         steps = max(1, len(one.steps)) if not one.returned and not one.error else rehearsal.num_backwards
-        ranks = self._run(plan, dataclasses.replace(rehearsal, num_backwards=steps))
+        expected = one.error.partition(":")[0]
+        ranks = self._run(plan, dataclasses.replace(rehearsal, num_backwards=steps, expected=expected))
         if isinstance(ranks, str):
-            if one.error and ranks.endswith(one.error):
-                return _Finding("agrees", [Row("ends with", one.error, one.error, Level.AGREES)])
             rows = [Row("ends with", one.error or "no error", "an error", Level.DIFFERS, ranks)]
-            if self._is_unsteady(rehearsal, one):
-                return _Finding("unsteady", compare(one, [self._one(rehearsal, again=True)]))
+            again = self._one(rehearsal, again=True)
+            if level(repeated := compare(one, [again], again)) >= Level.DIFFERS:
+                return _Finding("unsteady", repeated)
             return _Finding("fails", rows)
         rows = compare(one, ranks)
         if level(rows) > Level.AGREES:
             again = self._one(rehearsal, again=True)
-            if level(compare(one, [again])) >= Level.DIFFERS:
-                return _Finding("unsteady", compare(one, [again]))
+            if level(repeated := compare(one, [again], again)) >= Level.DIFFERS:
+                return _Finding("unsteady", repeated)
             rows = compare(one, ranks, again)
         return _Finding(_VERDICTS[level(rows)], rows)
-
-    def _is_unsteady(self, rehearsal: Rehearsal, one: Record) -> bool:
-        return level(compare(one, [self._one(rehearsal, again=True)])) >= Level.DIFFERS
 
     def _one(self, rehearsal: Rehearsal, *, again: bool = False) -> Record:
         if rehearsal in self._known and not again:
             return self._known[rehearsal]
-        plan = dataclasses.replace(self._plan, world_size=1, ranks_per_slot=1)
+        plan = dataclasses.replace(self._plan, world_size=1)
         limited = dataclasses.replace(rehearsal, seconds=_PATIENCE_S)
         if again:
             # Not by the clock: it is to end where the first one did.
@@ -236,12 +156,13 @@ def _named(plan: Plan, asked: Plan) -> str:
     return ", ".join(parts + ([f"evaluation={plan.evaluation!r}"] if plan.evaluation != asked.evaluation else []))
 
 
-def _told(found: _Finding, right: str | None, plan: Plan) -> str:
+def _told(found: _Finding, right: str | None) -> str:
     """One sentence: what to do."""
     instead = f"with {right} it agrees" if right else "no other setting agrees either"
     if found.verdict == "agrees":
-        if any(row.what == "work" and row.ranks == "not shared out" for row in found.rows):
-            return f"Right, but no faster than one process: every rank does all the work. {_faster(plan)}".rstrip()
+        if not found.is_shared:
+            faster = f"{right} shares it out." if right else ""
+            return f"Right, but no faster than one process: every rank does all the work. {faster}".rstrip()
         return "The ranks do what one process does."
     if found.verdict == "random":
         return (
@@ -264,10 +185,6 @@ def _told(found: _Finding, right: str | None, plan: Plan) -> str:
         "This program cannot be distributed faithfully: no setting gives what one process gives. "
         "Run it with world_size=1."
     )
-
-
-def _faster(plan: Plan) -> str:
-    return "" if plan.batches == "whole" else "batches='whole' shares out the forwards."
 
 
 # Note [Rehearsals]

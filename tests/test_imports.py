@@ -62,8 +62,12 @@ RULES = {
     "lagom.config": Rule(always=("lagom.errors",)),
     "lagom.plan": Rule(always=_FACTS),
     "lagom.record": Rule(),
-    "lagom.agreement": Rule(always=("lagom.record",)),
-    "lagom.verify": Rule(always=(*_FACTS, "lagom.agreement", "lagom.launchers", "lagom.plan", "lagom.record")),
+    "lagom.closeness": Rule(always=("lagom.record",)),
+    "lagom.agreement": Rule(always=("lagom.closeness", "lagom.record")),
+    "lagom.verification": Rule(always=("lagom.agreement",)),
+    "lagom.verify": Rule(
+        always=(*_FACTS, "lagom.agreement", "lagom.launchers", "lagom.plan", "lagom.record", "lagom.verification")
+    ),
     "lagom.result": Rule(always=_FACTS),
     "lagom.signature": Rule(always=_FACTS),
     "lagom.aggregate": Rule(always=(*_FACTS, "lagom.result"), later=("torch", "numpy")),
@@ -89,7 +93,9 @@ RULES = {
     "lagom.worker.random_states": Rule(later=("torch", "numpy")),
     "lagom.worker.rendezvous": Rule(always=("lagom.errors", "lagom.monitor")),
     "lagom.worker.spec": Rule(always=("lagom.plan",)),
-    "lagom.experiment": Rule(always=(*_DRIVER_SIDE, "lagom.launchers", "lagom.verify"), later=("pyspark",)),
+    "lagom.experiment": Rule(
+        always=(*_DRIVER_SIDE, "lagom.launchers", "lagom.verification", "lagom.verify"), later=("pyspark",)
+    ),
     "lagom.cli": Rule(always=(*_DRIVER_SIDE, "lagom.experiment"), later=("pyspark",)),
     "lagom.compat": Rule(always=("lagom", "torch", "numpy"), later=("pyarrow", "pyspark")),
 }

@@ -1,9 +1,9 @@
-"""Tensors as a few numbers, and any value as a flat list of numbers, sketches and texts."""
+"""Tensors as a few numbers, samples as digests, any value as a flat list of numbers, sketches and texts."""
 
 from __future__ import annotations
 
 import functools
-import math
+import hashlib
 import numbers
 import sys
 from collections.abc import Mapping
@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.patching.dataloader import num_samples
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lagom.record import Sketch
 
 _SIZE = 64
@@ -71,6 +75,23 @@ def flat(value: Any, depth: int = 0) -> list[object]:
     return [f"a {type(value).__name__}"]
 
 
-def is_number(value: object) -> bool:
-    """Whether it is one that can be compared."""
-    return isinstance(value, float) and math.isfinite(value)
+def digests(data: Any) -> tuple[bytes, ...]:
+    """One for each sample of a batch: of its row in the tensors that have as many rows."""
+    count = num_samples(data)
+    hashes = [hashlib.blake2b(digest_size=8) for _ in range(count)]
+    for tensor in _tensors(data):
+        if tensor.dim() and len(tensor) == count and tensor.layout == torch.strided:
+            rows = tensor.detach().cpu().contiguous().reshape(count, -1).view(torch.uint8).numpy()
+            for row, digest in zip(rows, hashes, strict=True):
+                digest.update(row.tobytes())
+    return tuple(digest.digest() for digest in hashes)
+
+
+def _tensors(data: Any) -> Iterator[torch.Tensor]:
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        yield from _tensors(list(data.values()))
+    elif isinstance(data, (tuple, list)):
+        for part in data:
+            yield from _tensors(part)

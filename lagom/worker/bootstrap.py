@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lagom.patching import patched
+from lagom.patching.cut import cut_short
 from lagom.patching.random import seed_everything
-from lagom.patching.rehearsal import cut_short, rehearse
+from lagom.patching.rehearsal import rehearse
 from lagom.patching.session import Session
 from lagom.plan import Plan
 from lagom.signature import arguments

@@ -71,7 +71,7 @@ def _join(task: int, ranks: Sequence[int], ground: Ground, ip: str, store: Any, 
         "ip": ip,
         "store": store,
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "gpus": list(gpus),
+        "gpus": list(gpus[: len(ranks)]),
         "torch": importlib.metadata.version("torch").split("+")[0],
     }
 

@@ -1,0 +1,64 @@
+"""When two numbers, or two sketches, are as good as equal; all of it plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+from lagom.record import Sketch
+
+NUMBER = re.compile(r"0x[0-9a-f]+|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+"""What is taken for a number in a text; addresses too, which never agree."""
+
+
+def tolerance(step: int, epsilon: float) -> float:
+    """The relative error allowed after ``step`` backwards in numbers of that precision: rounding grows in training."""
+    base, most = (1e-9, 1e-4) if epsilon < 1e-12 else (1e-4, 0.05) if epsilon < 1e-5 else (0.02, 0.2)
+    return min(base * 1.5**step, most)
+
+
+def near(left: float, right: float, relative: float, scale: float, absolute: float = 0.0) -> bool:
+    """Whether both are the same but for ``relative`` of their size and ``scale``, or no numbers in the same way."""
+    if not (math.isfinite(left) and math.isfinite(right)):
+        return repr(left) == repr(right)
+    return abs(left - right) <= relative * (max(abs(left), abs(right)) + scale) + absolute
+
+
+def norm(values: Iterable[float]) -> float:
+    """Euclidean."""
+    return math.sqrt(sum(value * value for value in values))
+
+
+def difference(left: Sketch, right: Sketch) -> Sketch:
+    """``left - right``; one that is missing counts as zeros."""
+    if len(left) != len(right):
+        left, right = left or (0.0,) * len(right), right or (0.0,) * len(left)
+    return tuple(a - b for a, b in zip(left, right, strict=False))
+
+
+def distance(left: Sketch, right: Sketch) -> float:
+    """The norm of the difference."""
+    return norm(difference(left, right))
+
+
+def both_bad(left: Sketch, right: Sketch) -> bool:
+    """Whether there are no numbers on either side: a program that runs into NaN does so everywhere."""
+    return not math.isfinite(sum(left)) and not math.isfinite(sum(right))
+
+
+def same_printed(left: str, right: str, allowed: float) -> bool:
+    """Whether two texts of one number mean the same, up to their last digit."""
+    if left == right or left.startswith("0x"):
+        return True
+    decimals = len(left.partition(".")[2].partition("e")[0]) if "e" not in left.lower() else 12
+    unit = 10.0**-decimals if "." in left else 0.0
+    return near(float(left), float(right), allowed, 0.0, 1.01 * unit)
+
+
+def first_line(left: str, right: str) -> str:
+    """The first line that differs, for a reader."""
+    for mine, other in zip(left.splitlines(), right.splitlines(), strict=False):
+        if mine != other:
+            return f"first in {' '.join(mine.split())[:60]!r}"
+    return ""

@@ -1,0 +1,96 @@
+"""``Verification``: what rehearsals showed, as one table."""
+
+from __future__ import annotations
+
+import html
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lagom.agreement import Level, Row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What rehearsals showed; shows itself as a table."""
+
+    name: str
+    setting: str
+    where: str
+    world_size: int
+    rows: Sequence[Row]
+    verdict: str
+    """"agrees"; "random", but for random numbers of the ranks' own; "own", but for numbers that the program shows;
+    "differs"; "unsteady", already between two runs of one process; "fails", on the ranks."""
+    told: str
+    seconds: float
+
+    @property
+    def may_run(self) -> bool:
+        """Whether the run is one to start: training is that of one process, as far as the rehearsal can tell."""
+        return self.verdict in ("agrees", "random", "own")
+
+    def __str__(self) -> str:
+        cells = [self._head(), *(line for row in self._shown() for line in _wrapped(self._cells(row)))]
+        widths = [max(len(line[column]) for line in cells) for column in range(4)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        told = textwrap.wrap(self.told, _WIDTH, break_long_words=False, break_on_hyphens=False)
+        return "\n".join([self._title(), *("  " + line for line in lines), *told])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def line(cells: Sequence[str], tag: str) -> str:
+            told = "".join(f"<{tag} style='text-align:left'>{html.escape(cell)}</{tag}>" for cell in cells)
+            return f"<tr>{told}</tr>"
+
+        rows = "".join(line(self._cells(row), "td") for row in self._shown())
+        return (
+            f"<table><caption style='text-align:left'><b>{html.escape(self._title())}</b></caption>"
+            f"<thead>{line(self._head(), 'th')}</thead><tbody>{rows}</tbody></table>"
+            f"<p>{html.escape(self.told)}</p>"
+        )
+
+    def _shown(self) -> list[Row]:
+        return [row for row in self.rows if row.note or row.level > Level.UNKNOWN or row.one != row.ranks]
+
+    def _title(self) -> str:
+        return f"{self.name}, rehearsed on {self.where} in {self.seconds:.1f} s"
+
+    def _head(self) -> list[str]:
+        other = "the same again" if self.verdict == "unsteady" else f"{self.world_size} ranks, {self.setting}"
+        return ["", "one process", other, "verdict"]
+
+    def _cells(self, row: Row) -> list[str]:
+        verdict = _SIGNS[row.level] + (": " if _SIGNS[row.level] and row.note else "") + row.note
+        return [row.what, row.one, row.ranks, verdict]
+
+
+_WIDTH = 118
+
+
+def _wrapped(cells: list[str]) -> Iterator[list[str]]:
+    """The line, and lines below it for what does not fit the last column."""
+    parts = textwrap.wrap(cells[3], 56, break_long_words=False) or [""]
+    yield [*cells[:3], parts[0]]
+    for part in parts[1:]:
+        yield ["", "", "", part]
+
+
+_SIGNS = {Level.UNKNOWN: "", Level.AGREES: "agrees", Level.OWN: "DIFFERS", Level.DIFFERS: "DIFFERS"}
+
+
+def show(verification: Verification) -> None:
+    """In a notebook as a table; elsewhere on standard error, beside the progress of the run."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None and hasattr(shell, "kernel"):
+        ipython.display.display(verification)
+    else:
+        sys.stderr.write(f"lagom: {verification}\n")
+        sys.stderr.flush()

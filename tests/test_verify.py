@@ -1,0 +1,372 @@
+"""``verify=True``: programs that ranks can run as one process does, and programs that they cannot, before they run."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.errors import PlanError, VerificationError
+from lagom.launchers import choose
+from lagom.launchers.local import LocalLauncher
+from lagom.plan import Plan, plan
+from lagom.result import Result
+from lagom.verification import Verification
+from lagom.verify import verify
+
+POINTS = torch.rand(53, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))
+
+pytestmark = pytest.mark.usefixtures("rng_untouched")
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def train(
+    data: Dataset[Any] = DATA,
+    model: Callable[[], nn.Module] = network,
+    reduction: str = "mean",
+    each: Callable[[torch.Tensor], bool] = lambda loss: False,
+) -> list[torch.Tensor]:
+    """Two epochs in batches of 8, the last of 5; ends when ``each`` says so of a loss."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for _ in range(2):
+        for inputs, targets in DataLoader(data, batch_size=8, shuffle=True):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(net(inputs), targets, reduction=reduction)
+            loss.backward()
+            optimizer.step()
+            if each(loss):
+                return [p.detach() for p in net.parameters()]
+    return [p.detach() for p in net.parameters()]
+
+
+class Pairs(Dataset[Any]):
+    """Each sample is compared with one drawn at random."""
+
+    def __len__(self) -> int:
+        return len(POINTS)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        other = POINTS[random.randrange(len(POINTS))]
+        return POINTS[index] - other, other.prod().reshape(1)
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+
+
+def stops_on_loss() -> Any:
+    return train(each=lambda loss: loss.item() < 1e-3)
+
+
+def could_stop_on_loss() -> Any:
+    return train(each=lambda loss: loss.item() < 1e-12)
+
+
+def compares_tensors() -> Any:
+    return train(each=lambda loss: bool(loss < 1e-12))
+
+
+def steps_by_hand() -> None:
+    net = network()
+    for inputs, targets in DataLoader(DATA, batch_size=8, shuffle=True):
+        gradients = torch.autograd.grad(nn.functional.mse_loss(net(inputs), targets), list(net.parameters()))
+        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+            parameter.data.add_(gradient, alpha=-0.1)
+
+
+def prints_the_running_loss() -> None:
+    total = 0.0
+
+    def add(loss: torch.Tensor) -> bool:
+        nonlocal total
+        total += loss.item()
+        return False
+
+    train(each=add)
+    print(f"loss {total:.6f}")
+
+
+def without_a_loader() -> list[torch.Tensor]:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(30):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(POINTS), POINTS.prod(dim=1, keepdim=True)).backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def unseeded() -> Any:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(time.time_ns() % 2**31)
+    for inputs, targets in DataLoader(DATA, batch_size=8, shuffle=True, generator=generator):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        optimizer.step()
+
+
+def configured(world_size: int = 2, **settings: Any) -> TorchDistributedConfig:
+    return TorchDistributedConfig(launcher="local", world_size=world_size, **settings)
+
+
+def verified(function: Callable[..., Any], world_size: int = 2, **settings: Any) -> Verification:
+    config = configured(world_size, **settings)
+    launcher = choose("local")
+    call = {"function": function, "provided": {"hparams": {}}, "random": None}
+    return verify(launcher, plan(config, launcher.cluster()), call)
+
+
+def row(table: object, what: str) -> str:
+    """The row's first line."""
+    return next(line.strip() for line in str(table).splitlines() if line.strip().startswith(what))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_program_that_ranks_run_as_one_process_does_is_said_to_agree(world_size: int) -> None:
+    found = verified(train, world_size)
+    assert found.verdict == "agrees"
+    for what in ("losses", "gradients", "parameters", "samples", "result"):
+        assert "agrees" in row(found, what), what
+    assert "106 in 14 batches" in row(found, "samples")
+    assert str(found).endswith("The ranks do what one process does.")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_sum_is_found_by_its_factor_and_whole_is_named(world_size: int) -> None:
+    with pytest.raises(VerificationError) as error:
+        verified(lambda: train(reduction="sum"), world_size)
+    assert f"1/{world_size} of one process's" in str(error.value)
+    assert "This program needs batches='whole'" in str(error.value)
+    assert verified(lambda: train(reduction="sum"), world_size, batches="whole").verdict == "agrees"
+
+
+@pytest.mark.parametrize("program", [stops_on_loss, could_stop_on_loss, compares_tensors])
+def test_a_program_that_decides_by_the_loss_of_a_share_needs_whole(program: Callable[[], Any]) -> None:
+    with pytest.raises(VerificationError, match=r"needs\s+batches='whole'") as error:
+        verified(program)
+    if program is not stops_on_loss:  # that one ends with ranks in different places
+        assert "the program decides by it (test_verify.py:" in str(error.value)
+
+
+def test_updates_from_autograd_grad_need_whole() -> None:
+    with pytest.raises(VerificationError, match="batches='whole'") as error:
+        verified(steps_by_hand)
+    assert "torch.autograd.grad" in str(error.value)
+
+
+def test_a_number_that_is_only_shown_is_no_failure_but_is_said() -> None:
+    found = verified(prints_the_running_loss)
+    assert found.verdict == "own"
+    assert "DIFFERS" in row(found, "printed")
+    assert "agrees" in row(found, "parameters")
+    assert "with batches='whole' it agrees" in str(found)
+    assert verified(prints_the_running_loss, batches="whole").verdict == "agrees"
+
+
+@pytest.mark.parametrize(
+    "program", [lambda: train(data=Pairs()), lambda: train(model=with_dropout)], ids=["pairs", "dropout"]
+)
+def test_random_numbers_of_the_ranks_own_are_told_from_mistakes(program: Callable[[], Any]) -> None:
+    found = verified(program)
+    assert found.verdict == "random"
+    assert "with batches='whole' it agrees" in str(found)
+    assert verified(program, batches="whole").verdict == "agrees"
+
+
+def test_a_mistake_is_not_hidden_by_random_numbers() -> None:
+    with pytest.raises(VerificationError, match="batches='whole'"):
+        verified(lambda: train(model=with_dropout, reduction="sum"))
+
+
+def test_what_every_rank_does_whole_is_right_and_said_not_to_be_faster() -> None:
+    found = verified(without_a_loader)
+    assert found.verdict == "agrees"
+    assert "not shared out" in row(found, "work")
+    assert "no faster than one process" in str(found)
+
+
+def test_a_program_that_does_not_repeat_itself_is_told_so() -> None:
+    with pytest.raises(VerificationError, match="Two runs of one process already differ"):
+        verified(unseeded)
+
+
+def test_a_program_that_no_setting_keeps_is_told_so() -> None:
+    def uses_its_rank() -> Any:
+        import lagom
+
+        return train(reduction="sum" if lagom.rank() else "mean")
+
+    with pytest.raises(VerificationError, match="cannot be distributed faithfully"):
+        verified(uses_its_rank)
+
+
+def test_per_rank_is_compared_with_one_process_that_has_the_larger_batch() -> None:
+    found = verified(train, batches="per_rank")
+    assert found.verdict == "agrees"
+    assert "in 8 backwards" in row(found, "losses")  # 53 samples in twos of batches of 8, twice
+
+
+def test_sharded_evaluation_is_right_where_the_program_does_not_add_up() -> None:
+    def evaluate() -> float:
+        with torch.no_grad():
+            return sum(float(inputs.sum()) for inputs, _ in DataLoader(DATA, batch_size=10))
+
+    with pytest.raises(VerificationError, match="needs evaluation='gathered'"):
+        verified(evaluate, evaluation="sharded")
+    assert verified(evaluate).verdict == "agrees"
+
+
+def test_seconds_that_are_printed_and_returned_are_not_compared() -> None:
+    def timed() -> dict[str, Any]:
+        weights = train()
+        print("it is", time.time_ns())
+        return {"weights": weights, "at": time.time_ns()}
+
+    assert verified(timed).verdict == "agrees"
+
+
+def test_an_exception_that_one_process_ends_with_too_is_left_to_the_run() -> None:
+    def fails() -> None:
+        train()
+        raise KeyError("later")
+
+    assert verified(fails).verdict == "agrees"
+    with pytest.raises(KeyError, match="later"):
+        experiment.lagom(fails, configured(verify=True))
+
+
+def lands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "start.txt").write_text("7")
+    (tmp_path / "kept.txt").write_text("as it was")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_files_of_a_rehearsal_do_not_land_and_it_shows_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lands(tmp_path, monkeypatch)
+
+    def program() -> Any:
+        weights = train()
+        print("printed", Path("start.txt").read_text())
+        Path("kept.txt").write_text("changed")
+        os.makedirs("out", exist_ok=True)
+        torch.save(weights, "out/model.pt")
+        return weights
+
+    verified(program)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.txt", "start.txt"]
+    assert Path("kept.txt").read_text() == "as it was"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_run_itself_is_the_one_without_verify(capfd: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_rng_state()
+
+    def drawing() -> tuple[torch.Tensor, ...]:
+        print("drawing")
+        return (*train(), torch.rand(2), torch.tensor(random.random()))
+
+    plain: Result = experiment.lagom(drawing, configured(seed=None))
+    assert capfd.readouterr().out == "drawing\n"
+    checked: Result = experiment.lagom(drawing, configured(seed=None, verify=True))
+    out, err = capfd.readouterr()
+    assert out == "drawing\n"
+    assert "rehearsed on this machine" in err
+    assert all(torch.equal(a, b) for a, b in zip(plain.value, checked.value, strict=True))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_run_that_would_be_wrong_does_not_begin(tmp_path: Path) -> None:
+    path = str(tmp_path / "begun")
+
+    def program() -> Any:
+        weights = train(reduction="sum")
+        Path(path).touch()
+        return weights
+
+    with pytest.raises(VerificationError):
+        experiment.lagom(program, configured(verify=True))
+
+
+def test_one_rank_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Plan] = []
+    run = LocalLauncher.run
+
+    def noted(self: LocalLauncher, plan: Plan, call: Any) -> Any:
+        plans.append(plan)
+        return run(self, plan, call)
+
+    monkeypatch.setattr(LocalLauncher, "run", noted)
+    experiment.lagom(train, configured(1, verify=True))
+    assert [plan.rehearsal for plan in plans] == [None]
+
+
+def test_a_long_program_is_cut_short() -> None:
+    def endless() -> None:
+        while True:
+            train()
+
+    found = verified(endless)
+    assert "in 24 backwards" in row(found, "losses")
+
+
+def test_a_large_data_set_is_cut_to_its_first_batches_and_its_last() -> None:
+    def long() -> list[int]:
+        data = TensorDataset(torch.zeros(1003, 3).double(), torch.zeros(1003, 1).double())
+        net, sizes = network(), []
+        loader = DataLoader(data, batch_size=10)
+        for inputs, targets in loader:
+            nn.functional.mse_loss(net(inputs), targets).backward()
+            sizes.append(len(inputs))
+        return [len(loader), len(sizes)]
+
+    found = verified(long)
+    assert "73 in 8 batches" in row(found, "samples")
+    assert row(found, "result").split()[1] == "8"
+
+
+def test_half_precision_and_adam_are_allowed_their_rounding() -> None:
+    def half() -> None:
+        net = nn.Sequential(nn.Linear(3, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+        labels = torch.arange(53) % 4
+        for _ in range(3):
+            for inputs, targets in DataLoader(TensorDataset(POINTS.float(), labels), batch_size=16, shuffle=True):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = nn.functional.cross_entropy(net(inputs), targets)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    assert verified(half).verdict == "agrees"
+
+
+def test_a_notebook_gets_a_table() -> None:
+    found = verified(train)
+    text = found._repr_html_()
+    assert text.count("<tr>") == 1 + len(found._shown())
+    assert "<th style='text-align:left'>2 ranks, batches=&#x27;split&#x27;</th>" in text
+    assert re.search(r"<td[^>]*>losses</td>", text)
+
+
+def test_what_cannot_be_planned_is_said_before_a_rehearsal() -> None:
+    with pytest.raises(PlanError):
+        experiment.lagom(train, configured(verify=True, zero_lvl=1))
