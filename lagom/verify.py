@@ -72,7 +72,7 @@ class _Rehearsals:
         self._launcher = launcher
         self._plan = plan
         self._call = call
-        self._known: dict[Rehearsal, Record] = {}
+        self._known: dict[tuple[Rehearsal, bool], Record] = {}
 
     def judge(self, plan: Plan) -> _Finding:
         """Whether the run that ``plan`` describes would give what one process gives."""
@@ -88,10 +88,12 @@ class _Rehearsals:
         group = plan.world_size if plan.batches == "per_rank" else 1
         rehearsal = Rehearsal(group_size=group, pinned=pinned)
         one = self._one(rehearsal)
-        # The ranks take as many steps as one process did before its time was over.
-        steps = max(1, len(one.steps)) if not one.returned and not one.error else rehearsal.num_backwards
-        expected = one.error.partition(":")[0]
-        ranks = self._run(plan, dataclasses.replace(rehearsal, num_backwards=steps, expected=expected))
+        ranks = self._run(
+            plan,
+            dataclasses.replace(
+                rehearsal, num_backwards=_num_steps(one, rehearsal), expected=one.error.partition(":")[0]
+            ),
+        )
         if isinstance(ranks, str):
             rows = [Row("ends with", one.error or "no error", "an error", Level.DIFFERS, ranks)]
             again = self._one(rehearsal, again=True)
@@ -107,20 +109,15 @@ class _Rehearsals:
         return _Finding(_VERDICTS[level(rows)], rows)
 
     def _one(self, rehearsal: Rehearsal, *, again: bool = False) -> Record:
-        if rehearsal in self._known and not again:
-            return self._known[rehearsal]
-        plan = dataclasses.replace(self._plan, world_size=1)
-        limited = dataclasses.replace(rehearsal, seconds=_PATIENCE_S)
-        if again:
-            # Not by the clock: it is to end where the first one did.
-            first = self._known[rehearsal]
-            steps = max(1, len(first.steps)) if not first.returned else rehearsal.num_backwards
-            limited = dataclasses.replace(rehearsal, num_backwards=steps)
-        records = self._run(plan, limited)
-        record = Record(error=records) if isinstance(records, str) else records[0]
-        if not again:
-            self._known[rehearsal] = record
-        return record
+        """What one process does; with ``again``, the second time."""
+        if (rehearsal, again) not in self._known:
+            limited = dataclasses.replace(rehearsal, seconds=_PATIENCE_S)
+            if again:
+                # Not by the clock: it is to end where the first one did.
+                limited = dataclasses.replace(rehearsal, num_backwards=_num_steps(self._one(rehearsal), rehearsal))
+            records = self._run(dataclasses.replace(self._plan, world_size=1), limited)
+            self._known[rehearsal, again] = Record(error=records) if isinstance(records, str) else records[0]
+        return self._known[rehearsal, again]
 
     def _run(self, plan: Plan, rehearsal: Rehearsal) -> list[Record] | str:
         """The records of all ranks, or why there are none."""
@@ -133,6 +130,12 @@ class _Rehearsals:
             return f"{first['error']}: {first['message']}"
         records: list[Record] = [outcome.load()["value"] for outcome in outcomes]
         return records
+
+
+def _num_steps(one: Record, rehearsal: Rehearsal) -> int:
+    """The backwards that one process ran before its time was over."""
+    ended = one.returned or one.error
+    return rehearsal.num_backwards if ended else max(1, len(one.steps))
 
 
 _VERDICTS = {Level.UNKNOWN: "agrees", Level.AGREES: "agrees", Level.OWN: "own", Level.DIFFERS: "differs"}

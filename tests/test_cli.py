@@ -114,3 +114,18 @@ def test_a_missing_script_is_said_before_anything_starts(
 def test_modules_that_a_script_imports_travel_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder))
     assert b"beside.py" in modules_zip(Script.read(folder / "program.py", []))
+
+
+def test_verify_lets_a_faithful_script_run_and_ends_an_unfaithful_one_with_status_3(folder: Path) -> None:
+    verified = ("-m", "lagom.cli", "run", "-n", "2", "--verify")
+    status, out, error = run(folder, python=verified)
+    assert (status, out) == (0, "trained __main__ []\n")
+    assert "The ranks do what one process does." in error
+    (folder / "program.py").write_text(
+        PROGRAM.replace("mse_loss(model(inputs), targets)", "mse_loss(model(inputs), targets, reduction='sum')")
+    )
+    (folder / "model.pt").unlink()
+    status, out, error = run(folder, python=verified)
+    assert (status, out) == (3, "")
+    assert "needs batches='whole'" in error
+    assert not (folder / "model.pt").exists()

@@ -29,7 +29,13 @@ def noted_reads(session: Session, note: Callable[[str, float], Read]) -> Iterato
     """
     item = torch.Tensor.item
 
+    @torch._disable_dynamo
+    def uncompiled(self: torch.Tensor) -> Any:
+        return item(self)
+
     def patched_item(self: torch.Tensor) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return uncompiled(self)  # where the graph breaks anyway
         value = item(self)
         place = _place() if session.live and type(value) is float else None
         return value if place is None else Number.read(value, note(place, value))
