@@ -214,7 +214,7 @@ def _printed(one: Record, first: Record, again: Record | None) -> Row:
     if not left and not right:
         return Row("printed", "nothing", "nothing", Level.UNKNOWN)
     numbers, theirs = NUMBER.findall(left), NUMBER.findall(right)
-    shown = f"{len(left.splitlines())} lines", f"{len(right.splitlines())} lines"
+    shown = _num_lines(left), _num_lines(right)
     repeat = left if again is None else again.printed
     if NUMBER.sub("#", left) != NUMBER.sub("#", repeat):
         return Row("printed", *shown, Level.UNKNOWN, "differs between two runs of one process as well")
@@ -225,6 +225,11 @@ def _printed(one: Record, first: Record, again: Record | None) -> Row:
         if mine == repeated and not same_printed(mine, other, tolerance(steps, epsilon)):
             return Row("printed", mine, other, Level.OWN, first_line(left, right))
     return Row("printed", *shown, Level.AGREES)
+
+
+def _num_lines(text: str) -> str:
+    count = len(text.splitlines())
+    return f"{count} line{'s' * (count != 1)}"
 
 
 def _result(one: Record, ranks: Sequence[Record], again: Record | None) -> Row:

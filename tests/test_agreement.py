@@ -1,0 +1,194 @@
+"""``lagom.agreement``: what is taken for agreement, from records alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+
+from lagom.agreement import Level, Row, compare, level
+from lagom.closeness import first_line, near, same_printed, tolerance
+from lagom.record import Batch, Leaf, Read, Record, Step
+
+DOUBLE, SINGLE = 2.2e-16, 1.2e-7
+
+
+def leaf(epsilon: float = DOUBLE, *, is_parameter: bool = True, end: float = 0.9) -> Leaf:
+    return Leaf(
+        name="Net.weight", shape=(2,), is_parameter=is_parameter, epsilon=epsilon, start=(1.0, 1.0), end=(end, 1.0)
+    )
+
+
+def record(epsilon: float = DOUBLE) -> Record:
+    return Record(
+        steps=[Step(loss=1 / (n + 1), weight=1.0, gradients={0: (0.1, 0.0)}) for n in range(4)],
+        leaves={0: leaf(epsilon)},
+        reads=[Read(place="train.py:3", value=0.5, step=1)],
+        batches=[Batch(number=(0, 0), rows=(b"a", b"b"), shared=False)],
+        num_samples=2,
+        printed="loss 0.5000",
+        returned=True,
+        value=["loss", 0.5, (1.0, 2.0)],
+    )
+
+
+def shares(epsilon: float = DOUBLE) -> list[Record]:
+    """Two ranks with a sample each, whose losses are 10% apart and right on the average."""
+    ranks = [record(epsilon), record(epsilon)]
+    for rank, factor, row in zip(ranks, (0.9, 1.1), (b"a", b"b"), strict=True):
+        for step in rank.steps:
+            step.loss *= factor
+        rank.batches[0] = Batch(number=(0, 0), rows=(row,), shared=True)
+        rank.num_samples, rank.shared = 1, True
+    return ranks
+
+
+def row(rows: list[Row], what: str) -> Row:
+    return next(row for row in rows if row.what == what)
+
+
+def test_shares_that_are_right_on_the_average_agree() -> None:
+    rows = compare(record(), shares())
+    assert level(rows) == Level.AGREES
+    assert row(rows, "work").ranks == "shared out"
+
+
+def test_a_rank_without_a_sample_does_not_count() -> None:
+    ranks = shares()
+    for n, step in enumerate(ranks[1].steps):
+        step.loss, step.weight = math.nan, 0.0
+        ranks[0].steps[n].loss, ranks[0].steps[n].weight = record().steps[n].loss, 2.0
+    assert row(compare(record(), ranks), "losses").level == Level.AGREES
+
+
+CHANGES: dict[str, tuple[str, Callable[[Record], object]]] = {
+    "a loss": ("losses", lambda rank: setattr(rank.steps[1], "loss", 0.7)),
+    "a backward less": ("losses", lambda rank: rank.steps.pop()),
+    "a gradient": ("gradients", lambda rank: rank.steps[2].gradients.update({0: (0.1, 1e-5)})),
+    "a gradient that is not there": ("gradients", lambda rank: rank.steps[2].gradients.clear()),
+    "a gradient too many": ("gradients", lambda rank: rank.steps[2].gradients.update({1: (0.1,)})),
+    "a parameter's end": ("parameters", lambda rank: setattr(rank.leaves[0], "end", (0.9001, 1.0))),
+    "a parameter's start": ("parameters", lambda rank: setattr(rank.leaves[0], "start", (1.1, 1.0))),
+    "a result": ("result", lambda rank: rank.value.__setitem__(1, 0.6)),
+    "a returned tensor": ("result", lambda rank: rank.value.__setitem__(2, (1.0, 2.1))),
+    "an end": ("result", lambda rank: setattr(rank, "returned", False)),
+    "a NaN": ("gradients", lambda rank: rank.steps[2].gradients.update({0: (math.nan, 0.0)})),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_differs_is_found(change: str) -> None:
+    what, apply = CHANGES[change]
+    ranks = shares()
+    apply(ranks[1])
+    assert row(compare(record(), ranks), what).level == Level.DIFFERS
+
+
+def test_single_precision_is_allowed_its_rounding_and_no_more() -> None:
+    ranks = shares(SINGLE)
+    ranks[1].steps[0].gradients[0] = (0.1 + 2e-6, 0.0)
+    assert row(compare(record(SINGLE), ranks), "gradients").level == Level.AGREES
+    ranks[1].steps[0].gradients[0] = (0.1 + 2e-4, 0.0)
+    assert row(compare(record(SINGLE), ranks), "gradients").level == Level.DIFFERS
+
+
+def test_a_parameter_with_nothing_but_rounding_for_a_gradient_is_not_compared() -> None:
+    one, ranks = record(SINGLE), shares(SINGLE)
+    for each, end in ((one, 0.5), (ranks[0], 1.5), (ranks[1], 1.5)):
+        each.leaves[1] = leaf(SINGLE, end=end)
+        for step in each.steps:
+            step.gradients[1] = (1e-9, 0.0)
+    assert row(compare(one, ranks), "parameters").level == Level.AGREES
+
+
+def test_a_rank_keeps_the_gradient_of_its_own_part_of_the_data() -> None:
+    one, ranks = record(), shares()
+    one.leaves[1] = leaf(is_parameter=False)
+    one.steps[0].gradients[1] = (5.0, 6.0)
+    for n, rank in enumerate(ranks):
+        rank.leaves[1] = Leaf(name="x", shape=(1,), is_parameter=False, epsilon=DOUBLE, start=(1.0,), end=(1.0,))
+        rank.steps[0].gradients[1] = (5.0 + n,)
+    assert level(compare(one, ranks)) == Level.AGREES
+
+
+def test_samples_are_counted_over_the_ranks() -> None:
+    ranks = shares()
+    ranks[1].batches[0] = Batch(number=(0, 0), rows=(b"a",), shared=True)
+    ranks[1].steps[0].loss = 5.0
+    found = row(compare(record(), ranks), "samples")
+    assert found.level == Level.DIFFERS
+    assert "random numbers drawn where a sample is fetched" in found.note
+    ranks[1].batches.clear()
+    assert "has other samples" in row(compare(record(), ranks), "samples").note
+
+
+def test_samples_that_only_look_different_are_no_mistake() -> None:
+    ranks = shares()
+    ranks[1].batches[0] = Batch(number=(0, 0), rows=(b"x", b"y", b"z"), shared=True)
+    assert row(compare(record(), ranks), "samples").level == Level.UNKNOWN
+
+
+def test_a_number_of_a_share_matters_where_the_program_decides_by_it() -> None:
+    ranks = shares()
+    ranks[0].reads[0].value = 0.45
+    assert row(compare(record(), ranks), "numbers read").level == Level.OWN
+    ranks[0].reads[0].decides = True
+    found = row(compare(record(), ranks), "numbers read")
+    assert found.level == Level.DIFFERS
+    assert "train.py:3" in found.note
+
+
+def test_what_one_process_does_not_repeat_is_not_compared() -> None:
+    one, again = record(), record()
+    one.printed, again.printed = "took 1.25 s, loss 0.5", "took 1.31 s, loss 0.5"
+    again.value[1] = 0.7
+    ranks = shares()
+    for rank in ranks:
+        rank.printed, rank.value = "took 9.99 s, loss 0.5", ["loss", 0.1, (1.0, 2.0)]
+    assert level(compare(one, ranks, again)) == Level.AGREES
+    ranks[0].printed = "took 9.99 s, loss 0.8"
+    assert row(compare(one, ranks, again), "printed").level == Level.OWN
+
+
+def test_a_result_that_is_each_ranks_own_is_judged_by_its_mean() -> None:
+    ranks = shares()
+    ranks[0].value[1], ranks[1].value[1] = 0.4, 0.6
+    assert row(compare(record(), ranks), "result").level == Level.AGREES
+    ranks[0].num_samples = 3
+    assert row(compare(record(), ranks), "result").level == Level.DIFFERS
+
+
+def test_a_record_agrees_with_itself_also_when_there_is_nothing_in_it() -> None:
+    for one in (record(), Record(), Record(error="KeyError: 'lr'")):
+        assert level(compare(one, [copy.deepcopy(one)])) <= Level.AGREES
+
+
+def test_tolerances_grow_and_stay_bounded() -> None:
+    for epsilon in (DOUBLE, SINGLE, 7.8e-3):
+        allowed = [tolerance(step, epsilon) for step in range(40)]
+        assert allowed == sorted(allowed)
+        assert allowed[-1] <= 0.2
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "same"),
+    [
+        ("0.50", "0.51", True),
+        ("0.50", "0.53", False),
+        ("3", "4", False),
+        ("0x7f1", "0x8e2", True),
+        ("1e-3", "2e-3", False),
+    ],
+)
+def test_printed_numbers_may_differ_in_their_last_digit(left: str, right: str, same: bool) -> None:
+    assert same_printed(left, right, 1e-6) == same
+
+
+def test_no_number_is_near_another() -> None:
+    assert near(math.nan, math.nan, 0.1, 0.0)
+    assert near(math.inf, math.inf, 0.1, 0.0)
+    assert not near(math.nan, 1.0, 0.1, 0.0)
+    assert not near(-math.inf, math.inf, 0.1, 0.0)
+    assert first_line("a\nb", "a\nc") == "first in 'b'"
