@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagom.patching.dataloader import num_samples
+from lagom.patching.dealing import num_samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
