@@ -23,8 +23,10 @@ from lagom.collectives.group import Group
 from lagom.config.torch_distributed import Batches, Evaluation
 from lagom.errors import CollectiveError
 from lagom.patching import patched
+from lagom.patching.disk import own_disk
 from lagom.patching.random import seed_everything
 from lagom.patching.session import Session
+from lagom.patching.settle import settle
 from lagom.plan import Plan
 from lagom.strategies import whole_batch
 
@@ -72,6 +74,7 @@ def run_ranks(
                 process.kill()
                 process.join()
                 process.close()
+            settle(Path(host_dir), range(world_size), range(world_size))
             for pipe in pipes:
                 pipe.close()
             ports.close()
@@ -192,7 +195,7 @@ def _run(
     if not patches:
         seed_everything(plan.seed or 0)
         return function(session)
-    with patched(session):
+    with own_disk(str(host_dir), rank, plan.world_size, plan.world_size), patched(session):
         seed_everything(plan.seed or 0)
         value = function(session)
     if group is not None:

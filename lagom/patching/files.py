@@ -1,4 +1,4 @@
-"""Files: one writer for a path that every rank of a host saves to, and downloads once per host."""
+"""Files: saved whole, by C code where the rank's disk is, and downloads once per host."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import hashlib
 import inspect
 import os
 import pickle
+import shutil
 import socket
 import stat
 import urllib.request
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset
 
+from lagom.patching import disk
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -26,109 +28,154 @@ if TYPE_CHECKING:
     from lagom.patching.session import Session
 
 _MEET_S = 10.0
-"""How long the first rank of a host may take to come to a save that another rank has come to."""
-_WRITE_S = 3600.0
-"""How long its writing may take."""
+"""How long the first rank of a host may take to come to a download that another rank has come to."""
+_DOWNLOAD_S = 24 * 3600.0
+"""How long its downloading may take."""
 
 
 @contextmanager
 def shared_files(session: Session) -> Iterator[None]:
-    """Have saves written once and whole, and downloads done once, on each host."""
-    saves = _Saves(session)
+    """Have saves written whole, C code of torch find each rank's files, and downloads done once on each host."""
     downloads = _Downloads(session)
     with ExitStack() as stack:
         for owner in (torch, torch.serialization):
-            stack.enter_context(replaced(owner, "save", saves.saving(torch.serialization.save)))
+            stack.enter_context(replaced(owner, "save", _saving(torch.serialization.save)))
+        stack.enter_context(replaced(torch.jit, "save", _at_place(torch.jit.save, 1, disk.written)))
+        stack.enter_context(replaced(torch.jit, "load", _at_place(torch.jit.load, 0, disk.found)))
+        stack.enter_context(replaced(torch, "from_file", _mapping(torch.from_file)))
+        mapping = staticmethod(_mapping(torch.UntypedStorage.from_file))
+        stack.enter_context(replaced(torch.UntypedStorage, "from_file", mapping))
         stack.enter_context(replaced(urllib.request, "urlretrieve", downloads.once(urllib.request.urlretrieve)))
-        stack.enter_context(downloads.locked_datasets())
+        stack.enter_context(downloads.shared_datasets())
         yield
 
 
-class _Saves:
-    """``torch.save`` by the first rank of each host, for all that save to the same path. See Note [One writer]."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._host = hashlib.sha256(f"{socket.gethostname()}:{session.host_dir}".encode()).hexdigest()[:16]
-        self._num = 0
-
-    def saving(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-            session = self._session
-            if not session.distributed or session.store is None or not isinstance(f, (str, os.PathLike)):
-                original(obj, f, *args, **kwargs)
-                return
-            path = os.path.realpath(os.fspath(f))
-            key = f"saved/{self._host}/{self._num}"
-            self._num += 1
-            if session.local_rank != 0 and self._is_written(key, path):
-                return
-            try:
-                if session.local_rank == 0:
-                    session.store.set(key, path)
-                _write_whole(path, lambda target: original(obj, target, *args, **kwargs))
-            finally:
-                # Also after a failure: nobody shall wait for a file that does not come.
-                if session.local_rank == 0:
-                    session.store.set(key + "/done", "")
-
-        return save
-
-    def _is_written(self, key: str, path: str) -> bool:
-        """Whether the first rank of the host saves to the same path now; if so, after it has."""
-        store = self._session.store
-        assert store is not None
+def _saving(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(f, (str, os.PathLike)):
+            original(obj, f, *args, **kwargs)
+            return
+        path = os.fspath(f)
+        if disk.writes_for_real():
+            _write_whole(path, lambda target: original(obj, target, *args, **kwargs))
+            return
         try:
-            store.wait([key], timedelta(seconds=_MEET_S))
-            if store.get(key).decode() != path:
-                return False
-            store.wait([key + "/done"], timedelta(seconds=_WRITE_S))
-        except RuntimeError:  # it does not come here, or is gone
-            return False
-        return True
+            place = disk.written(path)
+        except OSError:
+            place = disk.found(path)  # for torch to fail at, in its own way
+        try:
+            original(obj, place, *args, **kwargs)
+        except RuntimeError as error:
+            error.args = tuple(_renamed(arg, os.path.dirname(place), os.path.dirname(path)) for arg in error.args)
+            raise
+
+    return save
 
 
-def _write_whole(path: str, write: Callable[[str], None]) -> None:
-    if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
-        write(path)  # a device or a pipe cannot be replaced
+def _renamed(text: object, place: str, path: str) -> object:
+    return text.replace(place, path) if isinstance(text, str) and place else text
+
+
+def _write_whole(given: str, write: Callable[[str], None]) -> None:
+    path = os.path.realpath(given)
+    if not os.path.isdir(os.path.dirname(path)) or (os.path.exists(path) and not os.path.isfile(path)):
+        write(given)  # it cannot be, or is a device or a pipe, which cannot be replaced
         return
-    partial = f"{path}.{os.getpid()}.partial"
+    # A folder, since the name of a file goes into it.
+    folder = f"{path}.{os.getpid()}.partial"
+    partial = f"{folder}/{os.path.basename(path)}"
+    try:
+        os.mkdir(folder)
+    except PermissionError:
+        write(given)
+        return
     try:
         write(partial)
         if os.path.exists(path):
             os.chmod(partial, stat.S_IMODE(os.stat(path).st_mode))
         os.replace(partial, path)
     finally:
-        with suppress(FileNotFoundError):
-            os.unlink(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _at_place(original: Callable[..., Any], position: int, place: Callable[[str], str]) -> Callable[..., Any]:
+    """``original`` with its argument ``f`` at ``position``, where that is a path, replaced by where to find it."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > position and isinstance(args[position], (str, os.PathLike)):
+            path = place(os.fspath(args[position]))
+            return original(*args[:position], path, *args[position + 1 :], **kwargs)
+        if isinstance(kwargs.get("f"), (str, os.PathLike)):
+            kwargs["f"] = place(os.fspath(kwargs["f"]))
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _mapping(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``from_file``, which maps a file into memory, to write to it when it is ``shared``."""
+
+    @functools.wraps(original)
+    def call(filename: Any, shared: bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        place = (disk.written if shared else disk.found)(os.fspath(filename))
+        return original(place, shared, *args, **kwargs)
+
+    return call
 
 
 class _Downloads:
-    """One rank of a host after the other: the first downloads, the others find it there."""
+    """The first rank of a host downloads for all of them; the others find it there."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._host = hashlib.sha256(f"{socket.gethostname()}:{session.host_dir}".encode()).hexdigest()[:16]
         self._held = 0
+        self._num = 0
         self._counts: dict[tuple[str, str], int] = {}
         self._wrapped = ExitStack()
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Held by one rank of the host at a time, and by one that holds it already."""
-        if self._held:
+    def turn(self) -> Iterator[None]:
+        """The first rank's comes first, and what it writes is for all; then the others', one after the other."""
+        if self._held or not self._session.distributed:
             yield
             return
-        with open(self._session.host_dir / "download.lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            self._held += 1
-            try:
-                yield
-            finally:
-                self._held -= 1
+        key = f"download/{self._host}/{self._num}"
+        self._num += 1
+        first = self._session.local_rank == 0
+        if first:
+            self._say(key)
+        else:
+            self._wait_for(key)
+        self._held += 1
+        try:
+            with open(self._session.host_dir / "download.lock", "w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                with disk.downloading() if first else ExitStack():
+                    yield
+        finally:
+            self._held -= 1
+            if first:  # also after a failure: nobody shall wait for what does not come
+                self._say(key + "/done")
+
+    def _say(self, key: str) -> None:
+        if self._session.store is not None:
+            self._session.store.set(key, "")
+
+    def _wait_for(self, key: str) -> None:
+        store = self._session.store
+        if store is None:
+            return
+        try:
+            store.wait([key], timedelta(seconds=_MEET_S))
+            store.wait([key + "/done"], timedelta(seconds=_DOWNLOAD_S))
+        except RuntimeError:
+            pass  # it does not come here, or is gone: this rank downloads for itself
 
     def once(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``urlretrieve`` to a named file, on the first rank of the host that comes; the others get its result."""
+        """``urlretrieve`` to a named file, on the first rank of the host; the others get its result."""
 
         @functools.wraps(original)
         def urlretrieve(url: str, filename: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -139,19 +186,20 @@ class _Downloads:
             self._counts[key] = self._counts.get(key, 0) + 1
             name = hashlib.sha256(f"{url}\n{path}\n{self._counts[key]}".encode()).hexdigest()
             marker = self._session.host_dir / f"download.{name}"
-            with self.lock():
-                if marker.exists():
+            with self.turn():
+                if marker.exists() and os.path.exists(path):
                     # Written by this run's own ranks, in a directory of theirs.
                     return filename, pickle.loads(marker.read_bytes())
                 result = original(url, filename, *args, **kwargs)
-                marker.write_bytes(pickle.dumps(result[1]))
+                if self._session.local_rank == 0:
+                    marker.write_bytes(pickle.dumps(result[1]))
                 return result
 
         return urlretrieve
 
     @contextmanager
-    def locked_datasets(self) -> Iterator[None]:
-        """Have data sets with a ``download`` parameter made under the lock; also those whose classes come later."""
+    def shared_datasets(self) -> Iterator[None]:
+        """Have data sets with a ``download`` parameter made in turn; also those whose classes come later."""
         session = self._session
 
         def init_subclass(cls: Any, /, **kwargs: Any) -> None:
@@ -177,7 +225,7 @@ class _Downloads:
 
         @functools.wraps(original)
         def init(dataset: Any, *args: Any, **kwargs: Any) -> None:
-            with self.lock() if self._downloads(signature, dataset, args, kwargs) else ExitStack():
+            with self.turn() if self._downloads(signature, dataset, args, kwargs) else ExitStack():
                 original(dataset, *args, **kwargs)
 
         self._wrapped.enter_context(replaced(cls, "__init__", init))
@@ -200,11 +248,3 @@ def _subclasses(cls: type) -> Iterator[type]:
     for sub in cls.__subclasses__():
         yield sub
         yield from _subclasses(sub)
-
-
-# Note [One writer]
-# Ranks run the same program, so the n-th save of one rank is the n-th save of the others. A rank that is not the first
-# of its host asks the first one's path of that number: where it is the same, it waits until the file is there, and its
-# own content, which is equal, is not needed. Where it is another (a temporary folder or a name of the rank's own) or
-# the first rank does not come (a save inside a branch on the rank), it writes for itself. Files appear whole under
-# their name in any case, by os.replace.

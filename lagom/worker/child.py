@@ -23,7 +23,7 @@ from lagom.errors import CollectiveError, PayloadError
 from lagom.monitor.link import Link, Message
 from lagom.payload import InParts, Parcel, classes_received, unpack, unpack_file
 from lagom.worker.ground import Ground
-from lagom.worker.place import Place
+from lagom.worker.place import Place, hearing
 from lagom.worker.spec import Seat, Spec
 
 _PR_SET_PDEATHSIG = 1
@@ -99,12 +99,17 @@ def _settle(spec: Spec, ground: Ground) -> None:
 
 
 def _run(spec: Spec, seat: Seat) -> int:
+    from lagom.patching.disk import asked_for_rank, own_disk
     from lagom.worker import bootstrap
 
     place = Place(seat.rank, spec.plan.world_size, seat.local_rank, seat.local_world_size)
     control = Link(socket.socket(fileno=seat.control_fd))
     heart = _Heart(control, spec.plan.hb_interval)
     at_home: dict[type, str] = {}
+    # To the very end of the process: what runs at exit writes files as well.
+    stack = contextlib.ExitStack()
+    stack.enter_context(own_disk(seat.host_dir, seat.rank, place.world_size, seat.local_world_size))
+    stack.enter_context(hearing(asked_for_rank))
 
     def load() -> bootstrap.Call:
         call: bootstrap.Call = unpack_file(seat.payload_fd)

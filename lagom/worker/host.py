@@ -54,12 +54,19 @@ def hold(
         table = meet(link, gather, _join(task, ranks, ground, ip, store, gpus))
         watch = _Watch(link)
         stack.callback(watch.end_all)
+        local_ranks = list[int]()
         for rank, outcome_fd in zip(ranks, outcome_fds, strict=True):
             gpu = gpus[rank - first] if gpus else None
             store_fd = listener.fileno() if listener and rank == 0 else None
             seat = _seat(table, rank, spec, ground, outcome_fd, store_fd, gpu)
             watch.add(_fork(spec, seat, ground))
-        return watch.until_over()
+            local_ranks.append(seat.local_rank)
+        reports = watch.until_over()
+        from lagom.patching.settle import settle  # not before the ranks are over: it comes with torch
+
+        for problem in settle(ground.host_dir, ranks, local_ranks):
+            watch.say(f"[lagom] {problem}\n")
+        return watch.with_unsaid(reports)
 
 
 def _join(task: int, ranks: Sequence[int], ground: Ground, ip: str, store: Any, gpus: Sequence[str]) -> Message:
@@ -193,7 +200,10 @@ class _Watch:
                 if rank.pidfd is None and not rank.ended:
                     self._reap(rank)
         self.end_all()
-        reports = [rank.report or _stopped(rank.rank) for rank in self._ranks]
+        return [rank.report or _stopped(rank.rank) for rank in self._ranks]
+
+    def with_unsaid(self, reports: Sequence[Message]) -> list[Message]:
+        """``reports``, rank 0's with its output that no link has carried."""
         return [
             report | {"output": self.unsaid} if report["rank"] == 0 and self.unsaid else report for report in reports
         ]
@@ -261,12 +271,19 @@ class _Watch:
         rank.tail = (rank.tail + data)[-_TAIL:]
         if rank.rank == 0:
             # latin-1 keeps every byte, also of a character that is cut in two here.
-            message = {"type": "log", "rank": 0, "stream": stream, "data": data.decode("latin-1")}
-            if self._link is not None:
-                self._tell(message)
-            elif sum(len(kept["data"]) for kept in self.unsaid) < _UNSAID:
-                self.unsaid.append(message)
+            self._show(stream, data.decode("latin-1"))
         return True
+
+    def say(self, text: str) -> None:
+        """Show ``text`` to the user, on standard error."""
+        self._show("stderr", text.encode(errors="backslashreplace").decode("latin-1"))
+
+    def _show(self, stream: str, data: str) -> None:
+        message = {"type": "log", "rank": 0, "stream": stream, "data": data}
+        if self._link is not None:
+            self._tell(message)
+        elif sum(len(kept["data"]) for kept in self.unsaid) < _UNSAID:
+            self.unsaid.append(message)
 
     def _reap(self, rank: _Rank) -> None:
         pid, status = os.waitpid(rank.pid, os.WNOHANG)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,16 +18,30 @@ class Place:
 
 
 _place = Place()
+_hears: Callable[[], None] | None = None
 
 
 def rank() -> int:
     """This process's rank, from 0; 0 outside a lagom run."""
+    if _hears is not None:
+        _hears()
     return _place.rank
 
 
 def world_size() -> int:
     """Number of ranks; 1 outside a lagom run."""
     return _place.world_size
+
+
+@contextmanager
+def hearing(asked: Callable[[], None]) -> Iterator[None]:
+    """Call ``asked`` meanwhile whenever the program asks for its rank."""
+    global _hears  # the one place of this process
+    before, _hears = _hears, asked
+    try:
+        yield
+    finally:
+        _hears = before
 
 
 @contextmanager

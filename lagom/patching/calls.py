@@ -1,0 +1,165 @@
+"""``Calls``: what both kinds of ranks put in the place of functions of ``os`` and ``io``."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+READ = {"stat": True, "lstat": False, "access": True, "readlink": False, "statvfs": True}
+READ |= {"getxattr": True, "listxattr": True}
+"""Functions that read what is at a path, and whether they follow links by themselves."""
+CHANGE = {"chmod": True, "chown": True, "lchown": False, "utime": True, "truncate": True}
+CHANGE |= {"setxattr": True, "removexattr": True}
+"""Functions that change what is at a path."""
+
+_SYSTEM = ("/dev/", "/proc/", "/sys/")
+_CACHES = (
+    "XDG_CACHE_HOME",
+    "TORCH_HOME",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTORCH_KERNEL_CACHE_PATH",
+    "TRITON_HOME",
+    "TRITON_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+    "NUMBA_CACHE_DIR",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_DATASETS_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
+    "TRANSFORMERS_CACHE",
+    "MPLCONFIGDIR",
+    "PYTHONPYCACHEPREFIX",
+)
+"""Environment variables that name folders whose users look after several processes themselves."""
+
+
+class _Own(threading.local):
+    inside = False
+    """lagom is at work: its own calls reach the disk."""
+    downloads = 0
+
+
+class Calls(ABC):
+    """The functions of one rank; ``replacements`` are by name, those of ``os`` but for ``io.open``."""
+
+    def __init__(self, host_dir: str) -> None:
+        self.own = _Own()
+        self.original: dict[str, Any] = {name: getattr(os, name) for name in _names() if hasattr(os, name)}
+        self.original["io.open"] = io.open
+        self._alone = _left_alone()
+        self._host_dir = os.path.realpath(host_dir) + "/"
+        self._files = self._host_dir + "files/"  # a working directory on a host that has not the driver's
+
+    @abstractmethod
+    def replacements(self) -> dict[str, Any]:
+        """What takes the place of what."""
+
+    @abstractmethod
+    def free(self, path: str) -> None:
+        """The program has made ``path`` by a name that no other rank can have: it is real."""
+
+    @abstractmethod
+    def written(self, path: str) -> str:
+        """Where C code is to write the file that the program knows by ``path``."""
+
+    @abstractmethod
+    def found(self, path: str) -> str:
+        """Where C code is to read the file that the program knows by ``path``."""
+
+    def asked(self) -> None:  # noqa: B027  (rank 0's files are real whatever it knows)
+        """The program has asked which rank it is."""
+
+    def left_alone(self, key: str) -> bool:
+        """Whether ``key`` is the real disk to every rank: devices, caches, what lagom keeps for the run."""
+        path = key + "/"
+        if path.startswith(self._host_dir):
+            return not path.startswith(self._files)
+        return path.startswith(self._alone) or "/__pycache__/" in path
+
+    @contextmanager
+    def downloading(self) -> Iterator[None]:
+        """What is written meanwhile is written for all ranks of the host."""
+        self.own.downloads += 1
+        try:
+            yield
+        finally:
+            self.own.downloads -= 1
+
+    def downloads(self) -> bool:
+        """Whether this thread is downloading."""
+        return self.own.downloads > 0
+
+    def absolute(self, path: Any, dir_fd: int | None, cwd: str | None = None) -> str | None:
+        """The path as text; None when it is none, or one that no rank has a view of its own of."""
+        if type(path) is not str:
+            if isinstance(path, int):
+                return None
+            try:
+                path = os.fsdecode(path)
+            except TypeError:
+                return None
+        if not path.startswith("/"):
+            if not path:
+                return None
+            try:
+                path = f"{cwd or os.getcwd() if dir_fd is None else self.of(dir_fd)}/{path}"
+            except OSError:
+                return None
+        return None if path.startswith(_SYSTEM) or "\0" in path else path
+
+    def of(self, fd: int) -> str:
+        """The path that the program knows an open directory by."""
+        path: str = self.original["readlink"](f"/proc/self/fd/{fd}")
+        return path
+
+    def named_temporarily(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of ``tempfile`` that makes a file or folder, in its default folder for real."""
+
+        @functools.wraps(make)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            if self.own.inside or not _by_default(make, args, kwargs):
+                return make(*args, **kwargs)
+            self.own.inside = True
+            try:
+                result = make(*args, **kwargs)
+                self.free(os.path.realpath(os.fsdecode(result[1] if isinstance(result, tuple) else result)))
+                return result
+            finally:
+                self.own.inside = False
+
+        return made
+
+
+def opens_to_read(mode: Any) -> bool:
+    """Whether ``open`` with that mode cannot change anything."""
+    return isinstance(mode, str) and "r" in mode and "+" not in mode
+
+
+def _by_default(make: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # tempfile._mkstemp_inner(dir, prefix, suffix, ...) and mkdtemp(suffix=None, prefix=None, dir=None).
+    at = 0 if make.__name__ == "_mkstemp_inner" else 2
+    folder = kwargs.get("dir", args[at] if len(args) > at else None)
+    return folder is None or os.fsdecode(folder) == tempfile.gettempdir()
+
+
+def _left_alone() -> tuple[str, ...]:
+    home = os.path.expanduser("~")
+    folders = [os.environ[name] for name in _CACHES if os.environ.get(name)]
+    folders += [f"{home}/.cache", f"{home}/.triton", f"{home}/.nv"]
+    both = {path for folder in folders for path in (os.path.abspath(folder), os.path.realpath(folder))}
+    temporary = os.path.realpath(tempfile.gettempdir())
+    # By the names that torch and its shared memory give there.
+    return (*_SYSTEM, *(path + "/" for path in sorted(both)), f"{temporary}/torchinductor_", f"{temporary}/torch_")
+
+
+def _names() -> tuple[str, ...]:
+    others = ("open", "mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink")
+    return (*others, *READ, *CHANGE, "listdir", "scandir", "chdir", "fchdir", "getcwd", "getcwdb")
