@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from lagom.patching.calls import Calls, opens_to_read
 from lagom.patching.journal import Change, Journal
 from lagom.patching.listing import Scan
+
+log = logging.getLogger("lagom")
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -50,14 +52,15 @@ class CallsOfFirst(Calls):
             absolute = self.absolute(path, dir_fd)
             if absolute is None:
                 return
-            with suppress(OSError):  # the call itself will say what is wrong
-                key = self._key(absolute, follow)
-                if self.left_alone(key):
-                    return
-                if self.downloads():
-                    self._journal.share(key)
-                else:
-                    self._journal.before(key, change)
+            key = self._key(absolute, follow)
+            if self.left_alone(key):
+                return
+            if self.downloads():
+                self._journal.share(key)
+            else:
+                self._journal.before(key, change)
+        except OSError as error:
+            log.warning("%s was changed before its state could be kept for the other ranks: %s", path, error)
         finally:
             self.own.inside = False
 

@@ -81,14 +81,17 @@ class CallsOfOthers(Calls):
 
     def _key(self, path: Any, dir_fd: int | None, follow: bool) -> str | None:
         """What the overlay knows ``path`` by; None: the call is none of its business."""
-        if self.own.inside:
+        absolute = self._absolute(path, dir_fd)
+        if absolute is None:
             return None
         self.own.inside = True
         try:
-            absolute = self.absolute(path, dir_fd, self.overlay.cwd)
-            return None if absolute is None else self.overlay.key(absolute, follow)
+            return self.overlay.key(absolute, follow)
         finally:
             self.own.inside = False
+
+    def _absolute(self, path: Any, dir_fd: int | None) -> str | None:
+        return None if self.own.inside else self.absolute(path, dir_fd, self.overlay.cwd)
 
     def _quick(self, call: Callable[[], Any], undo: Callable[[Any], None] = lambda _: None) -> tuple[bool, Any]:
         """Try the disk itself, as long as nobody has changed anything; whether that held, and the result."""
@@ -132,58 +135,57 @@ class CallsOfOthers(Calls):
 
     def _directory(self, path: Any) -> str | None:
         """The key of a directory to be listed, unless it is as it seems."""
-        if self.own.inside:
+        try:
+            absolute = self.of(path) if isinstance(path, int) else self._absolute("." if path is None else path, None)
+        except OSError:
             return None
-        if isinstance(path, int):
-            try:
-                key = self._key(self.of(path), None, follow=False)
-            except OSError:
-                return None
-        else:
-            key = self._key("." if path is None else path, None, follow=True)
-        if key is None or (self.overlay.is_untouched(key) and not self._alone_here and self.overlay.cwd is None):
+        key = None if absolute is None else self._key(absolute, None, follow=True)
+        if key is None or absolute is None:
             return None
-        return key
+        # Only without links in its path, which may be other ones than on the disk.
+        is_plain = os.path.normpath(absolute) == key and self.overlay.cwd is None
+        return None if is_plain and self.overlay.is_untouched(key) and not self._alone_here else key
 
-    def _listdir(self) -> Callable[..., Any]:
-        original = self.original["listdir"]
+    def _listing(self, name: str, made: Callable[[Any], Any], own: Callable[[str, Any, list[str]], Any]) -> Any:
+        """``listdir`` or ``scandir``: what ``made`` makes of the original's result, or ``own`` of other names."""
+        original = self.original[name]
 
         @functools.wraps(original)
         def call(path: Any = None) -> Any:
-            done, result = (False, None) if self._alone_here else self._quick(lambda: original(path))
-            if done:
-                return result
+            if self.own.inside:
+                return original(path)
+            if self._directory(path) is None:
+                try:
+                    found = made(original(path))
+                except OSError:
+                    if self._directory(path) is None:
+                        raise
+                else:
+                    if self._directory(path) is None:
+                        return found
             key = self._directory(path)
             if key is None:
-                result = original(path)
-                key = None if self.own.inside else self._directory(path)  # changed meanwhile
-                if key is None:
-                    return result
-            names = self.inside(lambda: self.overlay.names(key), path)
-            return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
+                return made(original(path))
+            return own(key, path, self.inside(lambda: self.overlay.names(key), path))
 
         return call
 
-    def _scandir(self) -> Callable[..., Any]:
-        original = self.original["scandir"]
+    def _listdir(self) -> Callable[..., Any]:
+        def own(_: str, path: Any, names: list[str]) -> Any:
+            return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
-        @functools.wraps(original)
-        def call(path: Any = None) -> Any:
-            key = self._directory(path)
-            if key is None:
-                # Read to its end at once, so that what rank 0 does later is not in it.
-                if self.own.inside:
-                    return original(path)
-                with original(path) as scan:
-                    entries = list(scan)
-                key = self._directory(path)
-                if key is None:
-                    return Scan(entries)
-            names = self.inside(lambda: self.overlay.names(key), path)
+        return self._listing("listdir", lambda found: found, own)
+
+    def _scandir(self) -> Callable[..., Any]:
+        def own(key: str, path: Any, names: list[str]) -> Any:
             given = "." if path is None else path
             return Scan([Entry(self.overlay, self.inside, key, given, name) for name in names])
 
-        return call
+        def made(scan: Any) -> Any:
+            with scan:  # to its end at once, so that what rank 0 does later is not in it
+                return Scan(list(scan))
+
+        return self._listing("scandir", made, own)
 
     # Changing
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -99,6 +100,7 @@ class Journal:
         os.makedirs(folder + "/aside", mode=0o700, exist_ok=True)
         self.log = Log(folder + "/journal")
         self._aside = folder + "/aside/"
+        self._numbers = itertools.count()
         self._lock_path = folder + "/lock"
 
     def close(self) -> None:
@@ -167,7 +169,7 @@ class Journal:
         self.log.add("aside", key, aside)
 
     def _new_aside(self) -> str:
-        return f"{self._aside}{os.getpid()}.{len(self.log.entries)}.{threading.get_ident()}"
+        return f"{self._aside}{os.getpid()}.{next(self._numbers)}"
 
     def _kept(self, key: str) -> str:
         """Where the regular file ``key`` is kept, which will not be changed any more under this name."""

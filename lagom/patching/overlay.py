@@ -109,11 +109,13 @@ class Overlay(View):
         for directory in (parent(key), parent(to)):
             self._check_is_directory(directory)
         mode, replaced = self.lstat(key).st_mode, self.mode(to)
-        if key == to:
-            return
+        if key == to or (replaced and os.path.samestat(self.lstat(key), self.lstat(to))):
+            return  # two names of one file stay, as POSIX has it
         whole = stat.S_ISDIR(mode)
         if whole and to.startswith(key + "/"):
             _refuse(errno.EINVAL)
+        if key.startswith(to + "/"):
+            _refuse(errno.ENOTEMPTY)
         if replaced and whole:
             self._check_empty(to)
         elif replaced and stat.S_ISDIR(replaced):

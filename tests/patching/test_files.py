@@ -1,93 +1,92 @@
-"""``lagom.patching.files``: saves by one writer, downloads once per host."""
+"""``lagom.patching.files``: saves whole, downloads once per host."""
 
 from __future__ import annotations
 
 import os
-import tempfile
+import pickle
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lagom.patching import files
 from lagom.patching.session import Session
-from tests.ranks import run_ranks
+from tests.ranks import alone, run_ranks
 
 
-def test_a_path_is_written_once_and_read_by_all(tmp_path: Path) -> None:
+def test_each_rank_reads_back_what_it_saved_and_the_file_is_rank_0s(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
 
     def run(session: Session) -> Any:
         values = []
         for number in range(3):
-            if session.local_rank == 0:
-                time.sleep(0.05)
             torch.save({"number": number, "by": session.rank}, path)
-            values.append(torch.load(path))
-            assert session.group is not None
-            session.group.barrier()
-        buffer = tmp_path / f"own{session.rank}"
-        with open(buffer, "wb") as file:
-            torch.save(session.rank, file)
-        return values, torch.load(buffer)
+            values.append(torch.load(path)["number"])
+            values.append(torch.load(path, mmap=True)["by"])
+        return values
 
-    expected = [{"number": number, "by": 0} for number in range(3)]
-    assert run_ranks(2, run) == [(expected, 0), (expected, 1)]
-    assert sorted(os.listdir(tmp_path)) == ["model.pt", "own0", "own1"]
+    assert run_ranks(3, run) == [[0, rank, 1, rank, 2, rank] for rank in range(3)]
+    assert os.listdir(tmp_path) == ["model.pt"]
+    assert torch.load(path) == {"number": 2, "by": 0}
 
 
-def test_a_failed_save_raises_and_keeps_the_old_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.pt", "módel.pt"])
+def test_a_saved_file_has_the_bytes_of_a_plain_save(name: str, tmp_path: Path) -> None:
+    value = {"weight": torch.arange(10.0)}
+
+    def run(_: Session) -> bytes:
+        torch.save(value, tmp_path / name)
+        return (tmp_path / name).read_bytes()
+
+    plain = alone(run)
+    assert run_ranks(2, run) == [plain, plain]
+
+
+def test_a_failed_save_raises_on_every_rank_and_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
 
     def run(session: Session) -> Any:
         torch.save(1, path)
-        if session.rank == 0:
-            with pytest.raises(AttributeError, match="local object"):
-                torch.save(lambda: 0, path)
-        else:
+        try:
             torch.save(lambda: 0, path)
-        return torch.load(path)
+        except (AttributeError, pickle.PicklingError) as error:
+            return type(error).__name__
 
-    assert run_ranks(2, run) == [1, 1]
+    assert len(set(run_ranks(2, run))) == 1
+    assert torch.load(path) == 1
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
-def test_the_file_is_there_for_every_rank_when_its_save_returns(tmp_path: Path) -> None:
-    def run(session: Session) -> bool:
-        if session.rank == 0:
-            time.sleep(0.2)
-        torch.save(torch.zeros(1000), tmp_path / "last.pt")
-        return (tmp_path / "last.pt").exists()
+def test_a_save_to_nowhere_is_refused_as_torch_does(tmp_path: Path) -> None:
+    def run(_: Session) -> list[str]:
+        os.chdir(tmp_path)
+        refusals = []
+        for name in ("no/model.pt", str(tmp_path), str(tmp_path / "no" / "model.pt")):
+            with pytest.raises(RuntimeError) as caught:
+                torch.save(1, name)
+            refusals.append(str(caught.value).splitlines()[0])
+        return refusals
 
-    assert run_ranks(3, run) == [True, True, True]
+    plain = alone(run)
+    assert run_ranks(2, run) == [plain, plain]
 
 
-def test_paths_of_a_ranks_own_are_written_by_that_rank() -> None:
+def test_mapped_files_are_each_ranks_own(tmp_path: Path) -> None:
     def run(session: Session) -> Any:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, f"best-{session.rank}.pt")
-            torch.save(session.rank, path)
-            return torch.load(path)
+        path = str(tmp_path / "numbers")
+        torch.full((4,), float(session.rank)).numpy().tofile(path)
+        if session.group is not None:
+            session.group.barrier()
+        mapped = torch.from_file(path, shared=True, size=4)
+        mapped += 1
+        return numpy.fromfile(path, dtype=numpy.float32).tolist()
 
-    began = time.monotonic()
-    assert run_ranks(2, run) == [0, 1]
-    assert time.monotonic() - began < files._MEET_S
-
-
-def test_a_rank_that_saves_alone_writes_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_MEET_S", 0.1)
-
-    def run(session: Session) -> Any:
-        if session.rank == 1:
-            torch.save(2, tmp_path / "a")
-            return torch.load(tmp_path / "a")
-        return None
-
-    assert run_ranks(2, run) == [None, 2]
+    assert run_ranks(2, run) == [[1.0] * 4, [2.0] * 4]
+    assert numpy.fromfile(tmp_path / "numbers", dtype=numpy.float32).tolist() == [1.0] * 4
 
 
 class Downloaded(Dataset[int]):
