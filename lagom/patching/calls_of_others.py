@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import stat
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from lagom.patching.calls import CHANGE, READ, Calls, opens_to_read
 from lagom.patching.journal import Journal
 from lagom.patching.listing import Entry, Scan
 from lagom.patching.overlay import Overlay
+
+_ELSEWHERE = object()
 
 
 class CallsOfOthers(Calls):
@@ -22,6 +25,7 @@ class CallsOfOthers(Calls):
         self.overlay = Overlay(folder, journal, self.left_alone, self.downloads)
         self._alone_here = alone
         self._was_asked = False
+        self._lstat = self.original["lstat"]
 
     def replacements(self) -> dict[str, Any]:
         present = self.original
@@ -93,37 +97,63 @@ class CallsOfOthers(Calls):
     def _absolute(self, path: Any, dir_fd: int | None) -> str | None:
         return None if self.own.inside else self.absolute(path, dir_fd, self.overlay.cwd)
 
-    def _quick(self, call: Callable[[], Any], undo: Callable[[Any], None] = lambda _: None) -> tuple[bool, Any]:
-        """Try the disk itself, as long as nobody has changed anything; whether that held, and the result."""
-        if not self.overlay.idle():
-            return False, None
-        try:
-            result = call()
-        except OSError:
-            if self.overlay.idle():
-                raise
-            return False, None
-        if self.overlay.idle():
-            return True, result
-        undo(result)
-        return False, None
-
     # Reading
+
+    def _plainly(self, path: Any, follow: bool, call: Callable[[], Any], undo: Callable[[Any], None]) -> Any:
+        """``call``, on the disk itself, if what is there is what this rank sees; else ``_ELSEWHERE``."""
+        if type(path) is not str:
+            return _ELSEWHERE
+        cut = path.rfind("/") + 1
+        elsewhere = self._elsewhere(path[:cut])
+        if elsewhere is None or (elsewhere and (cut == len(path) or path[cut:] in elsewhere)):
+            return _ELSEWHERE
+        try:
+            # A link may lead to where all is not as it seems.
+            result = _ELSEWHERE if follow and self._is_link(path) else call()
+        except OSError:
+            if self.overlay.is_steady():
+                raise
+            return _ELSEWHERE
+        if result is _ELSEWHERE or self.overlay.is_steady():
+            return result
+        undo(result)
+        return _ELSEWHERE
+
+    def _is_link(self, path: str) -> bool:
+        try:
+            return stat.S_ISLNK(self._lstat(path).st_mode)
+        except OSError:
+            return False
+
+    def _elsewhere(self, head: str) -> set[str] | None:
+        if head in self.overlay.clean and self.overlay.is_steady():
+            return self.overlay.clean[head]
+        absolute = self._absolute(head or ".", None)
+        if absolute is None:
+            return None
+        self.own.inside = True
+        try:
+            self.overlay.learn(head, absolute)
+        finally:
+            self.own.inside = False
+        return self.overlay.clean[head]
 
     def _reading(self, name: str, follows: bool) -> Callable[..., Any]:
         original = self.original.get(name)
 
         @functools.wraps(original or len)
         def call(path: Any = None, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-            at = {} if dir_fd is None else {"dir_fd": dir_fd}
             assert original is not None
+            at = {} if dir_fd is None else {"dir_fd": dir_fd}
             if self.own.inside or isinstance(path, int):
                 return original(path, *args, **at, **kwargs)
-            done, result = self._quick(lambda: original(path, *args, **at, **kwargs))
-            if done:
-                return result
+            follow = follows and kwargs.get("follow_symlinks", True)
+            if not at:
+                result = self._plainly(path, follow, lambda: original(path, *args, **kwargs), lambda _: None)
+                if result is not _ELSEWHERE:
+                    return result
             given = "." if path is None else path
-            key = self._key(given, dir_fd, follows and kwargs.get("follow_symlinks", True))
+            key = self._key(given, dir_fd, follow)
             if key is None:
                 return original(path, *args, **at, **kwargs)
             encode = os.fsencode if name == "readlink" and isinstance(given, bytes) else str
@@ -133,40 +163,29 @@ class CallsOfOthers(Calls):
 
         return call
 
-    def _directory(self, path: Any) -> str | None:
-        """The key of a directory to be listed, unless it is as it seems."""
-        try:
-            absolute = self.of(path) if isinstance(path, int) else self._absolute("." if path is None else path, None)
-        except OSError:
-            return None
-        key = None if absolute is None else self._key(absolute, None, follow=True)
-        if key is None or absolute is None:
-            return None
-        # Only without links in its path, which may be other ones than on the disk.
-        is_plain = os.path.normpath(absolute) == key and self.overlay.cwd is None
-        return None if is_plain and self.overlay.is_untouched(key) and not self._alone_here else key
-
-    def _listing(self, name: str, made: Callable[[Any], Any], own: Callable[[str, Any, list[str]], Any]) -> Any:
+    def _listing(
+        self, name: str, made: Callable[[Any], Any], own: Callable[[str, Any, list[str]], Any]
+    ) -> Callable[..., Any]:
         """``listdir`` or ``scandir``: what ``made`` makes of the original's result, or ``own`` of other names."""
         original = self.original[name]
 
         @functools.wraps(original)
         def call(path: Any = None) -> Any:
+            given = "." if path is None else path
             if self.own.inside:
                 return original(path)
-            if self._directory(path) is None:
-                try:
-                    found = made(original(path))
-                except OSError:
-                    if self._directory(path) is None:
-                        raise
-                else:
-                    if self._directory(path) is None:
-                        return found
-            key = self._directory(path)
+            if not self._alone_here and not isinstance(given, (int, bytes)):
+                head = os.path.join(os.fspath(given), "")
+                result = self._plainly(head, False, lambda: made(original(path)), lambda _: None)
+                if result is not _ELSEWHERE:
+                    return result
+            try:
+                key = self._key(self.of(given) if isinstance(given, int) else given, None, follow=True)
+            except OSError:
+                key = None
             if key is None:
-                return made(original(path))
-            return own(key, path, self.inside(lambda: self.overlay.names(key), path))
+                return original(path)
+            return own(key, given, self.inside(lambda: self.overlay.names(key), path))
 
         return call
 
@@ -178,8 +197,7 @@ class CallsOfOthers(Calls):
 
     def _scandir(self) -> Callable[..., Any]:
         def own(key: str, path: Any, names: list[str]) -> Any:
-            given = "." if path is None else path
-            return Scan([Entry(self.overlay, self.inside, key, given, name) for name in names])
+            return Scan([Entry(self.overlay, self.inside, key, path, name) for name in names])
 
         def made(scan: Any) -> Any:
             with scan:  # to its end at once, so that what rank 0 does later is not in it
@@ -291,8 +309,10 @@ class CallsOfOthers(Calls):
             if own:
                 return original(file, mode, *args, **kwargs)
             if opens_to_read(mode):
-                done, opened = self._quick(lambda: original(file, mode, *args, **kwargs), lambda file: file.close())
-                if done:
+                opened = self._plainly(
+                    file, True, lambda: original(file, mode, *args, **kwargs), lambda opened: opened.close()
+                )
+                if opened is not _ELSEWHERE:
                     return opened
             return original(file, mode, *args, **kwargs | {"opener": self._opener})
 
@@ -312,6 +332,7 @@ class CallsOfOthers(Calls):
             if key is None:
                 original(path)
                 self.overlay.cwd = None
+                self.overlay.clean.clear()
             else:
                 self._stand(key, path)
 
@@ -330,5 +351,6 @@ class CallsOfOthers(Calls):
             place = self.overlay.place(key)
             self.original["chdir"](place)
             self.overlay.cwd = None if place == key else key
+            self.overlay.clean.clear()
 
         self.inside(stand, given)

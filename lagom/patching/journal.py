@@ -49,14 +49,16 @@ class Log:
         """Let go of the file."""
         os.close(self._fd)
 
+    def size(self) -> int:
+        """Bytes that have been written by anyone."""
+        return os.lseek(self._fd, 0, os.SEEK_END)  # the quickest that tells
+
     def fresh(self) -> None:
         """Read what has been added since the last time."""
-        # Every patched call asks this; a seek takes 0.15 us.
-        if os.lseek(self._fd, 0, os.SEEK_END) == self.num_read:
+        if self.size() == self.num_read:
             return
         with self._lock:
-            size = os.lseek(self._fd, 0, os.SEEK_END)
-            data = os.pread(self._fd, size - self.num_read, self.num_read)
+            data = os.pread(self._fd, self.size() - self.num_read, self.num_read)
             lines = data[: data.rfind(b"\n") + 1]
             for line in lines.splitlines():
                 kind, path, other, over_tree = json.loads(line)

@@ -36,16 +36,27 @@ class View:
         self._nowhere = folder + "/nothing"
         self._directories: dict[str, str] = {}
         """Their keys, by what they are called."""
+        self.clean: dict[str, set[str] | None] = {}
+        """Directories, as the program calls them, with a slash at the end: names in them that are not to be looked for
+        on the disk itself; None: none is."""
         self._state = (0, 0)
 
     def close(self) -> None:
         """Let go of its log."""
         self.log.close()
 
-    def idle(self) -> bool:
-        """Whether nothing has been changed by anyone, so that all is where it seems."""
-        self._refresh()
-        return not self.log.entries and not self.journal.log.entries and self.cwd is None
+    def is_steady(self) -> bool:
+        """Whether nobody has changed anything since ``clean`` was filled."""
+        return (self.log.size(), self.journal.log.size()) == self._state
+
+    def learn(self, head: str, absolute: str) -> None:
+        """Find out whether in the directory ``head``, which is ``absolute``, all is as it seems."""
+        key = self.key(absolute + "/", follow=True)
+        # Links on the way may be others than on the disk.
+        if self.place(key) == key == os.path.realpath(head or "."):
+            self.clean[head] = self.log.children.get(key, set()) | self.journal.log.children.get(key, set())
+        else:
+            self.clean[head] = None
 
     def _refresh(self) -> None:
         self.log.fresh()
@@ -53,6 +64,7 @@ class View:
         state = (self.log.num_read, self.journal.log.num_read)
         if state != self._state:
             self._directories.clear()
+            self.clean.clear()
             self._state = state
 
     # Where things are
@@ -164,12 +176,6 @@ class View:
             return self.lstat(key).st_mode
         except (FileNotFoundError, NotADirectoryError):
             return 0
-
-    def is_untouched(self, key: str) -> bool:
-        """Whether the directory ``key`` is really there, with what is really in it."""
-        if key in self.log.children or key in self.journal.log.children:
-            return False
-        return self.place(key) == key
 
     def names(self, key: str) -> list[str]:
         """What is in the directory ``key``, sorted; see Note [Order of a directory] in disk.py."""
