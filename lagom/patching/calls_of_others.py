@@ -25,6 +25,7 @@ class CallsOfOthers(Calls):
         self.overlay = Overlay(folder, journal, self.left_alone, self.downloads)
         self._alone_here = alone
         self._was_asked = False
+        self._opened_directories: dict[int, tuple[str, int, int]] = {}
         self._lstat = self.original["lstat"]
 
     def replacements(self) -> dict[str, Any]:
@@ -66,7 +67,14 @@ class CallsOfOthers(Calls):
         return path if key is None else self.inside(lambda: self.overlay.place(key), path)
 
     def of(self, fd: int) -> str:
-        return self.overlay.seen(self.original["readlink"](f"/proc/self/fd/{fd}"))
+        try:
+            info = os.fstat(fd)
+        except OSError:
+            self._opened_directories.pop(fd, None)
+            raise
+        key, dev, ino = self._opened_directories.get(fd, ("", 0, 0))
+        # Not what /proc says where it can be helped: rank 0 may have moved the directory since.
+        return key if (dev, ino) == (info.st_dev, info.st_ino) else self.overlay.seen(super().of(fd))
 
     # What all of them do
 
@@ -91,6 +99,9 @@ class CallsOfOthers(Calls):
         self.own.inside = True
         try:
             return self.overlay.key(absolute, follow)
+        except OSError as error:
+            error.filename = path
+            raise
         finally:
             self.own.inside = False
 
@@ -296,7 +307,11 @@ class CallsOfOthers(Calls):
 
         @functools.wraps(original)
         def call(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-            return self._opened(path, flags, mode, dir_fd)
+            fd = self._opened(path, flags, mode, dir_fd)
+            info = os.fstat(fd)
+            if stat.S_ISDIR(info.st_mode) and (key := self._key(path, dir_fd, follow=True)) is not None:
+                self._opened_directories[fd] = (key, info.st_dev, info.st_ino)
+            return fd
 
         return call
 

@@ -10,6 +10,7 @@ import io
 import os
 import pathlib
 import posix
+import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
@@ -103,6 +104,9 @@ def _installed(calls: Calls) -> Iterator[tuple[object, str, Any]]:
             yield module, name, call
     yield from _abilities(calls, new)
     yield from _accessor(calls, new | {"open": opened})
+    if isinstance(calls, CallsOfOthers):
+        # By paths: rank 0 may put a directory aside between two looks at it, and rmtree takes that for an attack.
+        yield shutil, "_use_fd_functions", False
     for name in ("_mkstemp_inner", "mkdtemp"):
         yield tempfile, name, calls.named_temporarily(vars(tempfile)[name])
     closer = vars(tempfile)["_TemporaryFileCloser"]

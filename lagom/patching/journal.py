@@ -195,13 +195,13 @@ class Journal:
         with suppress(OSError):
             info = os.lstat(key)
             if info.st_nlink > 1 and os.path.lexists(self._inode(info)):
-                fresh = f"{key}.{os.getpid()}.lagom"
+                fresh = self._beside(key)
                 if _renew(key, fresh, keep_content, num_links=info.st_nlink):
                     os.rename(fresh, key)
 
     def _put_file_aside(self, key: str, keep_content: bool) -> None:
         """Keep the file itself and go on with a copy, since another rank may be reading it. See Note [New inode]."""
-        fresh = f"{key}.{os.getpid()}.lagom"
+        fresh = self._beside(key)
         try:
             renewed = _renew(key, fresh, keep_content)
         except OSError:
@@ -216,6 +216,13 @@ class Journal:
             if renewed:
                 with suppress(FileNotFoundError):
                     os.unlink(fresh)
+
+    def _beside(self, key: str) -> str:
+        """A name in the same directory that the other ranks do not see."""
+        fresh = f"{key}.{os.getpid()}.lagom"
+        if not self._is_known(fresh):
+            self.log.add("absent", fresh)
+        return fresh
 
     def _put_tree_aside(self, key: str) -> None:
         def keep(path: str, aside: str) -> None:

@@ -9,7 +9,7 @@ import stat
 import threading
 from typing import NoReturn
 
-from lagom.patching.journal import copy, copy_tree, join, parent
+from lagom.patching.journal import copy, join, parent
 from lagom.patching.view import View
 
 _UNNAMED = getattr(os, "O_TMPFILE", os.O_DIRECTORY)
@@ -215,12 +215,11 @@ class Overlay(View):
     def _copy_view(self, key: str, target: str) -> None:
         if not stat.S_ISDIR(self.mode(key)):
             self.read(key, lambda place: _copy_one(place, target))
-        elif not self._has_entries_below(key):
-            self.read(key, lambda place: copy_tree(place, target, copy))
-        else:
-            os.mkdir(target)
-            for child in self.names(key):
-                self._copy_view(join(key, child), f"{target}/{child}")
+            return
+        os.mkdir(target)
+        for child in self.names(key):
+            self._copy_view(join(key, child), f"{target}/{child}")
+        self.read(key, lambda place: shutil.copystat(place, target))
 
     def _has_entries_below(self, key: str) -> bool:
         below = key + "/"
@@ -246,6 +245,7 @@ def _move(source: str, target: str) -> None:
 
 
 def _copy_one(place: str, target: str) -> None:
+    _clear(target)  # of the try before, when this is another
     if os.path.islink(place):
         os.symlink(os.readlink(place), target)
     elif os.path.isfile(place):

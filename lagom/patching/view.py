@@ -5,6 +5,7 @@ Paths called ``key`` are absolute and lead over no symbolic link. See Note [A di
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -91,11 +92,13 @@ class View:
                 done = parent(done)
                 continue
             key = f"/{part}" if done == "/" else f"{done}/{part}"
-            link = self._link(key) if num_links < _MAX_LINKS else None
+            link = self._link(key)
             if link is None:
                 done = key
                 continue
             num_links += 1
+            if num_links > _MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             done = "/" if link.startswith("/") else done
             todo += link.split("/")[::-1]
         return done
@@ -183,6 +186,7 @@ class View:
 
     def _names(self, key: str, place: str) -> list[str]:
         found = set(os.listdir(place))
+        self.journal.log.fresh()  # a note comes before its change: whatever is new in there has been noted by now
         own, theirs = self.log, self.journal.log
         covered = own.nearest(key) is not None
         for child in list(theirs.children.get(key, ())):
