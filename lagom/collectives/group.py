@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lagom.collectives.meeting import connected
 from lagom.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from lagom.collectives.mesh import Mesh
+
+TIMEOUT_S = 30 * 60.0
+"""How long a rank waits for another; torch's own default for gloo."""
 _FIRST = 4096 - 8
 """Bytes that travel along with their own length, so that a short message takes one exchange."""
 
@@ -28,6 +33,7 @@ class Group:
     Args:
         process_group: serves CPU tensors and control messages.
         device_group: serves CUDA tensors; None where there are none.
+        ip: where ranks on other hosts reach this one.
 
     Raises:
         CollectiveError: from every method, when the exchange fails.
@@ -39,11 +45,14 @@ class Group:
         rank: int,
         world_size: int,
         device_group: dist.ProcessGroup | None = None,
+        ip: str = "127.0.0.1",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._cpu = process_group
         self._device = device_group
+        self._ip = ip
+        self._mesh: Mesh | None = None
 
     @property
     def has_gpus(self) -> bool:
@@ -77,15 +86,7 @@ class Group:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """The ``data`` of all ranks, in rank order; lengths may differ."""
-        lengths = torch.zeros(self.world_size, dtype=torch.int64)
-        lengths[self.rank] = len(data)
-        self.all_reduce(lengths)
-        longest = int(lengths.max())
-        if longest == 0:
-            return [b""] * self.world_size
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(data)] = _as_tensor(data)
-        return [_as_bytes(part[:length]) for part, length in zip(self.all_gather(mine), lengths.tolist(), strict=True)]
+        return [bytes(view) for view in self.exchange(data)]
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The contiguous ``tensor`` of every rank, in rank order; all of one shape."""
@@ -93,6 +94,31 @@ class Group:
         with _naming("all_gather"):
             self._serving(tensor).allgather([theirs], [tensor]).wait()
         return theirs
+
+    def exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
+        """What all ranks gave, ``head`` and ``body`` in one, in rank order; lengths may differ.
+
+        Fast for what is small. Views are valid until the next call; in this rank's own place is ``head`` alone.
+        """
+        if self._mesh is None:
+            with _naming("connecting"):
+                self._mesh = connected(self.rank, self.world_size, self._ip, self._first_gather, TIMEOUT_S)
+        with _naming("exchange"):
+            return self._mesh.exchange(head, body)
+
+    def _first_gather(self, data: bytes) -> list[bytes]:
+        lengths = torch.zeros(self.world_size, dtype=torch.int64)
+        lengths[self.rank] = len(data)
+        self.all_reduce(lengths)
+        mine = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+        mine[: len(data)] = _as_tensor(data)
+        parts = self.all_gather(mine)
+        return [_as_bytes(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)]
+
+    def close(self) -> None:
+        """Hang up on the other ranks, who may still be busy with what they have got."""
+        if self._mesh is not None:
+            self._mesh.close()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -110,7 +136,7 @@ class Group:
 def _naming(operation: str) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise CollectiveError(f"{operation} failed, as a rule because another rank is gone: {error}") from error
 
 

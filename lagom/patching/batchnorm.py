@@ -68,8 +68,8 @@ class Statistics:
         self._original = original
         self._session = session
         self._group = session.group
-        self._frame = Frame(self._group)  # now: one made in inference mode could not be used elsewhere
-        self._signatures: dict[tuple[object, ...], Tensor] = {}
+        self._frame = Frame(self._group)
+        self._signatures: dict[tuple[object, ...], bytes] = {}
 
     def batch_norm(
         self, input: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float

@@ -1,70 +1,136 @@
-"""``Frame``: an exchange of one size, whatever it carries, in which ranks notice when they mean different things."""
+"""``Frame``: an exchange in which ranks notice when they mean different things, whatever it carries."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lagom.collectives.group import Group
 
-HEAD = 8
-"""Elements of the frame that hold the signature."""
-FRAME = 16384
-"""Elements of the frame that hold numbers. Over gloo, 8 bytes and 128 KB take the same time."""
+SIZE = 32
+"""Bytes of a signature; a multiple of 16, so that numbers of any type may follow."""
+FRAME = 1 << 17
+"""Bytes that a rank sends along with signatures, to all others together, rather than in an exchange of their own."""
 
 
 class Frame:
-    """A buffer of the same size on all ranks, with a signature of its contents in front.
+    """Signatures, and numbers that travel along with them. See Note [Which gradients].
 
-    Exchanges of different sizes would abort the process (gloo) or mix up numbers. See Note [Which gradients].
+    Args:
+        size: see ``FRAME``; 0 where numbers are on GPUs.
     """
 
     def __init__(self, group: Group, size: int = FRAME) -> None:
-        self.buffer = torch.zeros(HEAD + size, dtype=torch.float64)
-        self.body = self.buffer[HEAD:]
-        self._head = self.buffer[:HEAD]
+        self.room = size // max(group.world_size - 1, 1)
+        """Bytes that a signature may be followed by."""
         self._group = group
 
-    def exchange(self, signed: torch.Tensor) -> bool:
-        """Sum the body over the ranks; whether all gave the same signature. Otherwise the body is lost, and zero."""
-        self._head.copy_(signed)
-        self._group.all_reduce(self.buffer)
-        if agreed(self._head.tolist(), self._group.world_size):
-            return True
-        self.buffer.zero_()
-        return False
+    def exchange(self, signed: bytes) -> bool:
+        """Whether all ranks gave the same signature."""
+        return all(row == signed for row in self._group.exchange(signed))
 
-    def sum(self, numbers: torch.Tensor, signed: torch.Tensor) -> bool:
+    def gather(self, body: memoryview | None, signed: bytes) -> list[memoryview | None] | None:
+        """The bodies of all ranks, in rank order, if all gave the same signature; else None.
+
+        Valid until the next exchange of the group. In this rank's own place is None.
+        """
+        rows = self._group.exchange(signed, body)
+        if any(row[:SIZE] != signed for row in rows):
+            return None
+        return [None if i == self._group.rank else row[SIZE:] for i, row in enumerate(rows)]
+
+    def average(self, parcel: Parcel, signed: bytes) -> bool:
+        """Average what is in ``parcel`` over the ranks, if all gave the same signature."""
+        rows = self.gather(parcel.packed, signed)
+        if rows is not None:
+            parcel.average(rows)
+        return rows is not None
+
+    def sum(self, numbers: torch.Tensor, signed: bytes) -> bool:
         """Sum ``numbers``, contiguous float64 on the CPU, over the ranks, in place, if all gave the same signature."""
         flat = numbers.view(-1)
-        used = self.body[: len(flat)] if len(flat) <= len(self.body) else None
-        if used is not None:
-            used.copy_(flat)
-        if not self.exchange(signed):
+        travels = 0 < flat.nbytes <= self.room
+        rows = self.gather(memory(flat) if travels else None, signed)
+        if rows is None:
             return False
-        if used is None:
+        if travels:
+            _add([flat.clone() if row is None else torch.frombuffer(row, dtype=flat.dtype) for row in rows], flat)
+        elif len(flat):
             self._group.all_reduce(flat)
-        else:
-            flat.copy_(used)
-            used.zero_()  # what is left would grow from sum to sum
         return True
 
 
-def signature(identity: bytes) -> torch.Tensor:
-    """``HEAD`` float64: four 16-bit pieces of a hash, and their squares.
+class Parcel:
+    """Tensors of any floating types, packed into one piece of memory.
 
-    Summed over N ranks they tell whether all had the same: N * sum(h^2) == (sum h)^2 holds only then
-    (Cauchy-Schwarz), and float64 is exact at this size.
+    Args:
+        kinds: type and shape of each; their order is the same on all ranks.
     """
-    digest = hashlib.blake2b(identity, digest_size=8).digest()
-    pieces = [float(int.from_bytes(digest[i : i + 2], "little")) for i in range(0, 8, 2)]
-    return torch.tensor(pieces + [piece * piece for piece in pieces], dtype=torch.float64)
+
+    def __init__(self, kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> None:
+        by_type: dict[torch.dtype, list[int]] = {}
+        for i, (dtype, _) in enumerate(kinds):
+            by_type.setdefault(dtype, []).append(i)
+        mine: dict[int, torch.Tensor] = {}
+        averages: dict[int, torch.Tensor] = {}
+        self._sections: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        start = 0
+        num_bytes = sum(_aligned(sum(size_of(*kinds[i]) for i in part)) for part in by_type.values())
+        packed = torch.zeros(num_bytes, dtype=torch.uint8)
+        for dtype, part in by_type.items():
+            sizes = [kinds[i][1].numel() for i in part]
+            num_bytes = sum(sizes) * dtype.itemsize
+            own = packed[start : start + num_bytes].view(dtype)
+            # Halves are added as float32: their sum may not fit, and is rounded once.
+            total = torch.zeros(sum(sizes), dtype=dtype if dtype.itemsize >= 4 else torch.float32)
+            self._sections.append((start, own, total))
+            for i, a, b in zip(part, own.split(sizes), total.split(sizes), strict=True):
+                mine[i], averages[i] = a.view(kinds[i][1]), b.view(kinds[i][1])
+            start += _aligned(num_bytes)
+        self.mine = [mine[i] for i in range(len(kinds))]
+        """Where this rank's go."""
+        self.averages = [averages[i] for i in range(len(kinds))]
+        """Where the averages will be."""
+        self.packed = memory(packed) if kinds else None
+
+    def average(self, rows: Sequence[memoryview | None]) -> None:
+        """Fill ``averages`` from what the ranks packed; None stands for this one's."""
+        for start, own, total in self._sections:
+            end = start + own.nbytes
+            _add([own if row is None else torch.frombuffer(row[start:end], dtype=own.dtype) for row in rows], total)
+            total.div_(len(rows))
 
 
-def agreed(head: list[float], world_size: int) -> bool:
-    """Whether all ranks gave the same signature, from its sum."""
-    half = HEAD // 2
-    return all(world_size * head[half + i] == head[i] * head[i] for i in range(half))
+def size_of(dtype: torch.dtype, shape: torch.Size) -> int:
+    """Bytes."""
+    return shape.numel() * dtype.itemsize
+
+
+def signature(identity: bytes) -> bytes:
+    """``SIZE`` bytes that tell ``identity``."""
+    return hashlib.blake2b(identity, digest_size=SIZE).digest()
+
+
+def _add(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+    """In the order of ranks, which makes the sum the same on all of them, bit for bit."""
+    first, *others = parts if parts[0].dtype == total.dtype else [part.to(total.dtype) for part in parts]
+    if not others:
+        total.copy_(first)
+    for other in others:
+        torch.add(first, other, out=total)
+        first = total
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 8) * 8
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """Of a contiguous ``tensor`` on the CPU."""
+    found: Any = tensor.detach().view(torch.uint8).numpy()
+    return memoryview(found)

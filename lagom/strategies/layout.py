@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from lagom.strategies.frame import signature
+from lagom.strategies.frame import Parcel, signature
 
 BUCKET_BYTES = 25 << 20
 
@@ -31,14 +31,14 @@ class Bucket:
 
 
 class Layout:
-    """The place of each gradient: in the frame, in a bucket, or, for sparse ones, by itself.
+    """The place of each gradient: beside the signature, in a bucket, or, for sparse ones, by itself.
 
     Args:
         entries: what is reached, in the order in which its gradients will be given.
-        body: the frame's, which the small gradients use.
+        room: bytes of gradients on the CPU that travel beside the signature.
     """
 
-    def __init__(self, entries: list[Entry], body: torch.Tensor) -> None:
+    def __init__(self, entries: list[Entry], room: int) -> None:
         self.entries = entries
         self.numbers = [entry.number for entry in entries]
         # Sorted: ranks may walk one graph in different orders.
@@ -48,25 +48,25 @@ class Layout:
         self.is_new = True
         self.unseen: list[int] = []
         self.framed: list[int] = []
-        self.views: list[torch.Tensor] = []
-        self.used = 0
         self.sparse: list[int] = []
-        room = len(body)
         rest: dict[tuple[bool, torch.dtype], list[int]] = {}
         for i in self.order:
             entry = entries[i]
-            size = entry.shape.numel()
+            size = entry.shape.numel() * travelling(entry.dtype).itemsize
             if entry.sparse:
                 self.sparse.append(i)
-            elif not entry.cuda and self.used + size <= room:
-                start = self.used
+            elif not entry.cuda and size <= room:
                 self.framed.append(i)
-                self.views.append(body[start : start + size].view(entry.shape))
-                self.used += size
+                room -= size
             else:
                 rest.setdefault((entry.cuda, entry.dtype), []).append(i)
-        self.payload = body[: self.used]
+        self.parcel = Parcel([(travelling(entries[i].dtype), entries[i].shape) for i in self.framed])
         self.buckets = [bucket for indices in rest.values() for bucket in _buckets(indices, entries)]
+
+
+def travelling(dtype: torch.dtype) -> torch.dtype:
+    """The type as which gradients of ``dtype`` are sent: one that gloo and NCCL can add."""
+    return dtype if dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) else torch.float32
 
 
 def _buckets(indices: list[int], entries: list[Entry]) -> list[Bucket]:

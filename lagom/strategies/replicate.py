@@ -10,7 +10,7 @@ import torch
 from lagom.errors import DivergenceError, LagomError
 from lagom.strategies.checksum import digest
 from lagom.strategies.frame import signature
-from lagom.strategies.layout import Bucket, Entry, Layout
+from lagom.strategies.layout import Bucket, Entry, Layout, travelling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -59,7 +59,6 @@ class Replicate:
         self._name = name
         self._frame = frame
         self._layouts: dict[object, Layout] = {}
-        self._current: Layout | None = None
         self._verified: set[int] = set()
         self._local: set[int] = set()
         self._inputs: set[int] = set()
@@ -97,9 +96,10 @@ class Replicate:
 
     def _average(self, reached: Reached) -> None:
         layout = self._layout(reached)
-        if layout.views:
-            torch._foreach_copy_(layout.views, [reached.gradients[i] for i in layout.framed])
-        if not self._frame.exchange(self._signature(layout)):
+        framed = [reached.gradients[i] for i in layout.framed]
+        if framed:
+            torch._foreach_copy_(layout.parcel.mine, framed)
+        if not self._frame.average(layout.parcel, self._signature(layout)):
             union = self._union(layout)
             if union.numbers:
                 self._average(union)
@@ -108,9 +108,8 @@ class Replicate:
             self._verified.update(layout.unseen)
             self._watch.trained(layout.numbers)
             layout.unseen, layout.is_new = [], False
-        if layout.views:
-            layout.payload.mul_(1.0 / self._group.world_size)
-            torch._foreach_copy_([reached.gradients[i] for i in layout.framed], layout.views)
+        if framed:
+            torch._foreach_copy_(framed, layout.parcel.averages)
         for bucket in layout.buckets:
             self._average_bucket(bucket, reached.gradients)
         for i in layout.sparse:
@@ -126,12 +125,8 @@ class Replicate:
         if layout is None:
             if len(self._layouts) == _MAX_LAYOUTS:
                 self._forget()
-            layout = self._layouts[key] = Layout([Entry(*parts) for parts in key], self._frame.body)
+            layout = self._layouts[key] = Layout([Entry(*parts) for parts in key], self._frame.room)
             layout.unseen = [number for number in layout.numbers if number not in self._verified]
-        if layout is not self._current:
-            # What the new layout leaves free must not grow from sum to sum.
-            self._frame.body.zero_()
-            self._current = layout
         return layout
 
     def _forget(self) -> None:
@@ -139,7 +134,7 @@ class Replicate:
         for numbers in (self._watch.reached, self._local, self._inputs):
             numbers.intersection_update([number for number in numbers if self._leaves.tensor(number) is not None])
 
-    def _signature(self, layout: Layout) -> torch.Tensor:
+    def _signature(self, layout: Layout) -> bytes:
         layout.unseen = [number for number in layout.unseen if number not in self._verified]
         besides = self._watch.identity(layout.numbers, new=layout.is_new)
         if not (layout.unseen or besides):
@@ -150,7 +145,7 @@ class Replicate:
     def _average_bucket(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> None:
         mine = [gradients[i] for i in bucket.indices]
         first = mine[0]
-        alone = len(mine) == 1 and first.is_contiguous() and _travels(first.dtype)
+        alone = len(mine) == 1 and first.is_contiguous() and travelling(first.dtype) == first.dtype
         flat = first.view(-1) if alone else self._buffer(sum(bucket.sizes), first)
         views = [part.view_as(like) for part, like in zip(torch.split(flat, bucket.sizes), mine, strict=True)]
         if not alone:
@@ -165,7 +160,7 @@ class Replicate:
             torch._foreach_copy_(mine, views)
 
     def _buffer(self, size: int, like: torch.Tensor) -> torch.Tensor:
-        dtype = like.dtype if _travels(like.dtype) else torch.float32
+        dtype = travelling(like.dtype)
         key = (like.device, dtype)
         buffer = self._buffers.get(key)
         if buffer is None or len(buffer) < size:
@@ -261,19 +256,13 @@ def _real(gradient: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() and not gradient.is_sparse else gradient
 
 
-def _travels(dtype: torch.dtype) -> bool:
-    """Whether gloo and NCCL can add it."""
-    return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
 # Note [Which gradients]
 #
 # Ranks may reach different leaves: a branch on the data, a mixture of experts. Two experts of one shape must
-# never be mixed, so the ranks agree on the set in each backward, at no cost: the first exchange has the same
-# size everywhere, a frame whose head is a signature of the set and whose rest are the first gradients. When
-# the sum of the signatures says that all agree, the gradients in the frame are the sum already, and the rest
-# follows in buckets. Otherwise nothing has been written back yet; the ranks exchange their sets and reduce
-# the union, in the order of the leaves' numbers.
+# never be mixed, so the ranks agree on the set in each backward, at no cost: each gives all others a signature of
+# its set and, in the same message, its first gradients. When all signatures are equal, the gradients that came with
+# them are added, and the rest follows in buckets. Otherwise nothing has been written back yet; the ranks exchange
+# their sets and reduce the union, in the order of the leaves' numbers.
 #
 # A leaf that is reached for the first time has a checksum of its values in the signature as well: training
 # from different initial values would go wrong silently.

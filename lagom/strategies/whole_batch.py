@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Function
 
 from lagom.errors import DivergenceError
-from lagom.strategies.frame import Frame, signature
+from lagom.strategies.frame import Frame, memory, signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -91,7 +91,7 @@ class Gatherer:
     def __init__(self, group: Group, meet: Callable[[str], None]) -> None:
         self._group = group
         self._meet = meet
-        self._frame = Frame(group)  # now: one made in inference mode could not be used elsewhere
+        self._frame = Frame(group)
 
     def gather(
         self, tensors: Sequence[Tensor], factors: Sequence[int], block: Block, place: str, signed: bytes = b""
@@ -124,23 +124,24 @@ class Gatherer:
                 raise UnequalInputError(f"{place}: {_UNEQUAL}")
         return wholes
 
-    def _in_frame(self, mine: list[Tensor], into: list[list[Tensor]], mark: Tensor, block: Block) -> bool:
+    def _in_frame(self, mine: list[Tensor], into: list[list[Tensor]], mark: bytes, block: Block) -> bool:
         """Exchange signatures, and what is small along with them; whether all are equal."""
-        counts = [sum(map(_num_numbers, parts)) for parts in into]
-        if sum(counts) > len(self._frame.body) or not all(_is_number(t.dtype) for t in mine):
+        sizes = [sum(map(_num_bytes, parts)) for parts in into]
+        if max(sizes) > self._frame.room:
             if not self._frame.exchange(mark):
                 return False
             self._gather(mine, into)
             return True
-        # One block is added to zeros of the others: that changes nothing but the sign of a zero.
-        flat = torch.zeros(sum(counts), dtype=torch.float64)
-        rooms = torch.split(flat, counts)
-        torch.cat([_numbers(t) for t in mine], out=rooms[block.rank])
-        if not self._frame.sum(flat, mark):
+        sent = torch.empty(sizes[block.rank], dtype=torch.uint8)
+        for room, tensor in zip(_rooms(sent, mine), mine, strict=True):
+            room.copy_(tensor)
+        rows = self._frame.gather(memory(sent) if len(sent) else None, mark)
+        if rows is None:
             return False
-        for room, parts in zip(rooms, into, strict=True):
-            for numbers, part in zip(torch.split(room, [_num_numbers(p) for p in parts]), parts, strict=True):
-                _set_numbers(part, numbers)
+        for row, parts in zip(rows, into, strict=True):
+            got = sent if row is None else torch.frombuffer(row, dtype=torch.uint8) if row else sent[:0]
+            for room, part in zip(_rooms(got, parts), parts, strict=True):
+                part.copy_(room)
         return True
 
     def _gather(self, mine: list[Tensor], into: list[list[Tensor]]) -> None:
@@ -171,26 +172,6 @@ def _rooms(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         size = tensor.numel() * tensor.element_size()
         yield flat[offset : offset + size].view(tensor.dtype).view(tensor.shape)
         offset += _num_bytes(tensor)
-
-
-def _is_number(dtype: torch.dtype) -> bool:
-    """Whether float64 holds it, or two of them."""
-    return not dtype.is_complex and dtype != torch.uint64
-
-
-def _num_numbers(tensor: Tensor) -> int:
-    return tensor.numel() * (2 if tensor.dtype == torch.int64 else 1)
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    flat = tensor.reshape(-1)
-    return (flat.view(torch.int32) if tensor.dtype == torch.int64 else flat).to(torch.float64)
-
-
-def _set_numbers(tensor: Tensor, numbers: Tensor) -> None:
-    if tensor.dtype == torch.int64:
-        numbers = numbers.to(torch.int32).view(torch.int64)
-    tensor.copy_(numbers.view(tensor.shape))
 
 
 @dataclass(eq=False)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lagom.collectives.group import Group
+from lagom.collectives.group import TIMEOUT_S, Group
 from lagom.errors import CollectiveError
 from lagom.worker.spec import Seat
 
-TIMEOUT = datetime.timedelta(minutes=30)  # torch's own default for gloo
+TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 
 
 @contextmanager
@@ -36,7 +36,11 @@ def process_group(seat: Seat, world_size: int, device: torch.device) -> Iterator
     nccl = None
     if device.type == "cuda" and seat.nccl:
         nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size)
-    yield Group(gloo, seat.rank, world_size, device_group=nccl or gloo), store
+    group = Group(gloo, seat.rank, world_size, device_group=nccl or gloo, ip=seat.ip)
+    try:
+        yield group, store
+    finally:
+        group.close()
     if nccl is not None:
         nccl.shutdown()
 

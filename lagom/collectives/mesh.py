@@ -1,0 +1,123 @@
+"""``Mesh``: a connection between any two ranks, for messages that each rank gives to all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Mesh:
+    """Sends and receives in the calling thread. See Note [Small messages].
+
+    Args:
+        peers: connected stream sockets in rank order; None at this rank's place.
+        timeout_s: how long to wait for another rank.
+    """
+
+    def __init__(self, peers: Sequence[socket.socket | None], timeout_s: float) -> None:
+        self._peers = list(peers)
+        self._rows = [bytearray() for _ in peers]
+        for peer in self._peers:
+            if peer is not None:
+                peer.setblocking(True)
+                # By the kernel: a timeout of Python's takes another system call each time.
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(timeout_s), 0))
+        _all.add(self)
+
+    def exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
+        """What each rank gave, in rank order: ``head`` and ``body`` in one; lengths may differ.
+
+        Views are valid until the next call. In this rank's own place is its ``head`` alone.
+
+        Raises:
+            OSError: when another rank is gone or did not answer in time.
+        """
+        size = len(head) + (0 if body is None else len(body))
+        parts: list[bytes | memoryview] = [_LENGTH.pack(size), head]
+        if body is not None:
+            parts.append(body)
+        senders = [sender for peer in self._peers if peer is not None and (sender := _send(peer, parts)) is not None]
+        received = [
+            memoryview(head) if peer is None else self._receive(number, peer) for number, peer in enumerate(self._peers)
+        ]
+        for sender in senders:
+            sender.join()
+        return received
+
+    def close(self) -> None:
+        """Hang up."""
+        for peer in self._peers:
+            if peer is not None:
+                peer.close()
+
+    def _receive(self, number: int, peer: socket.socket) -> memoryview:
+        length = bytearray(_LENGTH.size)
+        _fill(peer, memoryview(length))
+        (size,) = _LENGTH.unpack(length)
+        if len(self._rows[number]) < size:
+            self._rows[number] = bytearray(size)
+        view = memoryview(self._rows[number])[:size]
+        _fill(peer, view)
+        return view
+
+
+def _send(peer: socket.socket, parts: Sequence[bytes | memoryview]) -> threading.Thread | None:
+    """Hand ``parts`` to the kernel; what it has no room for, to a thread, since the peer may be sending as well."""
+    try:
+        count = peer.sendmsg(parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    except BlockingIOError:
+        count = 0
+    if count == sum(map(len, parts)):
+        return None
+    sender = threading.Thread(target=_send_rest, args=(peer, b"".join(parts)[count:]), name="lagom-mesh", daemon=True)
+    sender.start()
+    return sender
+
+
+def _send_rest(peer: socket.socket, rest: bytes) -> None:
+    # A peer that is gone is noticed by who receives from it.
+    with contextlib.suppress(OSError):
+        peer.sendall(rest)
+
+
+def _fill(peer: socket.socket, view: memoryview) -> None:
+    while len(view):
+        try:
+            count = peer.recv_into(view, 0, socket.MSG_WAITALL)
+        except BlockingIOError as error:
+            raise TimeoutError("another rank did not answer in time") from error
+        if count == 0:
+            raise ConnectionError("another rank hung up")
+        view = view[count:]
+
+
+_all: weakref.WeakSet[Mesh] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for mesh in list(_all):
+        mesh.close()
+
+
+# Otherwise a loader worker that outlives its rank would keep the others waiting for it.
+os.register_at_fork(after_in_child=_close_all)
+
+
+# Note [Small messages]
+#
+# Gradients of a small model, statistics of a BatchNorm layer, signatures: most exchanges are small, and what they cost
+# is waking threads. A collective of gloo's hands the work to a thread of its own, which sends to another thread on the
+# other side, in two hops or more. Here the calling thread writes to its peers' sockets and reads from them; it sleeps
+# once at most. Lengths may differ, so ranks that mean different things can tell each other.
+#
+# A connection is a Unix socket between processes of one host and TCP otherwise.

@@ -1,0 +1,105 @@
+"""``lagom.collectives.mesh`` and ``meeting``: messages over connections of our own."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+
+from lagom.collectives import meeting
+from lagom.collectives.mesh import Mesh
+from lagom.errors import CollectiveError
+from lagom.patching.session import Session
+from tests.ranks import RankFailedError, run_ranks
+
+
+def exchanged(session: Session) -> Any:
+    group = session.group
+    assert group is not None
+    found = []
+    # 3 MB both ways: more than the kernel holds.
+    for size in (0, 5, 3_000_000, 1):
+        body = bytes([session.rank]) * (size * (session.rank + 1))
+        rows = [bytes(row) for row in group.exchange(b"head", memoryview(body))]
+        rows[session.rank] += body
+        found.append([(row[:4], len(row), set(row[4:])) for row in rows])
+    assert group._mesh is not None
+    families = {peer.family for peer in group._mesh._peers if peer is not None}
+    return found, families
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3])
+def test_messages_of_any_lengths_reach_all_also_between_hosts(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(session: Session) -> Any:
+        monkeypatch.setattr(meeting, "_home", lambda: f"host {session.rank % hosts}".encode())
+        return exchanged(session)
+
+    expected = [
+        [(b"head", 4 + size * (rank + 1), {rank} if size else set()) for rank in range(3)]
+        for size in (0, 5, 3_000_000, 1)
+    ]
+    for rank, (found, families) in enumerate(run_ranks(3, run)):
+        assert found == expected
+        near = any(other % hosts == rank % hosts for other in range(3) if other != rank)
+        far = any(other % hosts != rank % hosts for other in range(3))
+        assert (socket.AF_UNIX in families, socket.AF_INET in families) == (near, far)
+
+
+def test_a_stranger_is_hung_up_on() -> None:
+    token = b"t" * 16
+    with meeting._listening(socket.AF_UNIX, "") as listener:
+        name = listener.getsockname()
+        strangers = [meeting._connection(name, []) for _ in range(2)]
+        strangers[0].sendall(meeting._HELLO.pack(1, b"x" * 16))
+        strangers[1].sendall(b"GET /")
+        strangers[1].shutdown(socket.SHUT_WR)
+        friend = meeting._connection(name, [])
+        friend.sendall(meeting._HELLO.pack(2, token))
+        peer, found = meeting._accepted([listener], token)
+        found.sendall(b"!")
+        assert (peer, friend.recv(1)) == (2, b"!")
+        for one in strangers:
+            assert one.recv(1) == b""
+        for one in (*strangers, friend, found):
+            one.close()
+
+
+def test_a_rank_that_hung_up_or_does_not_answer_is_a_collective_error() -> None:
+    ours, theirs = socket.socketpair()
+    mesh = Mesh([None, ours], timeout_s=1)
+    with pytest.raises(TimeoutError, match="did not answer in time"):
+        mesh.exchange(b"x")
+    theirs.close()
+    with pytest.raises(BrokenPipeError):
+        mesh.exchange(b"x")
+    mesh.close()
+
+    def vanish(session: Session) -> None:
+        assert session.group is not None
+        session.group.all_gather_bytes(b"x")
+        if session.rank == 1:
+            os._exit(3)
+        with pytest.raises(CollectiveError, match="exchange failed, as a rule because another rank is gone"):
+            session.group.all_gather_bytes(b"x")
+
+    with pytest.raises(RankFailedError, match="rank 1 failed:\nit died"):
+        run_ranks(2, vanish)
+
+
+def test_a_process_forked_from_a_rank_does_not_hold_its_connections() -> None:
+    ours, theirs = socket.socketpair()
+    mesh = Mesh([None, ours], timeout_s=60)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until the test is over
+        os._exit(0)
+    os.close(reading)
+    mesh.close()
+    assert theirs.recv(1) == b""
+    os.close(writing)
+    os.waitpid(child, 0)
+    theirs.close()
