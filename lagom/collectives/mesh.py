@@ -27,6 +27,7 @@ class Mesh:
     def __init__(self, peers: Sequence[socket.socket | None], timeout_s: float) -> None:
         self._peers = list(peers)
         self._rows = [bytearray() for _ in peers]
+        self._turn = threading.Lock()
         for peer in self._peers:
             if peer is not None:
                 peer.setblocking(True)
@@ -46,6 +47,10 @@ class Mesh:
         parts: list[bytes | memoryview] = [_LENGTH.pack(size), head]
         if body is not None:
             parts.append(body)
+        with self._turn:
+            return self._exchange(head, parts)
+
+    def _exchange(self, head: bytes, parts: Sequence[bytes | memoryview]) -> list[memoryview]:
         senders = [sender for peer in self._peers if peer is not None and (sender := _send(peer, parts)) is not None]
         received = [
             memoryview(head) if peer is None else self._receive(number, peer) for number, peer in enumerate(self._peers)

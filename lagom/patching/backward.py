@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd
+from torch import Tensor
 
+from lagom.patching.recorder import NotByRowsError
 from lagom.patching.replace import replaced
-from lagom.strategies.differentiated import averaged, passes_gather
+from lagom.strategies.grads import Grads, is_averaged
 from lagom.strategies.leaves import reached
+from lagom.strategies.pending import Hooks, Pending, run_hooks
+from lagom.strategies.whole_batch import passes_gather
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
+    from collections.abc import Callable, Iterator, Sequence
 
     from lagom.patching.session import Session
 
@@ -28,46 +30,135 @@ def synchronised_backward(session: Session) -> Iterator[None]:
     however they were imported, and tells ``torch.autograd.grad`` apart.
     """
     original = torch.autograd._engine_run_backward
-    pending: list[Tensor] = []
+    backwards = _Backwards(session, original)
 
     def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
         if not session.live:
             return original(outputs, *args, **options)
-        accumulates = options.get("accumulate_grad", False)
-        outermost = session.depth == 0
-        if accumulates:
-            # Now: the graph is freed by the backward. Re-entrant checkpoints run backwards of their own inside.
-            pending.extend(leaf for leaf in reached(outputs, args[3]) if leaf not in session.repeated)
-            if outermost:
-                args = (_weighted(args[0], session.weight), *args[1:])
-        elif outermost:
-            assert session.watch is not None
-            session.watch.differentiated([leaf for leaf in args[3] if isinstance(leaf, torch.nn.Parameter)])
-        averages = outermost and not accumulates and session.region is None and passes_gather(outputs)
-        session.depth += 1
-        try:
-            result = original(outputs, *args, **options)
-            leaves = list({id(leaf): leaf for leaf in pending}.values()) if outermost else []
-        finally:
-            session.depth -= 1
-            if outermost:
-                pending.clear()
-        if leaves:
-            session.began = session.began or "a backward ran"
-            assert session.replicate is not None
-            session.replicate.reduce(leaves)
-            session.trained()
-        if averages:
-            assert session.group is not None
-            session.at("torch.autograd.grad")
-            return averaged(result, session.group)
-        return result
+        if options.get("accumulate_grad", False):
+            return backwards.accumulate(outputs, args, options)
+        return backwards.returned(outputs, args, options)
 
     with replaced(torch.autograd, "_engine_run_backward", run_backward):
         yield
 
 
-def _weighted(gradients: Sequence[Tensor | None], weight: float) -> Sequence[Tensor | None]:
+class _Backwards:
+    """Runs backwards, of which those inside others, as re-entrant checkpoints have them, are a part."""
+
+    def __init__(self, session: Session, original: Callable[..., Any]) -> None:
+        assert session.group is not None
+        assert session.watch is not None
+        assert session.replicate is not None
+        self._session = session
+        self._original = original
+        self._watch = session.watch
+        self._replicate = session.replicate
+        self._grads = Grads(session.group, session.leaves, session.watch, session.replicate)
+        self._pending: Pending | None = None
+
+    def accumulate(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """``backward``: gradients are averaged when the outermost one ends."""
+        if self._session.is_probing:
+            raise NotByRowsError("runs a backward")
+        # Now: the graph is freed by the backward.
+        leaves = [leaf for leaf in reached(outputs, args[3]) if leaf not in self._session.repeated]
+        if self._session.depth:
+            if self._pending is not None:
+                self._pending.expect(leaves)
+            with self._inside():
+                return self._original(outputs, *args, **options)
+        pending = self._pending = Pending()
+        try:
+            pending.expect(leaves)
+            with self._inside():
+                result = self._original(outputs, *_weighted(args, self._session.weight), **options)
+        except BaseException:
+            pending.undo()
+            raise
+        finally:
+            self._pending = None
+            pending.ran()
+        if not pending.leaves:
+            return result
+        self._session.began = self._session.began or "a backward ran"
+        with torch.set_grad_enabled(bool(args[2])):
+            if any(leaf.grad is not None and leaf.grad.requires_grad for leaf in pending.leaves):
+                self._grads.accumulated(pending)
+            else:
+                self._replicate.reduce(pending)
+            pending.finish()
+        self._session.trained()
+        return result
+
+    def returned(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """``torch.autograd.grad``: gradients of parameters are averaged, unless it is a part of a backward."""
+        inputs: Sequence[Any] = args[3]
+        if self._session.depth:
+            with self._inside():
+                return self._original(outputs, *args, **options)
+        shared = self._shared(outputs, inputs, args[0])
+        if not shared:
+            with self._inside():
+                return self._original(outputs, *args, **options)
+        self._session.began = self._session.began or "torch.autograd.grad was called"
+        hooks = Hooks()
+        weight = self._session.weight
+        try:
+            for i in shared:
+                hooks.keep_back(inputs[i])
+            with self._inside():
+                found = list(self._original(outputs, *_weighted(args, weight), **options))
+        finally:
+            hooks.put_back()
+        if weight not in (0, 1):
+            found = [g if g is None or i in shared else g / weight for i, g in enumerate(found)]
+        averages = self._grads.returned([inputs[i] for i in shared], [found[i] for i in shared])
+        for i, average in zip(shared, averages, strict=True):
+            found[i] = None if average is None else run_hooks(inputs[i], average)
+        return tuple(found)
+
+    def _shared(self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Any]) -> list[int]:
+        """The places of those ``inputs`` whose gradients are averaged."""
+        if self._session.region is not None or self._session.is_probing:
+            return []  # inside a forward, of a block of its rows
+        if any(_is_batched(one) for one in (*inputs, *roots) if isinstance(one, Tensor)):
+            # Gradients per sample, as a rule: torch.func's, and is_grads_batched's.
+            plain = [_unwrapped(one) for one in inputs if isinstance(one, Tensor)]
+            self._watch.differentiated([one for one in plain if isinstance(one, torch.nn.Parameter)])
+            return []
+        if passes_gather(outputs):  # a block's part, times the number of ranks; and what is whole is its own average
+            return [i for i, one in enumerate(inputs) if isinstance(one, Tensor)]
+        session = self._session
+        shared_out = session.share is not None or session.plan.batches == "whole"
+        return [
+            i
+            for i, one in enumerate(inputs)
+            if isinstance(one, Tensor) and is_averaged(one, session.likeness(one), shared_out=shared_out)
+        ]
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._session.depth += 1
+        try:
+            yield
+        finally:
+            self._session.depth -= 1
+
+
+def _is_batched(one: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(one) or "Batched" in str(torch._C._dispatch_keys(one))
+
+
+def _unwrapped(one: Tensor) -> Tensor:
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(one):
+        one = functorch.get_unwrapped(one)
+    return one
+
+
+def _weighted(args: tuple[Any, ...], weight: float) -> tuple[Any, ...]:
     if weight == 1.0:
-        return gradients
-    return tuple(None if gradient is None else gradient * weight for gradient in gradients)
+        return args
+    roots: Sequence[Tensor | None] = args[0]
+    return tuple(None if root is None else root * weight for root in roots), *args[1:]

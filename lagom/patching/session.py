@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.patching.random import CommonStreams
 from lagom.strategies.divergence import Watch
 from lagom.strategies.frame import FRAME, Frame
-from lagom.strategies.leaves import Leaves
+from lagom.strategies.leaves import Leaves, Likeness
 from lagom.strategies.replicate import Replicate
 
 if TYPE_CHECKING:
@@ -108,6 +108,8 @@ class Session:
     """Inputs of forwards that a backward repeats: leaves whose gradients stay the rank's own."""
     _shares: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """By tensor, of the batches that the program has seen."""
+    _shapes: set[torch.Size] = field(default_factory=set, init=False)
+    """Of these tensors; without those of one number a row, such as labels, whose shape a bias may have."""
     _used: Share | None = field(default=None, init=False)
     region: Region | None = field(default=None, init=False)
     """The sliced forward under way."""
@@ -124,14 +126,14 @@ class Session:
     _epoch: int = field(default=0, init=False)
     _progress: dict[str, int | None] = field(default_factory=lambda: {"epoch": 0, "step": 0, "steps": None}, init=False)
     _said: set[str] = field(default_factory=set, init=False)
-    _is_probing: bool = field(default=False, init=False)
+    is_probing: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.common = CommonStreams(self.plan.seed)
         if self.group is not None:
             self.frame = Frame(self.group, 0 if self.device.type == "cuda" else FRAME)
             self.watch = Watch(self.group, self.leaves, self._trainable, self.synchronised, self.name_of)
-            self.replicate = Replicate(self.group, self.leaves, self.watch, self.frame, self._num_rows, self.name_of)
+            self.replicate = Replicate(self.group, self.leaves, self.watch, self.frame, self.likeness, self.name_of)
         _alive.add(self)
 
     @property
@@ -209,6 +211,8 @@ class Session:
         """Keep in mind whose share the tensors of a batch are: it may be trained on later, and more than once."""
         for tensor in tensors(data):
             self._shares[tensor] = share
+            if tensor.is_floating_point() and tensor.numel() > len(tensor):
+                self._shapes.add(tensor.shape)
 
     def uses(self, data: Any) -> None:
         """A model is called with ``data``: the share of the batch it comes from holds until another is seen."""
@@ -240,7 +244,7 @@ class Session:
 
     def slices(self, module: nn.Module) -> bool:
         """Whether a call of ``module`` is one that the ranks may share out by rows: all have the same input."""
-        if not self.distributed or self.depth or self._is_probing:
+        if not self.distributed or self.depth or self.is_probing:
             return False
         evaluates = not (torch.is_grad_enabled() and module.training)
         if evaluates and self.plan.evaluation != "gathered":
@@ -253,11 +257,11 @@ class Session:
     @contextmanager
     def probing(self) -> Iterator[None]:
         """While a forward is only looked at: nothing is exchanged."""
-        self._is_probing = True
+        self.is_probing = True
         try:
             yield
         finally:
-            self._is_probing = False
+            self.is_probing = False
 
     @contextmanager
     def statistics(self, probed: BatchStatistics) -> Iterator[None]:
@@ -288,6 +292,13 @@ class Session:
         """What the root of a backward is multiplied by."""
         share = self.share
         return 1.0 if share is None else share.weight(self.world_size)
+
+    def likeness(self, leaf: torch.Tensor) -> Likeness:
+        """How much ``leaf`` is like this rank's share of a batch, and not like something to be trained."""
+        share = self.share
+        if share is None or not leaf.dim() or leaf.shape[0] != max(share.num_mine, 1):
+            return Likeness.NONE
+        return Likeness.SHAPE if leaf.shape in self._shapes else Likeness.ROWS
 
     def evaluates_by_mode(self) -> bool:
         """Whether the modules that are trained are all in eval mode."""
@@ -326,10 +337,6 @@ class Session:
         if text not in self._said:
             self._said.add(text)
             log.warning(text)
-
-    def _num_rows(self) -> int | None:
-        share = self.share
-        return None if share is None else max(share.num_mine, 1)
 
     def _trainable(self) -> Iterator[nn.Module]:
         return (module for module in list(self.modules) if "_parameters" in module.__dict__)

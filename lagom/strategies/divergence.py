@@ -82,7 +82,7 @@ class Watch:
         self.reached.update(numbers)
 
     def differentiated(self, parameters: list[torch.Tensor]) -> None:
-        """``torch.autograd.grad`` was asked for the gradients of these."""
+        """A program got gradients of these that are this rank's own."""
         numbers = [self._leaves.known(parameter) for parameter in parameters]
         self._differentiated.update(number for number in numbers if number is not None)
         if numbers:
@@ -221,9 +221,9 @@ class Watch:
 
 def _difference(name: str) -> str:
     return (
-        f"{name} no longer has the same values on all ranks; gradients are averaged in backward(), so update "
-        "parameters from .grad after backward(), not from torch.autograd.grad or torch.func, and not from this rank's "
-        "own data"
+        f"{name} no longer has the same values on all ranks; gradients are averaged in backward() and "
+        "torch.autograd.grad, so update parameters from these, not from torch.func.grad, and not from this rank's own "
+        "data"
     )
 
 
@@ -236,7 +236,7 @@ _NO_BACKWARD = (
 
 # Note [Divergence]
 #
-# A gradient that escapes synchronisation makes the ranks drift apart, silently: torch.autograd.grad with an
+# A gradient that escapes synchronisation makes the ranks drift apart, silently: torch.func.grad with an
 # update by hand, an optimizer that draws random numbers of its own. So every so many backwards the signature of
 # the exchange that every backward makes (see Note [Which gradients]) tells checksums of all parameters trained so
 # far as well. Where they agree that is all, and no exchange was made for it. Otherwise the ranks tell each other
@@ -245,7 +245,7 @@ _NO_BACKWARD = (
 # Sums of bits are told apart with certainty when one element differs, and but for chance (2^-64) when many do;
 # not when the same elements stand in another order. The first time a parameter is trained it is hashed.
 #
-# Where no backward runs (a program that only ever calls torch.autograd.grad), batches are counted instead, and
+# Where no backward runs (a program that only ever calls torch.func.grad), batches are counted instead, and
 # the end of the program is a check. Gradients of torch.func are not seen at all, so that then parameters are
 # watched that change from one such check to the next. For all of this ranks must be at the same point; where they
 # are not, the signatures differ, and that is found out in the same way.

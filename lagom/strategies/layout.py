@@ -34,16 +34,17 @@ class Layout:
     """The place of each gradient: beside the signature, in a bucket, or, for sparse ones, by itself.
 
     Args:
+        kind: what this is the exchange of.
         entries: what is reached, in the order in which its gradients will be given.
         room: bytes of gradients on the CPU that travel beside the signature.
     """
 
-    def __init__(self, entries: list[Entry], room: int) -> None:
+    def __init__(self, kind: str, entries: list[Entry], room: int) -> None:
         self.entries = entries
         self.numbers = [entry.number for entry in entries]
         # Sorted: ranks may walk one graph in different orders.
         self.order = sorted(range(len(entries)), key=self.numbers.__getitem__)
-        self.identity = repr([entries[i] for i in self.order]).encode()
+        self.identity = repr((kind, [entries[i] for i in self.order])).encode()
         self.signature = signature(self.identity)
         self.is_new = True
         self.unseen: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,17 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import Node
 
-_ACCUMULATE = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in the stubs
+ACCUMULATE = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in the stubs
+
+
+class Likeness(Enum):
+    """How much a leaf that is no Parameter is like data."""
+
+    NONE = 0
+    ROWS = 1
+    """As many rows as this rank has samples of the batch: data if its values differ between the ranks."""
+    SHAPE = 2
+    """The shape of a tensor of the batch: data, whatever its values; a perturbation that begins as zeros."""
 
 
 class Leaves:
@@ -92,12 +103,12 @@ def reached(
         elif root.requires_grad:
             leaves.append(root)
     if only:
-        return leaves + [_variable(node) for node in pending if type(node) is _ACCUMULATE]
+        return leaves + [variable(node) for node in pending if type(node) is ACCUMULATE]
     seen = set(pending)
     while pending:
         node = pending.pop()
-        if type(node) is _ACCUMULATE:
-            leaves.append(_variable(node))
+        if type(node) is ACCUMULATE:
+            leaves.append(variable(node))
             continue
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
@@ -106,6 +117,7 @@ def reached(
     return leaves
 
 
-def _variable(node: Node) -> torch.Tensor:
+def variable(node: Node) -> torch.Tensor:
+    """The leaf that an AccumulateGrad node accumulates into."""
     leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]  # only AccumulateGrad has it
     return leaf

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
 
 from lagom.errors import DivergenceError
 from lagom.strategies.frame import Frame, memory, signature
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -244,6 +245,22 @@ def _sliced(whole: Tensor, exchange: Exchange, factor: int) -> Tensor:
         block: Tensor = Slice.apply(whole, exchange, factor)  # type: ignore[no-untyped-call]
         return block
     return exchange.block.of(whole, factor)
+
+
+def passes_gather(roots: Iterable[Tensor | GradientEdge]) -> bool:
+    """Whether the graph of ``roots`` goes through what was gathered."""
+    edges = (root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots)
+    pending = [node for node in edges if node is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, Gather._backward_cls):
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return False
 
 
 # Note [Whole]

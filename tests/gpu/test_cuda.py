@@ -17,7 +17,8 @@ from lagom.config import TorchDistributedConfig
 from lagom.launchers.local import visible_gpus
 from lagom.strategies.divergence import Watch
 from lagom.strategies.frame import Frame
-from lagom.strategies.leaves import Leaves
+from lagom.strategies.leaves import Leaves, Likeness
+from lagom.strategies.pending import Pending
 from lagom.strategies.replicate import Replicate
 
 pytestmark = pytest.mark.gpu
@@ -73,12 +74,14 @@ def test_gradients_on_the_gpu_are_averaged_by_nccl() -> None:
     nccl: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), 0, 1, dist.ProcessGroupNCCL.Options())
     try:
         parameters = [torch.nn.Parameter(torch.ones(3, device="cuda")) for _ in range(2)]
+        pending = Pending()
+        pending.expect(parameters)
         for parameter in parameters:
             parameter.grad = torch.full((3,), 2.0, device="cuda")
         group = Group(gloo, 0, 1, device_group=nccl)
         leaves = Leaves()
         watch = Watch(group, leaves, list, {}, str)
-        Replicate(group, leaves, watch, Frame(group, 0), num_samples=lambda: None, name=str).reduce(parameters)
+        Replicate(group, leaves, watch, Frame(group, 0), likeness=lambda _: Likeness.NONE, name=str).reduce(pending)
         assert all(parameter.grad is not None and parameter.grad.tolist() == [2, 2, 2] for parameter in parameters)
     finally:
         nccl.shutdown()

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.patching.session import Session
 from lagom.strategies.frame import Frame
-from lagom.strategies.replicate import Replicate
 
 Program = Callable[[Any], list[Tensor]]
 
@@ -235,10 +234,8 @@ def large(_: Session) -> list[Tensor]:
 
 
 def without_a_frame(session: Session) -> list[Tensor]:
-    if session.group is not None and session.watch is not None:
-        session.replicate = Replicate(
-            session.group, session.leaves, session.watch, Frame(session.group, 0), lambda: None, str
-        )
+    if session.group is not None and session.replicate is not None:
+        session.replicate._averager._frame = Frame(session.group, 0)
     return large(session) + plain(session)
 
 

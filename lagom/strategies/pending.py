@@ -1,0 +1,136 @@
+"""``Pending``: what one backward adds to the gradients of leaves, kept apart until it has been averaged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+
+class Pending:
+    """The leaves of one backward. See Note [Hooks of leaves].
+
+    From ``expect`` on a leaf has no gradient; ``leaf.grad`` becomes that of this backward alone, and its hooks wait.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._hooks = Hooks()
+        self._over = False
+
+    def expect(self, leaves: Iterable[torch.Tensor]) -> None:
+        """The backward is about to accumulate into ``leaves``, or has done so on other ranks."""
+        for leaf in leaves:
+            if id(leaf) not in self._before:
+                before = leaf.grad
+                self._before[id(leaf)] = (leaf, before)
+                if before is not None:
+                    leaf.grad = None
+                if not self._over:
+                    self._hooks.keep_back(leaf)
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """Those expected."""
+        return [leaf for leaf, _ in self._before.values()]
+
+    def ran(self) -> None:
+        """The backward is over, or failed: hooks are what they were."""
+        self._over = True
+        self._hooks.put_back()
+
+    def finish(self) -> None:
+        """Call the hooks, and add what ``leaf.grad`` is to what it was before; in the grad mode of the backward."""
+        try:
+            # Without hooks any order is right.
+            for leaf in sorted(self.leaves, key=self._hooks.place) if self._hooks.any else self.leaves:
+                self._finish(leaf)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _finish(self, leaf: torch.Tensor) -> None:
+        before = self._before[id(leaf)][1]
+        if leaf.grad is None:
+            leaf.grad = before
+            return
+        if leaf._backward_hooks:
+            leaf.grad = run_hooks(leaf, leaf.grad)
+        if before is not None:
+            _accumulate(leaf, before)
+        for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
+            hook(leaf)
+
+    def undo(self) -> None:
+        """The backward failed: gradients are what they were."""
+        for leaf, before in self._before.values():
+            leaf.grad = before
+
+
+class Hooks:
+    """Hooks of leaves that wait: each stands in its place as a note that it was called."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[dict[int, Any], int, Any]] = []
+        self._order: dict[int, int] = {}
+
+    @property
+    def any(self) -> bool:
+        """Whether any leaf had one."""
+        return bool(self._kept)
+
+    def keep_back(self, leaf: torch.Tensor) -> None:
+        """From now on ``leaf``'s hooks are not called."""
+        for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks):
+            for key, hook in list((hooks or {}).items()):
+                self._kept.append((hooks, key, hook))  # type: ignore[arg-type]
+                hooks[key] = self._note(id(leaf))  # type: ignore[index]
+
+    def put_back(self) -> None:
+        """Hooks are called again, but for those removed meanwhile."""
+        for hooks, key, hook in self._kept:
+            if key in hooks:
+                hooks[key] = hook
+
+    def place(self, leaf: torch.Tensor) -> int:
+        """When ``leaf``'s were called, in the order of their calls."""
+        return self._order.get(id(leaf), len(self._order))
+
+    def _note(self, key: int) -> Callable[[object], None]:
+        def note(_: object) -> None:
+            self._order.setdefault(key, len(self._order))
+
+        return note
+
+
+def run_hooks(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """What the hooks that were registered with ``leaf.register_hook`` make of ``gradient``."""
+    for hook in list((leaf._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        if changed is not None:
+            gradient = changed
+    return gradient
+
+
+def _accumulate(leaf: torch.Tensor, before: torch.Tensor) -> None:
+    """As autograd's own AccumulateGrad: in place, unless the gradient is to be differentiated."""
+    new = leaf.grad
+    assert new is not None
+    if torch.is_grad_enabled() or (before.is_sparse and not new.is_sparse):
+        leaf.grad = before + new if not before.is_sparse or new.is_sparse else new + before
+    else:
+        leaf.grad = before.add_(new)
+
+
+# Note [Hooks of leaves]
+#
+# On one machine a hook of a leaf sees the gradient of the whole batch. During a backward there is only that of this
+# rank's share, and a hook that does more than scale it (clips it, takes its sign, steps an optimizer with it) would
+# make something else of it. So hooks wait: each is replaced, in the very dict that its handle removes it from, by a
+# note of the order of calls. When gradients have been averaged the hooks are called, in that order.
+#
+# A hook sees what this backward adds, and not what was there before. So that is put aside, too, and added when the
+# average is known. Nothing is averaged twice, then, however often a program accumulates.
