@@ -71,7 +71,7 @@ def first_order_meta_learning(_: Session) -> list[Tensor]:
                     p -= 0.5 * g
         with torch.no_grad():
             for slow, p in zip(model.parameters(), fast.values(), strict=True):
-                slow += 0.5 * (p - slow)
+                slow.add_(p - slow, alpha=0.5)
     return weights(model)
 
 
