@@ -19,6 +19,8 @@ from lagom.strategies.whole_batch import passes_gather
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch.utils.hooks import RemovableHandle
+
     from lagom.patching.session import Session
 
 
@@ -69,14 +71,18 @@ class _Backwards:
             with self._inside():
                 return self._original(outputs, *args, **options)
         pending = self._pending = Pending()
+        hooks: list[RemovableHandle] = []
         try:
             pending.expect(leaves)
+            gradients, hooks = self._session.terms.weighted(outputs, args[0], self._session.weight)
             with self._inside():
-                result = self._original(outputs, *_weighted(args, self._session.weight), **options)
+                result = self._original(outputs, gradients, *args[1:], **options)
         except BaseException:
             pending.undo()
             raise
         finally:
+            for hook in hooks:
+                hook.remove()
             self._pending = None
             pending.ran()
         if not pending.leaves:

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.device import follow_input
 from lagom.patching.replace import replaced
+from lagom.patching.session import tensors
 from lagom.patching.slicing import Slicer
 
 if TYPE_CHECKING:
@@ -120,14 +121,14 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
         try:
             if on_cuda and session.live:
                 follow_input(module, args, kwargs, session.device)
-            if session.distributed and torch.is_grad_enabled():
-                session.uses((args, kwargs))
+            share = session.uses((args, kwargs)) if session.distributed and torch.is_grad_enabled() else None
             if slicer is not None and session.slices(module):
                 return slicer.call(module, args, kwargs)
-            if not forwards.draws_own(module):
-                return original(module, *args, **kwargs)
-            with streams.in_forward():
-                return original(module, *args, **kwargs)
+            with streams.in_forward() if forwards.draws_own(module) else nullcontext():
+                outputs = original(module, *args, **kwargs)
+            if share is not None:
+                session.terms.note(tensors(outputs), share)
+            return outputs
         finally:
             forwards.inside = False
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.random import CommonStreams
+from lagom.patching.terms import Terms, share_behind
 from lagom.strategies.divergence import Watch
 from lagom.strategies.frame import FRAME, Frame
 from lagom.strategies.leaves import Leaves, Likeness
@@ -98,6 +99,8 @@ class Session:
     """Of nested backwards; recomputed forwards must find the random numbers of the first time."""
     common: CommonStreams = field(init=False)
     """The random numbers that are equal on all ranks."""
+    terms: Terms = field(init=False)
+    """Of losses, and their weights."""
     starting: Pass | None = field(default=None, init=False)
     """The pass whose iterator is being made."""
     modules: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
@@ -130,6 +133,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.common = CommonStreams(self.plan.seed)
+        self.terms = Terms(self.world_size, self.say_once)
         if self.group is not None:
             self.frame = Frame(self.group, 0 if self.device.type == "cuda" else FRAME)
             self.watch = Watch(self.group, self.leaves, self._trainable, self.synchronised, self.name_of)
@@ -214,13 +218,17 @@ class Session:
             if tensor.is_floating_point() and tensor.numel() > len(tensor):
                 self._shapes.add(tensor.shape)
 
-    def uses(self, data: Any) -> None:
-        """A model is called with ``data``: the share of the batch it comes from holds until another is seen."""
+    def uses(self, data: Any) -> Share | None:
+        """A model is called with ``data``: the share of the batch it comes from holds until another is seen.
+
+        None where it is not known to come from one: not directly, as a view, or through another model.
+        """
         for tensor in tensors(data):
-            share = self._shares.get(tensor)
+            share = self._shares.get(tensor if tensor._base is None else tensor._base) or share_behind(tensor)
             if share is not None:
                 self._used = share
-                return
+                return share
+        return None
 
     @property
     def share(self) -> Share | None:
