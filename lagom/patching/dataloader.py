@@ -7,13 +7,14 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
 from lagom.patching.dealing import Dealer, num_samples
 from lagom.patching.device import moved
+from lagom.patching.fetching import PASS, fetcher_made, fetching
 from lagom.patching.iterable import Dealing, Turns, is_iterable
 from lagom.patching.order import synchronise
 from lagom.patching.random import OwnStreams, derived
@@ -25,7 +26,6 @@ from lagom.patching.taking import taker
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PASS = "_lagom_pass"
 _TAKER = "_lagom_taker"
 
 
@@ -41,8 +41,8 @@ def dealt_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
             index_sampler = property(_index_sampler(loaders))
             stack.enter_context(replaced(DataLoader, "_index_sampler", index_sampler))
             stack.enter_context(replaced(DataLoader, "__len__", _counted(loaders)))
-            stack.enter_context(replaced(_SingleProcessDataLoaderIter, "__init__", _fetching(session, streams)))
-            fetcher = staticmethod(_fetcher_made(session, streams))
+            stack.enter_context(replaced(_SingleProcessDataLoaderIter, "__init__", fetching(session, streams)))
+            fetcher = staticmethod(fetcher_made(session, streams))
             stack.enter_context(replaced(_DatasetKind, "create_fetcher", fetcher))
         yield
 
@@ -165,7 +165,7 @@ def _made(loaders: _Loaders) -> Any:
             original(self, loader)
             return
         current = session.starting = loaders.begin(loader)
-        self.__dict__[_PASS] = current
+        self.__dict__[PASS] = current
         self.__dict__[_TAKER] = taker(session, loader, current)
         try:
             original(self, loader)
@@ -192,13 +192,13 @@ def _begun_again(loaders: _Loaders) -> Any:
     session = loaders.session
 
     def reset(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        current = self.__dict__.get(_PASS)
+        current = self.__dict__.get(PASS)
         if current is None or not session.live:
             original(self, loader, first_iter)
             return
         if not first_iter:
             session.ended(current)
-            current = self.__dict__[_PASS] = loaders.begin(loader)
+            current = self.__dict__[PASS] = loaders.begin(loader)
             self.__dict__[_TAKER] = taker(session, loader, current)
             if isinstance(self._collate_fn, Dealing):
                 self._collate_fn.begin(current, session.plan.batches)
@@ -217,7 +217,7 @@ def _yielding(session: Session) -> Any:
     original = vars(_BaseDataLoaderIter)["__next__"]
 
     def following(self: Any) -> Any:
-        current = self.__dict__.get(_PASS)
+        current = self.__dict__.get(PASS)
         if current is None or not session.live:
             return original(self)
         session.boundary()
@@ -262,58 +262,6 @@ _GOES_ON = (
     "an iteration over a data loader that began with gradients on goes on with gradients off: it still gives each rank "
     "its share of the batches; begin it (call iter()) under torch.no_grad() if it is an evaluation"
 )
-
-
-def _fetching(session: Session, streams: OwnStreams) -> Any:
-    original = vars(_SingleProcessDataLoaderIter)["__init__"]
-
-    def patched_init(self: Any, loader: DataLoader[Any]) -> None:
-        original(self, loader)
-        current = self.__dict__.get(_PASS)
-        if (
-            session.live
-            and current is not None
-            and current.training
-            and current.sharded
-            and not is_iterable(loader)
-            and not _is_plain(loader.dataset)
-        ):
-            self._dataset_fetcher = _Fetcher(self._dataset_fetcher, streams)
-
-    return patched_init
-
-
-def _fetcher_made(session: Session, streams: OwnStreams) -> Any:
-    original: Any = _DatasetKind.create_fetcher
-
-    def create_fetcher(kind: Any, dataset: Any, *args: Any) -> Any:
-        if not session.live or not shards_itself(dataset):
-            return original(kind, dataset, *args)
-        with streams.in_fetch():  # iter() of a data set may draw
-            return _Fetcher(original(kind, dataset, *args), streams)
-
-    return create_fetcher
-
-
-class _Fetcher:
-    """A loader's fetcher, drawing from the rank's own random numbers."""
-
-    def __init__(self, fetcher: Any, streams: OwnStreams) -> None:
-        self._fetcher = fetcher
-        self._streams = streams
-
-    def fetch(self, index: Any) -> Any:
-        with self._streams.in_fetch():
-            return self._fetcher.fetch(index)
-
-
-def _is_plain(dataset: object) -> bool:
-    """Whether fetching from ``dataset`` certainly draws no random numbers."""
-    if type(dataset) is Subset:
-        return _is_plain(dataset.dataset)
-    if type(dataset) is ConcatDataset:
-        return all(_is_plain(part) for part in dataset.datasets)
-    return type(dataset) in (TensorDataset, list)
 
 
 def _steps(loader: DataLoader[Any]) -> int | None:
