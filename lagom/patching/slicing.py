@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -69,6 +69,7 @@ class Slicer:
         self._inside: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._findings: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._small: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._depth = 0
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,8 +97,16 @@ class Slicer:
         known: dict[object, Finding] = self._findings.setdefault(module, {})
         kind = _kind(candidate, spec)
         finding = known.get(kind)
+        if module in self._counting:
+            return self._descend(module, args, kwargs)
         if finding is None and len(known) < _MAX_KINDS:
+            before = _numbers(inside)
             output, known[kind] = measured(candidate, lambda: self._original(module, *args, **kwargs))
+            if _numbers(inside) != before:
+                self._counting[module] = None
+                self._say_whole(
+                    module, "changes numbers among its attributes, by which a later call may go another way"
+                )
             return output
         if finding is None or finding.reason is not None:
             return self._descend(module, args, kwargs)
@@ -130,14 +139,14 @@ class Slicer:
     def _modules(self, module: nn.Module) -> list[nn.Module]:
         """All modules inside one; none when it has no parameters yet, or none at all."""
         found = self._inside.get(module)
-        if found is None:
+        if found is None or found.structure != _structure([module, *found.others]):
             state = [*module.parameters(), *module.buffers()]
             if any(is_lazy(tensor) for tensor in state):
                 return []  # its first call makes them
+            modules = list(module.modules())
             trained = any(isinstance(tensor, nn.Parameter) for tensor in state)
-            # Without itself: what holds its own key is never let go of.
-            found = self._inside[module] = (trained, list(module.modules())[1:])
-        return [module, *found[1]] if found[0] else []
+            found = self._inside[module] = _Inside(trained, modules[1:], _structure(modules))
+        return [module, *found.others] if found.trained else []
 
     def _probe(self, candidate: Candidate, finding: Finding) -> None:
         with self._session.probing():
@@ -147,9 +156,13 @@ class Slicer:
         reasons = [part.decode() for part in self._group.all_gather_bytes((finding.reason or "").encode())]
         finding.reason = next(filter(None, reasons), None)
         finding.sliced = finding.reason is None
-        if finding.reason is not None and not self._depth:
+        if finding.reason is not None:
+            self._say_whole(candidate.module, finding.reason)
+
+    def _say_whole(self, module: nn.Module, reason: str) -> None:
+        if not self._depth:
             self._session.say_once(
-                f"{name} runs whole on every rank, which is right but not faster: it {finding.reason}"
+                f"{type(module).__name__} runs whole on every rank, which is right but not faster: it {reason}"
             )
 
     def _pays(self, finding: Finding, candidate: Candidate) -> bool:
@@ -206,6 +219,21 @@ class Slicer:
         return outputs
 
 
+class _Inside(NamedTuple):
+    """What is inside a module."""
+
+    trained: bool
+    """It has parameters."""
+    others: list[nn.Module]
+    """All its modules but itself: what holds its own key is never let go of."""
+    structure: object
+
+
+def _structure(modules: list[nn.Module]) -> object:
+    """Another one when any of ``modules`` has got other modules."""
+    return [tuple(map(id, module.__dict__["_modules"].values())) for module in modules]
+
+
 def _kind(candidate: Candidate, spec: TreeSpec) -> object:
     """Equal for calls that the same finding holds for."""
     leaves = tuple(
@@ -214,8 +242,35 @@ def _kind(candidate: Candidate, spec: TreeSpec) -> object:
         else (leaf if isinstance(leaf, (bool, int, str, type(None))) else type(leaf))
         for leaf in candidate.leaves
     )
-    modes = bytes(module.training for module in candidate.inside)
-    return spec, leaves, modes, torch.is_grad_enabled(), torch.is_autocast_enabled(candidate.device.type)
+    states = tuple(map(_state, candidate.inside))
+    return spec, leaves, states, torch.is_grad_enabled(), torch.is_autocast_enabled(candidate.device.type)
+
+
+def _state(module: nn.Module) -> object:
+    """What of a module's attributes may have its forward take another way: modes, hooks, and whatever is its own."""
+    state = module.__dict__
+    hooked = [name for name in _HOOKS if state.get(name)]
+    # An id, for it may be replaced; with the type, since ids are used again.
+    own = [
+        (name, value if type(value) in _PLAIN else (id(value) if callable(value) else type(value)))
+        for name, value in state.items()
+        if name not in _EVERYONES
+    ]
+    watched = [p is not None and bool(p._backward_hooks) for p in state["_parameters"].values()]
+    parts = [(id(part), type(part)) for part in state["_modules"].values()]
+    return type(module), state["training"], tuple(hooked), tuple(own), tuple(watched), tuple(parts)
+
+
+def _numbers(modules: list[nn.Module]) -> object:
+    """The numbers among the attributes of ``modules``."""
+    return [
+        {name: value for name, value in module.__dict__.items() if type(value) in (int, float)} for module in modules
+    ]
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_EVERYONES = frozenset(vars(nn.Module()))
+_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def _glimpse(tensor: torch.Tensor) -> bytes:

@@ -347,7 +347,7 @@ REASONS = {
     "loss_inside": "output of shape ()",
     "remembering": "keeps a tensor",
     "deciding": "decisions by the numbers of its input",
-    "counting": "keeps a buffer",
+    "counting": "changes numbers among its attributes",
     "time_first": "one by one",
     "hooked": "has hooks",
 }
