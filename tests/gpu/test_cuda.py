@@ -20,6 +20,7 @@ from lagom.strategies.frame import Frame
 from lagom.strategies.leaves import Leaves, Likeness
 from lagom.strategies.pending import Pending
 from lagom.strategies.replicate import Replicate
+from tests.programs import scaled
 
 pytestmark = pytest.mark.gpu
 
@@ -85,3 +86,13 @@ def test_gradients_on_the_gpu_are_averaged_by_nccl() -> None:
         assert all(parameter.grad is not None and parameter.grad.tolist() == [2, 2, 2] for parameter in parameters)
     finally:
         nccl.shutdown()
+
+
+def test_mixed_precision_with_a_scaler_gives_the_numbers_of_a_plain_run() -> None:
+    options: dict[str, Any] = {"epochs": 2, "device": "cuda", "dtype": torch.float32}
+    torch.manual_seed(0)
+    plain = scaled.train(**options)
+    result = experiment.lagom(scaled.train, TorchDistributedConfig(world_size=1, launcher="local", hparams=options))
+    assert result["scale"] == plain["scale"]
+    for name, value in plain["weights"].items():
+        torch.testing.assert_close(result["weights"][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-6)

@@ -37,6 +37,7 @@ class Case:
 
 
 _DRAWS = "draws random numbers for a share that one process draws for the batch"
+_COINS = "common random numbers start anew after shares of different sizes, whatever was drawn"
 
 CASES = (
     Case(program="accumulation"),
@@ -109,7 +110,8 @@ CASES = (
     Case(program="switch", split="off", why="ranks take other ways", prints="own"),
     Case(program="tied"),
     Case(program="time_first", prints="own"),
-    Case(program="translation", prints="own"),
+    Case(program="translation", options={"batch_size": 6}, prints="own"),
+    Case(program="translation", options={"batch_size": 7}, split="off", why=_COINS, prints="own"),
     Case(program="two_losses"),
     Case(program="uncertainty", split="off", why=_DRAWS),
     Case(program="until", split="error", why="DivergenceError"),

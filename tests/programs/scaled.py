@@ -42,4 +42,4 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.manual_seed(5)
-    torch.save(train(args.epochs, args.device), "result.pt")
+    torch.save(train(args.epochs, args.device, torch.float32 if args.device == "cuda" else torch.float64), "result.pt")

@@ -36,11 +36,11 @@ class Decoder(nn.Module):
         return self.out(state), state
 
 
-def train(epochs: int = 2) -> dict[str, Any]:
+def train(epochs: int = 2, batch_size: int = 6) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
-    source = torch.randint(0, 8, (28, 4))
+    source = torch.randint(0, 8, (30, 4))
     target = source.flip(1)
-    loader = DataLoader(TensorDataset(source, target), batch_size=8, shuffle=True)
+    loader = DataLoader(TensorDataset(source, target), batch_size=batch_size, shuffle=True)
     encoder, decoder = Encoder(), Decoder()
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.2) for part in (encoder, decoder)]
     for epoch in range(epochs):
