@@ -271,22 +271,31 @@ class CallsOfOthers(Calls):
 
         @functools.wraps(original)
         def call(src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
+            if self.own.inside or not self._do_two(name, src, dst, kwargs):
+                original(src, dst, *args, **kwargs)
+
+        return call
+
+    def _do_two(self, name: str, src: Any, dst: Any, kwargs: dict[str, Any]) -> bool:
+        """Rename or link; False: it is none of the overlay's business."""
+        overlay = self.overlay
+        try:
             to = self._key(dst, kwargs.get("dst_dir_fd", kwargs.get("dir_fd")), follow=False)
             if to is None:
-                original(src, dst, *args, **kwargs)
-                return
+                return False
             if name == "symlink":
-                self.inside(lambda: self.overlay.symlink(src, to), src, dst)
-                return
+                self.inside(lambda: overlay.symlink(src, to), src, dst)
+                return True
             follow = name == "link" and kwargs.get("follow_symlinks", False)
             key = self._key(src, kwargs.get("src_dir_fd"), follow)
             if key is None:
-                original(src, dst, *args, **kwargs)
-                return
-            act = self.overlay.link if name == "link" else self.overlay.rename
+                return False
+            act = overlay.link if name == "link" else overlay.rename
             self.inside(lambda: act(key, to), src, dst)
-
-        return call
+        except OSError as error:
+            error.filename, error.filename2 = src, dst
+            raise
+        return True
 
     # Opening
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import datetime
 import json
 import logging
 import multiprocessing
@@ -20,6 +19,7 @@ import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.tensorboard import SummaryWriter
 
 from lagom.patching import disk
 from lagom.patching.session import Session
@@ -257,33 +257,18 @@ def test_a_checkpoint_of_the_program_resumes_it(world_size: int, tmp_path: Path)
 
 def test_the_events_of_tensorboard_are_written_once(tmp_path: Path) -> None:
     """The names of its files hold the time and the number of the process, so every rank has one of its own."""
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
 
     def run(session: Session) -> Any:
         session_rank = session.rank
         os.chdir(tmp_path)
         disk.asked_for_rank()
-        with tensorboard.SummaryWriter("runs/one") as writer:
+        with SummaryWriter("runs/one") as writer:
             for step in range(3):
                 writer.add_scalar("loss", session_rank + step, step)
         return len(os.listdir("runs/one"))
 
     assert run_ranks(3, run) == [1, 1, 1]
     assert len(os.listdir(tmp_path / "runs" / "one")) == 1
-
-
-def test_the_events_of_a_writer_like_tensorboards_are_written_once(tmp_path: Path) -> None:
-    def run(_: Session) -> Any:
-        os.chdir(tmp_path)
-        disk.asked_for_rank()
-        os.makedirs("runs", exist_ok=True)
-        now = datetime.datetime.now(tz=datetime.timezone.utc).timestamp()
-        with open(f"runs/events.{now:.0f}.{os.uname().nodename}.{os.getpid()}.0", "wb") as file:
-            file.write(b"event")
-        return len(os.listdir("runs"))
-
-    assert run_ranks(3, run) == [1, 1, 1]
-    assert len(os.listdir(tmp_path / "runs")) == 1
 
 
 def test_files_of_one_rank_on_purpose_survive_it(tmp_path: Path) -> None:

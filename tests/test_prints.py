@@ -1,0 +1,79 @@
+"""What a program prints is shown once, as plain python shows it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lagom import cli
+
+PROGRAM = """
+import logging, os, sys, warnings
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+os.makedirs("out")
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1, dtype=torch.float64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.rand(12, 2, dtype=torch.float64)), batch_size=3)
+form = "{desc}{n_fmt}/{total_fmt}"
+with SummaryWriter("out/events") as writer:
+    for epoch in range(2):
+        for (x,) in tqdm(loader, desc=f"epoch {epoch} ", bar_format=form, mininterval=0, dynamic_ncols=False):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            loss = sum(model(x).square().sum().item() for (x,) in loader)
+        print(f"epoch {epoch}: {loss:.6f}", flush=True)
+        print("to standard error", epoch, file=sys.stderr)
+        writer.add_scalar("loss", loss, epoch)
+        logging.info("checkpoint %d", epoch)
+        torch.save(model.state_dict(), "out/last.pt")
+        with open("out/log.csv", "a") as file:
+            print(epoch, f"{loss:.6f}", sep=",", file=file)
+warnings.warn("a warning of the program's")
+os.write(1, b"written by its descriptor\\n")
+sys.stdout.write("no newline at the end")
+"""
+
+
+def shown(folder: Path, *python: str) -> tuple[str, list[str]]:
+    """Standard output, and the lines of standard error that are not lagom's own."""
+    folder.mkdir()
+    (folder / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, *python, "program.py"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    # Warnings name the script's file.
+    lines = done.stderr.replace("\r", "\n").replace(f"{folder}{os.sep}", "").splitlines()
+    return done.stdout, [line for line in lines if not line.startswith("lagom: ")]
+
+
+@pytest.mark.parametrize("world_size", ["1", "2", "3"])
+def test_prints_logs_and_progress_bars_are_shown_once(world_size: str, tmp_path: Path) -> None:
+    plain = shown(tmp_path / "plain")
+    found = shown(tmp_path / "shared", "-m", "lagom.cli", "run", "--master", "local", "-n", world_size)
+    assert found == plain
+    assert plain[0].count("epoch 1: ") == 1
+    assert "epoch 1 4/4" in plain[1]
+    for name in ("log.csv", "last.pt"):
+        ours, theirs = (tmp_path / run / "out" / name for run in ("shared", "plain"))
+        if name == "log.csv" or world_size == "1":
+            assert ours.read_bytes() == theirs.read_bytes()
+    assert sorted(os.listdir(tmp_path / "shared" / "out")) == ["events", "last.pt", "log.csv"]
+    assert len(os.listdir(tmp_path / "shared" / "out" / "events")) == 1
