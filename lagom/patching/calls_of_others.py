@@ -145,6 +145,8 @@ class CallsOfOthers(Calls):
         self.own.inside = True
         try:
             self.overlay.learn(head, absolute)
+        except OSError:
+            return None  # the call itself will say so
         finally:
             self.own.inside = False
         return self.overlay.clean[head]
@@ -190,10 +192,9 @@ class CallsOfOthers(Calls):
                 result = self._plainly(head, False, lambda: made(original(path)), lambda _: None)
                 if result is not _ELSEWHERE:
                     return result
-            try:
-                key = self._key(self.of(given) if isinstance(given, int) else given, None, follow=True)
-            except OSError:
-                key = None
+            if isinstance(given, int) and not _is_open(given):
+                return original(path)
+            key = self._key(self.of(given) if isinstance(given, int) else given, None, follow=True)
             if key is None:
                 return original(path)
             return own(key, given, self.inside(lambda: self.overlay.names(key), path))
@@ -280,17 +281,12 @@ class CallsOfOthers(Calls):
         """Rename or link; False: it is none of the overlay's business."""
         overlay = self.overlay
         try:
-            to = self._key(dst, kwargs.get("dst_dir_fd", kwargs.get("dir_fd")), follow=False)
-            if to is None:
-                return False
-            if name == "symlink":
-                self.inside(lambda: overlay.symlink(src, to), src, dst)
-                return True
             follow = name == "link" and kwargs.get("follow_symlinks", False)
-            key = self._key(src, kwargs.get("src_dir_fd"), follow)
-            if key is None:
+            key = src if name == "symlink" else self._key(src, kwargs.get("src_dir_fd"), follow)
+            to = self._key(dst, kwargs.get("dst_dir_fd", kwargs.get("dir_fd")), follow=False)
+            if key is None or to is None:
                 return False
-            act = overlay.link if name == "link" else overlay.rename
+            act = getattr(overlay, "rename" if name == "replace" else name)
             self.inside(lambda: act(key, to), src, dst)
         except OSError as error:
             error.filename, error.filename2 = src, dst
@@ -378,3 +374,11 @@ class CallsOfOthers(Calls):
             self.overlay.clean.clear()
 
         self.inside(stand, given)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

@@ -130,6 +130,8 @@ class Journal:
                 return
             try:
                 mode = os.lstat(key).st_mode
+            except NotADirectoryError:
+                return  # nor will there be anything
             except OSError:
                 self.log.add("absent", key)
                 return
