@@ -55,6 +55,8 @@ class Calls(ABC):
         self.original: dict[str, Any] = {name: getattr(os, name) for name in _names() if hasattr(os, name)}
         self.original["io.open"] = io.open
         self._alone = _left_alone()
+        self.is_over = False
+        """From now on the rank sees the real disk."""
         self._host_dir = os.path.realpath(host_dir) + "/"
         self._files = self._host_dir + "files/"  # a working directory on a host that has not the driver's
 
@@ -80,6 +82,8 @@ class Calls(ABC):
     def left_alone(self, key: str) -> bool:
         """Whether ``key`` is the real disk to every rank: devices, caches, what lagom keeps for the run."""
         path = key + "/"
+        if self.is_over:
+            return True
         if path.startswith(self._host_dir):
             return not path.startswith(self._files)
         return path.startswith(self._alone) or "/__pycache__/" in path

@@ -70,6 +70,12 @@ def asked_for_rank() -> None:
         _calls.asked()
 
 
+def share_disk() -> None:
+    """From now on the program sees the real disk: it is distributed by itself, and says which rank writes."""
+    if _calls is not None:
+        _calls.is_over = True
+
+
 def downloading() -> AbstractContextManager[None]:
     """What is written meanwhile is real, and seen by all ranks of the host."""
     return nullcontext() if _calls is None else _calls.downloading()

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import DistributedSampler
 
 from lagom.errors import LagomError
+from lagom.patching.disk import share_disk
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class _Joining:
             else:
                 self._join(self._signature.bind(*args, **kwargs).arguments)
             self._session.live, self._session.joined = False, True
+            share_disk()
 
         return init_process_group
 
@@ -200,9 +202,9 @@ def _wait_for_all(session: Session) -> None:
 #
 # From then on the program does itself what lagom does for others, so all patches are off (session.live is False): a
 # loader gives what its sampler says, a backward reduces nothing, BatchNorm is the rank's own, forwards draw from the
-# common stream, which starts equal on all ranks as torch's does, and ranks save what they please. This holds also after
-# destroy_process_group. It must not begin in the middle: a program whose loader was shared out, or whose gradients were
-# averaged, before its call has got something else than torchrun would have given it.
+# common stream, which starts equal on all ranks as torch's does, and ranks write what they please, to one disk. This
+# holds also after destroy_process_group. It must not begin in the middle: a program whose loader was shared out, or
+# whose gradients were averaged, before its call has got something else than torchrun would have given it.
 #
 # All ranks must come to the first call: it begins with an exchange in which ranks that are elsewhere (a backward, a
 # loader, the end) are found out on all sides. After it, torch's timeouts hold.
