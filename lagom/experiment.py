@@ -48,7 +48,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
     name = getattr(train, "__name__", "lagom")
     the_plan = plan(config, launcher.cluster(), name, already_distributed=_is_distributed(train, provided))
     call = {"function": train, "provided": provided, "random": _random(config)}
-    if config.verify and the_plan.world_size > 1:
+    if config.verify and the_plan.world_size > 1 and not the_plan.already_distributed:
         show(verify(launcher, the_plan, call))
     outcomes = launcher.run(the_plan, call)
     _raise_failure(outcomes)

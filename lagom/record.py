@@ -76,6 +76,8 @@ class Record:
     """What lagom would have logged."""
     shared: bool = False
     """The work was shared out over the ranks."""
+    shards_itself: bool = False
+    """A data set gave this rank batches of its own."""
     returned: bool = False
     """The function came to its end."""
     value: list[object] = field(default_factory=list)

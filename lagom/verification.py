@@ -23,14 +23,15 @@ class Verification:
     rows: Sequence[Row]
     verdict: str
     """"agrees"; "random", but for random numbers of the ranks' own; "own", but for numbers that the program shows;
-    "differs"; "unsteady", already between two runs of one process; "fails", on the ranks."""
+    "unlike", each rank has batches that one process never has; "differs"; "unsteady", already between two runs of
+    one process; "fails", on the ranks."""
     told: str
     seconds: float
 
     @property
     def may_run(self) -> bool:
         """Whether the run is one to start: training is that of one process, as far as the rehearsal can tell."""
-        return self.verdict in ("agrees", "random", "own")
+        return self.verdict in ("agrees", "random", "own", "unlike")
 
     def __str__(self) -> str:
         cells = [self._head(), *(line for row in self._shown() for line in _wrapped(self._cells(row)))]

@@ -32,7 +32,7 @@ def verify(launcher: Launcher, plan: Plan, call: Mapping[str, Any]) -> Verificat
     rehearsals = _Rehearsals(launcher, plan, call)
     found = rehearsals.judge(plan)
     others: Iterator[Plan] = iter(())
-    if found.verdict not in ("agrees", "unsteady"):
+    if found.verdict not in ("agrees", "unsteady", "unlike"):
         others = (other for other in _alternatives(plan) if rehearsals.judge(other).verdict == "agrees")
     elif found.verdict == "agrees" and not found.is_shared and plan.batches != "whole":
         whole = dataclasses.replace(plan, batches="whole")
@@ -101,6 +101,8 @@ class _Rehearsals:
                 return _Finding("unsteady", repeated)
             return _Finding("fails", rows)
         rows = compare(one, ranks)
+        if any(rank.shards_itself for rank in ranks):
+            return _Finding("unlike", rows)
         if level(rows) > Level.AGREES:
             again = self._one(rehearsal, again=True)
             if level(repeated := compare(one, [again], again)) >= Level.DIFFERS:
@@ -181,6 +183,11 @@ def _told(found: _Finding, right: str | None) -> str:
         return (
             "Two runs of one process already differ from each other, so there is nothing to compare with: "
             "start every generator of the program's own from a fixed seed, or leave out verify=True."
+        )
+    if found.verdict == "unlike":
+        return (
+            "A data set of this program shards itself (lagom_sharded), so that each rank has batches that one process "
+            "never has: what differs may be right, and is for you to judge."
         )
     if right:
         return f"This program needs {right}: with it, the ranks do what one process does."

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
@@ -221,6 +221,51 @@ def test_per_rank_is_compared_with_one_process_that_has_the_larger_batch() -> No
     found = verified(train, batches="per_rank")
     assert found.verdict == "agrees"
     assert "in 8 backwards" in row(found, "losses")  # 53 samples in twos of batches of 8, twice
+
+
+class Stream(IterableDataset[Any]):
+    """The points, in order; each rank's own part where it ``lagom_sharded`` itself."""
+
+    def __init__(self, *, sharded: bool = False) -> None:
+        self.lagom_sharded = sharded
+
+    def __iter__(self) -> Any:
+        import lagom
+
+        rank, world_size = (lagom.rank(), lagom.world_size()) if self.lagom_sharded else (0, 1)
+        yield from ((x, x.prod().reshape(1)) for x in POINTS[rank::world_size])
+
+
+def over_a_stream(*, sharded: bool = False) -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for _ in range(2):
+        for inputs, targets in DataLoader(Stream(sharded=sharded), batch_size=8):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(inputs), targets).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("batches", "num_backwards"), [("split", 14), ("per_rank", 8)])
+def test_iterable_data_sets_are_rehearsed_too(batches: Any, num_backwards: int) -> None:
+    found = verified(over_a_stream, batches=batches)
+    assert found.verdict == "agrees"
+    assert f"in {num_backwards} backwards" in row(found, "losses")
+
+
+def test_a_data_set_that_shards_itself_is_said_to_have_no_like_in_one_process() -> None:
+    found = verified(lambda: over_a_stream(sharded=True))
+    assert found.verdict == "unlike"
+    assert "lagom_sharded" in str(found)
+
+
+def test_a_program_for_torchrun_is_not_rehearsed(capfd: pytest.CaptureFixture[str]) -> None:
+    def joins() -> int:
+        torch.distributed.init_process_group("gloo")
+        return torch.distributed.get_world_size()
+
+    assert experiment.lagom(joins, configured(verify=True)).value == 2
+    assert "rehearsed" not in capfd.readouterr().err
 
 
 def test_sharded_evaluation_is_right_where_the_program_does_not_add_up() -> None:

@@ -6,8 +6,9 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
+from lagom.patching.iterable import is_iterable
 from lagom.patching.pinned import pinned_randomness
 from lagom.patching.replace import replaced
 
@@ -29,13 +30,31 @@ def cut_short(session: Session) -> Iterator[None]:
     original = vars(DataLoader)["_index_sampler"].fget
 
     def index_sampler(loader: DataLoader[Any]) -> Any:
-        return _Cut(original(loader), rehearsal, session.world_size) if session.live else original(loader)
+        source = original(loader)
+        if not session.live:
+            return source
+        if is_iterable(loader) and isinstance(source, BatchSampler):
+            # Its batches are counted, not chosen; groups of them are dealt out with this very class.
+            joined = source.batch_size * (rehearsal.group_size if session.world_size == 1 else 1)
+            num_samples = source.batch_size * rehearsal.group_size * rehearsal.num_batches
+            return BatchSampler(_Nones(num_samples), joined, source.drop_last)  # type: ignore[arg-type]
+        return _Cut(source, rehearsal, session.world_size)
 
     with ExitStack() as stack:
         stack.enter_context(replaced(DataLoader, "_index_sampler", property(index_sampler)))
         if rehearsal.pinned:
             stack.enter_context(pinned_randomness(session))
         yield
+
+
+class _Nones:
+    """Stands for the sampler of an iterable data set, which has nothing to say."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __iter__(self) -> Iterator[None]:
+        return iter([None] * self._count)
 
 
 class _Cut:

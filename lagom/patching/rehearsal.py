@@ -152,6 +152,7 @@ class _Notes:
         rows = () if share is not None and share.num_mine == 0 else digests(data)
         self.record.batches.append(Batch(number=(number[0], number[1]), rows=rows, shared=shared))
         self.record.shared = self.record.shared or (shared and bool(getattr(current, "training", False)))
+        self.record.shards_itself = self.record.shards_itself or bool(getattr(current, "own", False))
         number[1] += 1
 
     def finish(self) -> None:
