@@ -112,6 +112,22 @@ def without_a_loader() -> list[torch.Tensor]:
     return [p.detach() for p in net.parameters()]
 
 
+class Experts(nn.Module):
+    """Each sample goes through one of two layers: a share may have samples of one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 1).double() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros(len(x), 1, dtype=torch.float64)
+        for i, layer in enumerate(self.layers):
+            mine = (x.sum(dim=1) > 2) == bool(i)
+            if mine.any():
+                output = output.index_put((mine,), layer(x[mine]))
+        return output
+
+
 def unseeded() -> Any:
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -146,6 +162,10 @@ def test_a_program_that_ranks_run_as_one_process_does_is_said_to_agree(world_siz
         assert "agrees" in row(found, what), what
     assert "106 in 14 batches" in row(found, "samples")
     assert str(found).endswith("The ranks do what one process does.")
+
+
+def test_parameters_that_only_some_ranks_reach_are_compared_on_all() -> None:
+    assert verified(lambda: train(model=Experts)).verdict == "agrees"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.autograd
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedParameter, is_lazy
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lagom.patching.reads import noted_reads
@@ -34,19 +34,38 @@ class Enough(BaseException):
     """Ends the program; no ``except Exception`` of its own stops that."""
 
 
-def rehearse(session: Session, function: Callable[[], Any]) -> Record:
+@contextmanager
+def numbered_parameters() -> Iterator[Leaves]:
+    """Number parameters as they are made, the same way on one rank and on many, and apart from what patches number."""
+    leaves = Leaves()
+    with ExitStack() as stack:
+        for kind in (nn.Parameter, UninitializedParameter):
+            make = kind.__new__
+
+            def patched(cls: type, *args: Any, _make: Any = make, **kwargs: Any) -> Tensor:
+                parameter: Tensor = _make(cls, *args, **kwargs)
+                leaves.created(parameter)
+                return parameter
+
+            stack.enter_context(replaced(kind, "__new__", staticmethod(patched)))
+        yield leaves
+
+
+def rehearse(session: Session, leaves: Leaves, function: Callable[[], Any]) -> Record:
     """Call ``function``, as far as the rehearsal goes; inside all patches.
+
+    Args:
+        leaves: has the numbers of the parameters.
 
     Raises:
         Exception: what the function raised, where there are other ranks: they may wait for this one.
     """
     rehearsal = session.plan.rehearsal
     assert rehearsal is not None
-    notes = _Notes(session, rehearsal)
+    notes = _Notes(session, rehearsal, leaves)
     printed = _Kept(1)
     started = time.monotonic()
     with ExitStack() as stack:
-        stack.enter_context(_numbered_parameters(notes.leaves))
         stack.enter_context(replaced(torch.autograd, "_engine_run_backward", _backward(notes)))
         stack.enter_context(replaced(torch.autocast, "__enter__", _entered(notes)))
         stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _following(notes)))
@@ -87,11 +106,11 @@ class _Kept(io.StringIO):
 class _Notes:
     """The record in progress."""
 
-    def __init__(self, session: Session, rehearsal: Rehearsal) -> None:
+    def __init__(self, session: Session, rehearsal: Rehearsal, leaves: Leaves) -> None:
         self.session = session
         self.rehearsal = rehearsal
         self.record = Record()
-        self.leaves = Leaves()
+        self._leaves = leaves
         self.epsilon = 0.0
         self.begun = 0
         self.depth = 0
@@ -106,31 +125,40 @@ class _Notes:
             raise Enough
         self.begun += 1
 
-    def starts(self, leaves: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        """Numbers of ``leaves``, noted as they are now if they have not been seen before."""
-        found = []
-        for leaf in leaves:
-            number = self.leaves.number(leaf)
-            found.append((number, leaf))
-            if number not in self.record.leaves:
-                epsilon = torch.finfo(leaf.dtype).eps
-                self._kept[number] = leaf
-                self.record.leaves[number] = Leaf(
-                    name=self._name(number, leaf),
-                    shape=tuple(leaf.shape),
-                    is_parameter=isinstance(leaf, nn.Parameter),
-                    epsilon=max(epsilon, self.epsilon),
-                    start=sketch(leaf),
-                )
-        return found
+    def starts(self, leaves: Sequence[Tensor]) -> list[int]:
+        """Numbers of ``leaves``; they and all parameters are noted as they are now if they have not been seen before.
+
+        All, since other ranks may reach others: a branch on the data, a mixture of experts.
+        """
+        for leaf in self._leaves.alive():
+            if isinstance(leaf, nn.Parameter) and leaf.requires_grad and not is_lazy(leaf):
+                self._start(leaf)
+        return [self._start(leaf) for leaf in leaves]
+
+    def _start(self, leaf: Tensor) -> int:
+        number = self._leaves.number(leaf)
+        if number not in self._kept:
+            self._kept[number] = leaf
+            self.record.leaves[number] = Leaf(
+                name=self._name(number, leaf),
+                shape=tuple(leaf.shape),
+                is_parameter=isinstance(leaf, nn.Parameter),
+                epsilon=max(torch.finfo(leaf.dtype).eps, self.epsilon),
+                start=sketch(leaf),
+            )
+        return number
 
     def _name(self, number: int, leaf: Tensor) -> str:
         name = self.session.name_of(leaf)
         return name.removeprefix("the parameter ") if "parameter" in name else f"tensor {number} {tuple(leaf.shape)}"
 
-    def step(self, loss: float, weight: float, leaves: list[tuple[int, Tensor]]) -> None:
-        """A backward is over."""
-        gradients = {number: sketch(leaf.grad) for number, leaf in leaves if leaf.grad is not None}
+    def step(self, loss: float, weight: float, reached: list[int]) -> None:
+        """A backward that reached these leaves is over."""
+        wanted = dict.fromkeys(reached) | dict.fromkeys(
+            n for n, leaf in self.record.leaves.items() if leaf.is_parameter
+        )
+        held = {number: self._kept[number].grad for number in wanted}
+        gradients = {number: sketch(gradient) for number, gradient in held.items() if gradient is not None}
         self.record.steps.append(Step(loss=loss, weight=weight, gradients=gradients))
 
     def read(self, place: str, value: float) -> Read:
@@ -161,22 +189,6 @@ class _Notes:
             leaf.end = sketch(self._kept[number])
         self.record.num_samples = self.session.samples_trained
         self.record.notes = sorted(self.session._said)
-
-
-@contextmanager
-def _numbered_parameters(leaves: Leaves) -> Iterator[None]:
-    """Number parameters as they are made; with one rank nothing else does."""
-    with ExitStack() as stack:
-        for kind in (nn.Parameter, UninitializedParameter):
-            make = kind.__new__
-
-            def patched(cls: type, *args: Any, _make: Any = make, **kwargs: Any) -> Tensor:
-                parameter: Tensor = _make(cls, *args, **kwargs)
-                leaves.created(parameter)
-                return parameter
-
-            stack.enter_context(replaced(kind, "__new__", staticmethod(patched)))
-        yield
 
 
 def _backward(notes: _Notes) -> Callable[..., Any]:

@@ -83,6 +83,11 @@ class Leaves:
             leaf._fix_weakref()  # type: ignore[attr-defined]  # not in the stubs; see torch.utils.weak.TensorWeakRef
         return leaf
 
+    def alive(self) -> list[torch.Tensor]:
+        """All that have a number and are still there."""
+        found = (self.tensor(number) for number in list(self._by_number))
+        return [leaf for leaf in found if leaf is not None]
+
 
 def reached(
     roots: Sequence[torch.Tensor | GradientEdge], inputs: Iterable[torch.Tensor | GradientEdge] = ()

@@ -13,7 +13,7 @@ from typing import Any
 from lagom.patching import patched
 from lagom.patching.cut import cut_short
 from lagom.patching.random import seed_everything
-from lagom.patching.rehearsal import rehearse
+from lagom.patching.rehearsal import numbered_parameters, rehearse
 from lagom.patching.session import Session
 from lagom.plan import Plan
 from lagom.signature import arguments
@@ -64,13 +64,14 @@ def run(
         watch(session)
         if plan.rehearsal is not None:
             stack.enter_context(cut_short(session))
+            leaves = stack.enter_context(numbered_parameters())
         stack.enter_context(patched(session))
         call = load()  # inside the patches: modules that arrive by pickle are seen as they are made
         stack.enter_context(seeded(plan.seed, call["random"]))
         provided = dict(call["provided"]) | {"reporter": Reporter(session)}
         positional, named = arguments(call["function"], Made(provided))
         if plan.rehearsal is not None:
-            return rehearse(session, lambda: call["function"](*positional, **named)), session.samples_trained
+            return rehearse(session, leaves, lambda: call["function"](*positional, **named)), session.samples_trained
         value = call["function"](*positional, **named)
         return value, session.samples_trained
 

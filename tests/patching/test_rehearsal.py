@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from lagom.patching import patched
 from lagom.patching.cut import cut_short
-from lagom.patching.rehearsal import rehearse
+from lagom.patching.rehearsal import numbered_parameters, rehearse
 from lagom.patching.session import Session
 from lagom.patching.sketch import digests, flat, sketch
 from lagom.plan import Rehearsal
@@ -27,8 +27,8 @@ def rehearsed(tmp_path: Path, function: Any, **settings: Any) -> Record:
     """``function`` rehearsed in this process, on one rank."""
     session = session_alone(tmp_path)
     session.plan = dataclasses.replace(session.plan, rehearsal=Rehearsal(**settings))
-    with cut_short(session), patched(session):
-        return rehearse(session, function)
+    with cut_short(session), numbered_parameters() as leaves, patched(session):
+        return rehearse(session, leaves, function)
 
 
 def rehearsed_apart(function: Any, **settings: Any) -> Record:
@@ -36,8 +36,8 @@ def rehearsed_apart(function: Any, **settings: Any) -> Record:
 
     def rank(session: Session) -> Record:
         session.plan = dataclasses.replace(session.plan, rehearsal=Rehearsal(**settings))
-        with cut_short(session), patched(session):
-            return rehearse(session, function)
+        with cut_short(session), numbered_parameters() as leaves, patched(session):
+            return rehearse(session, leaves, function)
 
     record: Record = run_ranks(1, rank, patches=False)[0]
     return record
