@@ -122,7 +122,7 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = torch.zeros(len(x), 1, dtype=torch.float64)
         for i, layer in enumerate(self.layers):
-            mine = (x.sum(dim=1) > 2) == bool(i)
+            mine = (x.sum(dim=1) > 2.2) == bool(i)  # one of them all
             if mine.any():
                 output = output.index_put((mine,), layer(x[mine]))
         return output
