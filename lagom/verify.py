@@ -200,8 +200,9 @@ def _told(found: _Finding, right: str | None) -> str:
 # Note [Rehearsals]
 #
 # A rehearsal is an ordinary run with its passes over loaders cut short and its program ended after a few backwards,
-# by an exception of lagom's; what it prints and writes goes nowhere. The judge is the same with one rank, where no
-# patch changes a number. Both see the same first batches and the same last one, which may be uneven.
+# by an exception of lagom's; what it prints goes nowhere, and what it writes to a disk of the rank's own. The judge is
+# the same with one rank, where no patch changes a number. Both see the same first batches and the same last one, which
+# may be uneven.
 #
 # Compared are the losses, the gradients after each backward and how far parameters moved (against which
 # their difference is measured: a rate of 1e-5 hides every mistake in the parameters themselves). Gradients tell what

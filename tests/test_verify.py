@@ -185,10 +185,22 @@ def test_a_program_that_decides_by_the_loss_of_a_share_needs_whole(program: Call
         assert "the program decides by it (test_verify.py:" in str(error.value)
 
 
-def test_updates_from_autograd_grad_need_whole() -> None:
+def test_updates_from_autograd_grad_agree() -> None:
+    assert verified(steps_by_hand).verdict == "agrees"
+
+
+def test_updates_from_the_loss_of_a_share_need_whole() -> None:
+    def shrinks() -> None:
+        net = network()
+        for inputs, targets in DataLoader(DATA, batch_size=8, shuffle=True):
+            loss = nn.functional.mse_loss(net(inputs), targets)
+            loss.backward()
+            for parameter in net.parameters():
+                parameter.data.mul_(1 - loss.detach())
+
     with pytest.raises(VerificationError, match="batches='whole'") as error:
-        verified(steps_by_hand)
-    assert "torch.autograd.grad" in str(error.value)
+        verified(shrinks)
+    assert "no longer has the" in str(error.value)
 
 
 def test_a_number_that_is_only_shown_is_no_failure_but_is_said() -> None:
@@ -332,6 +344,8 @@ def test_files_of_a_rehearsal_do_not_land_and_it_shows_nothing(
         weights = train()
         print("printed", Path("start.txt").read_text())
         Path("kept.txt").write_text("changed")
+        (tmp_path / "absolute.txt").write_text("written")
+        assert Path("absolute.txt").read_text() == "written"
         os.makedirs("out", exist_ok=True)
         torch.save(weights, "out/model.pt")
         return weights
@@ -369,6 +383,7 @@ def test_a_run_that_would_be_wrong_does_not_begin(tmp_path: Path) -> None:
 
     with pytest.raises(VerificationError):
         experiment.lagom(program, configured(verify=True))
+    assert not os.path.exists(path)
 
 
 def test_one_rank_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:

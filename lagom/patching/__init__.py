@@ -36,9 +36,10 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(spawned_ranks(session))
             stack.enter_context(tracked_modules(session))
             stack.enter_context(synchronised_backward(session))
-            stack.enter_context(shared_files(session))
             if session.plan.sync_batchnorm:
                 stack.enter_context(whole_batch_statistics(session))
+        if distributed or session.plan.rehearsal is not None:
+            stack.enter_context(shared_files(session))
         if distributed or session.device.type == "cuda":
             stack.enter_context(own_forwards(session, streams))
         stack.enter_context(dealt_loaders(session, streams))

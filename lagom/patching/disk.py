@@ -33,13 +33,14 @@ _calls: Calls | None = None
 
 
 @contextmanager
-def own_disk(host_dir: str, rank: int, world_size: int, local_world_size: int) -> Iterator[None]:
+def own_disk(host_dir: str, rank: int, world_size: int, local_world_size: int, *, lands: bool = True) -> Iterator[None]:
     """Have the program see the disk as one process would. See Note [A disk of each rank's own].
 
-    ``host_dir`` is shared by the ranks of the host; ``settle`` there brings home what is left afterwards.
+    ``host_dir`` is shared by the ranks of the host; ``settle`` there brings home what is left afterwards. Without
+    ``lands`` the real disk is nobody's: rank 0 has one of its own too.
     """
     global _calls  # the one disk of this process
-    if world_size == 1 or (rank == 0 and local_world_size == 1):
+    if lands and (world_size == 1 or (rank == 0 and local_world_size == 1)):
         yield
         return
     tempfile.gettempdir()  # finds out by writing there
@@ -48,7 +49,7 @@ def own_disk(host_dir: str, rank: int, world_size: int, local_world_size: int) -
         journal = Journal(folder)
         stack.callback(journal.close)
         calls: Calls
-        if rank == 0:
+        if rank == 0 and lands:
             calls = CallsOfFirst(host_dir, journal)
         else:
             own = f"{folder}/{rank}"

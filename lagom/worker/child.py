@@ -108,7 +108,8 @@ def _run(spec: Spec, seat: Seat) -> int:
     at_home: dict[type, str] = {}
     # To the very end of the process: what runs at exit writes files as well.
     stack = contextlib.ExitStack()
-    stack.enter_context(own_disk(seat.host_dir, seat.rank, place.world_size, seat.local_world_size))
+    lands = spec.plan.rehearsal is None
+    stack.enter_context(own_disk(seat.host_dir, seat.rank, place.world_size, seat.local_world_size, lands=lands))
     stack.enter_context(hearing(asked_for_rank))
 
     def load() -> bootstrap.Call:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from lagom.monitor.channel import anonymous_file
 from lagom.monitor.link import fetch
-from lagom.worker.mirror import mirror
 from lagom.worker.spec import Spec
 
 _UNUSED_S = 7 * 24 * 3600.0  # after which a version of lagom that travelled here is removed
@@ -55,14 +54,11 @@ def ground(spec: Spec, payload_fd: int | None = None) -> Iterator[Ground]:
             stack.callback(os.close, payload_fd)
         cwd = Path(spec.cwd)
         scratch = not (driver_here and os.access(cwd, os.R_OK | os.X_OK))
-        if spec.plan.rehearsal is not None and not scratch:
-            cwd = _mirror(cwd, host_dir)
-        elif scratch:
+        if scratch:
             cwd = host_dir / "files"
             cwd.mkdir(exist_ok=True)
         sys_path = list(spec.sys_path) if driver_here else [str(_modules(spec, host_dir))]
-        # What a rehearsal writes goes nowhere.
-        scratch = scratch and spec.plan.rehearsal is None
+        scratch = scratch and spec.plan.rehearsal is None  # whose files go nowhere
         yield Ground(host_dir=host_dir, cwd=cwd, scratch=scratch, payload_fd=payload_fd, sys_path=sys_path)
 
 
@@ -156,16 +152,6 @@ def _payload(spec: Spec, host_dir: Path, driver_here: bool) -> int:
             fetch(spec.address, spec.secret, path + ".part", spec.payload_size, spec.payload_sha256, _FETCH_S)
             os.replace(path + ".part", path)
     return os.open(path, os.O_RDWR)
-
-
-def _mirror(cwd: Path, host_dir: Path) -> Path:
-    """A folder with what lies in ``cwd``, to be written to without harm."""
-    path = host_dir / "files"
-    with open(host_dir / ".files-lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            mirror(cwd, path)
-    return path
 
 
 def _modules(spec: Spec, host_dir: Path) -> Path:
