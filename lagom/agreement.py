@@ -88,7 +88,7 @@ def _is_own_data(number: int, one: Record, rank: Record) -> bool:
     mine, theirs = one.leaves[number], rank.leaves.get(number)
     if theirs is None or mine.is_parameter:
         return False
-    return mine.shape != theirs.shape or distance(mine.start, theirs.start) > 0
+    return theirs.is_data or mine.shape != theirs.shape or distance(mine.start, theirs.start) > 0
 
 
 def _gradients(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Row:

@@ -29,7 +29,8 @@ class Leaf:
     name: str
     shape: tuple[int, ...]
     is_parameter: bool
-    """Otherwise it may be data, such as the input of an adversarial attack."""
+    is_data: bool
+    """It has a row for each of the rank's own samples: the input of an adversarial attack, say."""
     epsilon: float
     """Of its dtype, or of the coarser one that autocast computes in."""
     start: Sketch

@@ -17,7 +17,13 @@ DOUBLE, SINGLE = 2.2e-16, 1.2e-7
 
 def leaf(epsilon: float = DOUBLE, *, is_parameter: bool = True, end: float = 0.9) -> Leaf:
     return Leaf(
-        name="Net.weight", shape=(2,), is_parameter=is_parameter, epsilon=epsilon, start=(1.0, 1.0), end=(end, 1.0)
+        name="Net.weight",
+        shape=(2,),
+        is_parameter=is_parameter,
+        is_data=False,
+        epsilon=epsilon,
+        start=(1.0, 1.0),
+        end=(end, 1.0),
     )
 
 
@@ -107,9 +113,16 @@ def test_a_rank_keeps_the_gradient_of_its_own_part_of_the_data() -> None:
     one, ranks = record(), shares()
     one.leaves[1] = leaf(is_parameter=False)
     one.steps[0].gradients[1] = (5.0, 6.0)
-    for n, rank in enumerate(ranks):
-        rank.leaves[1] = Leaf(name="x", shape=(1,), is_parameter=False, epsilon=DOUBLE, start=(1.0,), end=(1.0,))
-        rank.steps[0].gradients[1] = (5.0 + n,)
+    for rank in ranks:
+        rank.leaves[1] = leaf(is_parameter=False)
+        rank.leaves[1].is_data = True
+        rank.steps[0].gradients[1] = (10.0, 12.0)
+    assert level(compare(one, ranks)) == Level.AGREES
+    for rank in ranks:
+        rank.leaves[1].is_data = False
+    assert level(compare(one, ranks)) == Level.DIFFERS
+    for rank in ranks:
+        rank.leaves[1].shape, rank.leaves[1].start = (1,), (1.0,)
     assert level(compare(one, ranks)) == Level.AGREES
 
 

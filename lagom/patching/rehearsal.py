@@ -139,10 +139,12 @@ class _Notes:
         number = self._leaves.number(leaf)
         if number not in self._kept:
             self._kept[number] = leaf
+            share = None if isinstance(leaf, nn.Parameter) else self.session.share
             self.record.leaves[number] = Leaf(
                 name=self._name(number, leaf),
                 shape=tuple(leaf.shape),
                 is_parameter=isinstance(leaf, nn.Parameter),
+                is_data=share is not None and leaf.dim() > 0 and leaf.shape[0] == max(share.num_mine, 1),
                 epsilon=max(torch.finfo(leaf.dtype).eps, self.epsilon),
                 start=sketch(leaf),
             )
