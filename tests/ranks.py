@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch._dynamo  # an optimizer imports it at its first step: 0.7 s in every forked rank
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lagom.collectives.group import Group
 from lagom.config.torch_distributed import Batches, Evaluation
@@ -189,7 +190,8 @@ def _run(
                 ports.put(store.port)
         else:
             store = TCPStore("127.0.0.1", ports.get(), is_master=False, timeout=timeout)
-        group = Group(gloo(store, rank, plan.world_size), rank, plan.world_size)
+        aside = partial(gloo, PrefixStore("aside", store), rank, plan.world_size)
+        group = Group(gloo(store, rank, plan.world_size), rank, plan.world_size, another=aside)
     session = _session(plan, rank, group, store, host_dir, torch.device("cpu"))
     whole_batch.ALWAYS = always_slices
     if not patches:

@@ -11,7 +11,7 @@ from lagom.collectives.meeting import connected
 from lagom.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch.distributed as dist
 
@@ -34,6 +34,7 @@ class Group:
         process_group: serves CPU tensors and control messages.
         device_group: serves CUDA tensors; None where there are none.
         ip: where ranks on other hosts reach this one.
+        another: makes one more process group of all ranks for CPU tensors.
 
     Raises:
         CollectiveError: from every method, when the exchange fails.
@@ -46,6 +47,7 @@ class Group:
         world_size: int,
         device_group: dist.ProcessGroup | None = None,
         ip: str = "127.0.0.1",
+        another: Callable[[], dist.ProcessGroup] | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -53,6 +55,8 @@ class Group:
         self._device = device_group
         self._ip = ip
         self._mesh: Mesh | None = None
+        self._another = another
+        self._aside: dist.ProcessGroup | None = None
 
     @property
     def has_gpus(self) -> bool:
@@ -63,6 +67,34 @@ class Group:
         """Sum a contiguous ``tensor`` over the ranks, in place."""
         with _naming("all_reduce"):
             self._serving(tensor).allreduce([tensor]).wait()
+
+    def all_reduce_later(self, tensor: torch.Tensor) -> dist.Work:
+        """Begin to sum a contiguous ``tensor`` over the ranks, in place."""
+        with _naming("all_reduce"):
+            return self._serving(tensor).allreduce([tensor])
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is a process group for ``all_reduce_aside``."""
+        return self._another is not None
+
+    def open_aside(self) -> None:
+        """Connect for ``all_reduce_aside``, the first time; a collective then."""
+        assert self._another is not None
+        if self._aside is None:
+            with _naming("connecting"):
+                self._aside = self._another()
+
+    def all_reduce_aside(self, tensor: torch.Tensor) -> dist.Work:
+        """As ``all_reduce_later``, of CPU tensors, in an order of its own: other exchanges may come before or after."""
+        assert self._aside is not None
+        with _naming("all_reduce"):
+            return self._aside.allreduce([tensor])
+
+    def wait(self, work: dist.Work) -> None:
+        """Until ``work`` is done."""
+        with _naming("all_reduce"):
+            work.wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite a contiguous ``tensor`` with the one of rank ``root``."""

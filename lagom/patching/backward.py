@@ -67,6 +67,7 @@ class _Backwards:
         leaves = [leaf for leaf in reached(outputs, args[3]) if leaf not in self._session.repeated]
         if self._session.depth:
             if self._pending is not None:
+                self._replicate.overlap.accumulates_inside(leaves)
                 self._pending.expect(leaves)
             with self._inside():
                 return self._original(outputs, *args, **options)
@@ -75,9 +76,12 @@ class _Backwards:
         try:
             pending.expect(leaves)
             gradients, hooks = self._session.terms.weighted(outputs, args[0], self._session.weight)
+            if leaves and not args[2]:
+                self._replicate.start(pending)
             with self._inside():
                 result = self._original(outputs, gradients, *args[1:], **options)
         except BaseException:
+            self._replicate.overlap.abandon()
             pending.undo()
             raise
         finally:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lagom.strategies.layout import Bucket, Entry, Layout, travelling
+from lagom.strategies.buckets import land, launch
+from lagom.strategies.layout import Entry, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +32,6 @@ class Averager:
         self._frame = frame
         self._forgotten = forgotten
         self._layouts: dict[object, Layout] = {}
-        self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def layout(self, kind: str, numbers: Sequence[int], gradients: Sequence[torch.Tensor]) -> Layout:
         """Where ``gradients`` travel; the same object as long as the same ones are given.
@@ -61,36 +61,17 @@ class Averager:
             return False
         if framed:
             torch._foreach_copy_(framed, layout.parcel.averages)
-        for bucket in layout.buckets:
-            self._average_bucket(bucket, gradients)
+        world_size = self._group.world_size
+        # All at once: a collective leaves much of the time to others.
+        moving = [
+            launch([gradients[i] for i in bucket.indices], self._group.all_reduce_later, world_size)
+            for bucket in layout.buckets
+        ]
+        for one in moving:
+            land(one, self._group.wait, world_size)
         for i in layout.sparse:
             self._average_sparse(gradients[i])
         return True
-
-    def _average_bucket(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> None:
-        mine = [gradients[i] for i in bucket.indices]
-        first = mine[0]
-        alone = len(mine) == 1 and first.is_contiguous() and travelling(first.dtype) == first.dtype
-        flat = first.view(-1) if alone else self._buffer(sum(bucket.sizes), first)
-        views = [part.view_as(like) for part, like in zip(torch.split(flat, bucket.sizes), mine, strict=True)]
-        if not alone:
-            torch._foreach_copy_(views, mine)
-        if flat.element_size() < 4:  # the sum of halves may not fit
-            flat.div_(self._group.world_size)
-            self._group.all_reduce(flat)
-        else:
-            self._group.all_reduce(flat)
-            flat.div_(self._group.world_size)
-        if not alone:
-            torch._foreach_copy_(mine, views)
-
-    def _buffer(self, size: int, like: torch.Tensor) -> torch.Tensor:
-        dtype = travelling(like.dtype)
-        key = (like.device, dtype)
-        buffer = self._buffers.get(key)
-        if buffer is None or len(buffer) < size:
-            buffer = self._buffers[key] = torch.empty(size, dtype=dtype, device=like.device)
-        return buffer[:size]
 
     def _average_sparse(self, gradient: torch.Tensor) -> None:
         mine = gradient.coalesce()

@@ -9,7 +9,10 @@ import torch
 
 from lagom.strategies.frame import Parcel, signature
 
-BUCKET_BYTES = 25 << 20
+ALONE = 1 << 20
+"""Bytes from which a gradient travels by itself, where it is: to copy it takes longer than another exchange."""
+TOGETHER = 4 << 20
+"""Bytes of smaller ones that make a bucket."""
 
 
 class Entry(NamedTuple):
@@ -24,10 +27,9 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel in one flat buffer of their own type."""
+    """Gradients of one type that travel together."""
 
     indices: list[int]
-    sizes: list[int]
 
 
 class Layout:
@@ -62,7 +64,11 @@ class Layout:
             else:
                 rest.setdefault((entry.cuda, entry.dtype), []).append(i)
         self.parcel = Parcel([(travelling(entries[i].dtype), entries[i].shape) for i in self.framed])
-        self.buckets = [bucket for indices in rest.values() for bucket in _buckets(indices, entries)]
+        # A backward comes to the last parameters first.
+        self.buckets = [bucket for part in rest.values() for bucket in _buckets(part[::-1], entries)]
+        on_cpu = [entries[i] for (cuda, _), part in rest.items() if not cuda for i in part]
+        self.on_cpu = sum(entry.shape.numel() * entry.dtype.itemsize for entry in on_cpu)
+        """Bytes of the buckets that are not on GPUs."""
 
 
 def travelling(dtype: torch.dtype) -> torch.dtype:
@@ -72,14 +78,16 @@ def travelling(dtype: torch.dtype) -> torch.dtype:
 
 def _buckets(indices: list[int], entries: list[Entry]) -> list[Bucket]:
     buckets: list[Bucket] = []
-    room = 0
+    together: list[int] = []
+    num_bytes = 0
     for i in indices:
-        size = entries[i].shape.numel()
-        num_bytes = size * entries[i].dtype.itemsize
-        if not buckets or num_bytes > room:
-            buckets.append(Bucket([], []))
-            room = BUCKET_BYTES
-        buckets[-1].indices.append(i)
-        buckets[-1].sizes.append(size)
-        room -= num_bytes
-    return buckets
+        size = entries[i].shape.numel() * entries[i].dtype.itemsize
+        if size >= ALONE:
+            buckets.append(Bucket([i]))
+            continue
+        together.append(i)
+        num_bytes += size
+        if num_bytes >= TOGETHER:
+            buckets.append(Bucket(together))
+            together, num_bytes = [], 0
+    return [*buckets, Bucket(together)] if together else buckets

@@ -13,6 +13,7 @@ from lagom.strategies.checksum import digest
 from lagom.strategies.frame import signature
 from lagom.strategies.layout import Entry, Layout
 from lagom.strategies.leaves import Likeness
+from lagom.strategies.overlap import Overlap
 from lagom.strategies.verified import Verified
 
 if TYPE_CHECKING:
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
     from lagom.strategies.divergence import Watch
     from lagom.strategies.frame import Frame
     from lagom.strategies.leaves import Leaves
+    from lagom.strategies.overlap import Running
     from lagom.strategies.pending import Pending
+
+
+_BACKWARD = "a backward"
+_REST = "the end of a backward"
 
 
 class Reached(NamedTuple):
@@ -60,7 +66,18 @@ class Replicate:
         self._likeness = likeness
         self._verified = Verified(group, leaves, name)
         self._averager = Averager(group, frame, self._forget)
+        self.overlap = Overlap(group, leaves, watch, frame)
         self._inputs: set[int] = set()
+
+    def start(self, pending: Pending) -> None:
+        """A backward is about to run, and the large ones among its gradients may travel while it does.
+
+        Raises:
+            DivergenceError: on all ranks, when they are at different places of the program.
+        """
+        known = [(self._leaves.known(leaf), leaf) for leaf in pending.leaves]
+        shared = [(-1 if n is None else n, leaf) for n, leaf in known if n not in self._verified.local]
+        self.overlap.start([n for n, _ in shared], [leaf for _, leaf in shared])
 
     @torch.no_grad()
     def reduce(self, pending: Pending) -> None:
@@ -70,19 +87,37 @@ class Replicate:
             DivergenceError: on all ranks, when a leaf had other values on other ranks at its first backward, or
                 parameters differ since.
         """
+        running = self.overlap.end()
         reached = Reached([], [])
         for leaf in pending.leaves:
-            if leaf.grad is not None:
+            if leaf.grad is not None and not (running is not None and running.has(leaf)):
                 number = self._leaves.known(leaf)
                 if number is None:
                     number = self._number(leaf)
                 if number not in self._verified.local:
                     reached.numbers.append(number)
                     reached.gradients.append(real(leaf.grad))
-        if reached.numbers:
+        if running is not None:
             self._watch.step()
-            while reached.numbers and not self.average("a backward", reached):
-                reached = self._union(reached, pending)
+            self._reduce_rest(reached, running, pending)
+        elif reached.numbers:
+            self._watch.step()
+            while reached.numbers and not self.average(_BACKWARD, reached):
+                reached = self._union(_BACKWARD, reached, pending)
+            if reached.numbers:
+                self.overlap.agreed(self._averager.layout(_BACKWARD, *reached))
+
+    def _reduce_rest(self, reached: Reached, running: Running, pending: Pending) -> None:
+        """What did not travel during the backward."""
+        missing = sorted(self._leaves.number(leaf) for leaf in running.missing)
+        while not self.average(_REST, reached, repr(missing).encode() if missing else b""):
+            reached = self._union(_REST, reached, pending)
+            everywhere = [set(pickle.loads(part)) for part in self._group.all_gather_bytes(pickle.dumps(missing))]
+            missing = sorted(set.intersection(*everywhere))
+        running.land()
+        for leaf in running.missing:
+            if self._leaves.known(leaf) in missing:
+                leaf.grad = None
 
     def average(self, kind: str, reached: Reached, besides: bytes = b"") -> bool:
         """Average in place, if all ranks mean the same ``kind`` of exchange and reached the same.
@@ -131,10 +166,10 @@ class Replicate:
         unseen = [self._leaves.tensor(number) for number in sorted(layout.unseen)]
         return signature(layout.identity + besides + b"".join(digest(leaf) for leaf in unseen if leaf is not None))
 
-    def _union(self, reached: Reached, pending: Pending) -> Reached:
+    def _union(self, kind: str, reached: Reached, pending: Pending) -> Reached:
         """Agree on what any rank reached; what this one did not reach counts as zero and gets the result."""
-        self._watch.meet("a backward")
-        layout = self._averager.layout("a backward", *reached)
+        self._watch.meet(kind)
+        layout = self._averager.layout(kind, *reached)
         mine = [(entry, entry.number in self._inputs) for entry in layout.entries]
         rows = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(mine))]
         entries: dict[int, list[Entry]] = {}

@@ -21,22 +21,27 @@ TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 def process_group(seat: Seat, world_size: int, device: torch.device) -> Iterator[tuple[Group, dist.Store]]:
     """Join the other ranks. The group is never registered with torch.distributed; see Note [Private world]."""
     store = _store(seat, world_size)
-    prefix = dist.PrefixStore("gloo", store)
-    gloo_class: Any = dist.ProcessGroupGloo  # its options are missing from torch's own types
-    options = gloo_class._Options()
-    # By address, not by host name: that resolves to 127.0.1.1 on many machines.
-    options._devices = [gloo_class.create_device(hostname=seat.ip)]
-    options._timeout = TIMEOUT
+
+    def gloo(name: str) -> Any:
+        gloo_class: Any = dist.ProcessGroupGloo  # its options are missing from torch's own types
+        options = gloo_class._Options()
+        # By address, not by host name: that resolves to 127.0.1.1 on many machines.
+        options._devices = [gloo_class.create_device(hostname=seat.ip)]
+        options._timeout = TIMEOUT
+        return gloo_class(dist.PrefixStore(name, store), seat.rank, world_size, options)
+
     try:
-        gloo = gloo_class(prefix, seat.rank, world_size, options)
+        control = gloo("gloo")
         # A rank that has nothing to do would end, and break the connections that others are still making.
-        gloo.barrier().wait()
+        control.barrier().wait()
     except RuntimeError as error:
         raise CollectiveError(f"the ranks did not connect, as a rule because one is gone: {error}") from error
     nccl = None
     if device.type == "cuda" and seat.nccl:
         nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size)
-    group = Group(gloo, seat.rank, world_size, device_group=nccl or gloo, ip=seat.ip)
+    group = Group(
+        control, seat.rank, world_size, device_group=nccl or control, ip=seat.ip, another=lambda: gloo("aside")
+    )
     try:
         yield group, store
     finally:

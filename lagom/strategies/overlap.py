@@ -1,0 +1,190 @@
+"""``Overlap``: the large gradients of a backward travel while it still runs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lagom.errors import CollectiveError, LagomError
+from lagom.strategies.averaging import real
+from lagom.strategies.buckets import Moving, land, launch
+from lagom.strategies.frame import signature
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lagom.collectives.group import Group
+    from lagom.strategies.divergence import Watch
+    from lagom.strategies.frame import Frame
+    from lagom.strategies.layout import Layout
+    from lagom.strategies.leaves import Leaves
+
+WORTH = 1 << 20
+"""Bytes of large gradients from which an exchange at the start of a backward pays."""
+_PLACE = "the start of a backward"
+_MAX_KNOWN = 64
+_MAX_PATIENCE = 64
+"""Backwards to wait, at most, where ranks reach different leaves."""
+Key = tuple[tuple[int, torch.dtype, torch.Size], ...]
+
+
+class Overlap:
+    """Sums buckets of gradients as soon as a backward has them. See Note [Overlap].
+
+    All methods are called on all ranks in the same order.
+    """
+
+    def __init__(self, group: Group, leaves: Leaves, watch: Watch, frame: Frame) -> None:
+        self._group = group
+        self._leaves = leaves
+        self._watch = watch
+        self._frame = frame
+        self._known: dict[Key, tuple[bytes, list[list[int]]]] = {}
+        """Of what all ranks have had: signature and buckets."""
+        self._pause = 0
+        self._patience = 1
+        self._running: Running | None = None
+        self._abandoned: list[Moving] = []
+
+    def agreed(self, layout: Layout) -> None:
+        """A backward had ``layout`` on all ranks, and did not overlap."""
+        if layout.on_cpu < WORTH or not self._group.overlaps:
+            return
+        leaves = [self._leaves.tensor(number) for number in layout.numbers]
+        key = _key(layout.numbers, [leaf for leaf in leaves if leaf is not None])
+        if len(self._known) == _MAX_KNOWN:
+            self._known.clear()
+        buckets = [[layout.numbers[i] for i in bucket.indices] for bucket in layout.buckets]
+        self._known[key] = _signed(key), buckets
+
+    def start(self, numbers: Sequence[int], leaves: Sequence[torch.Tensor]) -> None:
+        """A backward is about to run that will reach ``leaves``; a collective if one is expected.
+
+        Raises:
+            DivergenceError: on all ranks, when others are elsewhere.
+        """
+        if not self._known:
+            return
+        if self._pause:
+            self._pause -= 1
+            return
+        key = _key(numbers, leaves)
+        mine, buckets = self._known.get(key) or (_signed(key), [])
+        if not self._frame.exchange(mine):
+            self._watch.meet(_PLACE)
+            self._pause, self._patience = self._patience, min(2 * self._patience, _MAX_PATIENCE)
+        elif buckets:
+            self._group.open_aside()
+            self._running = Running(self._group, self._leaves, buckets)
+
+    def accumulates_inside(self, leaves: Sequence[torch.Tensor]) -> None:
+        """A backward inside the one under way will accumulate into ``leaves``."""
+        if self._running is not None:
+            self._running.hold_back(leaves)
+
+    def end(self) -> Running | None:
+        """The backward ran; what it had of overlap, all of which is under way now."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.finish()
+        return running
+
+    def abandon(self) -> None:
+        """The backward failed. Other ranks, where it did not, must not wait for more than they have to."""
+        running, self._running = self._running, None
+        if running is not None:
+            with suppress(CollectiveError):  # the error that is under way tells more
+                running.finish()
+            self._abandoned = running.moving  # the memory must live until it is overwritten
+
+
+def _key(numbers: Sequence[int], leaves: Sequence[torch.Tensor]) -> Key:
+    """Equal for backwards that reach the same."""
+    entries = [(n, leaf.dtype, leaf.shape) for n, leaf in zip(numbers, leaves, strict=True)]
+    return tuple(sorted(entries, key=itemgetter(0)))
+
+
+def _signed(key: Key) -> bytes:
+    return signature(_PLACE.encode() + repr(key).encode())
+
+
+class Running:
+    """The buckets of one backward."""
+
+    def __init__(self, group: Group, leaves: Leaves, buckets: Sequence[Sequence[int]]) -> None:
+        self.missing: list[torch.Tensor] = []
+        """Leaves that got no gradient; they have zeros for one."""
+        self.moving: list[Moving] = []
+        self._group = group
+        found = [[leaves.tensor(number) for number in bucket] for bucket in buckets]
+        self._buckets = [[leaf for leaf in bucket if leaf is not None] for bucket in found]
+        self._place = {id(leaf): i for i, bucket in enumerate(self._buckets) for leaf in bucket}
+        self._num_left = [len(bucket) for bucket in self._buckets]
+        self._handles: list[Any] = [
+            leaf.register_post_accumulate_grad_hook(self._ready) for bucket in self._buckets for leaf in bucket
+        ]
+
+    def has(self, leaf: torch.Tensor) -> bool:
+        """Whether ``leaf``'s gradient travels in a bucket."""
+        return id(leaf) in self._place
+
+    def hold_back(self, leaves: Sequence[torch.Tensor]) -> None:
+        """``leaves`` have not got all of their gradient until the backward ends."""
+        for leaf in leaves:
+            place = self._place.get(id(leaf))
+            if place is not None:
+                if place < len(self.moving):
+                    raise LagomError(
+                        "a checkpoint with use_reentrant=True adds to a gradient that is being averaged already; "
+                        "use use_reentrant=False, for the forwards of this program from the first one on"
+                    )
+                self._num_left[place] = len(self._place) + 1
+
+    def finish(self) -> None:
+        """Launch what has not been."""
+        for handle in self._handles:
+            handle.remove()
+        self._launch(len(self._buckets))
+
+    def land(self) -> None:
+        """Wait for all; gradients are averages then."""
+        for moving in self.moving:
+            land(moving, self._group.wait, self._group.world_size)
+
+    def _ready(self, leaf: torch.Tensor) -> None:
+        self._num_left[self._place[id(leaf)]] -= 1
+        ready = len(self.moving)
+        while ready < len(self._buckets) and self._num_left[ready] <= 0:
+            ready += 1
+        self._launch(ready)
+
+    @torch.no_grad()
+    def _launch(self, end: int) -> None:
+        for bucket in self._buckets[len(self.moving) : end]:
+            for leaf in bucket:
+                if leaf.grad is None:
+                    leaf.grad = torch.zeros_like(leaf)
+                    self.missing.append(leaf)
+            gradients = [real(leaf.grad) for leaf in bucket if leaf.grad is not None]
+            self.moving.append(launch(gradients, self._group.all_reduce_aside, self._group.world_size))
+
+
+# Note [Overlap]
+#
+# A bucket may leave during a backward only if all ranks will send it. Which leaves a backward reaches is known before
+# it runs, from its graph. So once a backward has had large gradients, and was the same on all ranks, those after it
+# begin with an exchange of signatures of what they will reach. All ranks make that exchange, since all know what there
+# has been. Where all signatures are that of such a backward, the buckets of its layout are summed in their order, each
+# as soon as its gradients are complete, on connections of their own: what else the backward exchanges (statistics of
+# BatchNorm) may come before or after on another rank. When the backward has ended the rest is launched, zeros for what
+# got no gradient after all, also when it failed: so whatever happens, all ranks send the same buckets. The small
+# gradients follow as in any other backward, with its signature.
+#
+# Where the signatures differ nothing has been sent. The ranks go on as ever, and leave that exchange out of more and
+# more backwards.
+#
+# A backward inside the backward (a re-entrant checkpoint) accumulates into leaves a second time. A program that has
+# them from the start reaches their leaves in none of the graphs that are looked at, and never overlaps.
