@@ -7,8 +7,10 @@ import socket
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lagom import cli
 from lagom.patching.session import Session
@@ -28,8 +30,19 @@ def as_torchrun(world_size: int) -> Callable[[Session], None]:
         place = {"RANK": session.rank, "WORLD_SIZE": world_size, "LOCAL_RANK": session.rank}
         os.environ |= {name: str(value) for name, value in place.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        destroy = dist.destroy_process_group
+
+        def keeping_destroy(group: Any = None) -> None:
+            _kept.append(dist.group.WORLD)
+            destroy(group)
+
+        # A gloo group that is let go of may hang in torch; see Note [Kept groups]. This process was forked for the run.
+        dist.destroy_process_group = keeping_destroy
 
     return enter
+
+
+_kept: list[object] = []
 
 
 def under_torchrun(program: str, world_size: int) -> judge.Run:
