@@ -84,9 +84,7 @@ class CallsOfOthers(Calls):
         try:
             return call()
         except OSError as error:
-            error.filename = path
-            if to is not None or error.filename2 is not None:
-                error.filename2 = to
+            _name(error, path, to)
             raise
         finally:
             self.own.inside = False
@@ -100,7 +98,7 @@ class CallsOfOthers(Calls):
         try:
             return self.overlay.key(absolute, follow)
         except OSError as error:
-            error.filename = path
+            _name(error, path)
             raise
         finally:
             self.own.inside = False
@@ -166,7 +164,12 @@ class CallsOfOthers(Calls):
                 if result is not _ELSEWHERE:
                     return result
             given = "." if path is None else path
-            key = self._key(given, dir_fd, follow)
+            try:
+                key = self._key(given, dir_fd, follow)
+            except OSError:
+                if name == "access":  # the one that answers
+                    return False
+                raise
             if key is None:
                 return original(path, *args, **at, **kwargs)
             encode = os.fsencode if name == "readlink" and isinstance(given, bytes) else str
@@ -289,7 +292,7 @@ class CallsOfOthers(Calls):
             act = getattr(overlay, "rename" if name == "replace" else name)
             self.inside(lambda: act(key, to), src, dst)
         except OSError as error:
-            error.filename, error.filename2 = src, dst
+            _name(error, src, dst)
             raise
         return True
 
@@ -374,6 +377,13 @@ class CallsOfOthers(Calls):
             self.overlay.clean.clear()
 
         self.inside(stand, given)
+
+
+def _name(error: OSError, path: Any, to: Any = None) -> None:
+    """Have ``error`` name what the program has named."""
+    error.filename = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if to is not None or error.filename2 is not None:
+        error.filename2 = os.fspath(to) if isinstance(to, os.PathLike) else to
 
 
 def _is_open(fd: int) -> bool:

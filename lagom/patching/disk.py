@@ -6,6 +6,7 @@ import _io
 import builtins
 import bz2
 import functools
+import glob
 import io
 import os
 import pathlib
@@ -110,7 +111,7 @@ def _installed(calls: Calls) -> Iterator[tuple[object, str, Any]]:
         for module in (os, posix):
             yield module, name, call
     yield from _abilities(calls, new)
-    yield from _accessor(calls, new | {"open": opened})
+    yield from _kept_in_classes(calls, new | {"open": opened})
     if isinstance(calls, CallsOfOthers):
         # By paths: rank 0 may put a directory aside between two looks at it, and rmtree takes that for an attack.
         yield shutil, "_use_fd_functions", False
@@ -128,17 +129,16 @@ def _abilities(calls: Calls, new: dict[str, Any]) -> Iterator[tuple[ModuleType, 
         yield os, name, able | {call for other, call in new.items() if calls.original[other] in able}
 
 
-def _accessor(calls: Calls, new: dict[str, Any]) -> Iterator[tuple[object, str, Any]]:
-    """Python 3.10's pathlib keeps the functions in a class."""
-    accessor = getattr(pathlib, "_NormalAccessor", None)
-    if accessor is None:
-        return
+def _kept_in_classes(calls: Calls, new: dict[str, Any]) -> Iterator[tuple[object, str, Any]]:
+    """Functions that classes of pathlib (in Python 3.10) and glob (from 3.13) have taken when they were made."""
     known = {id(original): name for name, original in calls.original.items() if name != "open"}
     known[id(calls.original["io.open"])] = "open"
-    for attribute, value in list(vars(accessor).items()):
-        name = known.get(id(getattr(value, "__func__", value)))
-        if name in new:
-            yield accessor, attribute, staticmethod(new[name])
+    classes = {value for module in (pathlib, glob) for value in vars(module).values() if isinstance(value, type)}
+    for owner in sorted(classes, key=lambda owner: owner.__qualname__):
+        for attribute, value in list(vars(owner).items()):
+            name = known.get(id(getattr(value, "__func__", value)))
+            if name in new:
+                yield owner, attribute, staticmethod(new[name])
 
 
 def _unlinking_by_name(close: Callable[..., None]) -> Callable[..., None]:
