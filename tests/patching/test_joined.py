@@ -360,3 +360,17 @@ def assert_same(mine: Any, theirs: Any) -> None:
         return
     for one, other in zip(mine, theirs, strict=True):
         assert_same(one, other)
+
+
+def test_files_are_those_of_all_ranks_once_they_are_joined(tmp_path: Path) -> None:
+    def run(session: Session) -> tuple[str, str]:
+        os.chdir(tmp_path)
+        os.mkdir("out")
+        os.chdir("out")  # a directory of the rank's own, until here
+        dist.init_process_group("gloo")
+        _kept.append(dist.group.WORLD)
+        Path(f"{session.rank}.txt").write_text(str(session.rank))
+        dist.barrier()
+        return os.getcwd(), Path(f"{1 - session.rank}.txt").read_text()
+
+    assert run_ranks(2, run) == [(f"{tmp_path}/out", "1"), (f"{tmp_path}/out", "0")]
