@@ -16,8 +16,8 @@ from lagom.plan import plan
 from lagom.recognise import is_distributed
 from lagom.result import Result
 from lagom.signature import arguments
-from lagom.verification import show
-from lagom.verify import verify
+from lagom.verify.rehearsals import verify
+from lagom.verify.verification import show
 
 
 def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:

@@ -28,7 +28,7 @@ _FACTS = ("lagom.config", "lagom.errors")
 _TORCH_SIDE = (
     *_FACTS,
     "lagom.plan",
-    "lagom.record",
+    "lagom.verify.record",
     "lagom.collectives",
     "lagom.patching",
     "lagom.strategies",
@@ -44,7 +44,7 @@ _DRIVER_SIDE = (
     "lagom.payload",
     "lagom.plan",
     "lagom.recognise",
-    "lagom.record",
+    "lagom.verify.record",
     "lagom.result",
     "lagom.script",
     "lagom.signature",
@@ -61,13 +61,11 @@ RULES = {
     "lagom.errors": Rule(),
     "lagom.config": Rule(always=("lagom.errors",)),
     "lagom.plan": Rule(always=_FACTS),
-    "lagom.record": Rule(),
-    "lagom.closeness": Rule(always=("lagom.record",)),
-    "lagom.agreement": Rule(always=("lagom.closeness", "lagom.record")),
-    "lagom.verification": Rule(always=("lagom.agreement",)),
-    "lagom.verify": Rule(
-        always=(*_FACTS, "lagom.agreement", "lagom.launchers", "lagom.plan", "lagom.record", "lagom.verification")
-    ),
+    "lagom.verify.record": Rule(),
+    "lagom.verify.closeness": Rule(always=("lagom.verify.record",)),
+    "lagom.verify.agreement": Rule(always=("lagom.verify.closeness", "lagom.verify.record")),
+    "lagom.verify.verification": Rule(always=("lagom.verify.agreement",)),
+    "lagom.verify": Rule(always=(*_FACTS, "lagom.launchers", "lagom.plan", "lagom.verify")),
     "lagom.result": Rule(always=_FACTS),
     "lagom.signature": Rule(always=_FACTS),
     "lagom.aggregate": Rule(always=(*_FACTS, "lagom.result"), later=("torch", "numpy")),
@@ -93,9 +91,7 @@ RULES = {
     "lagom.worker.random_states": Rule(later=("torch", "numpy")),
     "lagom.worker.rendezvous": Rule(always=("lagom.errors", "lagom.monitor")),
     "lagom.worker.spec": Rule(always=("lagom.plan",)),
-    "lagom.experiment": Rule(
-        always=(*_DRIVER_SIDE, "lagom.launchers", "lagom.verification", "lagom.verify"), later=("pyspark",)
-    ),
+    "lagom.experiment": Rule(always=(*_DRIVER_SIDE, "lagom.launchers", "lagom.verify"), later=("pyspark",)),
     "lagom.cli": Rule(always=(*_DRIVER_SIDE, "lagom.experiment"), later=("pyspark",)),
     "lagom.compat": Rule(always=("lagom", "torch", "numpy"), later=("pyarrow", "pyspark")),
 }

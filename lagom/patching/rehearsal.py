@@ -18,8 +18,8 @@ from lagom.patching.reads import noted_reads
 from lagom.patching.replace import replaced
 from lagom.patching.sketch import digests, flat, sketch
 from lagom.patching.slicing import Slicer
-from lagom.record import Batch, Leaf, Read, Record, Step
 from lagom.strategies.leaves import Leaves, reached
+from lagom.verify.record import Batch, Leaf, Read, Record, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -16,7 +16,7 @@ from lagom.patching.dealing import num_samples
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lagom.record import Sketch
+    from lagom.verify.record import Sketch
 
 _SIZE = 64
 _CHUNK = 1 << 20

@@ -19,7 +19,7 @@ from lagom.patching.rehearsal import numbered_parameters, rehearse
 from lagom.patching.session import Session
 from lagom.patching.sketch import digests, flat, sketch
 from lagom.plan import Rehearsal
-from lagom.record import Record
+from lagom.verify.record import Record
 from tests.ranks import run_ranks, session_alone
 
 

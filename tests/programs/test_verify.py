@@ -11,8 +11,8 @@ from lagom.config import TorchDistributedConfig
 from lagom.errors import VerificationError
 from lagom.launchers import choose
 from lagom.plan import plan
-from lagom.verification import Verification
-from lagom.verify import verify
+from lagom.verify.rehearsals import verify
+from lagom.verify.verification import Verification
 from tests.programs import judge
 from tests.programs.expectations import CASES, Case
 

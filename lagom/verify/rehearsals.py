@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lagom.agreement import Level, Row, compare, level
 from lagom.config.torch_distributed import Batches, Evaluation
 from lagom.errors import VerificationError
 from lagom.launchers.protocol import Launcher
 from lagom.plan import Plan, Rehearsal
-from lagom.record import Record
-from lagom.verification import Verification
+from lagom.verify.agreement import Level, Row, compare, level
+from lagom.verify.record import Record
+from lagom.verify.verification import Verification
 
 _PATIENCE_S = 10.0
 """After so long in one process no more backward is begun."""

@@ -22,8 +22,8 @@ from lagom.launchers import choose
 from lagom.launchers.local import LocalLauncher
 from lagom.plan import Plan, plan
 from lagom.result import Result
-from lagom.verification import Verification
-from lagom.verify import verify
+from lagom.verify.rehearsals import verify
+from lagom.verify.verification import Verification
 
 POINTS = torch.rand(53, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))
@@ -182,7 +182,7 @@ def test_a_program_that_decides_by_the_loss_of_a_share_needs_whole(program: Call
     with pytest.raises(VerificationError, match=r"needs\s+batches='whole'") as error:
         verified(program)
     if program is not stops_on_loss:  # that one ends with ranks in different places
-        assert "the program decides by it (test_verify.py:" in str(error.value)
+        assert "the program decides by it (test_rehearsals.py:" in str(error.value)
 
 
 def test_updates_from_autograd_grad_agree() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lagom.agreement import Level, Row
+from lagom.verify.agreement import Level, Row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lagom.closeness import NUMBER, both_bad, difference, distance, first_line, near, norm, same_printed, tolerance
-from lagom.record import Batch, Leaf, Read, Record
+from lagom.verify.closeness import (
+    NUMBER,
+    both_bad,
+    difference,
+    distance,
+    first_line,
+    near,
+    norm,
+    same_printed,
+    tolerance,
+)
+from lagom.verify.record import Batch, Leaf, Read, Record
 
 
 class Level(enum.IntEnum):

@@ -1,4 +1,4 @@
-"""``lagom.agreement``: what is taken for agreement, from records alone."""
+"""``lagom.verify.agreement``: what is taken for agreement, from records alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from lagom.agreement import Level, Row, compare, level
-from lagom.closeness import first_line, near, same_printed, tolerance
-from lagom.record import Batch, Leaf, Read, Record, Step
+from lagom.verify.agreement import Level, Row, compare, level
+from lagom.verify.closeness import first_line, near, same_printed, tolerance
+from lagom.verify.record import Batch, Leaf, Read, Record, Step
 
 DOUBLE, SINGLE = 2.2e-16, 1.2e-7
 
