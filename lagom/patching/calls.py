@@ -160,8 +160,7 @@ def _left_alone() -> tuple[str, ...]:
     folders += [f"{home}/.cache", f"{home}/.triton", f"{home}/.nv"]
     both = {path for folder in folders for path in (os.path.abspath(folder), os.path.realpath(folder))}
     temporary = os.path.realpath(tempfile.gettempdir())
-    # By the names that torch and its shared memory give there.
-    return (*_SYSTEM, *(path + "/" for path in sorted(both)), f"{temporary}/torchinductor_", f"{temporary}/torch_")
+    return (*_SYSTEM, *(path + "/" for path in sorted(both)), f"{temporary}/torchinductor_")
 
 
 def _names() -> tuple[str, ...]:

@@ -18,11 +18,13 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class CallsOfFirst(Calls):
-    """Those of rank 0, where other ranks have the same disk."""
+    """Those of rank 0."""
 
-    def __init__(self, host_dir: str, journal: Journal) -> None:
+    def __init__(self, host_dir: str, journal: Journal, by_name: bool) -> None:
+        """``by_name``: all directories are listed by name, since the disks of other hosts have orders of their own."""
         super().__init__(host_dir)
         self._journal = journal
+        self._by_name = by_name
 
     def replacements(self) -> dict[str, Any]:
         changes: dict[str, Change] = {"mkdir": "name", "unlink": "name", "remove": "name", "rmdir": "rmdir"}
@@ -139,7 +141,7 @@ class CallsOfFirst(Calls):
         @functools.wraps(original)
         def call(path: Any = ".") -> Any:
             found = original(path)
-            if self.own.inside or not self._is_touched(path):
+            if self.own.inside or not (self._by_name or self._is_touched(path)):
                 return found
             return made(sorted(found, key=by))
 

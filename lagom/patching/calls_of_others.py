@@ -19,11 +19,11 @@ _ELSEWHERE = object()
 class CallsOfOthers(Calls):
     """Those of every rank that is not rank 0."""
 
-    def __init__(self, host_dir: str, folder: str, journal: Journal, alone: bool) -> None:
-        """``folder`` is the rank's own; ``alone``: rank 0 has another disk, and may list directories otherwise."""
+    def __init__(self, host_dir: str, folder: str, journal: Journal, by_name: bool) -> None:
+        """``folder`` is the rank's own; ``by_name``: all directories are listed by name, since hosts differ."""
         super().__init__(host_dir)
         self.overlay = Overlay(folder, journal, self.left_alone, self.downloads)
-        self._alone_here = alone
+        self._by_name = by_name
         self._was_asked = False
         self._opened_directories: dict[int, tuple[str, int, int]] = {}
         self._lstat = self.original["lstat"]
@@ -44,8 +44,8 @@ class CallsOfOthers(Calls):
             "scandir": self._scandir(),
             "chdir": self._chdir(),
             "fchdir": self._fchdir(),
-            "getcwd": lambda: self.overlay.cwd or present["getcwd"](),
-            "getcwdb": lambda: os.fsencode(self.overlay.cwd) if self.overlay.cwd else present["getcwdb"](),
+            "getcwd": self._getcwd("getcwd", lambda cwd: cwd),
+            "getcwdb": self._getcwd("getcwdb", os.fsencode),
         }
         return {name: call for name, call in found.items() if name in present}
 
@@ -190,7 +190,7 @@ class CallsOfOthers(Calls):
             given = "." if path is None else path
             if self.own.inside:
                 return original(path)
-            if not self._alone_here and not isinstance(given, (int, bytes)):
+            if not self._by_name and not isinstance(given, (int, bytes)):
                 head = os.path.join(os.fspath(given), "")
                 result = self._plainly(head, False, lambda: made(original(path)), lambda _: None)
                 if result is not _ELSEWHERE:
@@ -366,6 +366,15 @@ class CallsOfOthers(Calls):
         def call(fd: Any) -> None:
             number = fd if isinstance(fd, int) else fd.fileno()
             self._stand(self.of(number), fd)
+
+        return call
+
+    def _getcwd(self, name: str, encoded: Callable[[str], Any]) -> Callable[..., Any]:
+        original = self.original[name]
+
+        @functools.wraps(original)
+        def call() -> Any:
+            return original() if self.overlay.cwd is None else encoded(self.overlay.cwd)
 
         return call
 

@@ -41,7 +41,7 @@ def own_disk(host_dir: str, rank: int, world_size: int, local_world_size: int, *
     ``lands`` the real disk is nobody's: rank 0 has one of its own too.
     """
     global _calls  # the one disk of this process
-    if lands and (world_size == 1 or (rank == 0 and local_world_size == 1)):
+    if lands and world_size == 1:
         yield
         return
     tempfile.gettempdir()  # finds out by writing there
@@ -51,7 +51,7 @@ def own_disk(host_dir: str, rank: int, world_size: int, local_world_size: int, *
         stack.callback(journal.close)
         calls: Calls
         if rank == 0 and lands:
-            calls = CallsOfFirst(host_dir, journal)
+            calls = CallsOfFirst(host_dir, journal, local_world_size < world_size)
         else:
             own = f"{folder}/{rank}"
             os.makedirs(own, mode=0o700, exist_ok=True)

@@ -97,7 +97,7 @@ class Overlay(View):
             return
         self._check_empty(key)
         self._check_may_change(parent(key))
-        _clear(self.upper + key)
+        clear(self.upper + key)
         self._drop(key, directory=True)
 
     def rename(self, key: str, to: str) -> None:
@@ -168,7 +168,7 @@ class Overlay(View):
         self._check_may_change(parent(key))
         os.makedirs(self.upper + parent(key), exist_ok=True)
         if not self.is_own(key):
-            _clear(self.upper + key)  # folders that were needed for what was below a removed directory
+            clear(self.upper + key)  # folders that were needed for what was below a removed directory
         return self.upper + key
 
     def _check_is_directory(self, key: str) -> None:
@@ -207,7 +207,7 @@ class Overlay(View):
             partial = self._partial()
             self._copy_view(key, partial)
             os.makedirs(self.upper + parent(key), exist_ok=True)
-            _clear(self.upper + key)
+            clear(self.upper + key)
             os.rename(partial, self.upper + key)
             self._put(key, tree=True)
         return self.upper + key
@@ -245,17 +245,18 @@ def _move(source: str, target: str) -> None:
 
 
 def _copy_one(place: str, target: str) -> None:
-    _clear(target)  # of the try before, when this is another
+    clear(target)  # of the try before, when this is another
     if os.path.islink(place):
         os.symlink(os.readlink(place), target)
     elif os.path.isfile(place):
         copy(place, target)
 
 
-def _clear(path: str) -> None:
+def clear(path: str) -> None:
+    """Remove ``path``, a directory with all that is in it, if it is there."""
     if os.path.isdir(path) and not os.path.islink(path):
         for child in os.listdir(path):
-            _clear(f"{path}/{child}")
+            clear(f"{path}/{child}")
         os.rmdir(path)
     elif os.path.lexists(path):
         os.unlink(path)

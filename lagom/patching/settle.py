@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lagom.patching.journal import Journal, Log, copy, parent
+from lagom.patching.overlay import clear
 
 _OF_A_PROCESS = re.compile(r"\d+")
 # Of file systems that several hosts may share; all of FUSE are taken for such.
@@ -50,7 +51,7 @@ class _Remains:
             self._pid = Path(folder, "asked").read_text()
 
     def bring_home(self, rank: int) -> list[str]:
-        problems = []
+        problems = self._remade(rank) if self._first_of_host else []
         for key in self._files():
             if not self._is_wanted(key):
                 continue
@@ -58,6 +59,22 @@ class _Remains:
                 _place(self._upper + key, key)
             except OSError as error:
                 problems.append(f"{key}, which only rank {rank} wrote, could not be put there: {error.strerror}")
+        return problems
+
+    def _remade(self, rank: int) -> list[str]:
+        """On a host without rank 0: remove what the program has removed, and make its directories."""
+        problems = []
+        for key, entry in list(self._log.entries.items()):
+            place = self._upper + key
+            made = entry.kind == "put" and os.path.isdir(place) and not os.path.islink(place)
+            if not (made or entry.kind == "gone") or _is_shared(key):
+                continue
+            try:
+                clear(key)
+                for at, _, _ in os.walk(place) if made else ():
+                    os.makedirs(at[len(self._upper) :], exist_ok=True)
+            except OSError as error:
+                problems.append(f"{key}, which rank {rank} changed, could not be changed there: {error.strerror}")
         return problems
 
     def _files(self) -> Iterator[str]:
@@ -111,6 +128,6 @@ def _is_shared(path: str) -> bool:
 # 0 has not touched the path, and no part of the path is the number of the rank's process, as in the names of
 # TensorBoard's events, which every rank would write for itself.
 #
-# On a host without rank 0 nobody has written anything for real. There the first rank's files are put on the disk, as
+# On a host without rank 0 nobody has written anything for real. There the first rank's changes are made on the disk, as
 # if the program had run there: the next run finds its checkpoints on every host that this one had. Not on file systems
 # that rank 0's host may share, where its own are.
