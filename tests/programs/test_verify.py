@@ -20,7 +20,14 @@ RANDOM_ALONE = ("attention", "checkpointed-dropout=0.2", "siamese", "uncertainty
 """Of those that "split" does not give: nothing but dropout or draws in ``__getitem__`` differ, so they may run."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+QUICK = ("accumulation", "convolution", "early_stopping", "language", "siamese", "sums", "until")
+"""Programs that every test run goes through; the others with ``pytest -m soak``."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.program in QUICK else pytest.mark.soak, id=str(case)) for case in CASES],
+)
 def test_a_program_is_told_what_is_right_for_it(case: Case) -> None:
     if case.waits_for and find_spec(case.waits_for) is None:
         pytest.xfail(f"{case.waits_for} is not built yet")
