@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from lagom.patching.passes import Share
     from lagom.patching.probe import BatchStatistics
-    from lagom.patching.session import Session, Share
+    from lagom.patching.session import Session
 
     Running: TypeAlias = tuple[Tensor | None, Tensor | None, float]
 

@@ -17,9 +17,10 @@ from lagom.patching.device import moved
 from lagom.patching.fetching import PASS, fetcher_made, fetching
 from lagom.patching.iterable import Dealing, Turns, is_iterable
 from lagom.patching.order import synchronise
+from lagom.patching.passes import Pass
 from lagom.patching.random import OwnStreams, derived
 from lagom.patching.replace import replaced
-from lagom.patching.session import Pass, Session
+from lagom.patching.session import Session
 from lagom.patching.sharded import Placed, shards_itself
 from lagom.patching.taking import taker
 

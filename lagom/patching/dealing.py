@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lagom.patching.order import common_order
-from lagom.patching.session import Pass, Session, Share
+from lagom.patching.passes import Pass, Share
+from lagom.patching.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,13 +13,14 @@ from torch.utils.data.dataloader import _DatasetKind, default_collate
 
 from lagom.patching.dealing import per_rank, split
 from lagom.patching.digest import digest
+from lagom.patching.passes import Share
 from lagom.patching.random import OwnStreams
-from lagom.patching.session import Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from lagom.patching.session import Pass, Session
+    from lagom.patching.passes import Pass
+    from lagom.patching.session import Session
 
 _WHOLE, _SPLIT, _PER_RANK = range(3)
 

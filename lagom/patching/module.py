@@ -12,8 +12,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.device import follow_input
+from lagom.patching.passes import tensors
 from lagom.patching.replace import replaced
-from lagom.patching.session import tensors
 from lagom.patching.slicing import Slicer
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import weakref
-from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.patching.passes import Pass, Share, tensors
 from lagom.patching.random import CommonStreams
 from lagom.patching.terms import Terms, share_behind
 from lagom.strategies.divergence import Watch
@@ -34,39 +34,6 @@ if TYPE_CHECKING:
     from lagom.plan import Plan
 
 log = logging.getLogger("lagom")
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What of a batch is this rank's."""
-
-    num_mine: int
-    num_all: int
-    even: bool
-    """All ranks have as many."""
-
-    def weight(self, world_size: int) -> float:
-        """What the root of a backward is multiplied by, so that the average over ranks is the mean of the batch."""
-        return world_size * self.num_mine / self.num_all
-
-
-@dataclass(eq=False)
-class Pass:
-    """One iteration over a loader."""
-
-    training: bool
-    sharded: bool
-    own: bool = False
-    """Its data set shards itself: each rank's batches are its own."""
-    by_mode: bool = False
-    """Gradients are on; it is no training because the model is in eval mode."""
-    steps: int | None = None
-    step: int = 0
-    shares: deque[Share | None] = field(default_factory=deque)
-    """Of the batches that the sampler has given and the user has not seen yet: workers fetch ahead."""
-    current: Share | None = None
-    failed: bool = False
-    """Its next batch could not be loaded."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -348,17 +315,6 @@ class Session:
 
     def _trainable(self) -> Iterator[nn.Module]:
         return (module for module in list(self.modules) if "_parameters" in module.__dict__)
-
-
-def tensors(data: Any) -> Iterator[torch.Tensor]:
-    """The tensors in ``data``, which may be a tensor, or tuples, lists and dicts of them."""
-    if isinstance(data, torch.Tensor):
-        yield data
-    elif isinstance(data, (tuple, list)):
-        for part in data:
-            yield from tensors(part)
-    elif isinstance(data, dict):
-        yield from tensors(list(data.values()))
 
 
 _alive: weakref.WeakSet[Session] = weakref.WeakSet()

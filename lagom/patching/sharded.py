@@ -10,7 +10,7 @@ import torch
 
 from lagom.errors import DivergenceError
 from lagom.patching.dealing import num_samples
-from lagom.patching.session import Share, tensors
+from lagom.patching.passes import Share, tensors
 from lagom.strategies.frame import signature
 from lagom.worker.place import Place, standing_at
 

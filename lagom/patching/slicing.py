@@ -13,9 +13,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
+from lagom.patching.passes import Share
 from lagom.patching.probe import Candidate, Finding, is_batch, measured, probe
 from lagom.patching.recorder import NotByRowsError
-from lagom.patching.session import Share
 from lagom.strategies.draws import Draws
 from lagom.strategies.whole_batch import Block, Exchange, Gatherer, UnequalInputError, gathered, pays, sliced
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from lagom.patching.session import Pass, Session, Share
+    from lagom.patching.passes import Pass, Share
+    from lagom.patching.session import Session
 
 
 class Taker(Protocol):

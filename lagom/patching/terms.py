@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
-    from lagom.patching.session import Share
+    from lagom.patching.passes import Share
 
 _KEY = "lagom_share"
 _SUMS = ("AddBackward0", "SubBackward0", "StackBackward0")

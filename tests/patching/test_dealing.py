@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lagom.patching.dealing import per_rank, split
-from lagom.patching.session import Share
+from lagom.patching.passes import Share
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

@@ -1,0 +1,56 @@
+"""``Pass`` and ``Share``: an iteration over a loader, and what of its batches is this rank's."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of a batch is this rank's."""
+
+    num_mine: int
+    num_all: int
+    even: bool
+    """All ranks have as many."""
+
+    def weight(self, world_size: int) -> float:
+        """What the root of a backward is multiplied by, so that the average over ranks is the mean of the batch."""
+        return world_size * self.num_mine / self.num_all
+
+
+@dataclass(eq=False)
+class Pass:
+    """One iteration over a loader."""
+
+    training: bool
+    sharded: bool
+    own: bool = False
+    """Its data set shards itself: each rank's batches are its own."""
+    by_mode: bool = False
+    """Gradients are on; it is no training because the model is in eval mode."""
+    steps: int | None = None
+    step: int = 0
+    shares: deque[Share | None] = field(default_factory=deque)
+    """Of the batches that the sampler has given and the user has not seen yet: workers fetch ahead."""
+    current: Share | None = None
+    failed: bool = False
+    """Its next batch could not be loaded."""
+
+
+def tensors(data: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``data``, which may be a tensor, or tuples, lists and dicts of them."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, (tuple, list)):
+        for part in data:
+            yield from tensors(part)
+    elif isinstance(data, dict):
+        yield from tensors(list(data.values()))
