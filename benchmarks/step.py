@@ -1,11 +1,13 @@
 """Time per training step on 2 ranks: DDP by hand (torchrun, gloo), Accelerate (notebook_launcher), and lagom.
 
-    python -m benchmarks.step [--rounds 5] [--task MLP]...
+    python -m benchmarks.step [--turns 40] [--task MLP]...
 
 The programs (benchmarks/step_programs.py) are the same loop; lagom gets the one that knows of no ranks. All see the
 same number of samples per rank and step, with one thread per rank. A step is all of the loop's body: fetching the
-batch, zero_grad, forward, loss, backward, optimizer step. Contenders take turns, round after round, each time in new
-processes; a round's number is the median of its steps after a warm-up, on the slowest rank. Accelerate needs
+batch, zero_grad, forward, loss, backward, optimizer step.
+
+All contenders run at once and take turns of a few steps each, so that what else the machine does slows all of them
+alike. A turn's time is that of its slowest rank; ratios are those of turns one after another. Accelerate needs
 `pip install -c constraints.txt -e ".[bench]"`.
 """
 
@@ -13,118 +15,161 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import IO, Any
 
-from benchmarks.step_programs import TASKS, plain
-from lagom import experiment
-from lagom.config import TorchDistributedConfig
-from lagom.config.torch_distributed import Batches
-from lagom.errors import LagomError
+from benchmarks.step_programs import TASKS
 
 WORLD_SIZE = 2
-Times = dict[str, dict[str, list[float]]]
-"""Seconds per step, by task and contender, a number per round."""
+WARM_UP = 3
+"""Turns that do not count."""
+CONTENDERS = {
+    "ddp": "DDP by hand, gloo",
+    "accelerate": "Accelerate",
+    "split": "lagom, split",
+    "per_rank": "lagom, per_rank",
+    "whole": "lagom, whole",
+}
+Times = Mapping[str, Sequence[float]]
+"""Seconds per step, turn by turn, by contender."""
+
+
+@dataclass
+class Contender:
+    """Processes that wait for their turn."""
+
+    process: subprocess.Popen[str]
+    errors: IO[str]
+    ranks: dict[int, Any] = field(default_factory=dict)
+
+    def turn(self, steps: int) -> float:
+        """Let it take a turn; seconds per step of the slowest rank."""
+        for lines in self.ranks.values():
+            lines.write("go\n")
+            lines.flush()
+        return max(float(json.loads(lines.readline())) for lines in self.ranks.values()) / steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print medians, ranges and ratios; 0 when the targets hold, else 1."""
+    """Print medians, quartiles and ratios; 0 when the targets hold, else 1."""
     args = _arguments(argv)
-    # For the ranks of all contenders, before any of them starts.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    logging.getLogger("lagom").setLevel(logging.ERROR)
     wanted = [name for name in TASKS if not args.task or any(part in name for part in args.task)]
-    times = measure(_contenders(), wanted, args.rounds)
+    with contenders(wanted, args.turns) as able:
+        times = {name: measure(able, name, args.turns) for name in wanted}
     print("\n\n".join(report(name, times[name]) for name in wanted))
     return 0 if all(held for name in wanted for _, held in targets(times[name])) else 1
 
 
-def measure(contenders: Mapping[str, Callable[[list[str]], dict[str, float]]], wanted: list[str], rounds: int) -> Times:
-    """Let the contenders take turns; one that refuses is left out from then on, with a line that says why."""
-    times: Times = {name: {} for name in wanted}
-    able = dict(contenders)
-    for number in range(rounds):
-        for name, call in list(able.items()) if number % 2 else reversed(list(able.items())):
-            try:
-                found = call(wanted)
-            except (LagomError, ValueError) as error:
-                print(f"{name}: left out: {error}", file=sys.stderr)
-                del able[name]
-                continue
-            for task, seconds in found.items():
-                times[task].setdefault(name, []).append(seconds)
-        print(f"round {number + 1} of {rounds} done", file=sys.stderr)
+def measure(able: Mapping[str, Contender], task: str, turns: int) -> dict[str, list[float]]:
+    """Let the contenders take turns, in one order and then in the other."""
+    times: dict[str, list[float]] = {name: [] for name in able}
+    for number in range(WARM_UP + turns):
+        for name in list(able) if number % 2 else reversed(list(able)):
+            seconds = able[name].turn(TASKS[task].steps)
+            if number >= WARM_UP:
+                times[name].append(seconds)
+    print(f"{task}: done", file=sys.stderr)
     return times
 
 
-def report(task: str, times: Mapping[str, Sequence[float]]) -> str:
+def report(task: str, times: Times) -> str:
     """A table, and whether each target holds."""
-    peer = statistics.median(times[DDP])
-    lines = [f"{task + ', ' + str(TASKS[task].per_rank) + ' per rank':36} median ms      min      max   of DDP's"]
-    for name in _contenders():
-        if name in times:
-            median = statistics.median(times[name])
-            figures = f"{median * 1e3:9.3f} {min(times[name]) * 1e3:8.3f} {max(times[name]) * 1e3:8.3f}"
-            lines.append(f"{name:36} {figures} {median / peer:9.2f}x")
+    title = f"{task}, {TASKS[task].per_rank} per rank"
+    lines = [f"{title:36} median ms   quartiles ms     of DDP's  quartiles"]
+    for name, seconds in times.items():
+        low, median, high = statistics.quantiles([1e3 * one for one in seconds], n=4)
+        less, ratio, more = statistics.quantiles(_ratios(times, name), n=4)
+        figures = f"{median:9.3f} {low:8.3f} {high:8.3f} {ratio:9.2f}x  {less:.2f} {more:.2f}"
+        lines.append(f"{CONTENDERS[name]:36} {figures}")
     lines += [f"{'holds' if held else 'MISSED':7}{target}" for target, held in targets(times)]
     return "\n".join(lines)
 
 
-def targets(times: Mapping[str, Sequence[float]]) -> list[tuple[str, bool]]:
-    """What lagom promises, and whether it is so in these medians."""
-    if "lagom, per_rank" not in times:
-        return []
-    held = statistics.median(times["lagom, per_rank"]) <= statistics.median(times[DDP])
-    return [("lagom's per_rank takes no longer than DDP by hand", held)]
+def targets(times: Times) -> list[tuple[str, bool]]:
+    """What lagom promises, and whether it is so."""
+    ratio = statistics.median(_ratios(times, "per_rank"))
+    return [("lagom's per_rank takes no longer than DDP by hand", ratio <= 1)]
 
 
-DDP = "DDP by hand, gloo"
+def _ratios(times: Times, name: str) -> list[float]:
+    return [one / peer for one, peer in zip(times[name], times["ddp"], strict=True)]
 
 
-def _contenders() -> dict[str, Callable[[list[str]], dict[str, float]]]:
-    return {
-        DDP: lambda wanted: _launched("ddp", wanted),
-        "Accelerate": lambda wanted: _launched("accelerate", wanted),
-        "lagom, split": lambda wanted: _lagom("split", wanted),
-        "lagom, per_rank": lambda wanted: _lagom("per_rank", wanted),
-        "lagom, whole": lambda wanted: _lagom("whole", wanted),
-    }
+@contextmanager
+def contenders(wanted: list[str], turns: int) -> Iterator[dict[str, Contender]]:
+    """Start all; one that refuses is left out, with a line that says why."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
+        arguments = {
+            "port": listener.getsockname()[1],
+            "world_size": WORLD_SIZE,
+            "tasks": wanted,
+            "turns": WARM_UP + turns,
+        }
+        started = {name: _started(name, arguments, folder) for name in CONTENDERS}
+        try:
+            _connect(listener, started)
+            yield {name: one for name, one in started.items() if len(one.ranks) == WORLD_SIZE}
+            for one in started.values():
+                one.process.wait(timeout=60)
+        finally:
+            for one in started.values():
+                one.process.terminate()
+                one.process.wait()
+                one.errors.close()
 
 
-def _lagom(batches: Batches, wanted: list[str]) -> dict[str, float]:
-    hparams = {"world_size": WORLD_SIZE, "batch_is_ranks_own": batches == "per_rank", "wanted": wanted}
-    config = TorchDistributedConfig(hparams=hparams, world_size=WORLD_SIZE, launcher="local", batches=batches)
-    return _slowest(list(experiment.lagom(plain, config).per_rank))
-
-
-def _launched(kind: str, wanted: list[str]) -> dict[str, float]:
+def _started(name: str, arguments: Mapping[str, object], folder: str) -> Contender:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    launcher = ["torch.distributed.run", f"--nproc_per_node={WORLD_SIZE}", f"--master_port={port}", "-m"]
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = {"world_size": WORLD_SIZE, "wanted": wanted, "folder": folder, "port": port}
-        command = [sys.executable, "-m", *(launcher if kind == "ddp" else []), "benchmarks.step_programs", kind]
-        done = subprocess.run([*command, json.dumps(arguments)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ValueError(f"{kind} failed: {done.stderr[-2000:]}")
-        return _slowest([json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())])
+        port = free.getsockname()[1]
+    torchrun = ["torch.distributed.run", f"--nproc_per_node={WORLD_SIZE}", f"--master_port={port}", "-m"]
+    command = [sys.executable, "-m", *(torchrun if name == "ddp" else []), "benchmarks.step_programs", name]
+    errors = open(os.path.join(folder, name), "w+")  # noqa: SIM115  (closed with its contender)
+    process = subprocess.Popen(
+        [*command, json.dumps(arguments)], stdout=subprocess.DEVNULL, stderr=errors, text=True, env=_environment()
+    )
+    return Contender(process, errors)
 
 
-def _slowest(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    assert len(found) == WORLD_SIZE
-    return {name: max(one[name] for one in found) for name in found[0]}
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def _connect(listener: socket.socket, started: Mapping[str, Contender]) -> None:
+    listener.settimeout(1)
+    deadline = time.monotonic() + 120
+    told: set[str] = set()
+    while any(len(one.ranks) < WORLD_SIZE and name not in told for name, one in started.items()):
+        for name, one in started.items():
+            if one.process.poll() is not None and name not in told:
+                one.errors.seek(0)
+                print(f"{CONTENDERS[name]}: left out: {one.errors.read()[-1000:]}", file=sys.stderr)
+                told.add(name)
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            if time.monotonic() > deadline:
+                raise
+            continue
+        connection.settimeout(120)
+        lines = connection.makefile("rw")
+        hello = json.loads(lines.readline())
+        started[hello["contender"]].ranks[hello["rank"]] = lines
+    if "ddp" in told or "per_rank" in told:
+        raise RuntimeError("there is nothing to compare without DDP and lagom's per_rank")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time per training step, against DDP and Accelerate.")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--task", action="append", help="only tasks whose name has this in it; may be repeated")
     return parser.parse_args(argv)
 

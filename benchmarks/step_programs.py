@@ -1,19 +1,19 @@
 """The training programs that ``benchmarks.step`` times: one plain loop, by hand for DDP, and through Accelerate.
 
-Run as ``python -m benchmarks.step_programs {ddp,accelerate} ARGUMENTS``, ARGUMENTS being JSON, it is the ranks' side.
+``python -m benchmarks.step_programs CONTENDER ARGUMENTS``, ARGUMENTS being JSON, is a contender: its ranks, which take
+turns with those of the others, block by block, as the benchmark tells them over a socket.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-import statistics
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-WARM_UP = 40
-"""Steps that do not count."""
+import lagom
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+Arguments = Mapping[str, Any]
+"""port, world_size, tasks by name, turns, batches."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Task:
     per_rank: int
     """Samples per rank and step."""
     steps: int
-    """That are timed."""
+    """In a turn."""
 
 
 def _mlp() -> nn.Module:
@@ -43,16 +47,9 @@ def _mlp() -> nn.Module:
 
 
 def _cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 8 * 8, 10),
-    )
+    first = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(32 * 8 * 8, 10))
 
 
 def _large() -> nn.Module:
@@ -60,98 +57,135 @@ def _large() -> nn.Module:
 
 
 TASKS = {
-    "MLP 2-100-100-1": Task(_mlp, (2,), (1,), per_rank=64, steps=400),
-    "CNN, 2 layers, 32x32": Task(_cnn, (3, 32, 32), (10,), per_rank=64, steps=60),
-    "MLP of 10M parameters": Task(_large, (784,), (784,), per_rank=64, steps=25),
+    "MLP 2-100-100-1": Task(_mlp, (2,), (1,), per_rank=64, steps=20),
+    "CNN, 2 layers, 32x32": Task(_cnn, (3, 32, 32), (10,), per_rank=64, steps=5),
+    "MLP of 10M parameters": Task(_large, (784,), (784,), per_rank=64, steps=3),
 }
 
 
-def plain(world_size: int, batch_is_ranks_own: bool, wanted: list[str]) -> dict[str, float]:
-    """Seconds per step of each task: the loop that anybody would write."""
+class Clock:
+    """Says when it is this rank's turn, and how long its steps took."""
+
+    def __init__(self, arguments: Arguments, rank: int) -> None:
+        connection = socket.create_connection(("127.0.0.1", arguments["port"]))
+        self._lines = connection.makefile("rw")
+        self._tell({"contender": arguments["contender"], "rank": rank})
+        self._turns = arguments["turns"]
+        self._start = 0.0
+
+    def start(self, task: Task) -> None:
+        """Another task begins."""
+        self._task = task
+        self._num_turns = self._num_steps = 0
+
+    def is_over(self) -> bool:
+        """At the top of the loop's body: a step has ended, and maybe the task."""
+        if self._num_turns and self._num_steps < self._task.steps:
+            self._num_steps += 1
+            return False
+        if self._num_turns:
+            self._tell(time.perf_counter() - self._start)
+        if self._num_turns == self._turns:
+            return True
+        assert self._lines.readline(), "the benchmark has ended"
+        self._num_turns, self._num_steps = self._num_turns + 1, 1
+        self._start = time.perf_counter()
+        return False
+
+    def _tell(self, what: object) -> None:
+        self._lines.write(json.dumps(what) + "\n")
+        self._lines.flush()
+
+
+def plain(arguments: Arguments) -> None:
+    """The loop that anybody would write."""
+    clock = Clock(arguments, lagom.rank())
     torch.set_num_threads(1)
-    found = {}
-    for name in wanted:
-        task = TASKS[name]
+    for task in map(TASKS.__getitem__, arguments["tasks"]):
         model = task.module()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        batch = task.per_rank * (1 if batch_is_ranks_own else world_size)
-        loader = DataLoader(_data(task, world_size), batch_size=batch, shuffle=True)
-        found[name] = _timed(task, loader, model, optimizer, lambda loss: loss.backward())
-    return found
+        batch_size = task.per_rank * (1 if arguments["contender"] == "per_rank" else arguments["world_size"])
+        loader = DataLoader(_data(task, arguments), batch_size=batch_size, shuffle=True)
+        _train(clock, task, loader, model, optimizer, lambda loss: loss.backward())
 
 
-def ddp(world_size: int, wanted: list[str]) -> dict[str, float]:
+def ddp(arguments: Arguments) -> None:
     """The same, distributed by hand."""
     torch.distributed.init_process_group("gloo")
+    clock = Clock(arguments, torch.distributed.get_rank())
     torch.set_num_threads(1)
-    found = {}
-    for name in wanted:
-        task = TASKS[name]
+    for task in map(TASKS.__getitem__, arguments["tasks"]):
         torch.manual_seed(0)
-        data = _data(task, world_size)
+        data = _data(task, arguments)
         model = nn.parallel.DistributedDataParallel(task.module())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         loader = DataLoader(data, batch_size=task.per_rank, sampler=DistributedSampler(data))
-        found[name] = _timed(task, loader, model, optimizer, lambda loss: loss.backward())
+        _train(clock, task, loader, model, optimizer, lambda loss: loss.backward())
     torch.distributed.destroy_process_group()
-    return found
 
 
-def accelerate(world_size: int, wanted: list[str]) -> dict[str, float]:
+def accelerate(arguments: Arguments) -> None:
     """The same, through Hugging Face Accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
+    clock = Clock(arguments, accelerator.process_index)
     torch.set_num_threads(1)
-    found = {}
-    for name in wanted:
-        task = TASKS[name]
+    for task in map(TASKS.__getitem__, arguments["tasks"]):
         torch.manual_seed(0)
         model = task.module()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        loader = DataLoader(_data(task, world_size), batch_size=task.per_rank, shuffle=True)
+        loader = DataLoader(_data(task, arguments), batch_size=task.per_rank, shuffle=True)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        found[name] = _timed(task, loader, model, optimizer, accelerator.backward)
+        _train(clock, task, loader, model, optimizer, accelerator.backward)
     accelerator.end_training()
-    return found
 
 
-def _timed(task: Task, loader: Any, model: nn.Module, optimizer: Any, backward: Callable[[Tensor], object]) -> float:
-    """Seconds from batch to batch: fetching it, forward, loss, backward, optimizer step; the median."""
-    times: list[float] = []
-    while len(times) <= WARM_UP + task.steps:
+def _train(
+    clock: Clock,
+    task: Task,
+    loader: Any,
+    model: nn.Module,
+    optimizer: Any,
+    backward: Callable[[Tensor], object],
+) -> None:
+    clock.start(task)
+    while True:
         for x, y in loader:
-            times.append(time.perf_counter())
+            if clock.is_over():
+                return
             optimizer.zero_grad()
             loss = F.mse_loss(model(x), y)
             backward(loss)
             optimizer.step()
-    steps = [after - before for before, after in pairwise(times)]
-    return statistics.median(steps[WARM_UP : WARM_UP + task.steps])
 
 
-def _data(task: Task, world_size: int) -> TensorDataset:
-    """Enough for warm-up and 20 steps an epoch at least."""
-    count = task.per_rank * world_size * min(task.steps, 100)
+def _data(task: Task, arguments: Arguments) -> TensorDataset:
+    """For 20 turns or so."""
+    count = task.per_rank * arguments["world_size"] * task.steps * 20
     return TensorDataset(torch.randn(count, *task.input), torch.randn(count, *task.output))
 
 
-def main(kind: str, arguments: Mapping[str, Any]) -> None:
-    """Be one rank of torchrun, or launch the ranks of Accelerate; each writes what it found to a file."""
-    if kind == "ddp":
-        _write(ddp, arguments)
-    else:
+def main(contender: str, arguments: Arguments) -> None:
+    """Be a rank of torchrun's, or launch the ranks of another contender."""
+    arguments = {**arguments, "contender": contender}
+    if contender == "ddp":
+        ddp(arguments)
+    elif contender == "accelerate":
         from accelerate import notebook_launcher
 
-        notebook_launcher(
-            _write, (accelerate, arguments), num_processes=arguments["world_size"], use_port=arguments["port"]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        notebook_launcher(accelerate, (arguments,), num_processes=arguments["world_size"], use_port=port)
+    else:
+        logging.getLogger("lagom").setLevel(logging.ERROR)
+        batches: Any = contender
+        config = TorchDistributedConfig(
+            hparams={"arguments": arguments}, world_size=arguments["world_size"], launcher="local", batches=batches
         )
-
-
-def _write(program: Callable[[int, list[str]], dict[str, float]], arguments: Mapping[str, Any]) -> None:
-    found = program(arguments["world_size"], arguments["wanted"])
-    Path(arguments["folder"], os.environ["RANK"]).write_text(json.dumps(found))
+        experiment.lagom(plain, config)
 
 
 if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
     main(sys.argv[1], json.loads(sys.argv[2]))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 30 * 60.0
 """How long a rank waits for another; torch's own default for gloo."""
+_kept: list[dist.ProcessGroup] = []
+"""Groups that threads of gloo may still hold tensors of: to destroy one then can deadlock, so a rank never does."""
 _FIRST = 4096 - 8
 """Bytes that travel along with their own length, so that a short message takes one exchange."""
 
@@ -84,6 +86,7 @@ class Group:
         if self._aside is None:
             with _naming("connecting"):
                 self._aside = self._another()
+            _kept.append(self._aside)
 
     def all_reduce_aside(self, tensor: torch.Tensor) -> dist.Work:
         """As ``all_reduce_later``, of CPU tensors, in an order of its own: other exchanges may come before or after."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from lagom.strategies.layout import Layout
     from lagom.strategies.leaves import Leaves
 
-WORTH = 1 << 20
-"""Bytes of large gradients from which an exchange at the start of a backward pays."""
+WORTH = 4 << 20
+"""Bytes of large gradients from which an exchange at the start of a backward pays, by measurement."""
 _PLACE = "the start of a backward"
 _MAX_KNOWN = 64
 _MAX_PATIENCE = 64

@@ -12,12 +12,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import DivergenceError
 from lagom.patching.session import Session
+from lagom.strategies import overlap
 from lagom.strategies.buckets import _is_sole_owner
 from lagom.strategies.frame import Frame
 from tests.patching.programs import Program, data, loop, mse, sgd, weights
 from tests.ranks import RankFailedError, alone, run_ranks
 
 WIDE = 400  # 1.3 MB in float64
+
+
+@pytest.fixture(autouse=True)
+def worth_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "WORTH", 1 << 20)
 
 
 def wide() -> nn.Sequential:
