@@ -18,7 +18,8 @@ from tests.integration import programs
 pytestmark = pytest.mark.parametrize(
     "spark", ["local[2]", "local-cluster", "standalone", "connect"], indirect=True, scope="session"
 )
-SOON_S = 1.0
+SOON_S = 3.0
+"""Spark takes 0.4 s to end the job; a rank that nobody ends sleeps or waits for a minute."""
 
 
 @pytest.fixture(autouse=True)
