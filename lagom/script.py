@@ -17,13 +17,16 @@ class Script:
     """
 
     path: str
+    """As it was given: ``sys.argv[0]``."""
     source: str
     arguments: tuple[str, ...]
+    file: str = ""
+    """The absolute path, which is what python calls the script in ``__file__`` and in tracebacks."""
 
     @classmethod
     def read(cls, path: Path, arguments: Sequence[str]) -> Script:
         """The script in ``path``, to be called with ``arguments``."""
-        return cls(str(path), path.read_text(), tuple(arguments))
+        return cls(str(path), path.read_text(), tuple(arguments), str(path.absolute()))
 
     @property
     def __name__(self) -> str:
@@ -33,12 +36,12 @@ class Script:
     @property
     def code(self) -> types.CodeType:
         """The compiled script; a SyntaxError names its line."""
-        return compile(self.source, self.path, "exec", dont_inherit=True)
+        return compile(self.source, self.file or self.path, "exec", dont_inherit=True)
 
     def __call__(self) -> None:
         """Run the script."""
         main = types.ModuleType("__main__")
-        main.__file__ = self.path
+        main.__file__ = self.file or self.path
         sys.modules["__main__"] = main  # where pickle looks for the script's classes
         sys.argv = [self.path, *self.arguments]
         try:

@@ -42,7 +42,7 @@ def main():
             optimizer.step()
     assert pickle.loads(pickle.dumps(model)).__class__ is Line
     torch.save(model.state_dict(), "model.pt")
-    print("trained", __name__, sys.argv[1:])
+    print("trained", __name__, __file__, sys.argv)
     if args.fail:
         raise RuntimeError(args.fail)
 
@@ -77,20 +77,22 @@ def run(
 
 
 def test_a_script_prints_and_saves_on_two_ranks_what_plain_python_does(folder: Path) -> None:
-    assert run(folder, "--epochs", "2", python=()) == (0, "trained __main__ ['--epochs', '2']\n", "")
+    said = f"trained __main__ {folder / 'program.py'} ['program.py', '--epochs', '2']\n"
+    assert run(folder, "--epochs", "2", python=()) == (0, said, "")
     plain = torch.load(folder / "model.pt")
     (folder / "model.pt").unlink()
     status, out, _ = run(folder, "--epochs", "2")
-    assert (status, out) == (0, "trained __main__ ['--epochs', '2']\n")
+    assert (status, out) == (0, said)
     for name, value in torch.load(folder / "model.pt").items():
         torch.testing.assert_close(value, plain[name], rtol=1e-12, atol=1e-13)
 
 
 def test_exit_status_and_traceback_are_the_scripts(folder: Path) -> None:
+    path = folder / "program.py"
     status, _, error = run(folder, "--fail", "out of luck")
     assert status == 1
     assert error.rstrip().endswith("RuntimeError: out of luck")
-    assert 'File "program.py", line' in error
+    assert f'File "{path}", line' in error
     assert "lagom/" not in error
     assert run(folder, "--epochs", "many")[0] == 2  # argparse's own status
 
@@ -119,7 +121,7 @@ def test_modules_that_a_script_imports_travel_with_it(folder: Path, monkeypatch:
 def test_verify_lets_a_faithful_script_run_and_ends_an_unfaithful_one_with_status_3(folder: Path) -> None:
     verified = ("-m", "lagom.cli", "run", "-n", "2", "--verify")
     status, out, error = run(folder, python=verified)
-    assert (status, out) == (0, "trained __main__ []\n")
+    assert (status, out) == (0, f"trained __main__ {folder / 'program.py'} ['program.py']\n")
     assert "The ranks do what one process does." in error
     (folder / "program.py").write_text(
         PROGRAM.replace("mse_loss(model(inputs), targets)", "mse_loss(model(inputs), targets, reduction='sum')")
