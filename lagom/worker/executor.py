@@ -67,7 +67,9 @@ def _attend(spec: Spec, task: int, context: Any, link: Link | None, files: conte
     with ground(spec) as place:
         reports = hold(spec, task, place, link, gather, outcomes, ip, _gpus(spec, context))
         failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
-        if failed and not _told(link, failed[0]):
+        # A driver that has a link to this task ends the run itself, and quietly: a task that raises fills Spark's log,
+        # and what other tasks have to tell, which may be the cause, would be lost with the job.
+        if failed and link is None:
             raise RuntimeError(_as_text(failed[0], outcomes[failed[0]["rank"] - first]))
         found = list(zip(ranks, ["outcome"] * len(ranks), outcomes, reports, strict=True))
         if 0 in ranks and (written := pack_files(place)) is not None:
@@ -87,11 +89,6 @@ class _Part:
     name: str
     fd: int
     report: Message
-
-
-def _told(link: Link | None, report: Message) -> bool:
-    """Whether the driver knows of the failure and ends the run itself, quietly; a raised task fills Spark's log."""
-    return link is not None and not report.get("consequence")
 
 
 def _as_text(report: Message, fd: int) -> str:
