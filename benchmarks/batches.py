@@ -2,7 +2,7 @@
 
     python -m benchmarks.batches [--steps 30] [--rounds 3]
 
-In one process with one thread, with ``batches="split"``, with ``"whole"`` as it is, and with ``"whole"`` where every
+In one process with all cores, with ``batches="split"``, with ``"whole"`` as it is, and with ``"whole"`` where every
 forward that can be is sliced, whether that pays or not. Besides, which part of a step is the loading of its samples:
 if samples were loaded sharded under "whole" as well, half of that part could be saved on 2 ranks, at most.
 """
@@ -118,8 +118,6 @@ def measure(program: str, setting: str, steps: int) -> tuple[float, float]:
         batches="whole" if setting.startswith("whole") else "split",
         hparams={"program": program, "steps": steps, "always_slices": setting.endswith("sliced")},
     )
-    if alone:
-        torch.set_num_threads(1)
     found: tuple[float, float] = experiment.lagom(step_seconds, config).per_rank[0]
     return found
 
