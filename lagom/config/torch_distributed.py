@@ -48,7 +48,8 @@ class TorchDistributedConfig:
     """What the program sees of a training batch. "split": a batch is what ``batch_size`` says and each
     rank gets its share; "per_rank": ``batch_size`` is each rank's own; "whole": every rank sees all."""
     evaluation: Evaluation = "gathered"
-    """What a rank sees while evaluating. "replicated": everything; "sharded": its share."""
+    """How test sets are run through. "gathered": each rank computes its rows of a model's outputs where that saves
+    time, and all see whole batches; "replicated": every rank computes everything; "sharded": each sees its share."""
     sync_batchnorm: bool = True
     """BatchNorm's statistics in training are those of the whole batch, not of a rank's share."""
     verify: bool = False
