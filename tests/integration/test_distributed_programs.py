@@ -20,7 +20,9 @@ from tests import distributed_programs as programs
 @pytest.mark.parametrize("form", ["torchrun", "fallback"])
 def test_a_script_ends_with_the_weights_that_torchrun_gives(tmp_path: Path, form: str, world_size: int) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "--no-python")
-    wanted = run(tmp_path / "wanted", form, *torchrun, sys.executable)
+    # Under torchrun a gloo group that is left as it is aborts its process at exit now and then; what both forms
+    # compute is the same.
+    wanted = run(tmp_path / "wanted", "torchrun", *torchrun, sys.executable)
     found = run(tmp_path / "found", form, "-m", "lagom.cli", "run", "-n", str(world_size))
     assert found == wanted
     assert found.count("loss") == 2, "rank 0 prints a line per epoch"
