@@ -25,9 +25,9 @@ from lagom.config.torch_distributed import Batches, Evaluation
 from lagom.errors import CollectiveError
 from lagom.patching import patched
 from lagom.patching.disk import own_disk
+from lagom.patching.disk.settle import settle
 from lagom.patching.random import seed_everything
 from lagom.patching.session import Session
-from lagom.patching.settle import settle
 from lagom.plan import Plan
 from lagom.strategies import whole_batch
 

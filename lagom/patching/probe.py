@@ -6,12 +6,9 @@ See Note [Probe].
 from __future__ import annotations
 
 import io
-import random
-import sys
 import warnings
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from lagom.patching.as_it_was import as_it_was, buffers_of
 from lagom.patching.recorder import BlockRecorder, NotByRowsError, Recorder, Work
 from lagom.strategies.draws import Kind, UnsupportedDrawError
 from lagom.strategies.whole_batch import Block
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_SMALL = 1e-3
-"""Parameters no larger than this are taken for numbers that will grow: gates that start closed."""
 
 
 @dataclass
@@ -130,7 +126,7 @@ def probe(
     """
     try:
         _check(candidate)
-        with _as_it_was(candidate) as begin_again:
+        with as_it_was(candidate.module, candidate.inside, candidate.device) as begin_again:
             _look(candidate, finding, world_size, statistics, begin_again)
     except (NotByRowsError, UnsupportedDrawError) as error:
         finding.reason = str(error)
@@ -174,7 +170,7 @@ def _look(
     recorder = Recorder([leaf for leaf in given if is_batch(leaf, candidate.rows)], parameters)
     with statistics(noted):
         outputs, finding.factors, finding.spec = _run(candidate, recorder, given, candidate.rows, noted)
-    buffers = _buffers(candidate)
+    buffers = buffers_of(candidate.inside)
     if _versions(given) != versions:
         raise NotByRowsError("changes its input in place")
     parts = []
@@ -188,7 +184,7 @@ def _look(
             part_outputs, factors, spec = _run(candidate, part, leaves, block.num_mine, noted)
         if spec != finding.spec or factors != finding.factors or len(part.drawn) != len(recorder.drawn):
             raise NotByRowsError("gives other outputs for a part of its batch")
-        _compare_buffers(buffers, _buffers(candidate), noted)
+        _compare_buffers(buffers, buffers_of(candidate.inside), noted)
         parts.append(part_outputs)
     _compare(finding, outputs, parts, _tolerance(candidate))
     finding.sliced = True
@@ -267,17 +263,6 @@ def _versions(leaves: list[Any]) -> list[int | None]:
     return [leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None for leaf in leaves]
 
 
-def _buffers(candidate: Candidate) -> list[tuple[Tensor, Tensor]]:
-    """Each buffer, and a copy of what is in it now."""
-    found = {
-        id(buffer): buffer
-        for module in candidate.inside
-        for buffer in (module.__dict__.get("_buffers") or {}).values()
-        if buffer is not None and buffer.layout == torch.strided
-    }
-    return [(buffer, buffer.detach().clone()) for buffer in found.values()]
-
-
 def _compare_buffers(
     whole: list[tuple[Tensor, Tensor]], part: list[tuple[Tensor, Tensor]], noted: BatchStatistics
 ) -> None:
@@ -286,65 +271,6 @@ def _compare_buffers(
         same = buffer is other and ours.shape == theirs.shape and torch.equal(ours, theirs)
         if not same and id(buffer) not in running:
             raise NotByRowsError("keeps a buffer that depends on the batch")
-
-
-@contextmanager
-def _as_it_was(candidate: Candidate) -> Iterator[Callable[[], None]]:
-    """Puts back what a forward changes: random numbers, buffers, attributes. Gives a function that does so at once."""
-    kept = [*_random_numbers(candidate.device), *_attributes(candidate), *_contents(candidate)]
-
-    def put_back() -> None:
-        for restore in kept:
-            restore()
-
-    small = _opened(candidate)
-    try:
-        yield put_back
-    finally:
-        put_back()
-        for parameter, before in small:
-            parameter.data.copy_(before)
-
-
-def _random_numbers(device: torch.device) -> Iterator[Callable[[], object]]:
-    yield partial(torch.default_generator.set_state, torch.default_generator.get_state())
-    if device.type == "cuda":
-        yield partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
-    yield partial(random.setstate, random.getstate())
-    if "numpy.random" in sys.modules:
-        numpy_random = sys.modules["numpy.random"]
-        yield partial(numpy_random.set_state, numpy_random.get_state())
-
-
-def _attributes(candidate: Candidate) -> Iterator[Callable[[], object]]:
-    for module in candidate.inside:
-        for holder in (module.__dict__, *module.__dict__.values()):
-            if isinstance(holder, dict):
-                yield partial(_refill, holder, dict(holder))
-            elif isinstance(holder, list):
-                yield partial(holder.__setitem__, slice(None), list(holder))
-
-
-def _refill(holder: dict[Any, Any], before: dict[Any, Any]) -> None:
-    holder.clear()
-    holder.update(before)
-
-
-def _contents(candidate: Candidate) -> Iterator[Callable[[], object]]:
-    for buffer, before in _buffers(candidate):
-        # Through .data: a graph may hold the buffer, and its version.
-        yield partial(buffer.data.copy_, before)
-
-
-def _opened(candidate: Candidate) -> list[tuple[Tensor, Tensor]]:
-    """Give parameters that are next to nothing some size, for now: a closed gate hides what is behind it."""
-    found: list[tuple[Tensor, Tensor]] = []
-    for index, parameter in enumerate(candidate.module.parameters()):
-        if parameter.is_floating_point() and parameter.numel() and float(parameter.detach().abs().max()) <= _SMALL:
-            found.append((parameter, parameter.detach().clone()))
-            generator = torch.Generator(parameter.device).manual_seed(index)
-            parameter.data.normal_(0.0, 0.1, generator=generator)
-    return found
 
 
 # Note [Probe]

@@ -1,4 +1,4 @@
-"""``lagom.patching.settle``: hosts that rank 0 is not on, and their disks."""
+"""``lagom.patching.disk.settle``: hosts that rank 0 is not on, and their disks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lagom.patching import disk, settle
+from lagom.patching import disk
+from lagom.patching.disk import settle
 from tests.patching.test_disk import prepared, tree
 
 

@@ -29,8 +29,6 @@ class Case:
     """``own``: rank 0 prints numbers of its own share, such as a running loss, in the same words."""
     shared: bool = True
     """Whether there is a loader to share out; without one every rank does all of the work, and all is equal."""
-    waits_for: str = ""
-    """A module of lagom's, without which the program cannot run on several ranks yet."""
 
     def __str__(self) -> str:
         return "-".join([self.program, *(f"{key}={value}" for key, value in self.options.items())])
@@ -78,7 +76,7 @@ CASES = (
     Case(program="hooked", prints="own"),
     Case(program="ignored", split="by share", why="the mean is over the tokens of the batch"),
     Case(program="inplace", prints="own"),
-    Case(program="journal", waits_for="lagom.patching.overlay"),
+    Case(program="journal"),
     Case(program="language", shared=False),
     Case(program="layer_local", prints="own"),
     Case(program="line_search"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -20,11 +19,6 @@ each_case = pytest.mark.parametrize("case", CASES, ids=str)
 def cases(*split: str, among: Sequence[str] = ()) -> pytest.MarkDecorator:
     chosen = [case for case in CASES if case.split in split and (not among or case.program in among)]
     return pytest.mark.parametrize("case", chosen, ids=str)
-
-
-def expect_failure_yet(case: Case) -> None:
-    if case.waits_for and find_spec(case.waits_for) is None:
-        pytest.xfail(f"{case.waits_for} is not built yet")
 
 
 @cache
@@ -66,7 +60,6 @@ def test_split_with_replicated_evaluation(case: Case) -> None:
 
 
 def judge_split(case: Case, world_size: int, evaluation: Evaluation) -> None:
-    expect_failure_yet(case)
     plain = plain_run(case)
     wanted = shared_run(case, world_size) if case.split == "by share" else plain
     run = judge.on_ranks(case.program, case.options, world_size, evaluation=evaluation)
@@ -116,7 +109,6 @@ def test_whole_where_slicing_does_not_pay(case: Case) -> None:
 
 
 def judge_whole(case: Case, world_size: int, *, always_slices: bool) -> None:
-    expect_failure_yet(case)
     plain = plain_run(case)
     run = judge.on_ranks(
         case.program,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 
@@ -20,8 +19,6 @@ FIRST = {case.program: case for case in reversed(CASES)}
 @pytest.mark.parametrize("case", FIRST.values(), ids=FIRST)
 def test_a_script_on_two_ranks(case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """With the setting that is right for it: "whole" where "split" does not give the numbers of one process."""
-    if case.waits_for and find_spec(case.waits_for) is None:
-        pytest.xfail(f"{case.waits_for} is not built yet")
     whole = case.split != "equal"
     text, files = judge.as_script(case.program, [])
     monkeypatch.setattr(sys, "path", list(sys.path))

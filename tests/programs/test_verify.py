@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 
 import pytest
 
@@ -29,8 +28,6 @@ QUICK = ("accumulation", "convolution", "early_stopping", "language", "siamese",
     [pytest.param(case, marks=() if case.program in QUICK else pytest.mark.soak, id=str(case)) for case in CASES],
 )
 def test_a_program_is_told_what_is_right_for_it(case: Case) -> None:
-    if case.waits_for and find_spec(case.waits_for) is None:
-        pytest.xfail(f"{case.waits_for} is not built yet")
     if case.split != "equal" and str(case) not in RANDOM_ALONE:
         with pytest.raises(VerificationError, match=r"This program needs batches='whole'"):
             rehearsed(case)

@@ -22,9 +22,10 @@ from lagom.monitor.link import Link, Message
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import Cluster, plan
 from lagom.worker.ground import ground
-from lagom.worker.host import _died, _Rank, _seat, hold
+from lagom.worker.host import _seat, hold
 from lagom.worker.rendezvous import Stopped, peers
 from lagom.worker.spec import Spec
+from lagom.worker.watch import Forked, _died
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +208,7 @@ def test_the_environment_of_the_driver_is_added_to_the_ranks(driver: Driver) -> 
 
 
 def dead(status: int, tail: bytes = b"") -> Message:
-    rank = _Rank(3, 1, None, Link(socket.socket()), -1, -1, tail=bytearray(tail))
+    rank = Forked(3, 1, None, Link(socket.socket()), -1, -1, tail=bytearray(tail))
     rank.control.close()
     return _died(rank, status)
 

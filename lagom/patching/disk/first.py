@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from lagom.patching.calls import Calls, opens_to_read
-from lagom.patching.journal import Change, Journal
-from lagom.patching.listing import Scan
+from lagom.patching.disk.calls import Calls, opens_to_read
+from lagom.patching.disk.journal import Change, Journal
+from lagom.patching.disk.listing import Scan
 
 log = logging.getLogger("lagom")
 

@@ -9,8 +9,8 @@ import stat
 import threading
 from typing import NoReturn
 
-from lagom.patching.journal import copy, join, parent
-from lagom.patching.view import View
+from lagom.patching.disk.journal import copy, join, parent
+from lagom.patching.disk.view import View
 
 _UNNAMED = getattr(os, "O_TMPFILE", os.O_DIRECTORY)
 

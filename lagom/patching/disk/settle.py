@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lagom.patching.journal import Journal, Log, copy, parent
-from lagom.patching.overlay import clear
+from lagom.patching.disk.journal import Journal, Log, copy, parent
+from lagom.patching.disk.overlay import clear
 
 _OF_A_PROCESS = re.compile(r"\d+")
 # Of file systems that several hosts may share; all of FUSE are taken for such.

@@ -7,8 +7,8 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lagom.patching.journal import join
-from lagom.patching.view import View
+from lagom.patching.disk.journal import join
+from lagom.patching.disk.view import View
 
 Inside = Callable[[Callable[[], Any], Any], Any]
 """Calls the first, with exceptions that name the second."""

@@ -1,6 +1,6 @@
 """``View``: where a rank other than 0 finds things, which is as they were at the start, with its own changes.
 
-Paths called ``key`` are absolute and lead over no symbolic link. See Note [A disk of each rank's own] in disk.py.
+Paths called ``key`` are absolute and lead over no symbolic link. See Note [A disk of each rank's own] in install.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable
 from typing import TypeVar
 
-from lagom.patching.journal import Journal, Log, join, parent
+from lagom.patching.disk.journal import Journal, Log, join, parent
 
 T = TypeVar("T")
 
@@ -181,7 +181,7 @@ class View:
             return 0
 
     def names(self, key: str) -> list[str]:
-        """What is in the directory ``key``, sorted; see Note [Order of a directory] in disk.py."""
+        """What is in the directory ``key``, sorted; see Note [Order of a directory] in install.py."""
         return self.read(key, lambda place: self._names(key, place))
 
     def _names(self, key: str, place: str) -> list[str]:

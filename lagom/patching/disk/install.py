@@ -19,15 +19,15 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lagom.patching.calls_of_first import CallsOfFirst
-from lagom.patching.calls_of_others import CallsOfOthers
-from lagom.patching.journal import Journal
+from lagom.patching.disk.first import CallsOfFirst
+from lagom.patching.disk.journal import Journal
+from lagom.patching.disk.others import CallsOfOthers
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from lagom.patching.calls import Calls
+    from lagom.patching.disk.calls import Calls
 
 _calls: Calls | None = None
 """Of this process, while it is a rank with a disk of its own, or was forked from one."""

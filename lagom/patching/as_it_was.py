@@ -1,0 +1,89 @@
+"""``as_it_was``: what a forward that is only looked at has changed is put back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, nn
+
+_SMALL = 1e-3
+"""Parameters no larger than this are taken for numbers that will grow: gates that start closed."""
+
+
+@contextmanager
+def as_it_was(module: nn.Module, inside: Sequence[nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
+    """Puts back what a forward changes: random numbers, buffers, attributes. Gives a function that does so at once."""
+    kept = [*_random_numbers(device), *_attributes(inside), *_contents(inside)]
+
+    def put_back() -> None:
+        for restore in kept:
+            restore()
+
+    small = _opened(module)
+    try:
+        yield put_back
+    finally:
+        put_back()
+        for parameter, before in small:
+            parameter.data.copy_(before)
+
+
+def _random_numbers(device: torch.device) -> Iterator[Callable[[], object]]:
+    yield partial(torch.default_generator.set_state, torch.default_generator.get_state())
+    if device.type == "cuda":
+        yield partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+    yield partial(random.setstate, random.getstate())
+    if "numpy.random" in sys.modules:
+        numpy_random = sys.modules["numpy.random"]
+        yield partial(numpy_random.set_state, numpy_random.get_state())
+
+
+def _attributes(inside: Sequence[nn.Module]) -> Iterator[Callable[[], object]]:
+    for module in inside:
+        for holder in (module.__dict__, *module.__dict__.values()):
+            if isinstance(holder, dict):
+                yield partial(_refill, holder, dict(holder))
+            elif isinstance(holder, list):
+                yield partial(holder.__setitem__, slice(None), list(holder))
+
+
+def _refill(holder: dict[Any, Any], before: dict[Any, Any]) -> None:
+    holder.clear()
+    holder.update(before)
+
+
+def _contents(inside: Sequence[nn.Module]) -> Iterator[Callable[[], object]]:
+    for buffer, before in buffers_of(inside):
+        # Through .data: a graph may hold the buffer, and its version.
+        yield partial(buffer.data.copy_, before)
+
+
+def _opened(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Give parameters that are next to nothing some size, for now: a closed gate hides what is behind it."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for index, parameter in enumerate(module.parameters()):
+        if parameter.is_floating_point() and parameter.numel() and float(parameter.detach().abs().max()) <= _SMALL:
+            found.append((parameter, parameter.detach().clone()))
+            generator = torch.Generator(parameter.device).manual_seed(index)
+            parameter.data.normal_(0.0, 0.1, generator=generator)
+    return found
+
+
+def buffers_of(inside: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """Each buffer, and a copy of what is in it now."""
+    found = {
+        id(buffer): buffer
+        for module in inside
+        for buffer in (module.__dict__.get("_buffers") or {}).values()
+        if buffer is not None and buffer.layout == torch.strided
+    }
+    return [(buffer, buffer.detach().clone()) for buffer in found.values()]

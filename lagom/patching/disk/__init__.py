@@ -1,0 +1,13 @@
+"""A disk of each rank's own, which ranks of one program write to as one process would to one disk."""
+
+from lagom.patching.disk.install import (
+    asked_for_rank,
+    downloading,
+    found,
+    own_disk,
+    share_disk,
+    writes_for_real,
+    written,
+)
+
+__all__ = ["asked_for_rank", "downloading", "found", "own_disk", "share_disk", "writes_for_real", "written"]
