@@ -64,9 +64,13 @@ def _remains() -> set[str]:
     return folders | files
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks everything here ``integration``."""
+    """Marks everything here ``integration``, and ``soak`` what a test has ``soak_on``."""
     for item in items:
         if "tests/integration" in item.path.as_posix():
             item.add_marker(pytest.mark.integration)
             item.add_marker(pytest.mark.timeout(180))
+            kinds = {kind for marker in item.iter_markers("soak_on") for kind in marker.args}
+            if kinds & set(item.callspec.params.values() if kinds else ()):  # type: ignore[attr-defined]
+                item.add_marker(pytest.mark.soak)

@@ -16,8 +16,15 @@ from lagom.config import TorchDistributedConfig
 from tests import distributed_programs as programs
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("form", ["torchrun", "fallback"])
+@pytest.mark.parametrize(
+    ("form", "world_size"),
+    [
+        ("torchrun", 2),
+        ("fallback", 3),
+        pytest.param("torchrun", 3, marks=pytest.mark.soak),
+        pytest.param("fallback", 2, marks=pytest.mark.soak),
+    ],
+)
 def test_a_script_ends_with_the_weights_that_torchrun_gives(tmp_path: Path, form: str, world_size: int) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "--no-python")
     # Under torchrun a gloo group that is left as it is aborts its process at exit now and then; what both forms
@@ -42,6 +49,7 @@ def test_a_script_that_spawns_its_ranks_gives_the_same(tmp_path: Path) -> None:
     assert alone == wanted
 
 
+@pytest.mark.soak_on("local-cluster")
 @pytest.mark.parametrize("spark", ["local[2]", "local-cluster"], indirect=True)
 def test_on_spark_it_is_torchruns_world_too(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -80,6 +80,7 @@ def test_large_data_arrives(spark: Any) -> None:
     assert programs.run(total, 2, train_set=data).value == float(data.sum())
 
 
+@pytest.mark.soak_on("standalone")
 def test_calls_leave_no_file_open(spark: Any) -> None:
     def num_open() -> int:
         gc.collect()

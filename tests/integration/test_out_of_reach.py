@@ -78,12 +78,14 @@ def test_weights_are_those_of_the_plain_run(spark: Any) -> None:
     assert all(programs.same_weights(found, wanted) for found in result.per_rank)
 
 
+@pytest.mark.soak_on("standalone")
 @pytest.mark.usefixtures("out_of_reach")
 def test_large_data_and_results_travel_in_the_job(spark: Any) -> None:
     data = torch.arange(20 << 17, dtype=torch.float64)
     assert torch.equal(programs.run(lambda train_set: train_set, 2, train_set=data).value, data)
 
 
+@pytest.mark.soak_on("standalone")
 @pytest.mark.usefixtures("out_of_reach")
 def test_failures_come_in_the_text_of_the_job(spark: Any) -> None:
     with pytest.raises(programs.LateError, match="the disk is full") as caught:
@@ -99,6 +101,7 @@ def test_failures_come_in_the_text_of_the_job(spark: Any) -> None:
     assert programs.run(programs.place, 2).per_rank == ((0, 2), (1, 2))
 
 
+@pytest.mark.soak_on("standalone")
 @pytest.mark.usefixtures("out_of_reach")
 def test_ctrl_c_ends_job_and_ranks(spark: Any, tmp_path: Path) -> None:
     import os
@@ -137,6 +140,7 @@ def late_task(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(programs)
 
 
+@pytest.mark.soak_on("standalone")
 @pytest.mark.usefixtures("late_task")
 def test_a_late_rank_is_gathered_without_the_driver(
     spark: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
