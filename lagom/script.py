@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import tokenize
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +28,9 @@ class Script:
     @classmethod
     def read(cls, path: Path, arguments: Sequence[str]) -> Script:
         """The script in ``path``, to be called with ``arguments``."""
-        return cls(str(path), path.read_text(), tuple(arguments), str(path.absolute()))
+        with tokenize.open(path) as file:  # in the encoding that the script names
+            source = file.read()
+        return cls(str(path), source, tuple(arguments), str(path.absolute()))
 
     @property
     def __name__(self) -> str:
@@ -42,8 +46,13 @@ class Script:
         """Run the script."""
         main = types.ModuleType("__main__")
         main.__file__ = self.file or self.path
+        main.__annotations__ = {}
         sys.modules["__main__"] = main  # where pickle looks for the script's classes
         sys.argv = [self.path, *self.arguments]
+        folder = str(Path(self.file or self.path).resolve().parent)
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
+        sys.path.insert(0, folder)
         try:
             exec(self.code, main.__dict__)
         except SystemExit as end:

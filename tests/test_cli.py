@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
@@ -95,6 +96,34 @@ def test_exit_status_and_traceback_are_the_scripts(folder: Path) -> None:
     assert f'File "{path}", line' in error
     assert "lagom/" not in error
     assert run(folder, "--epochs", "many")[0] == 2  # argparse's own status
+
+
+UNCLOSED = """
+import csv, gzip, os, sys
+assert sys.path[0] == os.path.dirname(os.path.realpath(__file__)) and __annotations__ == {}
+rows = csv.writer(open("rows.csv", "w"))
+rows.writerow(["é", 1])
+packed = gzip.open("packed.gz", "wt")
+packed.write("x" * 10)
+raw = open("raw.bin", "wb")
+raw.write(b"raw")
+"""
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise RuntimeError"])
+def test_files_that_a_script_leaves_open_are_written_at_its_end(folder: Path, end: str) -> None:
+    (folder / "program.py").write_bytes(f"# -*- coding: latin-1 -*-\n{UNCLOSED}{end}\n".encode("latin-1"))
+    files: dict[tuple[str, ...], list[bytes]] = {}
+    # A rank that fails ends the others where they are.
+    for how in ((), ("-m", "lagom.cli", "run", "-n", "1" if end else "2")):
+        status, _, error = run(folder, python=how)
+        assert (status == 0) == (end == ""), error
+        assert gzip.decompress((folder / "packed.gz").read_bytes()) == b"x" * 10
+        files[how] = [(folder / name).read_bytes() for name in ("rows.csv", "raw.bin")]
+        for name in ("rows.csv", "raw.bin", "packed.gz"):
+            (folder / name).unlink()
+    plain, found = files.values()
+    assert found == plain
 
 
 @pytest.mark.parametrize(("code", "status"), [("0", 0), ("None", 0), ("5", 5), ("'a reason'", 1)])

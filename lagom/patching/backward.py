@@ -71,6 +71,7 @@ class _Backwards:
                 self._pending.expect(leaves)
             with self._inside():
                 return self._original(outputs, *args, **options)
+        self._session.tell_weights(outputs, leaves)
         pending = self._pending = Pending()
         hooks: list[RemovableHandle] = []
         try:
@@ -140,6 +141,7 @@ class _Backwards:
         if passes_gather(outputs):  # a block's part, times the number of ranks; and what is whole is its own average
             return [i for i, one in enumerate(inputs) if isinstance(one, Tensor)]
         session = self._session
+        session.tell_weights(outputs, [one for one in inputs if isinstance(one, Tensor) and one.is_leaf])
         shared_out = session.share is not None or session.plan.batches == "whole"
         return [
             i

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.errors import DivergenceError, LagomError
 from lagom.patching.passes import Pass, Share, tensors
 from lagom.patching.random import CommonStreams
 from lagom.patching.terms import Terms, share_behind
 from lagom.strategies.divergence import Watch
 from lagom.strategies.frame import FRAME, Frame
-from lagom.strategies.leaves import Leaves, Likeness
+from lagom.strategies.leaves import Leaves, Likeness, multiplied
 from lagom.strategies.replicate import Replicate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -78,6 +79,13 @@ class Session:
     """Inputs of forwards that a backward repeats: leaves whose gradients stay the rank's own."""
     _shares: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """By tensor, of the batches that the program has seen."""
+    _weights: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
+    """Leaves that are no Parameters and that samples are multiplied with."""
+    _perturbations: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
+    """Leaves that were taken for data because of their shape; of each the number of batches seen until then."""
+    _num_batches: int = field(default=0, init=False)
+    _sizes: dict[int, float] = field(default_factory=dict, init=False)
+    """Of shares that the program has seen, in samples, and their weights."""
     _shapes: set[torch.Size] = field(default_factory=set, init=False)
     """Of these tensors; without those of one number a row, such as labels, whose shape a bias may have."""
     _used: Share | None = field(default=None, init=False)
@@ -136,6 +144,9 @@ class Session:
             self._open.remove(ref)
         self._open.append(ref)
         self._last = share
+        self._num_batches += 1
+        if share is not None:
+            self._sizes[share.num_mine] = share.weight(self.world_size)
         self.samples_trained += num_samples
         if share is not None and not share.even:
             self.common.note()
@@ -195,7 +206,47 @@ class Session:
             if share is not None:
                 self._used = share
                 return share
+        self._check_rows(data)
         return None
+
+    def _check_rows(self, data: Any) -> None:
+        """Make sure that ``data``, made of who knows what, can come from the batch that it is taken to come from.
+
+        Raises:
+            LagomError: when it has the rows of another batch, one with another weight.
+        """
+        share = self.share
+        if share is None:
+            return
+        found = next((tensor for tensor in tensors(data) if tensor.dim()), None)
+        if found is None or share.num_mine in found.shape:
+            return
+        if self._sizes.get(found.shape[0], share.weight(self.world_size)) != share.weight(self.world_size):
+            raise LagomError(
+                f"a model is called with {found.shape[0]} rows that are made of no batch lagom knows, while the batch "
+                f"seen last has {share.num_mine} samples for this rank: one that was taken earlier, it seems, and its "
+                "part of the loss cannot be told. Change samples in the data set or in collate_fn, or call the model "
+                "with the batch's own tensors, or take a batch_size and a data set that the number of ranks divides, "
+                "or use batches='whole'"
+            )
+
+    def tell_weights(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor]) -> None:
+        """A backward from ``roots`` is about to reach ``leaves``: find those that only look like samples.
+
+        Raises:
+            DivergenceError: when one was taken for the perturbation of a batch, and is trained with another.
+        """
+        doubtful = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.nn.Parameter) or leaf in self._weights:
+                continue
+            if self._perturbations.get(leaf, self._num_batches) != self._num_batches:
+                raise DivergenceError(_TRAINED_ON.format(shape=tuple(leaf.shape)))
+            if self.leaves.known(leaf) is None and self.likeness(leaf) is Likeness.SHAPE:
+                doubtful.append(leaf)
+        if doubtful:
+            self._weights.update(dict.fromkeys(multiplied(roots, doubtful)))
+            self._perturbations.update({leaf: self._num_batches for leaf in doubtful if leaf not in self._weights})
 
     @property
     def share(self) -> Share | None:
@@ -271,7 +322,7 @@ class Session:
     def likeness(self, leaf: torch.Tensor) -> Likeness:
         """How much ``leaf`` is like this rank's share of a batch, and not like something to be trained."""
         share = self.share
-        if share is None or not leaf.dim() or leaf.shape[0] != max(share.num_mine, 1):
+        if share is None or not leaf.dim() or leaf.shape[0] != max(share.num_mine, 1) or leaf in self._weights:
             return Likeness.NONE
         return Likeness.SHAPE if leaf.shape in self._shapes else Likeness.ROWS
 
@@ -315,6 +366,13 @@ class Session:
 
     def _trainable(self) -> Iterator[nn.Module]:
         return (module for module in list(self.modules) if "_parameters" in module.__dict__)
+
+
+_TRAINED_ON = (
+    "a tensor of shape {shape} that is no Parameter has the shape of this rank's part of a batch, so it was taken for "
+    "a perturbation of that batch, whose gradient is the rank's own. Now it is trained with another batch. If it is a "
+    "weight, make it a torch.nn.Parameter; if it belongs to one batch, make a new tensor for each"
+)
 
 
 _alive: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -144,7 +144,11 @@ class Slicer:
             if any(is_lazy(tensor) for tensor in state):
                 return []  # its first call makes them
             modules = list(module.modules())
-            trained = any(isinstance(tensor, nn.Parameter) for tensor in state)
+            # What TorchScript runs is C++'s: whether it works row by row is not looked into.
+            scripted = any(isinstance(one, torch.jit.ScriptModule) for one in modules)
+            trained = not scripted and any(isinstance(tensor, nn.Parameter) for tensor in state)
+            if scripted:
+                self._say_whole(module, "is TorchScript, into which lagom does not look")
             found = self._inside[module] = _Inside(trained, modules[1:], _structure(modules))
         return [module, *found.others] if found.trained else []
 
@@ -223,7 +227,7 @@ class _Inside(NamedTuple):
     """What is inside a module."""
 
     trained: bool
-    """It has parameters."""
+    """It has parameters, and is no TorchScript."""
     others: list[nn.Module]
     """All its modules but itself: what holds its own key is never let go of."""
     structure: object

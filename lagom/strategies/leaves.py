@@ -122,6 +122,49 @@ def reached(
     return leaves
 
 
+def multiplied(roots: Sequence[torch.Tensor | GradientEdge], leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of ``leaves`` that samples or activations are multiplied with, as weights are.
+
+    That is the second matrix of a product, or a convolution's kernel. The first matrix of a product may be either. Like
+    ``reached``, to be asked before the backward.
+    """
+    wanted = {id(leaf): leaf for leaf in leaves}
+    found: dict[int, torch.Tensor] = {}
+    pending = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in roots]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if node is None:
+            continue
+        operands = [following for following, _ in node.next_functions]
+        at = _WEIGHT_AT.get(node.name().rstrip("0123456789"))
+        leaf = _behind_transposes(operands[at]) if at is not None and at < len(operands) else None
+        if leaf is not None and id(leaf) in wanted:
+            found[id(leaf)] = leaf
+        pending += [one for one in operands if one is not None and one not in seen]
+        seen.update(operands)
+    return list(found.values())
+
+
+_WEIGHT_AT = {"MmBackward": 1, "BmmBackward": 1, "AddmmBackward": 2, "ConvolutionBackward": 1}
+"""Where the weight is among the operands."""
+_TRANSPOSES = {"TBackward", "TransposeBackward", "PermuteBackward", "ViewBackward", "UnsafeViewBackward"}
+_TRANSPOSES |= {
+    "ExpandBackward",
+    "UnsqueezeBackward",
+    "SqueezeBackward",
+    "ReshapeAliasBackward",
+    "NumpyTBackward",
+    "MTBackward",
+}
+
+
+def _behind_transposes(node: Node | None) -> torch.Tensor | None:
+    while node is not None and node.name().rstrip("0123456789") in _TRANSPOSES:
+        node = node.next_functions[0][0]
+    return variable(node) if node is not None and type(node) is ACCUMULATE else None
+
+
 def variable(node: Node) -> torch.Tensor:
     """The leaf that an AccumulateGrad node accumulates into."""
     leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]  # only AccumulateGrad has it

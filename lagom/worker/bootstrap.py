@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import io
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -155,7 +157,26 @@ def last_rites(give_up: Callable[[], None], patience_s: float = 30.0) -> None:
     with contextlib.suppress(BaseException):
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     watchdog.cancel()
+    flush_files()
     flush()
+
+
+def flush_files() -> None:
+    """Write out what is left in files that the program has opened and not closed, as Python does at its end.
+
+    Objects from before the fork are frozen, so not among those that are gone through.
+    """
+    found = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
+    # In this order: what is left of a text may go to a compressed file, and the end of that to a buffer.
+    texts = [one for one in found if issubclass(type(one), io.TextIOWrapper)]
+    compressed = [one for one in found if type(one).__module__ in ("gzip", "bz2", "lzma")]
+    buffers = [one for one in found if issubclass(type(one), (io.BufferedWriter, io.BufferedRandom))]
+    for one in (*texts, *compressed, *buffers):
+        with contextlib.suppress(Exception):
+            if one in compressed and one.writable():
+                one.close()
+            else:
+                one.flush()
 
 
 def flush() -> None:

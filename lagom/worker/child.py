@@ -124,6 +124,7 @@ def _run(spec: Spec, seat: Seat) -> int:
         parcel, report = _raised(error, seat.rank, at_home)
     parcel.write(seat.outcome_fd)
     if not report["ok"]:
+        bootstrap.flush_files()
         bootstrap.flush()
         # Say so first: at the end of this process its connections break, and others fail of that.
         heart.last_word(report)

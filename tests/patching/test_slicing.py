@@ -53,6 +53,21 @@ def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+def test_torchscript_runs_whole() -> None:
+    def program(_: Session) -> Any:
+        model = torch.jit.script(network())
+        weights = trained(model, mean_loss)
+        model.eval()
+        with torch.no_grad():
+            return [*weights, [((model(x) - y) ** 2).sum().item() for x, y in DataLoader(data(), 8)]]
+
+    wanted = alone(program)
+    for found in run_ranks(2, program, batches="whole", always_slices=True):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
 def sum_loss(session: Session) -> Any:
     return trained(network(), lambda model, x, y: F.mse_loss(model(x), y, reduction="sum"))
 
