@@ -9,11 +9,12 @@ import torch
 import torch.autograd
 from torch import Tensor
 
+from lagom.patching.accumulation import Accumulation
 from lagom.patching.recorder import NotByRowsError
 from lagom.patching.replace import replaced
 from lagom.strategies.grads import Grads, is_averaged
 from lagom.strategies.leaves import reached
-from lagom.strategies.pending import Hooks, Pending, run_hooks
+from lagom.strategies.pending import Hooks, run_hooks
 from lagom.strategies.whole_batch import passes_gather
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lagom.patching.session import Session
+    from lagom.strategies.pending import Pending
 
 
 @contextmanager
@@ -42,7 +44,10 @@ def synchronised_backward(session: Session) -> Iterator[None]:
         return backwards.returned(outputs, args, options)
 
     with replaced(torch.autograd, "_engine_run_backward", run_backward):
-        yield
+        try:
+            yield
+        finally:
+            backwards.accumulation.close()
 
 
 class _Backwards:
@@ -58,6 +63,8 @@ class _Backwards:
         self._replicate = session.replicate
         self._grads = Grads(session.group, session.leaves, session.watch, session.replicate)
         self._pending: Pending | None = None
+        self._keeps = False
+        self.accumulation = Accumulation(session, self._replicate)
 
     def accumulate(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """``backward``: gradients are averaged when the outermost one ends."""
@@ -66,24 +73,55 @@ class _Backwards:
         # Now: the graph is freed by the backward.
         leaves = [leaf for leaf in reached(outputs, args[3]) if leaf not in self._session.repeated]
         if self._session.depth:
-            if self._pending is not None:
-                self._replicate.overlap.accumulates_inside(leaves)
-                self._pending.expect(leaves)
+            with self.accumulation.busy():
+                if self._pending is not None:
+                    self._replicate.overlap.accumulates_inside(leaves)
+                    self._pending.expect(leaves)
+                elif self._keeps:
+                    self.accumulation.keep_inside(leaves)
             with self._inside():
                 return self._original(outputs, *args, **options)
         self._session.tell_weights(outputs, leaves)
-        pending = self._pending = Pending()
+        if self.accumulation.keeps(leaves, create_graph=bool(args[2])):
+            return self._kept(leaves, outputs, args, options)
+        with self.accumulation.busy():
+            return self._averaged(leaves, outputs, args, options)
+
+    def _kept(
+        self, leaves: list[Tensor], outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """A backward after which gradients are this rank's own."""
+        gradients, hooks = self._session.terms.weighted(outputs, args[0], self._session.weight)
+        self.accumulation.keep(leaves)
+        self._keeps = True
+        try:
+            with self._inside(), self.accumulation.running():
+                result = self._original(outputs, gradients, *args[1:], **options)
+        finally:
+            self._keeps = False
+            for hook in hooks:
+                hook.remove()
+        self._watch.step()
+        self._session.trained()
+        return result
+
+    def _averaged(
+        self, leaves: list[Tensor], outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """A backward whose gradients are averaged when it ends, with those that are owed."""
+        pending = self._pending = self.accumulation.pending()
         hooks: list[RemovableHandle] = []
         try:
             pending.expect(leaves)
             gradients, hooks = self._session.terms.weighted(outputs, args[0], self._session.weight)
             if leaves and not args[2]:
                 self._replicate.start(pending)
-            with self._inside():
+            with self._inside(), self.accumulation.running():
                 result = self._original(outputs, gradients, *args[1:], **options)
         except BaseException:
             self._replicate.overlap.abandon()
             pending.undo()
+            self.accumulation.keep(pending.owed)
             raise
         finally:
             for hook in hooks:
@@ -98,6 +136,7 @@ class _Backwards:
                 self._grads.accumulated(pending)
             else:
                 self._replicate.reduce(pending)
+            self.accumulation.reduced(pending)
             pending.finish()
         self._session.trained()
         return result

@@ -49,6 +49,11 @@ class Overlap:
         self._running: Running | None = None
         self._abandoned: list[Moving] = []
 
+    @property
+    def is_launching(self) -> bool:
+        """Whether a bucket is being filled, which reads gradients."""
+        return self._running is not None and self._running.is_launching
+
     def agreed(self, layout: Layout) -> None:
         """A backward had ``layout`` on all ranks, and did not overlap."""
         if layout.on_cpu < WORTH or not self._group.overlaps:
@@ -118,6 +123,7 @@ class Running:
         self.missing: list[torch.Tensor] = []
         """Leaves that got no gradient; they have zeros for one."""
         self.moving: list[Moving] = []
+        self.is_launching = False
         self._group = group
         found = [[leaves.tensor(number) for number in bucket] for bucket in buckets]
         self._buckets = [[leaf for leaf in bucket if leaf is not None] for bucket in found]
@@ -163,6 +169,7 @@ class Running:
 
     @torch.no_grad()
     def _launch(self, end: int) -> None:
+        self.is_launching = True
         for bucket in self._buckets[len(self.moving) : end]:
             for leaf in bucket:
                 if leaf.grad is None:
@@ -170,6 +177,7 @@ class Running:
                     self.missing.append(leaf)
             gradients = [real(leaf.grad) for leaf in bucket if leaf.grad is not None]
             self.moving.append(launch(gradients, self._group.all_reduce_aside, self._group.world_size))
+        self.is_launching = False
 
 
 # Note [Overlap]

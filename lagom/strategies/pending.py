@@ -14,10 +14,23 @@ class Pending:
     """The leaves of one backward. See Note [Hooks of leaves].
 
     From ``expect`` on a leaf has no gradient; ``leaf.grad`` becomes that of this backward alone, and its hooks wait.
+
+    Args:
+        owed: leaves whose gradients are sums of backwards before this one that have not been averaged; they
+            stay what they are, and this backward adds to them.
+        num_backwards: how many backwards are averaged with this one, itself included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owed: Iterable[torch.Tensor] = (), num_backwards: int = 1) -> None:
+        self.num_backwards = num_backwards
+        self.habits = b""
+        """What the rank has learnt of the program; it is to be the same on all of them."""
+        self.accord: bool | None = None
+        """Whether it was."""
+        self.owed = list(owed)
+        self._owed = {id(leaf) for leaf in self.owed}
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._before.update((id(leaf), (leaf, None)) for leaf in self.owed)
         self._hooks = Hooks()
         self._over = False
 
@@ -36,6 +49,15 @@ class Pending:
     def leaves(self) -> list[torch.Tensor]:
         """Those expected."""
         return [leaf for leaf, _ in self._before.values()]
+
+    def differed(self) -> None:
+        """Ranks have other habits."""
+        self.accord, self.habits = False, b""
+
+    def agreed(self) -> None:
+        """The ranks had the same signature, of which habits are a part."""
+        if self.habits:
+            self.accord = True
 
     def ran(self) -> None:
         """The backward is over, or failed: hooks are what they were."""
@@ -65,9 +87,10 @@ class Pending:
             hook(leaf)
 
     def undo(self) -> None:
-        """The backward failed: gradients are what they were."""
-        for leaf, before in self._before.values():
-            leaf.grad = before
+        """The backward failed: gradients are what they were; those owed have what was added to them."""
+        for key, (leaf, before) in self._before.items():
+            if key not in self._owed:
+                leaf.grad = before
 
 
 class Hooks:

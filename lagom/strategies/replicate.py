@@ -102,18 +102,22 @@ class Replicate:
             self._reduce_rest(reached, running, pending)
         elif reached.numbers:
             self._watch.step()
-            while reached.numbers and not self.average(_BACKWARD, reached):
-                reached = self._union(_BACKWARD, reached, pending)
+            kind = _place(_BACKWARD, pending)
+            while reached.numbers and not self.average(kind, reached, pending.habits):
+                reached = self._union(kind, reached, pending)
             if reached.numbers:
-                self.overlap.agreed(self._averager.layout(_BACKWARD, *reached))
+                pending.agreed()
+                self.overlap.agreed(self._averager.layout(kind, *reached))
 
     def _reduce_rest(self, reached: Reached, running: Running, pending: Pending) -> None:
         """What did not travel during the backward."""
         missing = sorted(self._leaves.number(leaf) for leaf in running.missing)
-        while not self.average(_REST, reached, repr(missing).encode() if missing else b""):
-            reached = self._union(_REST, reached, pending)
+        kind = _place(_REST, pending)
+        while not self.average(kind, reached, pending.habits + (repr(missing).encode() if missing else b"")):
+            reached = self._union(kind, reached, pending)
             everywhere = [set(pickle.loads(part)) for part in self._group.all_gather_bytes(pickle.dumps(missing))]
             missing = sorted(set.intersection(*everywhere))
+        pending.agreed()
         running.land()
         for leaf in running.missing:
             if self._leaves.known(leaf) in missing:
@@ -170,8 +174,11 @@ class Replicate:
         """Agree on what any rank reached; what this one did not reach counts as zero and gets the result."""
         self._watch.meet(kind)
         layout = self._averager.layout(kind, *reached)
-        mine = [(entry, entry.number in self._inputs) for entry in layout.entries]
-        rows = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(mine))]
+        mine = pending.habits, [(entry, entry.number in self._inputs) for entry in layout.entries]
+        parts = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(mine))]
+        rows = [row for _, row in parts]
+        if len({habits for habits, _ in parts}) > 1:
+            pending.differed()
         entries: dict[int, list[Entry]] = {}
         inputs: dict[int, list[bool]] = {}
         for row in rows:
@@ -196,6 +203,11 @@ class Replicate:
         elif dense and leaf.grad.is_sparse:
             leaf.grad = leaf.grad.to_dense()
         return real(leaf.grad)
+
+
+def _place(kind: str, pending: Pending) -> str:
+    number = pending.num_backwards
+    return kind if number == 1 else f"{kind}, the {number}. one since gradients were used,"
 
 
 # Note [Which gradients]
