@@ -196,7 +196,7 @@ def _rows_of_failure(error: Exception, run: Run) -> Sequence[Any]:
         return []
     if own := re.findall(r"^lagom\.[\w.]+: (.+)$", text, flags=re.MULTILINE):
         raise LagomError(own[-1]) from error
-    raise LagomError(f"Spark's job failed: {_reason(text)}") from error
+    raise LagomError(f"Spark's job failed: {_reason(text)}{_of_missing_module(text)}") from error
 
 
 def _whole_text(error: BaseException) -> str:
@@ -214,6 +214,17 @@ def _reason(text: str) -> str:
         del lines[0]
     said = list(itertools.takewhile(lambda line: not line.startswith("\tat "), lines))
     return "\n".join(said)[:_MAX_REASON] or "it does not say why"
+
+
+def _of_missing_module(text: str) -> str:
+    """What to do where the executors lack a module that PySpark itself wants, which it says in one of two ways."""
+    found = re.search(r"No module named '([\w.]+)'|([\w.]+) >= [\w.]+ must be installed", text)
+    if found is None:
+        return ""
+    return (
+        f"\nThe executors' Python lacks {found[1] or found[2]}. Install it there, or, before a Spark session is made, "
+        f"set PYSPARK_PYTHON to a Python that has what this one has ({sys.executable})"
+    )
 
 
 @contextmanager

@@ -21,7 +21,7 @@ class Opaque:
     [
         (torch.arange(6), torch.arange(6) + 1),
         (torch.arange(6), torch.arange(6).view(2, 3)),
-        (torch.rand(5), torch.rand(5) + 0.1),
+        (torch.linspace(0, 1, 5), torch.linspace(0.1, 1.1, 5)),
         (np.arange(6), np.arange(1, 7)),
         (np.float32(0.5), np.float32(0.6)),
         ((1, "a"), (1, "b")),

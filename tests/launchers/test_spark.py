@@ -1,0 +1,45 @@
+"""What becomes of Spark's own failures; what needs a cluster is in tests/integration."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from lagom.errors import LagomError
+from lagom.launchers.run import Run
+from lagom.launchers.spark import _rows_of_failure
+
+
+class _NothingFailed:
+    def failures(self) -> list[object]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("said", "module"),
+    [
+        (
+            "  File \"worker.py\", line 1920\n    import pyarrow as pa\nModuleNotFoundError: No module named 'pyarrow'",
+            "pyarrow",
+        ),
+        (
+            "PySparkImportError: [PACKAGE_NOT_INSTALLED] PyArrow >= 18.0.0 must be installed; however, it was not",
+            "PyArrow",
+        ),
+    ],
+)
+def test_a_module_that_pyspark_lacks_is_named_with_what_to_do(said: str, module: str) -> None:
+    run: Run = _NothingFailed()  # type: ignore[assignment]
+    with pytest.raises(LagomError) as raised:
+        _rows_of_failure(RuntimeError(f"Job aborted due to stage failure: {said}"), run)
+    told = str(raised.value)
+    assert told.startswith("Spark's job failed: Job aborted due to stage failure")
+    assert f"lacks {module}." in told
+    assert f"set PYSPARK_PYTHON to a Python that has what this one has ({sys.executable})" in told
+
+
+def test_another_failure_is_told_as_it_is() -> None:
+    run: Run = _NothingFailed()  # type: ignore[assignment]
+    with pytest.raises(LagomError, match=r"^Spark's job failed: the disk is full$"):
+        _rows_of_failure(RuntimeError("the disk is full\n\tat org.apache.spark"), run)
