@@ -244,7 +244,7 @@ def _yielding(session: Session) -> Any:
             if share is not None:
                 if not torch.is_grad_enabled():
                     session.say_once(_GOES_ON)
-                session.remember(data, share)
+                session.provenance.remember(data, share)
             session.yielded(current, share, num_samples(data) if share is None else share.num_mine)
         else:
             session.evaluating(current)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.errors import DivergenceError, LagomError
-from lagom.patching.passes import Pass, Share, tensors
+from lagom.patching.passes import Pass, Share
+from lagom.patching.provenance import Provenance
 from lagom.patching.random import CommonStreams
-from lagom.patching.terms import Terms, share_behind
+from lagom.patching.terms import Terms
 from lagom.strategies.divergence import Watch
 from lagom.strategies.frame import FRAME, Frame
-from lagom.strategies.leaves import Leaves, Likeness, multiplied
+from lagom.strategies.leaves import Leaves, Likeness
 from lagom.strategies.replicate import Replicate
 
 if TYPE_CHECKING:
@@ -77,17 +77,8 @@ class Session:
     """Buffers that are equal on all ranks because of what lagom does in the forward."""
     repeated: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """Inputs of forwards that a backward repeats: leaves whose gradients stay the rank's own."""
-    _shares: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
-    """By tensor, of the batches that the program has seen."""
-    _weights: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
-    """Leaves that are no Parameters and that samples are multiplied with."""
-    _perturbations: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
-    """Leaves that were taken for data because of their shape; of each the number of batches seen until then."""
-    _num_batches: int = field(default=0, init=False)
-    _sizes: dict[int, float] = field(default_factory=dict, init=False)
-    """Of shares that the program has seen, in samples, and their weights."""
-    _shapes: set[torch.Size] = field(default_factory=set, init=False)
-    """Of these tensors; without those of one number a row, such as labels, whose shape a bias may have."""
+    provenance: Provenance = field(init=False)
+    """Of tensors: which batches they come from."""
     _used: Share | None = field(default=None, init=False)
     region: Region | None = field(default=None, init=False)
     """The sliced forward under way."""
@@ -109,6 +100,7 @@ class Session:
     def __post_init__(self) -> None:
         self.common = CommonStreams(self.plan.seed)
         self.terms = Terms(self.world_size, self.say_once)
+        self.provenance = Provenance(self.world_size, self.leaves)
         if self.group is not None:
             self.frame = Frame(self.group, 0 if self.device.type == "cuda" else FRAME)
             self.watch = Watch(self.group, self.leaves, self._trainable, self.synchronised, self.name_of)
@@ -144,9 +136,7 @@ class Session:
             self._open.remove(ref)
         self._open.append(ref)
         self._last = share
-        self._num_batches += 1
-        if share is not None:
-            self._sizes[share.num_mine] = share.weight(self.world_size)
+        self.provenance.batch(share)
         self.samples_trained += num_samples
         if share is not None and not share.even:
             self.common.note()
@@ -189,46 +179,20 @@ class Session:
     def _open_training(self) -> bool:
         return any(ref() is not None for ref in self._open)
 
-    def remember(self, data: Any, share: Share) -> None:
-        """Keep in mind whose share the tensors of a batch are: it may be trained on later, and more than once."""
-        for tensor in tensors(data):
-            self._shares[tensor] = share
-            if tensor.is_floating_point() and tensor.numel() > len(tensor):
-                self._shapes.add(tensor.shape)
-
     def uses(self, data: Any) -> Share | None:
         """A model is called with ``data``: the share of the batch it comes from holds until another is seen.
 
         None where it is not known to come from one: not directly, as a view, or through another model.
-        """
-        for tensor in tensors(data):
-            share = self._shares.get(tensor if tensor._base is None else tensor._base) or share_behind(tensor)
-            if share is not None:
-                self._used = share
-                return share
-        self._check_rows(data)
-        return None
-
-    def _check_rows(self, data: Any) -> None:
-        """Make sure that ``data``, made of who knows what, can come from the batch that it is taken to come from.
 
         Raises:
             LagomError: when it has the rows of another batch, one with another weight.
         """
-        share = self.share
-        if share is None:
-            return
-        found = next((tensor for tensor in tensors(data) if tensor.dim()), None)
-        if found is None or share.num_mine in found.shape:
-            return
-        if self._sizes.get(found.shape[0], share.weight(self.world_size)) != share.weight(self.world_size):
-            raise LagomError(
-                f"a model is called with {found.shape[0]} rows that are made of no batch lagom knows, while the batch "
-                f"seen last has {share.num_mine} samples for this rank: one that was taken earlier, it seems, and its "
-                "part of the loss cannot be told. Change samples in the data set or in collate_fn, or call the model "
-                "with the batch's own tensors, or take a batch_size and a data set that the number of ranks divides, "
-                "or use batches='whole'"
-            )
+        found = self.provenance.share(data)
+        if found is not None:
+            self._used = found
+        else:
+            self.provenance.check_rows(data, self.share)
+        return found
 
     def tell_weights(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor]) -> None:
         """A backward from ``roots`` is about to reach ``leaves``: find those that only look like samples.
@@ -236,17 +200,7 @@ class Session:
         Raises:
             DivergenceError: when one was taken for the perturbation of a batch, and is trained with another.
         """
-        doubtful = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.nn.Parameter) or leaf in self._weights:
-                continue
-            if self._perturbations.get(leaf, self._num_batches) != self._num_batches:
-                raise DivergenceError(_TRAINED_ON.format(shape=tuple(leaf.shape)))
-            if self.leaves.known(leaf) is None and self.likeness(leaf) is Likeness.SHAPE:
-                doubtful.append(leaf)
-        if doubtful:
-            self._weights.update(dict.fromkeys(multiplied(roots, doubtful)))
-            self._perturbations.update({leaf: self._num_batches for leaf in doubtful if leaf not in self._weights})
+        self.provenance.tell_weights(roots, leaves, self.share)
 
     @property
     def share(self) -> Share | None:
@@ -321,10 +275,7 @@ class Session:
 
     def likeness(self, leaf: torch.Tensor) -> Likeness:
         """How much ``leaf`` is like this rank's share of a batch, and not like something to be trained."""
-        share = self.share
-        if share is None or not leaf.dim() or leaf.shape[0] != max(share.num_mine, 1) or leaf in self._weights:
-            return Likeness.NONE
-        return Likeness.SHAPE if leaf.shape in self._shapes else Likeness.ROWS
+        return self.provenance.likeness(leaf, self.share)
 
     def evaluates_by_mode(self) -> bool:
         """Whether the modules that are trained are all in eval mode."""
@@ -366,13 +317,6 @@ class Session:
 
     def _trainable(self) -> Iterator[nn.Module]:
         return (module for module in list(self.modules) if "_parameters" in module.__dict__)
-
-
-_TRAINED_ON = (
-    "a tensor of shape {shape} that is no Parameter has the shape of this rank's part of a batch, so it was taken for "
-    "a perturbation of that batch, whose gradient is the rank's own. Now it is trained with another batch. If it is a "
-    "weight, make it a torch.nn.Parameter; if it belongs to one batch, make a new tensor for each"
-)
 
 
 _alive: weakref.WeakSet[Session] = weakref.WeakSet()

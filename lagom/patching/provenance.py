@@ -1,0 +1,112 @@
+"""``Provenance``: which tensors come from which batch, and which only look like it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lagom.errors import DivergenceError, LagomError
+from lagom.patching.passes import Share, tensors
+from lagom.patching.terms import share_behind
+from lagom.strategies.leaves import Leaves, Likeness, multiplied
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Provenance:
+    """Knows the tensors of the batches that the program has seen.
+
+    Args:
+        leaves: numbers the leaves that have been trained.
+    """
+
+    def __init__(self, world_size: int, leaves: Leaves) -> None:
+        self._world_size = world_size
+        self._leaves = leaves
+        self._shares = WeakIdKeyDictionary()
+        """By tensor, of the batches that the program has seen."""
+        self._weights = WeakIdKeyDictionary()
+        """Leaves that are no Parameters and that samples are multiplied with."""
+        self._perturbations = WeakIdKeyDictionary()
+        """Leaves that were taken for data because of their shape; of each the number of batches seen until then."""
+        self._num_batches = 0
+        self._sizes: dict[int, float] = {}
+        """Of shares that the program has seen, in samples, and their weights."""
+        self._shapes: set[torch.Size] = set()
+        """Of these tensors; without those of one number a row, such as labels, whose shape a bias may have."""
+
+    def batch(self, share: Share | None) -> None:
+        """The program sees another batch, of which this rank has ``share``; None where that is all of it."""
+        self._num_batches += 1
+        if share is not None:
+            self._sizes[share.num_mine] = share.weight(self._world_size)
+
+    def remember(self, data: Any, share: Share) -> None:
+        """Keep in mind whose share the tensors of a batch are: it may be trained on later, and more than once."""
+        for tensor in tensors(data):
+            self._shares[tensor] = share
+            if tensor.is_floating_point() and tensor.numel() > len(tensor):
+                self._shapes.add(tensor.shape)
+
+    def share(self, data: Any) -> Share | None:
+        """The share of the batch that ``data`` comes from, directly, as a view, or through a model."""
+        for tensor in tensors(data):
+            share: Share | None = self._shares.get(tensor if tensor._base is None else tensor._base)
+            share = share or share_behind(tensor)
+            if share is not None:
+                return share
+        return None
+
+    def check_rows(self, data: Any, share: Share | None) -> None:
+        """Make sure that ``data``, made of who knows what, can come from the batch of ``share``.
+
+        Raises:
+            LagomError: when it has the rows of another batch, one with another weight.
+        """
+        if share is None:
+            return
+        found = next((tensor for tensor in tensors(data) if tensor.dim()), None)
+        if found is None or share.num_mine in found.shape:
+            return
+        if self._sizes.get(found.shape[0], share.weight(self._world_size)) != share.weight(self._world_size):
+            raise LagomError(
+                f"a model is called with {found.shape[0]} rows that are made of no batch lagom knows, while the batch "
+                f"seen last has {share.num_mine} samples for this rank: one that was taken earlier, it seems, and its "
+                "part of the loss cannot be told. Change samples in the data set or in collate_fn, or call the model "
+                "with the batch's own tensors, or take a batch_size and a data set that the number of ranks divides, "
+                "or use batches='whole'"
+            )
+
+    def tell_weights(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor], share: Share | None) -> None:
+        """A backward from ``roots`` is about to reach ``leaves``: find those that only look like samples of ``share``.
+
+        Raises:
+            DivergenceError: when one was taken for the perturbation of a batch, and is trained with another.
+        """
+        doubtful = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.nn.Parameter) or leaf in self._weights:
+                continue
+            if self._perturbations.get(leaf, self._num_batches) != self._num_batches:
+                raise DivergenceError(_TRAINED_ON.format(shape=tuple(leaf.shape)))
+            if self._leaves.known(leaf) is None and self.likeness(leaf, share) is Likeness.SHAPE:
+                doubtful.append(leaf)
+        if doubtful:
+            self._weights.update(dict.fromkeys(multiplied(roots, doubtful)))
+            self._perturbations.update({leaf: self._num_batches for leaf in doubtful if leaf not in self._weights})
+
+    def likeness(self, leaf: torch.Tensor, share: Share | None) -> Likeness:
+        """How much ``leaf`` is like ``share`` of a batch, and not like something to be trained."""
+        if share is None or not leaf.dim() or leaf.shape[0] != max(share.num_mine, 1) or leaf in self._weights:
+            return Likeness.NONE
+        return Likeness.SHAPE if leaf.shape in self._shapes else Likeness.ROWS
+
+
+_TRAINED_ON = (
+    "a tensor of shape {shape} that is no Parameter has the shape of this rank's part of a batch, so it was taken for "
+    "a perturbation of that batch, whose gradient is the rank's own. Now it is trained with another batch. If it is a "
+    "weight, make it a torch.nn.Parameter; if it belongs to one batch, make a new tensor for each"
+)
