@@ -15,6 +15,10 @@ class PayloadError(LagomError):
     """The function, its data or its result cannot travel between driver and ranks."""
 
 
+class DataError(LagomError):
+    """Something in a data set cannot be read, or cannot be a tensor; the text names file, row group, column and row."""
+
+
 class RankError(LagomError):
     """A rank ended without an exception that could be brought back: killed, exited, or unpicklable."""
 

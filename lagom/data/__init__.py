@@ -1,1 +1,24 @@
-"""Tables on disk as data sets."""
+"""Tables on disk as data sets: read by rows, evenly over ranks, at the speed of the disk."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lagom.data.loader import ParquetLoader
+    from lagom.data.parquet import ParquetDataset
+
+__all__ = ["ParquetDataset", "ParquetLoader"]
+
+_HOMES = {
+    "ParquetDataset": "lagom.data.parquet",
+    "ParquetLoader": "lagom.data.loader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: a driver that only names a data set must not import torch for it.
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'lagom.data' has no attribute {name!r}")

@@ -110,8 +110,12 @@ def _generator(seed: int, *where: int) -> np.random.Generator:
 class Epoch:
     """One pass over a table: with the table, all that decides its order."""
 
-    token: int
+    source: int
+    """Tells apart what passes belong to: of each, one at a time goes on."""
+    number: int
     """Tells passes of one process apart."""
+    index: int
+    """Which epoch it is, from 0."""
     seed: int | None
     streams: int
     window: int
@@ -164,8 +168,8 @@ class Lane(NamedTuple):
 
 
 def lane(places: range, streams: int) -> Lane:
-    """The narrowest lane of whole streams that ``places`` lie in."""
-    step = int(np.gcd(places.step, streams)) if len(places) > 1 else streams
+    """The narrowest lane of whole streams that ``places`` lie in, and all that are dealt like them."""
+    step = int(np.gcd(places.step, streams))
     return Lane(places.start % step, step)
 
 

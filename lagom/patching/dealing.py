@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.data.shard import Positions
 from lagom.patching.order import common_order
 from lagom.patching.passes import Pass, Share
 from lagom.patching.session import Session
@@ -19,11 +20,12 @@ def split(batch: Any, rank: int, world_size: int) -> tuple[Any, Share]:
     """The positions of ``rank`` in a batch: every position once over all ranks.
 
     A rank that gets none, in a batch shorter than the world, gets a copy of the first position that
-    counts nowhere, so that it takes the same steps as the others.
+    counts nowhere, so that it takes the same steps as the others. Positions of a table know themselves how they are
+    dealt, so that a rank reads files of its own.
     """
     if not hasattr(batch, "__getitem__") or not hasattr(batch, "__len__"):
         batch = list(batch)
-    mine = batch[rank::world_size]
+    mine = batch.deal(rank, world_size) if isinstance(batch, Positions) else batch[rank::world_size]
     even = len(batch) % world_size == 0
     return (mine if len(mine) else batch[:1]), Share(len(mine), len(batch), even)
 
@@ -33,6 +35,9 @@ def per_rank(batches: list[Any], rank: int, world_size: int, *, drop_last: bool)
 
     Its own batch, whole; of a tail that has not a batch for everyone, its positions; None where that is dropped.
     """
+    if batches and isinstance(batches[0], Positions):
+        full = len(batches) == world_size or not drop_last
+        return split(Positions.together(batches), rank, world_size) if full else None
     if len(batches) == world_size:
         sizes = [len(batch) for batch in batches]
         return batches[rank], Share(sizes[rank], sum(sizes), len(set(sizes)) == 1)

@@ -32,6 +32,8 @@ def common_order(session: Session, source: Any) -> Iterator[Any]:
     """
     if type(source) in _OWN or (type(source) is BatchSampler and type(source.sampler) in _OWN):
         return iter(source)
+    if getattr(source, "lagom_common", False):
+        return _same(session, source)
     if type(source) is BatchSampler:
         following = _Following(session, source.sampler, source.batch_size, eager=False)
         return iter(BatchSampler(following, source.batch_size, source.drop_last))
@@ -57,6 +59,13 @@ def synchronise(session: Session, loader: DataLoader[Any], *, own_order: bool = 
     parts = torch.split(together, [len(state) for state in states])
     for generator, state in zip(generators.values(), parts, strict=True):
         generator.set_state(state.clone())
+
+
+def _same(session: Session, source: Any) -> Iterator[Any]:
+    """What ``source`` yields, which is the same on all ranks: made sure of once, not batch by batch."""
+    items = iter(source)
+    session.at(f"a pass over the data set {items.fingerprint}")
+    yield from items
 
 
 class _Following:

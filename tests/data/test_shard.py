@@ -15,7 +15,7 @@ LAYOUTS = st.lists(st.integers(0, 9), max_size=12).map(tuple)
 ORDERS = st.builds(
     Order, counts=LAYOUTS, seed=st.none() | st.integers(0, 2**63), streams=st.integers(1, 9), window=st.integers(1, 11)
 )
-EPOCH = Epoch(0, 0, 1, 1)
+EPOCH = Epoch(0, 0, 0, 0, 1, 1)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -59,7 +59,7 @@ def test_ranks_whose_number_divides_the_streams_read_only_their_own() -> None:
     assert lane(range(64), 8) == Lane(0, 1)
     assert lane(range(5, 64, 3), 8) == Lane(0, 1)
     assert lane(range(5, 64, 6), 8) == Lane(1, 2)
-    assert lane(range(13, 14), 8) == Lane(5, 8)
+    assert lane(range(13, 14, 4), 8) == Lane(1, 4)
 
 
 def test_the_order_differs_between_epochs_and_is_that_of_the_table_without_a_seed() -> None:

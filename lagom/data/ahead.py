@@ -1,0 +1,94 @@
+"""``Ahead``: an iterator that a thread of its own keeps a few items ahead."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+    """Draws from ``items`` in a thread, at most ``depth`` items ahead; what it raises is raised by ``next``."""
+
+    def __init__(self, items: Iterator[T], depth: int = 1) -> None:
+        self._line: _Line[T] = _Line(depth)
+        # The thread knows the line only, so that dropping this object ends it.
+        self._thread = threading.Thread(target=_draw, args=(items, self._line), name="lagom-reader", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, _end, self._line, os.getpid())
+
+    def __iter__(self) -> Ahead[T]:
+        return self
+
+    def __next__(self) -> T:
+        return self._line.take()
+
+    def close(self) -> None:
+        """End the thread, and wait for it."""
+        self._line.close()
+        self._thread.join()
+
+
+class _Line(Generic[T]):
+    """What has been drawn and not been taken yet."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._changed = threading.Condition()
+        self._items: deque[T] = deque()
+        self._end: BaseException | None = None
+        self._closed = False
+
+    def take(self) -> T:
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._end is not None)
+            if self._items:
+                item = self._items.popleft()
+                self._changed.notify_all()
+                return item
+            assert self._end is not None
+            raise self._end
+
+    def has_room(self) -> bool:
+        """Wait for room; False when nobody will take anything any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._items) < self._depth)
+            return not self._closed
+
+    def put(self, item: T) -> None:
+        with self._changed:
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def finish(self, end: BaseException) -> None:
+        with self._changed:
+            self._end = end
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._items.clear()
+            self._changed.notify_all()
+
+
+def _draw(items: Iterator[T], line: _Line[T]) -> None:
+    try:
+        # Room first: an item that is drawn and waits would be one more in memory.
+        while line.has_room():
+            line.put(next(items))
+    except BaseException as error:
+        line.finish(error)
+
+
+def _end(line: _Line[T], pid: int) -> None:
+    # In a forked process there is no such thread, and it may have held the lock.
+    if os.getpid() == pid:
+        line.close()

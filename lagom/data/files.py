@@ -1,0 +1,141 @@
+"""Which files a data set has, and where: URLs, folders with partitions, formats whose folders hold stale files."""
+
+from __future__ import annotations
+
+import posixpath
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from lagom.errors import DataError, LagomError
+
+_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+_LOGS = {
+    "_delta_log": "a Delta table",
+    ".hoodie": "a Hudi table",
+}
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a data set."""
+
+    path: str
+    name: str
+    """Its path below the folder: the same wherever that is mounted."""
+    size: int
+    """In bytes."""
+    partition: tuple[tuple[str, str | None], ...]
+    """Columns that its folders stand for."""
+
+
+def arrow() -> Any:
+    """pyarrow.
+
+    Raises:
+        LagomError: where it is not installed.
+    """
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise LagomError('Parquet is read with pyarrow: pip install "lagom-spark[data]"') from error
+    return pa
+
+
+def located(sources: list[str], filesystem: Any = None) -> tuple[Any, list[File]]:
+    """The file system of ``sources``, folders or files by path or URL, and their files in order of their names.
+
+    Raises:
+        DataError: when there is none, or a folder belongs to a format whose log says which files are current.
+    """
+    places = [_place(source, filesystem) for source in sources]
+    home = places[0][0]
+    for source, (other, _) in zip(sources, places, strict=True):
+        if not other.equals(home):
+            raise ValueError(f"{source} and {sources[0]} are in two file systems; a data set is in one")
+    files = [file for source, (_, path) in zip(sources, places, strict=True) for file in _files(home, path, source)]
+    for file in files:
+        if not file.size:
+            raise DataError(f"{file.path} is empty: it was not written to its end, and is no Parquet file")
+    return home, files
+
+
+def _place(source: str, filesystem: Any) -> tuple[Any, str]:
+    from pyarrow import fs
+
+    if filesystem is not None:
+        if not isinstance(filesystem, fs.FileSystem):
+            filesystem = fs.PyFileSystem(fs.FSSpecHandler(filesystem))
+        return filesystem, source
+    scheme = urlsplit(source).scheme
+    if len(scheme) < 2:  # none, or a drive
+        import os
+
+        return fs.LocalFileSystem(), os.path.abspath(source)
+    try:
+        found: tuple[Any, str] = fs.FileSystem.from_uri(source)
+        return found
+    except (ValueError, OSError) as error:
+        try:
+            import fsspec
+
+            other, path = fsspec.core.url_to_fs(source)
+        except (ImportError, ValueError) as second:
+            raise DataError(f"{source} cannot be opened: {error} ({second})") from error
+        return fs.PyFileSystem(fs.FSSpecHandler(other)), path
+
+
+def _files(home: Any, path: str, source: str) -> list[File]:
+    from pyarrow import fs
+
+    try:
+        info = home.get_file_info(path)
+    except OSError as error:
+        raise DataError(f"{source} cannot be reached: {error}") from error
+    if info.type == fs.FileType.NotFound:
+        raise DataError(f"{source} does not exist (as seen from this machine)")
+    if info.type == fs.FileType.File:
+        return [File(path, posixpath.basename(path), info.size, ())]
+    path = path.rstrip("/")
+    try:
+        infos = home.get_file_info(fs.FileSelector(path, recursive=True))
+    except OSError as error:
+        raise DataError(f"{source} cannot be listed: {error}") from error
+    below = {one.path: one.path[len(path) + 1 :] for one in infos}
+    _refuse_tables(set(below.values()), source)
+    found = [
+        File(one.path, below[one.path], one.size, _partition(below[one.path]))
+        for one in infos
+        if one.type == fs.FileType.File and not _hidden(below[one.path])
+    ]
+    if not found:
+        raise DataError(f"{source} holds no data files, {len(infos)} entries in all")
+    return sorted(found, key=lambda file: file.name)
+
+
+def _hidden(name: str) -> bool:
+    """As Spark has it: what begins with an underscore, unless it is a partition, or with a dot."""
+    return any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in name.split("/"))
+
+
+def _refuse_tables(names: set[str], source: str) -> None:
+    for log, what in _LOGS.items():
+        if log in {name.split("/")[0] for name in names}:
+            raise DataError(
+                f"{source} is {what}: its folder holds files that are no longer current, which only its log tells; "
+                "have Spark write the current rows as Parquet, or give the list of current files"
+            )
+    if any(name.startswith("metadata/") and name.endswith(".metadata.json") for name in names):
+        raise DataError(
+            f"{source} is an Iceberg table: its folder holds files that are no longer current, which only its metadata "
+            "tells; have Spark write the current rows as Parquet, or give the list of current files"
+        )
+
+
+def _partition(name: str) -> tuple[tuple[str, str | None], ...]:
+    found = []
+    for folder in name.split("/")[:-1]:
+        key, is_partition, value = folder.partition("=")
+        if is_partition:
+            found.append((unquote(key), None if value == _NULL_PARTITION else unquote(value)))
+    return tuple(found)

@@ -1,0 +1,156 @@
+"""``ParquetDataset``: a folder of Parquet files as a data set of torch."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lagom.data import table
+from lagom.data.batches import Batches
+from lagom.data.columns import Codec, check_policies, leaves, policy
+from lagom.data.reader import Reader
+from lagom.data.rows import Row, Rows
+from lagom.data.shard import DEFAULT_STREAMS, Epoch, Positions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+
+class ParquetDataset(Dataset[Any]):
+    """Rows of Parquet files, in the order of the files' names.
+
+    ``DataLoader(dataset, batch_size=64)`` gives dicts of tensors by column, made without a loop over rows. For
+    training on tables that do not fit into ``window_bytes``, use ``ParquetLoader(dataset, 64, shuffle=True)``, which
+    reads each row group once: ``DataLoader(dataset, shuffle=True)`` draws single rows from everywhere.
+
+    Args:
+        source: a folder or file, or a list of these: paths, or URLs that pyarrow or fsspec know (s3:, gs:, hdfs:, ...).
+        columns: names, in the order wanted; None: all.
+        filters: rows to keep, as pyarrow has it: ``[("x", ">", 0), ...]`` for "and", a list of such lists for "or".
+            Row groups that cannot have such rows are not read.
+        nulls: what becomes of nulls: "error", a number in their place, "nan", "mask" (an entry ``NAME__valid`` beside),
+            or a dict of these by column.
+        ragged: what becomes of lists of different lengths: "error", "pad" (zeros, to the longest of a batch), "list"
+            (a list of tensors), or a dict of these by column.
+        window_bytes: memory for rows that are shuffled together, in a process. More mixes better.
+        streams: places of the table that a shuffled batch is drawn from at the same time, at least; ranks whose
+            number divides it read every row group once.
+        filesystem: one of pyarrow's or fsspec's; then ``source`` is a path in it.
+
+    Raises:
+        DataError: when there is nothing to read, or files do not fit together.
+        ValueError: for a column that is not there, or whose type cannot be a tensor.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | Sequence[str | Path],
+        *,
+        columns: Sequence[str] | None = None,
+        filters: Any = None,
+        nulls: Any = "error",
+        ragged: Any = "error",
+        window_bytes: int = 256 << 20,
+        streams: int = DEFAULT_STREAMS,
+        filesystem: Any = None,
+        codecs: Mapping[str, Codec] | None = None,
+    ) -> None:
+        if window_bytes < 1 or streams < 1:
+            raise ValueError(f"window_bytes is {window_bytes} and streams {streams}; both are at least 1")
+        sources = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+        if not sources:
+            raise ValueError("the list of files is empty")
+        self.window_bytes = window_bytes
+        self.streams = streams
+        self.table = table.table([os.fspath(one) for one in sources], columns, filters, filesystem)
+        names = [field.name for field in self.table.fields]
+        check_policies(nulls, ragged, names)
+        codecs = codecs or {}
+        self._leaves = [
+            (field.name, leaves(field, policy(nulls, field.name), policy(ragged, field.name), codecs.get(field.name)))
+            for field in self.table.fields
+        ]
+        self._num_rows = sum(self.table.counts)
+        self._reader: tuple[int, Reader] | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """Their names."""
+        return [name for name, _ in self._leaves]
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The row at ``index``: values by column."""
+        row = self.__getitems__([index])[0]
+        assert isinstance(row, Row)
+        return row.dict()
+
+    def __getitems__(self, index: Positions | Sequence[int]) -> Rows:
+        """Rows at ``index``, or at positions of an epoch of ``batches()``."""
+        if isinstance(index, Positions):
+            return Rows(self._reading().rows(index.epoch, index.places))
+        picked = np.array(index, np.int64)
+        picked[picked < 0] += self._num_rows
+        if len(picked) and not 0 <= picked.min() <= picked.max() < self._num_rows:
+            raise IndexError(f"a row of {index} is not in a table of {self._num_rows}")
+        places = None if self._fits else _steps(picked)
+        if places is not None:
+            # As a sampler in the order of the table draws them, or a rank's share of these: read ahead.
+            window = max(1, min(self.window_bytes, 8 << 20) // self.table.row_bytes)
+            return Rows(self._reading().rows(Epoch(-1, 0, 0, None, 1, window), places))
+        return Rows([self._reading().pick(picked)])
+
+    def batches(
+        self, batch_size: int, *, shuffle: bool = False, seed: int | None = None, drop_last: bool = False
+    ) -> Batches:
+        """Batches for a loader: ``DataLoader(dataset, batch_sampler=dataset.batches(64, shuffle=True))``.
+
+        Args:
+            seed: of the order, a new one each epoch; None: drawn from torch's global generator at the first epoch.
+        """
+        return Batches(
+            self.table,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            window_bytes=self.window_bytes,
+            streams=self.streams,
+        )
+
+    def close(self) -> None:
+        """End threads that read ahead."""
+        if self._reader is not None and self._reader[0] == os.getpid():
+            self._reader[1].close()
+        self._reader = None
+
+    @property
+    def _fits(self) -> bool:
+        return self._num_rows * self.table.row_bytes <= self.window_bytes
+
+    def _reading(self) -> Reader:
+        # A forked process has none of the threads of the one that it was forked from.
+        if self._reader is None or self._reader[0] != os.getpid():
+            self._reader = os.getpid(), Reader(self.table, self._leaves, self.window_bytes)
+        return self._reader[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}
+
+
+def _steps(index: NDArray[np.int64]) -> range | None:
+    """``index`` as a range, if it goes up in equal steps that are no leaps."""
+    if len(index) < 2:
+        return None
+    step = int(index[1] - index[0])
+    if step < 1 or step > 4096 or (np.diff(index) != step).any():
+        return None
+    return range(int(index[0]), int(index[-1]) + 1, step)

@@ -1,0 +1,307 @@
+"""A table of Parquet files: its columns, its row groups and how many rows they have, checked before it is read."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from lagom.data import types
+from lagom.data.files import File, arrow, located
+from lagom.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_THREADS = 16
+"""That read footers, which is mostly waiting."""
+_PAGE = 1 << 16
+"""Bytes that are read ahead in a column chunk."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A row group."""
+
+    file: int
+    index: int
+    num_rows: int
+    """That pass the filter."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is to be read; a value, which travels to ranks and workers."""
+
+    home: Any
+    """The file system, pyarrow's."""
+    files: tuple[File, ...]
+    fields: tuple[Any, ...]
+    """Of the columns asked for, Arrow's."""
+    also: tuple[Any, ...]
+    """Of columns that are read for the filter only."""
+    partitions: tuple[str, ...]
+    """Names of columns that stand in folders' names."""
+    filter: Any
+    """An expression of pyarrow.compute, or None."""
+    groups: tuple[Group, ...]
+    num_bytes: int
+    """Of all rows before the filter, decoded; an estimate by types and by what footers say."""
+    num_stored: int
+    """Rows before the filter."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each row group."""
+        return tuple(group.num_rows for group in self.groups)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Of a row in memory."""
+        return max(1, self.num_bytes // max(self.num_stored, 1))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the rows and their order: equal where every rank sees the same data set."""
+        told = [(file.name, file.size, file.partition) for file in self.files]
+        text = repr((told, [str(field) for field in self.fields], str(self.filter), self.groups))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def open(self, file: int) -> Any:
+        """The Parquet file number ``file``."""
+        return _open(self.home, self.files[file])
+
+    def batches(self, opened: Any, group: int, most: int) -> Iterator[Any]:
+        """The rows of row group number ``group``, a few at a time, as record batches of ``fields``.
+
+        Raises:
+            DataError: when they cannot be read.
+        """
+        found = self.groups[group]
+        file = self.files[found.file]
+        names = [field.name for field in self._read if field.name not in self.partitions]
+        try:
+            for batch in opened.iter_batches(batch_size=most, row_groups=[found.index], columns=names):
+                yield self._finished(batch, file)
+        except (OSError, ValueError) as error:  # Arrow's are one or the other
+            raise DataError(
+                f"{file.path}, row group {found.index}, cannot be read: it has changed, is damaged or is gone: {error}"
+            ) from error
+
+    @property
+    def _read(self) -> tuple[Any, ...]:
+        return self.fields + self.also
+
+    def partition_fields(self) -> list[Any]:
+        """Those of the columns that stand in folders' names."""
+        return [field for field in self._read if field.name in self.partitions]
+
+    def _finished(self, batch: Any, file: File) -> Any:
+        import pyarrow as pa
+
+        for field in self.partition_fields():
+            batch = batch.append_column(field, pa.repeat(_partition_value(file, field), len(batch)))
+        if self.filter is not None:
+            kept = pa.Table.from_batches([batch]).filter(self.filter).combine_chunks().to_batches()
+            batch = kept[0] if kept else batch.slice(0, 0)
+        return batch.select([field.name for field in self.fields])
+
+
+def _partition_value(file: File, field: Any) -> Any:
+    import pyarrow as pa
+
+    text = dict(file.partition)[field.name]
+    return pa.scalar(None, field.type) if text is None else pa.scalar(text).cast(field.type)
+
+
+def _open(home: Any, file: File) -> Any:
+    import pyarrow.parquet as pq
+
+    try:
+        source = home.open_input_file(file.path)
+        if source.size() != file.size:
+            raise DataError(
+                f"{file.path} has {source.size()} bytes, and had {file.size} when the data set was made: it was "
+                "written again since; make the ParquetDataset anew"
+            )
+        # Read as it is decoded, in pages: a column chunk may be large, and only its beginning wanted.
+        return pq.ParquetFile(source, pre_buffer=False, buffer_size=_PAGE, coerce_int96_timestamp_unit="us")
+    except FileNotFoundError as error:
+        raise DataError(f"{file.path} is gone; it was there when the data set was made") from error
+    except OSError as error:  # Arrow's errors of a damaged file are ValueErrors
+        raise DataError(f"{file.path} cannot be opened: {error}") from error
+    except ValueError as error:
+        raise DataError(f"{file.path} is no Parquet file, or a damaged one: {error}") from error
+
+
+def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, filesystem: Any) -> Table:
+    """Read the footers of all files, and check that they fit together.
+
+    Raises:
+        DataError: when they do not.
+        ValueError: when a column is asked for that is not there.
+    """
+    arrow()
+    home, files = located(list(sources), filesystem)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        footers = list(pool.map(lambda file: _Footer(home, file), files))
+    partitions = _partitions(files)
+    if columns is None:
+        _same_names(files, footers)
+        columns = [name for name in footers[0].schema.names if name not in partitions] + partitions
+    if not columns:
+        raise ValueError("columns is empty; name at least one")
+
+    def field(name: str) -> Any:
+        return _field(name, files, footers, partitions)
+
+    expression, used = _expression(filters)
+    chosen = list(dict.fromkeys(columns))
+    groups = [
+        Group(number, index, footer.metadata.row_group(index).num_rows)
+        for number, footer in enumerate(footers)
+        for index in range(footer.metadata.num_row_groups)
+    ]
+    made = Table(
+        home=home,
+        files=tuple(files),
+        fields=tuple(map(field, chosen)),
+        also=tuple(field(name) for name in used if name not in chosen),
+        partitions=tuple(partitions),
+        filter=expression,
+        groups=tuple(group for group in groups if group.num_rows),
+        num_bytes=sum(footer.num_bytes(set(chosen) - set(partitions)) for footer in footers),
+        num_stored=sum(group.num_rows for group in groups),
+    )
+    if expression is not None:
+        made = replace(made, groups=tuple(_counted(made)))
+    if not made.groups:
+        raise DataError(
+            f"no row of {sources[0]} passes the filters" if made.num_stored else f"{sources[0]} has no rows"
+        )
+    return made
+
+
+class _Footer:
+    """What a file's footer says."""
+
+    def __init__(self, home: Any, file: File) -> None:
+        with _open(home, file) as opened:
+            self.metadata = opened.metadata
+            self.schema = opened.schema_arrow
+
+    def num_bytes(self, names: set[str]) -> int:
+        """Of the columns ``names``, decoded."""
+        stored = dict.fromkeys(names, 0)
+        for index in range(self.metadata.num_row_groups):
+            group = self.metadata.row_group(index)
+            for number in range(group.num_columns):
+                column = group.column(number)
+                name = column.path_in_schema.split(".")[0]
+                if name in stored:
+                    stored[name] += column.total_uncompressed_size
+        rows = self.metadata.num_rows
+        widths = {name: types.width(self.schema.field(name).type) for name in names}
+        return sum(rows * width if width else stored[name] for name, width in widths.items())
+
+
+def _partitions(files: list[File]) -> list[str]:
+    names = [name for name, _ in files[0].partition]
+    for file in files:
+        if [name for name, _ in file.partition] != names:
+            raise DataError(
+                f"{file.path} and {files[0].path} are in folders of other partitions; name a folder of one kind"
+            )
+    return names
+
+
+def _same_names(files: list[File], footers: list[_Footer]) -> None:
+    wanted = set(footers[0].schema.names)
+    for file, footer in zip(files, footers, strict=True):
+        if different := wanted ^ set(footer.schema.names):
+            name = min(different)
+            has, lacks = (files[0], file) if name in wanted else (file, files[0])
+            raise DataError(f"column {name!r} is in {has.path} but not in {lacks.path}; say columns=[...] without it")
+
+
+def _field(name: str, files: list[File], footers: list[_Footer], partitions: list[str]) -> Any:
+    """The field ``name``, which must be the same in all files."""
+    import pyarrow as pa
+
+    if name in partitions:
+        values = [dict(file.partition)[name] for file in files]
+        return pa.field(name, pa.int64() if all(_is_integer(value) for value in values) else pa.string())
+    schema = footers[0].schema
+    if name not in schema.names:
+        raise ValueError(f"there is no column {name!r} in {files[0].path}, which has {[*schema.names, *partitions]}")
+    wanted = schema.field(name)
+    for file, footer in zip(files, footers, strict=True):
+        if name not in footer.schema.names:
+            raise DataError(f"column {name!r} is in {files[0].path} but not in {file.path}")
+        found = footer.schema.field(name)
+        if _bare(found.type) != _bare(wanted.type):
+            raise DataError(
+                f"column {name!r} is {wanted.type} in {files[0].path} and {found.type} in {file.path}; "
+                "have the data set written with one type"
+            )
+    return wanted
+
+
+def _bare(kind: Any) -> str:
+    """The type without the names that writers give to the items of lists."""
+    kind = types.plain(kind)
+    return f"{_bare(kind.value_type)}[]" if types.is_ragged(kind) else str(kind)
+
+
+def _is_integer(value: str | None) -> bool:
+    return value is None or (value.removeprefix("-").isdecimal() and value.isascii() and -(2**63) <= int(value) < 2**63)
+
+
+def _expression(filters: Any) -> tuple[Any, list[str]]:
+    """``filters``, an expression or a list of them in pyarrow's spelling, and the columns it looks at."""
+    if filters is None:
+        return None, []
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    if isinstance(filters, pc.Expression):
+        raise ValueError("filters is an expression; say it as [(column, operator, value), ...], or lists of such lists")
+    try:
+        expression = pq.filters_to_expression(filters)
+        terms = filters if isinstance(filters[0], (list,)) else [filters]
+        names = [str(term[0]) for conjunction in terms for term in conjunction]
+    except (TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"filters is {filters!r}; say it as [(column, operator, value), ...]: {error}") from error
+    return expression, list(dict.fromkeys(names))
+
+
+def _counted(made: Table) -> list[Group]:
+    """Row groups with the number of rows that pass the filter, for which its columns are read once."""
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+
+    form = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
+    fields = pa.schema(made.partition_fields())
+
+    def counted(number: int) -> list[Group]:
+        file = made.files[number]
+        told = None
+        for field in fields:
+            value = _partition_value(file, field)
+            here = ds.field(field.name) == value if value.is_valid else ds.field(field.name).is_null()
+            told = here if told is None else told & here
+        found = []
+        for group in (group for group in made.groups if group.file == number):
+            part = form.make_fragment(file.path, made.home, partition_expression=told, row_groups=[group.index])
+            schema = pa.unify_schemas([part.physical_schema, fields])
+            found.append(replace(group, num_rows=part.scanner(schema=schema, filter=made.filter).count_rows()))
+        return found
+
+    try:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            parts = list(pool.map(counted, range(len(made.files))))
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError) as error:
+        raise ValueError(f"filters cannot be applied: {error}") from error
+    return [group for part in parts for group in part if group.num_rows]
