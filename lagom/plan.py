@@ -62,6 +62,8 @@ class Plan:
     sync_batchnorm: bool
     seed: int | None
     hb_interval: float
+    zero_lvl: int = 0
+    """What is sharded over the ranks."""
     already_distributed: bool = False
     """The program is written for torchrun: its ranks find the variables that torchrun sets."""
     rehearsal: Rehearsal | None = None
@@ -104,6 +106,7 @@ def plan(
         sync_batchnorm=config.sync_batchnorm,
         seed=config.seed,
         hb_interval=float(config.hb_interval),
+        zero_lvl=config.zero_lvl,
         already_distributed=already_distributed,
     )
 
@@ -113,7 +116,7 @@ _WHERE = {"spark": "Spark", "local": "this machine", "inline": "this process"}
 
 def _refuse_unbuilt(config: TorchDistributedConfig) -> None:
     unbuilt = [
-        (config.zero_lvl != 0, f"zero_lvl={config.zero_lvl}", "zero_lvl=0"),
+        (config.zero_lvl > 1, f"zero_lvl={config.zero_lvl}", "zero_lvl=1, which shards optimizer state, or 0"),
         (config.backend != "torch", f"backend={config.backend!r}", "backend='torch'"),
         (config.mixed_precision is not False, f"mixed_precision={config.mixed_precision!r}", "torch.autocast"),
     ]

@@ -46,6 +46,7 @@ def run_ranks(
     batches: Batches = "split",
     evaluation: Evaluation = "gathered",
     sync_batchnorm: bool = True,
+    zero_lvl: int = 0,
     seed: int = 0,
     patches: bool = True,
     always_slices: bool = True,
@@ -55,7 +56,7 @@ def run_ranks(
     With ``patches=False`` torch is left alone; with ``always_slices`` forwards are sliced also where that does
     not pay. Everything dies after 60 s.
     """
-    plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm)
+    plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm, zero_lvl)
     with tempfile.TemporaryDirectory() as host_dir:
         ports = _CONTEXT.SimpleQueue()
         pipes, processes = [], []
@@ -91,7 +92,14 @@ def session_alone(host_dir: Path, device: str = "cpu") -> Session:
     return _session(_plan(1, "split", "replicated", 0), 0, None, None, host_dir, torch.device(device))
 
 
-def _plan(world_size: int, batches: Batches, evaluation: Evaluation, seed: int, sync_batchnorm: bool = True) -> Plan:
+def _plan(
+    world_size: int,
+    batches: Batches,
+    evaluation: Evaluation,
+    seed: int,
+    sync_batchnorm: bool = True,
+    zero_lvl: int = 0,
+) -> Plan:
     return Plan(
         name="test",
         launcher="local",
@@ -104,6 +112,7 @@ def _plan(world_size: int, batches: Batches, evaluation: Evaluation, seed: int, 
         sync_batchnorm=sync_batchnorm,
         seed=seed,
         hb_interval=1.0,
+        zero_lvl=zero_lvl,
     )
 
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 TINY = {
     "scalar_field": ["--epochs", "1", "--points", "500"],
+    "zero": ["--epochs", "1", "--points", "300"],
 }
 """Arguments by example; ``--launcher`` comes on top."""
 
@@ -27,7 +28,7 @@ def test_every_example_is_run_here() -> None:
 @pytest.mark.parametrize("launcher", ["inline", "local"])
 def test_example_runs(name: str, launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module(f"examples.{name}").main([*TINY[name], "--launcher", launcher])
-    _check(capsys.readouterr().out)
+    CHECKS[name](capsys.readouterr().out)
 
 
 @pytest.mark.integration
@@ -38,9 +39,21 @@ def test_example_runs_on_spark(name: str) -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "world size 2" in done.stdout
-    _check(done.stdout)
+    CHECKS[name](done.stdout)
 
 
-def _check(output: str) -> None:
+def _lagom_learns_as_plainly(output: str) -> None:
     plain, lagom = (float(loss) for loss in re.findall(r": +test loss ([\d.]+) in", output))
     assert lagom == pytest.approx(plain, rel=1e-4)
+
+
+def _levels_save_and_agree(output: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+);", output)]
+    held = [[float(one) for one in line.split(" and ")] for line in re.findall(r"hold ([\d. and]+) MB", output)]
+    assert len(losses) == len(held) > 1
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+    if len(held[0]) > 1:
+        assert max(held[1]) < 0.9 * min(held[0])
+
+
+CHECKS = {"scalar_field": _lagom_learns_as_plainly, "zero": _levels_save_and_agree}

@@ -23,8 +23,8 @@ def local(slots: int, **more: Any) -> Cluster:
 @pytest.mark.parametrize(
     ("setting", "instead"),
     [
-        ({"zero_lvl": 1}, "zero_lvl=0"),
-        ({"zero_lvl": 3}, "zero_lvl=0"),
+        ({"zero_lvl": 2}, "zero_lvl=1"),
+        ({"zero_lvl": 3}, "zero_lvl=1"),
         ({"backend": "deepspeed"}, "backend='torch'"),
         ({"mixed_precision": True}, "torch.autocast"),
         ({"mixed_precision": "bf16"}, "torch.autocast"),

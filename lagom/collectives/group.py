@@ -11,7 +11,7 @@ from lagom.collectives.meeting import connected
 from lagom.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch.distributed as dist
 
@@ -21,6 +21,8 @@ TIMEOUT_S = 30 * 60.0
 """How long a rank waits for another; torch's own default for gloo."""
 _kept: list[dist.ProcessGroup] = []
 """Groups that threads of gloo may still hold tensors of: to destroy one then can deadlock, so a rank never does."""
+_ASK = b"lagom asks for:\0"
+"""How a message begins that is no part of an exchange."""
 _FIRST = 4096 - 8
 """Bytes that travel along with their own length, so that a short message takes one exchange."""
 
@@ -58,6 +60,8 @@ class Group:
         self._ip = ip
         self._mesh: Mesh | None = None
         self._another = another
+        self.serve: Callable[[bytes], None] | None = None
+        """Takes part in what another rank has asked for."""
         self._aside: dist.ProcessGroup | None = None
 
     @property
@@ -104,6 +108,11 @@ class Group:
         with _naming("broadcast"):
             self._serving(tensor).broadcast(tensor, root).wait()
 
+    def broadcast_later(self, tensor: torch.Tensor, root: int) -> dist.Work:
+        """Begin to overwrite a contiguous ``tensor`` with the one of rank ``root``."""
+        with _naming("broadcast"):
+            return self._serving(tensor).broadcast(tensor, root)
+
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
         """The ``data`` of rank ``root``; what the others give is ignored."""
         frame = torch.zeros(8 + _FIRST, dtype=torch.uint8)
@@ -135,6 +144,26 @@ class Group:
 
         Fast for what is small. Views are valid until the next call; in this rank's own place is ``head`` alone.
         """
+        rows = self._exchange(head, body)
+        while self.serve is not None and (asked := _asked(rows)) is not None:
+            self.serve(asked)
+            rows = self._exchange(head, body)
+        return rows
+
+    def ask(self, what: bytes) -> None:
+        """Have all ranks ``serve`` what this one asks for, in the exchange that each comes to next. See Note [Asking].
+
+        When this returns the others have begun, and this rank is to take part.
+        """
+        while True:
+            asked = _asked(self._exchange(_ASK + what))
+            if asked == what:
+                return
+            assert asked is not None
+            assert self.serve is not None
+            self.serve(asked)
+
+    def _exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
         if self._mesh is None:
             with _naming("connecting"):
                 self._mesh = connected(self.rank, self.world_size, self._ip, self._first_gather, TIMEOUT_S)
@@ -167,6 +196,14 @@ class Group:
         return self._device
 
 
+def _asked(rows: Sequence[memoryview | bytes]) -> bytes | None:
+    """What the first of the ranks that ask for something asks for."""
+    for row in rows:
+        if row[: len(_ASK)] == _ASK:
+            return bytes(row[len(_ASK) :])
+    return None
+
+
 @contextmanager
 def _naming(operation: str) -> Iterator[None]:
     try:
@@ -181,3 +218,12 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 def _as_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.numpy().data)
+
+
+# Note [Asking]
+#
+# A rank may need what another one holds (the state of an optimizer that is shared out) at a place of the program that
+# the others do not come to: a checkpoint in a branch of rank 0's. It says so in a message to all, which each of the
+# others reads where it stands in, or comes to, an exchange of its own; at the latest the one at the program's end. They
+# take part in what was asked for, and then begin their exchange again. Exchanges of all kinds begin with messages, so
+# nothing waits for anything else, and no thread is needed. Where several ranks ask, the first is served first.

@@ -11,6 +11,7 @@ from lagom.patching.dataloader import dealt_loaders
 from lagom.patching.files import shared_files
 from lagom.patching.joined import joinable
 from lagom.patching.module import own_forwards, tracked_modules
+from lagom.patching.optimizer import sharded_steps
 from lagom.patching.own_ranks import spawned_ranks
 from lagom.patching.random import OwnStreams
 
@@ -36,6 +37,8 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(spawned_ranks(session))
             stack.enter_context(tracked_modules(session))
             stack.enter_context(synchronised_backward(session))
+            if session.plan.zero_lvl:
+                stack.enter_context(sharded_steps(session))
             if session.plan.sync_batchnorm:
                 stack.enter_context(whole_batch_statistics(session))
         if distributed or session.plan.rehearsal is not None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lagom.patching.probe import BatchStatistics
     from lagom.patching.slicing import Region
     from lagom.plan import Plan
+    from lagom.strategies.zero.optimizers import Optimizers
 
 log = logging.getLogger("lagom")
 
@@ -87,6 +88,8 @@ class Session:
     frame: Frame | None = field(default=None, init=False)
     watch: Watch | None = field(default=None, init=False)
     replicate: Replicate | None = field(default=None, init=False)
+    optimizers: Optimizers | None = field(default=None, init=False)
+    """With ``zero_lvl``."""
     _open: list[weakref.ref[Pass]] = field(default_factory=list, init=False)
     _last: Share | None = field(default=None, init=False)
     _evaluating: weakref.ref[Pass] | None = field(default=None, init=False)

@@ -1,0 +1,144 @@
+"""Bytes that a rank holds with Adam in float32: lagom at each zero_lvl, and ZeroRedundancyOptimizer by hand.
+
+    python -m benchmarks.zero_memory [--million 100] [--world-size 2]
+
+The model is an MLP with about that many million parameters. What is held is counted by going through all tensors that
+are alive: parameters, gradients, and everything else of some size, which is the optimizer's state (and DDP's buckets).
+It is counted after a backward and before the step, in the third step. The peak is what the process takes at most from
+there on to the end of the step (VmHWM), less what it took before the model was made. Formulas are for N ranks, in bytes
+per parameter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+FORMULAS: Mapping[str, Callable[[int], tuple[float, float, float]]] = {
+    "zero_lvl=0": lambda n: (4, 4, 8),
+    "zero_lvl=1": lambda n: (4, 4, 8 / n),
+    "ZeroRedundancyOptimizer": lambda n: (4, 4, 8 / n),
+}
+"""Bytes per parameter of parameters, gradients and the rest."""
+LAYERS = 6
+BATCH = 8
+TOLERANCE = 0.1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; 0 when lagom is within 10% of the formula, else 1."""
+    args = _arguments(argv)
+    logging.getLogger("lagom").setLevel(logging.ERROR)
+    width = int((args.million * 1e6 / LAYERS) ** 0.5)
+    count = sum(p.numel() for p in model(width, device="meta").parameters())
+    print(f"{count / 1e6:.1f} million parameters, {args.world_size} ranks; MB")
+    print(f"{'':26}{'parameters':>12}{'gradients':>12}{'other':>12}{'in all':>12}{'formula':>12}{'peak':>12}")
+    held = True
+    for name, formula in FORMULAS.items():
+        rows = measured(name, width, args.world_size)
+        wanted = sum(formula(args.world_size)) * count / 1e6
+        for rank, row in enumerate(rows):
+            *parts, peak = (value / 1e6 for value in row)
+            figures = "".join(f"{value:12.1f}" for value in (*parts, sum(parts), wanted, peak))
+            print(f"{name + f', rank {rank}':26}{figures}")
+            held &= not name.startswith("zero_lvl") or abs(sum(parts) / wanted - 1) <= TOLERANCE
+    print(f"{'holds' if held else 'MISSED'}: lagom is within {TOLERANCE:.0%} of the formula on every rank")
+    return 0 if held else 1
+
+
+def measured(name: str, width: int, world_size: int) -> Sequence[tuple[int, int, int, int]]:
+    """Bytes of parameters, gradients and the rest, and at the peak, by rank."""
+    by_hand = not name.startswith("zero_lvl")
+    config = TorchDistributedConfig(
+        hparams={"width": width},
+        world_size=world_size,
+        launcher="local",
+        zero_lvl=0 if by_hand else int(name[-1]),
+    )
+    rows: Sequence[tuple[int, int, int, int]] = experiment.lagom(zero_by_hand if by_hand else train, config).per_rank
+    return rows
+
+
+def train(width: int) -> tuple[int, int, int, int]:
+    """The loop that anybody would write."""
+    base = _status("VmRSS")
+    network = model(width)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
+    return _steps(network, optimizer, base)
+
+
+def zero_by_hand(width: int) -> tuple[int, int, int, int]:
+    """The same, distributed by hand; on lagom's ranks, from which it steps back with the first line."""
+    torch.distributed.init_process_group("gloo")
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    base = _status("VmRSS")
+    network = nn.parallel.DistributedDataParallel(model(width), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(network.parameters(), optimizer_class=torch.optim.Adam, lr=1e-4)
+    return _steps(network, optimizer, base)
+
+
+def _steps(network: nn.Module, optimizer: Any, base: int) -> tuple[int, int, int, int]:
+    for number in range(3):
+        x = torch.randn(BATCH, next(network.parameters()).shape[1])
+        network(x).square().mean().backward()
+        if number == 2:
+            held = _held(list(network.parameters()))
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+        optimizer.step()
+        if number < 2:
+            optimizer.zero_grad()
+    return (*held, _status("VmHWM") - base)
+
+
+def model(width: int, device: str = "cpu") -> nn.Sequential:
+    """Square layers, each of ``width`` by ``width``."""
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width, device=device), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+def _held(parameters: Sequence[torch.Tensor]) -> tuple[int, int, int]:
+    """Bytes of parameters, of gradients, and of all other tensors that are no activations."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    counted: set[int] = set()
+    every = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.numel() > BATCH * 10_000]
+    return _bytes(parameters, counted), _bytes(gradients, counted), _bytes(every, counted)
+
+
+def _bytes(tensors: Iterable[torch.Tensor], counted: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Bytes held on each rank, beside the formula.")
+    parser.add_argument("--million", type=float, default=100.0, help="parameters")
+    parser.add_argument("--world-size", type=int, default=2)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

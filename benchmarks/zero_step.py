@@ -1,0 +1,181 @@
+"""Time per step at each zero_lvl, beside DDP with ZeroRedundancyOptimizer by hand, for the same model; 2 ranks, Adam.
+
+    python -m benchmarks.zero_step [--turns 20] [--width 1800]
+
+The model is an MLP of three square layers. Contenders take turns as in benchmarks.step, and ratios are those of turns
+one after another. The program by hand runs on lagom's ranks, from which lagom steps back with its first line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import lagom
+from benchmarks.step import Contender
+from benchmarks.step_programs import Clock, Task
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+WORLD_SIZE = 2
+WARM_UP = 3
+"""Turns that do not count."""
+BATCH = 64
+"""Samples per rank and step."""
+PEER = "by hand"
+CONTENDERS = ("zero_lvl=0", "zero_lvl=1", PEER)
+TARGET = 1.05
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print medians, quartiles and ratios; 0 when the target holds, else 1."""
+    args = _arguments(argv)
+    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    with contenders(args.width, args.turns) as able:
+        for number in range(WARM_UP + args.turns):
+            for name in CONTENDERS if number % 2 else CONTENDERS[::-1]:
+                seconds = able[name].turn(_task(args.width).steps)
+                if number >= WARM_UP:
+                    times[name].append(seconds)
+    print(f"{'MLP of 3 layers, ' + str(args.width) + ' wide':36} median ms   quartiles ms     by hand's  quartiles")
+    for name, seconds_of in times.items():
+        low, median, high = statistics.quantiles([1e3 * one for one in seconds_of], n=4)
+        ratios = [one / peer for one, peer in zip(seconds_of, times[PEER], strict=True)]
+        less, ratio, more = statistics.quantiles(ratios, n=4)
+        print(f"{name:36} {median:9.3f} {low:8.3f} {high:8.3f} {ratio:9.2f}x  {less:.2f} {more:.2f}")
+    ratio = statistics.median(a / b for a, b in zip(times["zero_lvl=1"], times[PEER], strict=True))
+    print(f"{'holds' if ratio <= TARGET else 'MISSED'}: zero_lvl=1 takes at most {TARGET} times what is done by hand")
+    return 0 if ratio <= TARGET else 1
+
+
+@contextmanager
+def contenders(width: int, turns: int) -> Iterator[dict[str, Contender]]:
+    """Start all, and wait until every rank is ready for its first turn."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
+        arguments = {"port": listener.getsockname()[1], "turns": WARM_UP + turns, "width": width}
+        started = {name: _started(name, arguments, folder) for name in CONTENDERS}
+        try:
+            _connect(listener, started)
+            yield started
+            for one in started.values():
+                one.process.wait(timeout=60)
+        finally:
+            for one in started.values():
+                one.process.terminate()
+                one.process.wait()
+                one.errors.close()
+
+
+def _started(name: str, arguments: Mapping[str, object], folder: str) -> Contender:
+    command = [sys.executable, "-m", "benchmarks.zero_step", "--contender", name, json.dumps(arguments)]
+    errors = open(os.path.join(folder, name), "w+")  # noqa: SIM115  (closed with its contender)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, text=True, env=environment)
+    return Contender(process, errors)
+
+
+def _connect(listener: socket.socket, started: Mapping[str, Contender]) -> None:
+    listener.settimeout(1)
+    deadline = time.monotonic() + 120
+    while any(len(one.ranks) < WORLD_SIZE for one in started.values()):
+        for name, one in started.items():
+            if one.process.poll() is not None:
+                one.errors.seek(0)
+                raise RuntimeError(f"{name} has ended: {one.errors.read()[-2000:]}")
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            if time.monotonic() > deadline:
+                raise
+            continue
+        connection.settimeout(120)
+        lines = connection.makefile("rw")
+        hello = json.loads(lines.readline())
+        started[hello["contender"]].ranks[hello["rank"]] = lines
+
+
+def plain(arguments: Mapping[str, Any]) -> None:
+    """The loop that anybody would write."""
+    clock, task = Clock(arguments, lagom.rank()), _task(arguments["width"])
+    torch.set_num_threads(1)
+    model = task.module()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    loader = DataLoader(_data(task), batch_size=BATCH * WORLD_SIZE, shuffle=True)
+    _train(clock, task, loader, model, optimizer)
+
+
+def by_hand(arguments: Mapping[str, Any]) -> None:
+    """The same, distributed by hand."""
+    torch.distributed.init_process_group("gloo")
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    clock, task = Clock(arguments, torch.distributed.get_rank()), _task(arguments["width"])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data = _data(task)
+    model = nn.parallel.DistributedDataParallel(task.module())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=1e-4)
+    loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data))
+    _train(clock, task, loader, model, optimizer)
+
+
+def _train(clock: Clock, task: Task, loader: DataLoader[Any], model: nn.Module, optimizer: Any) -> None:
+    clock.start(task)
+    while True:
+        for x, y in loader:
+            if clock.is_over():
+                return
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+
+def _task(width: int) -> Task:
+    def module() -> nn.Module:
+        layers = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())]
+        return nn.Sequential(*layers[:-1])
+
+    return Task(module, (width,), (width,), per_rank=BATCH, steps=3 if width > 500 else 20)
+
+
+def _data(task: Task) -> TensorDataset:
+    count = BATCH * WORLD_SIZE * 50
+    return TensorDataset(torch.randn(count, *task.input), torch.randn(count, *task.output))
+
+
+def _run(contender: str, arguments: Mapping[str, Any]) -> None:
+    logging.getLogger("lagom").setLevel(logging.ERROR)
+    hparams = {"arguments": {**arguments, "contender": contender}}
+    level = 0 if contender == PEER else int(contender[-1])
+    config = TorchDistributedConfig(hparams=hparams, world_size=WORLD_SIZE, launcher="local", zero_lvl=level)
+    experiment.lagom(by_hand if contender == PEER else plain, config)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time per step, beside ZeroRedundancyOptimizer.")
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--width", type=int, default=1800, help="of the layers: 1800 makes 10 million parameters")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--contender"]:
+        _run(sys.argv[2], json.loads(sys.argv[3]))
+        sys.exit(0)
+    sys.exit(main())

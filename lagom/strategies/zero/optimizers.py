@@ -1,0 +1,288 @@
+"""``Optimizers``: all of a run's, and what the ranks do when one of them steps or is looked at."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from torch.nn.parameter import is_lazy
+
+from lagom.errors import DivergenceError, LagomError
+from lagom.strategies.checksum import checksums
+from lagom.strategies.divergence import INTERVAL
+from lagom.strategies.frame import signature
+from lagom.strategies.zero.flat import is_dense
+from lagom.strategies.zero.probe import Kind, Nature, nature_of
+from lagom.strategies.zero.sharded import Parted, Sharded, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+    from torch.optim import Optimizer
+
+    from lagom.collectives.group import Group
+    from lagom.strategies.divergence import Watch
+    from lagom.strategies.frame import Frame
+
+_FIRST = "the first optimizer.step()"
+_BEFORE = "optimizer.step()"
+_AFTER = "the end of optimizer.step()"
+_CLOSURE = "a closure of optimizer.step()"
+
+
+class _Found(NamedTuple):
+    """What is known of an optimizer."""
+
+    number: int
+    nature: Nature
+    parameters: tuple[int, ...]
+    """Their ids, when it was found out."""
+
+
+class Optimizers:
+    """Steps optimizers in parts, and puts their state together when the program looks at it.
+
+    Args:
+        is_own: whether a parameter is this rank's own, and not equal on all ranks.
+        say: logs a line, once.
+        name: what to call a parameter in an error.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        frame: Frame,
+        watch: Watch,
+        *,
+        is_own: Callable[[torch.Tensor], bool],
+        say: Callable[[str], None],
+        name: Callable[[torch.Tensor | None], str],
+    ) -> None:
+        self._group = group
+        self._frame = frame
+        self._watch = watch
+        self._is_own = is_own
+        self._say = say
+        self._name = name
+        self._thread = threading.get_ident()
+        self._busy = False
+        self._found: weakref.WeakKeyDictionary[Optimizer, _Found] = weakref.WeakKeyDictionary()
+        self._sharded: weakref.WeakKeyDictionary[Optimizer, Sharded] = weakref.WeakKeyDictionary()
+        self._by_number: dict[int, Sharded] = {}
+        """Also of optimizers that are gone here: another rank may be at a place where it still has them."""
+        self._gone: list[int] = []
+        self._num = 0
+        self._num_steps = 0
+        self._next_check = 1
+        group.serve = self._serve
+
+    @property
+    def passes(self) -> bool:
+        """Whether a step is to be left alone: it is made by another optimizer's, or tried out."""
+        return self._busy
+
+    def step(
+        self, optimizer: Optimizer, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """``inner(optimizer, ...)``, the class's own step, of this rank's part; a collective.
+
+        Raises:
+            DivergenceError: on all ranks, unless all of them step the same optimizer, by equal gradients.
+        """
+        if threading.get_ident() != self._thread:
+            raise LagomError(
+                "optimizer.step() is called in a thread; with zero_lvl it must be in the program's main one"
+            )
+        sharded = self._current(optimizer, inner, args, kwargs)
+        if sharded is None:
+            return inner(optimizer, *args, **kwargs)
+        self._meet(optimizer, sharded)
+        state = vars(optimizer)["state"]
+        if not isinstance(state, Parted):
+            sharded.take(state)
+        args, kwargs = self._with_closure(optimizer, sharded, args, kwargs)
+        sharded.clock += 1
+        with self._stepping(), sharded.swapped(optimizer):
+            result = inner(optimizer, *args, **kwargs)
+        self._publish(sharded, _AFTER)
+        sharded.clock += 1
+        return result
+
+    def state(self, optimizer: Optimizer) -> Any:
+        """``optimizer.state``: whole, outside of a step."""
+        state = vars(optimizer)["state"]
+        if not isinstance(state, Parted):
+            return state
+        if threading.get_ident() != self._thread:
+            return state  # which raises when it is used
+        sharded: Sharded = vars(state)["sharded"]
+        self._group.ask(repr((sharded.number, sharded.clock)).encode())
+        whole = sharded.whole()
+        if vars(optimizer)["state"] is state:
+            vars(optimizer)["state"] = whole
+        return whole
+
+    def num_bytes(self, optimizer: Optimizer) -> int | None:
+        """Of state that this rank holds for ``optimizer``; None where it is not shared out."""
+        sharded = self._sharded.get(optimizer)
+        return None if sharded is None else sharded.num_bytes()
+
+    def end(self) -> None:
+        """The program has ended, on all ranks: optimizers that are still there, as in what it returns, become whole.
+
+        A collective.
+        """
+        if self._by_number:
+            gc.collect()  # schedulers and optimizers hold each other
+        mine = {s.number: o for o, s in list(self._sharded.items()) if isinstance(vars(o).get("state"), Parted)}
+        rows = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(sorted(mine)))]
+        for number in sorted(set.intersection(*map(set, rows))):
+            vars(mine[number])["state"] = self._sharded[mine[number]].whole()
+        self._by_number.clear()
+        self._group.serve = None
+
+    def _current(
+        self, optimizer: Optimizer, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sharded | None:
+        """The parts in which ``optimizer`` is to be stepped; None where it is stepped whole."""
+        every = tuple(id(p) for group in optimizer.param_groups for p in group["params"])
+        found = self._found.get(optimizer)
+        sharded = self._sharded.get(optimizer)
+        if found is None or found.parameters != every:
+            if sharded is not None:
+                self.state(optimizer)  # whole, to be shared out anew
+            found = self._find(optimizer, every, inner, args, kwargs, found)
+            sharded = None
+        if found.nature.kind is Kind.COUPLED:
+            return None
+        if sharded is None or any(p.grad is not None and self._can_be(p) for p in sharded.idle):
+            sharded = self._share(optimizer, found, sharded)
+        if any(self._is_own(p) for p in sharded.parameters):
+            raise LagomError(
+                "a tensor that an optimizer has stepped on all ranks alike has become this rank's own, which zero_lvl "
+                "cannot tell apart; give the tensors that are made from the batch an optimizer of their own"
+            )
+        return sharded
+
+    def _find(
+        self,
+        optimizer: Optimizer,
+        every: tuple[int, ...],
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: _Found | None,
+    ) -> _Found:
+        """Find out what can be stepped apart, on all ranks."""
+        number = self._num if before is None else before.number
+        self._num += before is None
+        known = not (set(kwargs) - {"closure"} or len(args) > 1) and "state" in vars(optimizer)
+        nature = Nature(Kind.COUPLED, False)
+        if known and len(set(every)) == len(every):
+            closure = args[0] if args else kwargs.get("closure")
+            with self._stepping():
+                nature = nature_of(optimizer, inner, closure=closure is not None)
+        if not self._frame.exchange(signature(f"{_FIRST} {number} {nature}".encode())):
+            self._apart(_FIRST)
+        name = type(optimizer).__name__
+        if nature.kind is Kind.COUPLED:
+            self._say(
+                f"{name} is not shared out over the ranks, but stepped whole on each: what it makes of a parameter "
+                "depends on others, on random numbers, or could not be found out. That is right, and saves no memory"
+            )
+        elif nature.kind is Kind.BY_PARAMETER:
+            self._say(f"{name} steps by whole parameters; each rank steps some, and holds their state")
+        found = self._found[optimizer] = _Found(number, nature, every)
+        return found
+
+    def _can_be(self, p: torch.Tensor) -> bool:
+        """Whether ``p`` can be shared out."""
+        if is_lazy(p) or not p.numel() or not is_dense(p) or self._is_own(p):
+            return False
+        return p.grad is None or not p.grad.is_sparse
+
+    def _share(self, optimizer: Optimizer, found: _Found, before: Sharded | None) -> Sharded:
+        """Share out what has gradients; the second time all, since more of it may have some later."""
+        state = self.state(optimizer)
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        able = [p for p in every if self._can_be(p) and (p.grad is not None or before is not None or p in state)]
+        sharded = Sharded(self._group, self._frame, found.number, found.nature, optimizer, able)
+        # A parameter that no backward has reached has been compared with the other ranks' nowhere.
+        sums = repr([checksums(dict(enumerate(able))), sharded.identity])
+        if not self._frame.exchange(signature(_FIRST.encode() + sums.encode())):
+            self._apart(_FIRST)
+        self._sharded[optimizer] = self._by_number[found.number] = sharded
+        weakref.finalize(optimizer, self._gone.append, found.number).atexit = False
+        return sharded
+
+    @contextmanager
+    def _stepping(self, *, busy: bool = True) -> Iterator[None]:
+        before, self._busy = self._busy, busy
+        try:
+            yield
+        finally:
+            self._busy = before
+
+    def _meet(self, optimizer: Optimizer, sharded: Sharded) -> None:
+        """All ranks are about to step ``optimizer``; now and then, by equal gradients."""
+        self._num_steps += 1
+        sums: dict[int, tuple[str, int]] | None = None
+        if self._num_steps >= self._next_check:
+            self._next_check += min(self._num_steps, INTERVAL)
+            sums = checksums({i: p.grad for i, p in enumerate(sharded.parameters) if p.grad is not None})
+        # Before the exchange: what dies later may still be there on another rank.
+        gone, self._gone[:] = list(self._gone), []
+        if not self._frame.exchange(signature(repr((_BEFORE, sharded.steps(), sharded.clock, sums)).encode())):
+            self._apart(_BEFORE, sharded, sums)
+        for number in gone:
+            self._by_number.pop(number, None)
+
+    def _with_closure(
+        self, optimizer: Optimizer, sharded: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is None:
+            return args, kwargs
+
+        def evaluated() -> Any:
+            with sharded.left(optimizer), self._stepping(busy=False):
+                self._publish(sharded, _CLOSURE)  # what the step has changed so far
+                return closure()
+
+        return ((evaluated,), kwargs) if args else (args, kwargs | {"closure": evaluated})
+
+    def _publish(self, sharded: Sharded, place: str) -> None:
+        if not sharded.publish(place):
+            self._apart(place)
+
+    def _apart(
+        self, place: str, sharded: Sharded | None = None, sums: dict[int, tuple[str, int]] | None = None
+    ) -> NoReturn:
+        """Raise the DivergenceError that ranks which disagree get."""
+        self._watch.meet(place)
+        told = (None if sharded is None else sharded.identity, sums)
+        rows = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(told))]
+        if sharded is not None and all(row[0] == sharded.identity and row[1] is not None for row in rows):
+            for i, p in enumerate(sharded.parameters):
+                if len({row[1].get(i) for row in rows}) > 1:
+                    raise DivergenceError(
+                        f"{self._name(p)} has other gradients on other ranks when its optimizer steps; gradients are "
+                        "averaged in backward() and torch.autograd.grad, so step by these, and not by torch.func.grad "
+                        "or this rank's own data"
+                    )
+        raise DivergenceError(
+            "the ranks step different optimizers, or parameters that differ; create the same optimizers with the same "
+            "parameters, and step them in the same order, on every rank"
+        )
+
+    def _serve(self, asked: bytes) -> None:
+        number, clock = (int(part) for part in asked.strip(b"()").split(b","))
+        sharded = self._by_number.get(number)
+        if sharded is None or sharded.clock != clock:
+            refuse(self._group)
+        sharded.give()

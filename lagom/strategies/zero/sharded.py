@@ -1,0 +1,247 @@
+"""``Sharded``: one optimizer, of which each rank steps a part and holds the state of that part."""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from lagom.errors import LagomError
+from lagom.strategies.frame import signature
+from lagom.strategies.zero.cut import Piece, by_element, by_parameter
+from lagom.strategies.zero.flat import flat, flat_like
+from lagom.strategies.zero.probe import Kind, Nature
+from lagom.strategies.zero.publish import Publisher
+from lagom.strategies.zero.state import cut, gather
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.optim import Optimizer
+
+    from lagom.collectives.group import Group
+    from lagom.strategies.frame import Frame
+
+
+class Parted:
+    """Stands for the state of an optimizer while each rank has a part of it."""
+
+    def __init__(self, sharded: Sharded) -> None:
+        vars(self)["sharded"] = sharded
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # As an AttributeError it would be taken for an optimizer that has no such thing.
+        raise LagomError(_GONE)
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise LagomError(_GONE)
+
+    def _gone(self, *_: object) -> NoReturn:
+        raise LagomError(_GONE)
+
+    __len__ = __iter__ = __contains__ = __getitem__ = _gone
+
+
+_GONE = (
+    "the state of this optimizer is shared out over the ranks (zero_lvl), and is asked for where the ranks cannot be "
+    "reached: in another process or thread, or after the run. Take its state_dict() in the training function"
+)
+
+
+class Sharded:
+    """The parts of an optimizer. See Note [Stepping a part].
+
+    Args:
+        number: of the optimizer, equal on all ranks.
+        nature: what of it can be stepped apart, never ``Kind.COUPLED``.
+        parameters: what is shared out; the others are stepped whole on every rank.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        frame: Frame,
+        number: int,
+        nature: Nature,
+        optimizer: Optimizer,
+        parameters: list[torch.Tensor],
+    ) -> None:
+        self.number = number
+        self.parameters = parameters
+        self.clock = 0
+        """Of steps begun and published: where it is equal on two ranks, their parts are of the same time."""
+        self.part: Any = defaultdict(dict)
+        """The optimizer's state as it is while it steps: that of this rank's pieces, and all that is not shared out."""
+        self._group = group
+        self._frame = frame
+        self.every = [p for group in optimizer.param_groups for p in group["params"]]
+        deal = by_element if nature.kind is Kind.ELEMENTWISE else by_parameter
+        self._pieces = deal([p.numel() for p in parameters], group.world_size)
+        self._own = [(piece, _stand_in(piece, parameters[piece.param])) for piece in self._pieces[group.rank]]
+        place = {id(p) for p in parameters}
+        lists = {id(p): [p] for p in self.every if id(p) not in place}
+        for piece, stand_in in self._own:
+            lists[id(parameters[piece.param])] = [stand_in]
+        self._lists = [[s for p in g["params"] for s in lists.get(id(p), ())] for g in optimizer.param_groups]
+        self._partial = [(piece, one) for piece, one in self._own if one is not parameters[piece.param]]
+        self._whole: list[list[torch.Tensor]] = []
+        self.idle = [p for p in self.every if id(p) not in place]
+        """What was not shared out."""
+        shapes = [(tuple(p.shape), p.dtype) for p in parameters]
+        self.identity = repr((number, nature, shapes)).encode()
+        """Equal on ranks that have the same parts of the same parameters."""
+        self._order: list[int] = []
+        """Ids of the parameters that had state first: a state_dict() tells."""
+        self._publisher: Publisher | None = None
+        self._changes_gradients = nature.changes_gradients
+        self._published: dict[str, bytes] = {}
+
+    def steps(self) -> bytes:
+        """Equal on ranks that are about to make the same step."""
+        return self.identity + bytes(p.grad is not None for p in self.parameters)
+
+    @contextmanager
+    def swapped(self, optimizer: Optimizer) -> Iterator[None]:
+        """The optimizer has this rank's pieces for parameters, with their gradients and their state."""
+        self._whole = [group["params"] for group in optimizer.param_groups]
+        self._swap(optimizer)
+        try:
+            yield
+        finally:
+            self._swap_back(optimizer)
+            self._whole = []
+
+    @contextmanager
+    def left(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside ``swapped``, as outside of it for a while; gradients may be others afterwards."""
+        self._swap_back(optimizer)
+        try:
+            yield
+        finally:
+            self._swap(optimizer)
+
+    def _swap(self, optimizer: Optimizer) -> None:
+        for parameter in self.parameters:
+            _ = parameter.grad  # of all, on all ranks: to read it may be an exchange. See Note [Accumulation]
+        for group, own in zip(optimizer.param_groups, self._lists, strict=True):
+            group["params"] = own
+        for piece, stand_in in self._partial:
+            parameter = self.parameters[piece.param]
+            line = flat(parameter)[piece.start : piece.end]
+            if stand_in.data_ptr() != line.data_ptr() or stand_in.dtype != line.dtype:
+                stand_in.data = line
+            gradient = parameter.grad
+            if self._changes_gradients and gradient is not None and gradient.stride() != parameter.stride():
+                gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient.to_dense())
+            stand_in.grad = None if gradient is None else flat_like(gradient, parameter)[piece.start : piece.end]
+        vars(optimizer)["state"] = self.part
+
+    def _swap_back(self, optimizer: Optimizer) -> None:
+        self.part = vars(optimizer)["state"]
+        vars(optimizer)["state"] = Parted(self)
+        for _, stand_in in self._partial:
+            stand_in.grad = None
+        for group, one in zip(optimizer.param_groups, self._whole, strict=True):
+            group["params"] = one
+
+    def publish(self, place: str) -> bool:
+        """Have all ranks get this one's pieces, if all are at ``place``; a collective."""
+        if self._publisher is None or not self._publisher.is_current:
+            self._publisher = Publisher(self._group, self._frame, self.parameters, self._pieces)
+        signed = self._published.get(place)
+        if signed is None:
+            signed = self._published[place] = signature(place.encode() + self.identity)
+        return self._publisher.publish(signed) and (not self._changes_gradients or self._publish_gradients(signed))
+
+    def _publish_gradients(self, signed: bytes) -> bool:
+        present = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
+        place = {i: number for number, i in enumerate(present)}
+        pieces = [[p._replace(param=place[p.param]) for p in part if p.param in place] for part in self._pieces]
+        return Publisher(self._group, self._frame, list(present.values()), pieces).publish(signed)
+
+    def take(self, whole: Any) -> None:
+        """Keep of an optimizer's ``whole`` state what is this rank's."""
+        part = defaultdict(whole.default_factory) if isinstance(whole, defaultdict) else type(whole)()
+        shared = {id(p) for p in self.parameters}
+        for key, state in whole.items():
+            if not isinstance(key, torch.Tensor) or id(key) not in shared:
+                part[key] = state
+        for piece, stand_in in self._own:
+            parameter = self.parameters[piece.param]
+            if parameter in whole:
+                state = whole[parameter]
+                is_all = stand_in is parameter or not isinstance(state, dict)
+                part[stand_in] = state if is_all else cut(state, parameter, piece)
+        self.part = part
+        self._order = [id(key) for key in whole]
+
+    def give(self) -> None:
+        """Take part in another rank's ``whole``."""
+        self._gather(keep=False)
+
+    def whole(self) -> Any:
+        """The whole state, in the order of the parameters; a collective.
+
+        Raises:
+            DivergenceError: on all ranks, when one of them does not have its part.
+        """
+        states = self._gather(keep=True)
+        found = defaultdict(self.part.default_factory) if isinstance(self.part, defaultdict) else type(self.part)()
+        by_id = {id(p): state for p, state in zip(self.parameters, states, strict=True) if state is not None}
+        place = {key: i for i, key in enumerate(self._order)}
+        for p in sorted(self.every, key=lambda p: place.get(id(p), len(place))):
+            if id(p) in by_id:
+                found[p] = by_id[id(p)]
+            elif p in self.part and any(p is idle for idle in self.idle):
+                found[p] = self.part[p]
+        mine = {id(stand_in) for _, stand_in in self._own}
+        for key, state in self.part.items():
+            if id(key) not in mine and key not in found:
+                found[key] = state
+        return found
+
+    def _gather(self, *, keep: bool) -> list[dict[str, Any] | None]:
+        mine = {piece: self.part.get(one, {}) for piece, one in self._own}
+        return gather(self._group, self.parameters, self._pieces, mine, keep=keep)
+
+    def num_bytes(self) -> int:
+        """Of the state that this rank holds."""
+        held = [state.values() for state in self.part.values() if isinstance(state, dict)]
+        return sum(value.nbytes for values in held for value in values if isinstance(value, torch.Tensor))
+
+
+def refuse(group: Group) -> NoReturn:
+    """Take part in another rank's ``whole`` without having anything of it."""
+    group.all_gather_bytes(pickle.dumps(None))
+    raise LagomError("another rank asked for the state of an optimizer that this one does not have")
+
+
+def _stand_in(piece: Piece, parameter: torch.Tensor) -> torch.Tensor:
+    if (piece.start, piece.end) == (0, parameter.numel()):
+        return parameter
+    line = flat(parameter)[piece.start : piece.end]
+    kind = nn.Parameter if isinstance(parameter, nn.Parameter) else torch.Tensor
+    # Not by the constructor, which numbers parameters alike on all ranks.
+    found: torch.Tensor = torch.Tensor._make_subclass(kind, line, parameter.requires_grad)
+    vars(found).update(vars(parameter))
+    return found
+
+
+# Note [Stepping a part]
+#
+# The optimizer stays the object that schedulers, scalers and the program hold. Its parameters, laid end to end, are cut
+# into a stretch for each rank. While it steps, the lists in its groups are this rank's: parameters that are in its
+# stretch as they are, and of those at its ends a part, which is a view of the same memory, as is its gradient; and
+# its state is that of these. Afterwards the lists are what they were, and each rank sends what it has changed to all
+# others, into the very memory of the parameters. A closure is evaluated with everything put back.
+#
+# Before it steps, the ranks make sure that all of them are about to: so outside of a step the parts of all ranks belong
+# to the same number of steps, and one of them may ask for the whole state whenever it likes. See Note [Asking].
+#
+# A whole state, once it was asked for, is the optimizer's until its next step, which keeps this rank's part of it: what
+# the program has changed in it, or loaded, is not lost. It is a copy of what it was at that moment; on one machine the
+# tensors in a state_dict() change with the next step.

@@ -1,0 +1,502 @@
+"""``zero_lvl=1``: weights, states and everything that a program does with an optimizer are those of one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from lagom.patching.session import Session
+from tests.ranks import RankFailedError, alone, run_ranks
+
+Make = Callable[[nn.Module], Optimizer]
+
+
+class Softsign(Optimizer):
+    """A third party's: elementwise, with state that torch does not know."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["mean"], state["num"] = torch.zeros_like(p), 0
+                state["num"] += 1
+                state["mean"].mul_(group["beta"]).add_(p.grad)
+                p.add_(F.softsign(state["mean"]), alpha=-group["lr"] / state["num"])
+
+
+class Normed(Optimizer):
+    """A third party's: every parameter by its own norm, as LARS has it."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["norms"] = [*self.state[p].get("norms", []), float(p.grad.norm())]
+                    p.add_(p.grad / (p.grad.norm() + 1e-3), alpha=-group["lr"])
+
+
+class Clipped(Optimizer):
+    """A third party's: all parameters by the norm of all."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / norm, alpha=group["lr"])
+
+
+def _two_groups(model: nn.Module) -> Optimizer:
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 0.03}]
+    return AdamW(groups, lr=0.01)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda model: SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda model: Adam(model.parameters(), 0.01, amsgrad=True),
+    "adamw": _two_groups,
+    "changes gradients": lambda model: SGD(model.parameters(), 0.05, momentum=0.9, nesterov=True, foreach=True),
+    "elementwise": lambda model: Softsign(model.parameters()),
+    "by parameter": lambda model: Adafactor(model.parameters(), 0.02),
+    "normed": lambda model: Normed(model.parameters()),
+    "coupled": lambda model: Clipped(model.parameters()),
+}
+
+
+def _model() -> nn.Sequential:
+    torch.set_default_dtype(torch.float64)
+    return nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1))
+
+
+def _loader() -> DataLoader[Any]:
+    x = torch.randn(23, 7)
+    return DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=5, shuffle=True)
+
+
+def _weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def trained(make: Make) -> Callable[[Session], Any]:
+    """Two epochs with a scheduler, clipping and accumulation."""
+
+    def train(_: Session) -> Any:
+        model, loader = _model(), _loader()
+        optimizer = make(model)
+        scheduler = StepLR(optimizer, 3, 0.7)
+        metric = 0.0
+        for epoch in range(2):
+            for i, (x, y) in enumerate(loader):
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                if epoch == 0 or i % 2:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    if i:
+                        optimizer.zero_grad()
+            with torch.no_grad():
+                metric = sum(F.mse_loss(model(x), y).item() for x, y in loader)
+        return _weights(model), optimizer.state_dict(), metric
+
+    return train
+
+
+def close(found: Any, wanted: Any, path: str = "") -> None:
+    """Assert that what ``found`` holds are the keys and, to 1e-12, the numbers of ``wanted``."""
+    if isinstance(wanted, torch.Tensor):
+        assert found.shape == wanted.shape, path
+        assert found.dtype == wanted.dtype, path
+        assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12), path
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted), path
+        for key, value in wanted.items():
+            close(found[key], value, f"{path}/{key}")
+    elif isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted), path
+        for i, value in enumerate(wanted):
+            close(found[i], value, f"{path}/{i}")
+    elif isinstance(wanted, float):
+        assert found == pytest.approx(wanted, rel=1e-11, abs=1e-12), path
+    else:
+        assert found == wanted, path
+
+
+def same(train: Callable[[Session], Any], world_sizes: tuple[int, ...] = (2,), **options: Any) -> None:
+    """Assert that every rank gets what one process gets without lagom."""
+    wanted = alone(train)
+    for world_size in world_sizes:
+        for found in run_ranks(world_size, train, zero_lvl=1, **options):
+            close(found, wanted)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_weights_states_and_metrics_are_those_of_one_process(name: str) -> None:
+    same(trained(OPTIMIZERS[name]), (2, 3) if name in ("sgd", "adamw", "by parameter") else (2,))
+
+
+@pytest.mark.parametrize("name", ["sgd", "by parameter"])
+def test_one_rank_has_the_very_bits(name: str) -> None:
+    train = trained(OPTIMIZERS[name])
+    wanted, found = alone(train), run_ranks(1, train, zero_lvl=1)[0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0], wanted[0], strict=True))
+    assert found[2] == wanted[2]
+
+
+@pytest.mark.parametrize("evaluation", ["replicated", "sharded"])
+def test_whole_batches_and_every_evaluation(evaluation: Any) -> None:
+    def train(session: Session) -> Any:
+        found = trained(OPTIMIZERS["adam"])(session)
+        return found if evaluation == "replicated" else found[:2]
+
+    same(train, batches="whole", evaluation=evaluation)
+
+
+def test_batches_of_each_rank() -> None:
+    def train(session: Session) -> Any:
+        model, x = _model(), torch.randn(24, 7)
+        loader = DataLoader(TensorDataset(x), batch_size=6 // session.world_size)
+        optimizer = Adam(model.parameters(), 0.01)
+        for (part,) in loader:
+            optimizer.zero_grad()
+            model(part).square().mean().backward()
+            optimizer.step()
+        return _weights(model)
+
+    wanted = alone(train)
+    for found in run_ranks(2, train, zero_lvl=1, batches="per_rank"):
+        close(found, wanted)
+
+
+def test_each_rank_holds_its_part_of_the_state_only() -> None:
+    def train(session: Session) -> Any:
+        model = _model()
+        optimizer = Adam(model.parameters(), 0.01)
+        model(torch.randn(4, 7)).mean().backward()
+        optimizer.step()
+        assert session.optimizers is not None
+        held = session.optimizers.num_bytes(optimizer)
+        names = [group["params"] == list(model.parameters()) for group in optimizer.param_groups]
+        return held, sum(p.nbytes for p in model.parameters()), names
+
+    for world_size in (2, 3):
+        rows = run_ranks(world_size, train, zero_lvl=1)
+        whole = 2 * rows[0][1]
+        assert whole <= sum(held for held, *_ in rows) < 1.05 * whole
+        assert all(held < 1.15 * whole / world_size for held, *_ in rows)
+        assert all(names == [True] for *_, names in rows)
+
+
+def test_what_is_done_with_an_optimizer_between_steps() -> None:
+    """A new group, state that is looked at, changed, loaded and copied, a parameter that gets gradients later."""
+
+    def train(_: Session) -> Any:
+        model, late = _model(), nn.Parameter(torch.full((70,), 0.5, dtype=torch.float64))
+        idle = nn.Parameter(torch.ones(200, dtype=torch.float64))
+        optimizer = Adam([*list(model.parameters())[:2], idle], 0.01)
+        x = torch.randn(6, 7)
+
+        def step(one: Optimizer, extra: Any = 0.0) -> None:
+            one.zero_grad()
+            (model(x).square().mean() + extra).backward()
+            one.step()
+
+        step(optimizer)
+        seen = [sorted(optimizer.state[next(model.parameters())]), len(optimizer.state)]
+        optimizer.add_param_group({"params": [*list(model.parameters())[2:], late], "lr": 0.05})
+        step(optimizer, (late**2).sum())
+        step(optimizer, (idle**2).sum())
+        for state in optimizer.state.values():
+            state["exp_avg"].mul_(0.5)
+        step(optimizer)
+        kept = copy.deepcopy(optimizer.state_dict())
+        step(optimizer)
+        optimizer.load_state_dict(kept)
+        step(optimizer)
+        other = copy.deepcopy(model)
+        fresh = Adam(other.parameters(), 0.01)
+        fresh.load_state_dict(SGD(other.parameters(), 0.5).state_dict() | {"state": {}})
+        twin_model, twin = copy.deepcopy((model, optimizer))
+        twin.zero_grad()
+        twin_model(x).square().sum().backward()
+        twin.step()
+        step(optimizer)
+        stream = io.BytesIO()
+        torch.save(optimizer.state_dict(), stream)
+        stream.seek(0)
+        saved = torch.load(stream)
+        again = pickle.loads(pickle.dumps(optimizer))
+        return seen, _weights(model), _weights(twin_model), saved, again.state_dict(), twin.state_dict()
+
+    same(train, (2, 3))
+
+
+def test_a_state_that_only_one_rank_asks_for() -> None:
+    def train(session: Session) -> Any:
+        model = _model()
+        optimizer, other = Adam(model[0].parameters(), 0.01), Softsign(model[2:].parameters())
+        saved = []
+        for i in range(4):
+            model(torch.ones(4, 7)).square().mean().backward()
+            optimizer.step()
+            other.step()
+            model.zero_grad()
+            if session.rank == 0:
+                saved.append(copy.deepcopy(optimizer.state_dict()))
+            if session.rank == (i if session.world_size > 1 else 0):
+                saved.append(copy.deepcopy(other.state_dict()))
+        if session.rank == 0:  # the others have ended, and have their optimizers no more
+            saved.append(optimizer.state_dict())
+        return saved
+
+    wanted = alone(train)
+    found = run_ranks(3, train, zero_lvl=1)
+    close(found[0], [wanted[i] for i in (0, 1, 2, 4, 6, 8)])
+    close([found[1], found[2]], [[wanted[3]], [wanted[5]]])
+
+
+def test_a_state_goes_on_at_another_world_size() -> None:
+    def train(start: Any) -> Callable[[Session], Any]:
+        def run(_: Session) -> Any:
+            model = _model()
+            optimizer = OPTIMIZERS["adamw"](model)
+            if start is not None:
+                model.load_state_dict(start[0])
+                optimizer.load_state_dict(start[1])
+            for x in torch.arange(42.0).sin().view(2, 3, 7):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            return model.state_dict(), optimizer.state_dict()
+
+        return run
+
+    wanted = alone(train(alone(train(None))))
+    for first, second in ((2, 3), (3, 1), (1, 2)):
+        middle = run_ranks(first, train(None), zero_lvl=1)[0]
+        for found in run_ranks(second, train(middle), zero_lvl=1):
+            close(found, wanted)
+
+
+def test_closures_scalers_and_several_optimizers() -> None:
+    def train(_: Session) -> Any:
+        model, critic = _model(), _model()
+        by_closure, lbfgs = (
+            SGD(model.parameters(), 0.1, momentum=0.9),
+            torch.optim.LBFGS(critic.parameters(), 0.1, max_iter=4),
+        )
+        losses = []
+        for x, y in _loader():
+
+            def closure(x: Any = x, y: Any = y) -> torch.Tensor:
+                by_closure.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            def curved(x: Any = x, y: Any = y) -> torch.Tensor:
+                lbfgs.zero_grad()
+                loss = F.mse_loss(critic(x), y)
+                loss.backward()
+                return loss
+
+            by_closure.step(closure)
+            losses.append(len(by_closure.param_groups[0]["params"]))
+            lbfgs.step(curved)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        adam = Adam(model.parameters(), 0.01)
+        schedule = OneCycleLR(adam, 0.1, total_steps=20)
+        for x, y in _loader():
+            adam.zero_grad()
+            scaler.scale(F.mse_loss(model(x), y)).backward()
+            scaler.unscale_(adam)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(adam)
+            scaler.update()
+            schedule.step()
+        return losses, _weights(model), _weights(critic), by_closure.state_dict(), schedule.get_last_lr()
+
+    same(train)
+
+
+def test_a_step_in_a_hook_and_a_closure_that_looks_at_the_state() -> None:
+    def train(_: Session) -> Any:
+        model = _model()
+        adam = Adam(model.parameters(), 0.01)
+        sums = []
+
+        def closure() -> torch.Tensor:
+            adam.zero_grad()
+            loss: torch.Tensor = model(torch.ones(2, 7)).square().sum()
+            loss.backward()
+            sums.append(sum(float(state["exp_avg"].sum()) for state in adam.state.values()))
+            return loss
+
+        for _step in range(3):
+            adam.step(closure)
+
+        own = {p: SGD([p], 0.1, momentum=0.5) for p in model.parameters()}
+
+        def step(p: torch.Tensor) -> None:
+            own[p].step()  # type: ignore[index]
+            own[p].zero_grad()  # type: ignore[index]
+
+        handles = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
+        for x, y in _loader():
+            F.mse_loss(model(x), y).backward()
+        for handle in handles:
+            handle.remove()
+        return _weights(model), sums
+
+    same(train)
+
+
+def test_backwards_that_a_closure_accumulates() -> None:
+    """Reading their gradients is an exchange: also for ranks that have nothing to step."""
+
+    def train(_: Session) -> Any:
+        tiny = nn.Parameter(torch.ones(3, dtype=torch.float64))  # one rank has it all
+        sgd = SGD([tiny], 0.1, momentum=0.9)
+
+        lengths = iter((4, 4, 4, 2, 4, 2))
+
+        def several() -> torch.Tensor:
+            sgd.zero_grad()
+            for part in torch.arange(12.0).view(4, 3)[: next(lengths)]:
+                (tiny * part).square().sum().backward()
+            return tiny.detach().sum()
+
+        for _step in range(6):
+            sgd.step(several)
+        return tiny.detach()
+
+    same(train)
+
+
+def test_an_optimizer_that_came_before_the_run_or_goes_home_after_it() -> None:
+    model = _model()
+    torch.set_default_dtype(torch.float32)
+    optimizer = Adam(model.parameters(), 0.01)
+    sent = pickle.dumps((model, optimizer))
+
+    def train(session: Session) -> Any:
+        found = []
+        for mine, its in (pickle.loads(sent), (model, optimizer)):
+            for _ in range(2):
+                its.zero_grad()
+                mine(torch.ones(3, 7, dtype=torch.float64)).square().mean().backward()
+                its.step()
+            found.append((_weights(mine), its))
+        session.kept = found  # type: ignore[attr-defined]  # alive when the run ends
+        return [weights for weights, _ in found]
+
+    def home(session: Session) -> Any:
+        weights = train(session)
+        return weights, _AtEnd(session)
+
+    wanted = alone(lambda session: (train(session), [its.state_dict() for _, its in session.kept]))  # type: ignore[attr-defined]
+    for weights, states in run_ranks(2, home, zero_lvl=1):
+        close((weights, states), wanted)
+
+
+class _AtEnd:
+    """Pickled when the run has ended: the states that the kept optimizers have then."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __reduce__(self) -> Any:
+        states = [its.state_dict() for _, its in self._session.kept]  # type: ignore[attr-defined]
+        return list, (states,)
+
+
+def test_gradients_that_differ_are_an_error_that_names_the_parameter() -> None:
+    def train(session: Session) -> None:
+        model = _model()
+        optimizer = SGD(model.parameters(), 0.1)
+        model(torch.ones(2, 7)).mean().backward()
+        model[2].weight.grad.add_(session.rank)  # type: ignore[union-attr, operator]
+        optimizer.step()
+
+    with pytest.raises(RankFailedError, match=r"Sequential\.2\.weight .* has other gradients on other ranks"):
+        run_ranks(2, train, zero_lvl=1)
+
+
+def test_values_that_differ_and_that_no_backward_compared_are_an_error() -> None:
+    def train(session: Session) -> None:
+        p = nn.Parameter(torch.ones(300) * session.rank)
+        p.grad = torch.ones(300)
+        SGD([p], 0.1).step()
+
+    with pytest.raises(RankFailedError, match="parameters that differ"):
+        run_ranks(2, train, zero_lvl=1)
+
+
+def test_ranks_that_step_other_optimizers_get_an_error() -> None:
+    def train(session: Session) -> None:
+        model = _model()
+        optimizers = [SGD(model.parameters(), 0.1), Adam(model.parameters(), 0.1)]
+        for optimizer in optimizers:
+            model(torch.ones(2, 7)).mean().backward()
+            optimizer.step()
+        optimizers[session.rank].step()
+
+    with pytest.raises(RankFailedError, match="step different optimizers"):
+        run_ranks(2, train, zero_lvl=1)
+
+
+def test_a_rank_that_steps_alone_gets_an_error() -> None:
+    def train(session: Session) -> None:
+        model = _model()
+        optimizer = SGD(model.parameters(), 0.1)
+        for i in range(2):
+            model(torch.ones(2, 7)).mean().backward()
+            if i == 0 or session.rank == 0:
+                optimizer.step()
+
+    with pytest.raises(RankFailedError, match=r"rank 0 at optimizer.step\(\), rank 1 at the end of the program"):
+        run_ranks(2, train, zero_lvl=1)
+
+
+def test_classes_are_what_they_were_afterwards() -> None:
+    before = vars(SGD)["step"], vars(Softsign)["step"], vars(Optimizer).copy()
+
+    def train(session: Session) -> Any:
+        from lagom.patching.optimizer import sharded_steps
+
+        inside = session.plan.zero_lvl
+        with sharded_steps(session):
+            changed = vars(SGD)["step"] is not before[0]
+            SGD([nn.Parameter(torch.ones(3))], 0.1)
+        return inside, changed, vars(SGD)["step"] is before[0], dict(vars(Optimizer)) == dict(before[2])
+
+    assert run_ranks(2, train) == [(0, True, True, True)] * 2
