@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lagom.config import TorchDistributedConfig
-from lagom.config.torch_distributed import Batches, Evaluation
+from lagom.config.torch_distributed import Batches, Collectives, Evaluation
 from lagom.errors import PlanError
 
 
@@ -64,6 +64,7 @@ class Plan:
     hb_interval: float
     zero_lvl: int = 0
     """What is sharded over the ranks."""
+    collectives: Collectives = "auto"
     already_distributed: bool = False
     """The program is written for torchrun: its ranks find the variables that torchrun sets."""
     rehearsal: Rehearsal | None = None
@@ -107,6 +108,7 @@ def plan(
         seed=config.seed,
         hb_interval=float(config.hb_interval),
         zero_lvl=config.zero_lvl,
+        collectives=config.collectives,
         already_distributed=already_distributed,
     )
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lagom.collectives.group import Group
-from lagom.config.torch_distributed import Batches, Evaluation
+from lagom.config.torch_distributed import Batches, Collectives, Evaluation
 from lagom.errors import CollectiveError
 from lagom.patching import patched
 from lagom.patching.disk import own_disk
@@ -33,6 +33,8 @@ from lagom.strategies import whole_batch
 
 _CONTEXT = multiprocessing.get_context("fork")
 _TIMEOUT_S = 60.0
+COLLECTIVES: Collectives = "gloo" if os.environ.get("LAGOM_TEST_COLLECTIVES") == "gloo" else "auto"
+"""Of ranks: "auto" has them exchange through shared memory, "gloo" does not; see CONTRIBUTING.md."""
 
 
 class RankFailedError(AssertionError):
@@ -50,13 +52,14 @@ def run_ranks(
     seed: int = 0,
     patches: bool = True,
     always_slices: bool = True,
+    collectives: Collectives = COLLECTIVES,
 ) -> list[Any]:
     """Run ``function(session)`` on every rank; the results in rank order.
 
     With ``patches=False`` torch is left alone; with ``always_slices`` forwards are sliced also where that does
     not pay. Everything dies after 60 s.
     """
-    plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm, zero_lvl)
+    plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm, collectives, zero_lvl)
     with tempfile.TemporaryDirectory() as host_dir:
         ports = _CONTEXT.SimpleQueue()
         pipes, processes = [], []
@@ -98,6 +101,7 @@ def _plan(
     evaluation: Evaluation,
     seed: int,
     sync_batchnorm: bool = True,
+    collectives: Collectives = COLLECTIVES,
     zero_lvl: int = 0,
 ) -> Plan:
     return Plan(
@@ -110,6 +114,7 @@ def _plan(
         batches=batches,
         evaluation=evaluation,
         sync_batchnorm=sync_batchnorm,
+        collectives=collectives,
         seed=seed,
         hb_interval=1.0,
         zero_lvl=zero_lvl,
@@ -200,7 +205,13 @@ def _run(
         else:
             store = TCPStore("127.0.0.1", ports.get(), is_master=False, timeout=timeout)
         aside = partial(gloo, PrefixStore("aside", store), rank, plan.world_size)
-        group = Group(gloo(store, rank, plan.world_size), rank, plan.world_size, another=aside)
+        group = Group(
+            gloo(store, rank, plan.world_size),
+            rank,
+            plan.world_size,
+            another=aside,
+            shares_memory=plan.collectives == "auto",
+        )
     session = _session(plan, rank, group, store, host_dir, torch.device("cpu"))
     whole_batch.ALWAYS = always_slices
     if not patches:

@@ -74,7 +74,7 @@ RULES = {
     "lagom.recognise": Rule(always=("lagom.script", "lagom.sources")),
     "lagom.payload": Rule(always=("lagom.errors", "cloudpickle"), later=("torch", "numpy")),
     "lagom.monitor": Rule(),
-    "lagom.collectives": Rule(always=("lagom.errors", "torch", "numpy")),
+    "lagom.collectives": Rule(always=("lagom.errors", "torch", "numpy"), later=("lagom._native",)),
     "lagom.patching": Rule(always=(*_TORCH_SIDE, "lagom.data.shard", "lagom.recognise", "lagom.worker.place")),
     "lagom.strategies": Rule(always=_TORCH_SIDE),
     "lagom.strategies.deepspeed": Rule(always=_TORCH_SIDE, later=("deepspeed",)),

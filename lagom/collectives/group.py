@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from lagom.collectives.aside import Aside, Done
 from lagom.collectives.meeting import connected
+from lagom.collectives.native import OPERATIONS, TYPES, native
+from lagom.collectives.shared import shared
 from lagom.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -15,7 +20,9 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from lagom.collectives.aside import Work
     from lagom.collectives.mesh import Mesh
+    from lagom.collectives.native import Communicator
 
 TIMEOUT_S = 30 * 60.0
 """How long a rank waits for another; torch's own default for gloo."""
@@ -25,6 +32,9 @@ _ASK = b"lagom asks for:\0"
 """How a message begins that is no part of an exchange."""
 _FIRST = 4096 - 8
 """Bytes that travel along with their own length, so that a short message takes one exchange."""
+_SUM = OPERATIONS["sum"]
+
+log = logging.getLogger("lagom")
 
 
 class Group:
@@ -39,6 +49,7 @@ class Group:
         device_group: serves CUDA tensors; None where there are none.
         ip: where ranks on other hosts reach this one.
         another: makes one more process group of all ranks for CPU tensors.
+        shares_memory: CPU tensors go through shared memory where all ranks are on one host. See Note [Shared memory].
 
     Raises:
         CollectiveError: from every method, when the exchange fails.
@@ -52,6 +63,7 @@ class Group:
         device_group: dist.ProcessGroup | None = None,
         ip: str = "127.0.0.1",
         another: Callable[[], dist.ProcessGroup] | None = None,
+        shares_memory: bool = True,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -63,6 +75,11 @@ class Group:
         self.serve: Callable[[bytes], None] | None = None
         """Takes part in what another rank has asked for."""
         self._aside: dist.ProcessGroup | None = None
+        self._shares_memory = shares_memory
+        self._near: Communicator | Literal[False] | None = None
+        """Of this host; False where not all ranks are there, None before that is known."""
+        self._near_aside: Communicator | None = None
+        self._thread: Aside | None = None
 
     @property
     def has_gpus(self) -> bool:
@@ -71,12 +88,15 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a contiguous ``tensor`` over the ranks, in place."""
-        with _naming("all_reduce"):
-            self._serving(tensor).allreduce([tensor]).wait()
+        self.wait(self.all_reduce_later(tensor))
 
-    def all_reduce_later(self, tensor: torch.Tensor) -> dist.Work:
+    def all_reduce_later(self, tensor: torch.Tensor) -> Work:
         """Begin to sum a contiguous ``tensor`` over the ranks, in place."""
         with _naming("all_reduce"):
+            near = self._connected() if tensor.device.type == "cpu" and tensor.dtype in TYPES else None
+            if near:
+                near.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], _SUM)
+                return Done()
             return self._serving(tensor).allreduce([tensor])
 
     @property
@@ -87,18 +107,25 @@ class Group:
     def open_aside(self) -> None:
         """Connect for ``all_reduce_aside``, the first time; a collective then."""
         assert self._another is not None
-        if self._aside is None:
+        with _naming("connecting"):
+            near = self._connected()
+        if near:
+            if self._thread is None:
+                self._thread = Aside("lagom-all-reduce")
+        elif self._aside is None:
             with _naming("connecting"):
                 self._aside = self._another()
             _kept.append(self._aside)
 
-    def all_reduce_aside(self, tensor: torch.Tensor) -> dist.Work:
+    def all_reduce_aside(self, tensor: torch.Tensor) -> Work:
         """As ``all_reduce_later``, of CPU tensors, in an order of its own: other exchanges may come before or after."""
+        if self._thread is not None and self._near_aside is not None:
+            return self._thread.later(partial(_sum, self._near_aside, tensor))
         assert self._aside is not None
         with _naming("all_reduce"):
             return self._aside.allreduce([tensor])
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: Work) -> None:
         """Until ``work`` is done."""
         with _naming("all_reduce"):
             work.wait()
@@ -106,6 +133,10 @@ class Group:
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite a contiguous ``tensor`` with the one of rank ``root``."""
         with _naming("broadcast"):
+            near = self._connected() if tensor.device.type == "cpu" else None
+            if near:
+                near.broadcast(tensor.data_ptr(), tensor.nbytes, root)
+                return
             self._serving(tensor).broadcast(tensor, root).wait()
 
     def broadcast_later(self, tensor: torch.Tensor, root: int) -> dist.Work:
@@ -134,8 +165,13 @@ class Group:
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The contiguous ``tensor`` of every rank, in rank order; all of one shape."""
-        theirs = [torch.empty_like(tensor) for _ in range(self.world_size)]
         with _naming("all_gather"):
+            near = self._connected() if tensor.device.type == "cpu" else None
+            if near:
+                found = tensor.new_empty((self.world_size, *tensor.shape))
+                near.all_gather(tensor.data_ptr(), found.data_ptr(), tensor.nbytes)
+                return list(found.unbind())
+            theirs = [torch.empty_like(tensor) for _ in range(self.world_size)]
             self._serving(tensor).allgather([theirs], [tensor]).wait()
         return theirs
 
@@ -164,29 +200,90 @@ class Group:
             self.serve(asked)
 
     def _exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
+        with _naming("exchange"):
+            near = self._connected()
+            if near:
+                return near.exchange(head, body)
         if self._mesh is None:
             with _naming("connecting"):
                 self._mesh = connected(self.rank, self.world_size, self._ip, self._first_gather, TIMEOUT_S)
         with _naming("exchange"):
             return self._mesh.exchange(head, body)
 
+    def averaging(
+        self, packed: torch.Tensor, sections: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+    ) -> Callable[[bytes], bool] | None:
+        """A function that averages over the ranks if all call it with the same bytes, or None where there is none.
+
+        To the other ranks a call is an ``exchange`` of these bytes and ``packed``.
+
+        Args:
+            packed: what this rank gives, at its address now.
+            sections: start in ``packed``, the numbers there, and where their averages go.
+        """
+        with _naming("exchange"):
+            near = self._connected()
+        if not near or packed.nbytes > near.room() // 2:
+            return None
+        places = [(start, own.numel(), TYPES[own.dtype], total.data_ptr()) for start, own, total in sections]
+        prepared = native().Sections(places, packed.nbytes)
+        address, size = packed.data_ptr(), packed.nbytes
+
+        def once(signed: bytes) -> bool:
+            with _naming("exchange"):
+                return near.average(signed, address, size, prepared)
+
+        def average(signed: bytes) -> bool:
+            while not once(signed):
+                asked = _asked(near.rows()) if self.serve is not None else None
+                if asked is None:
+                    return False
+                assert self.serve is not None
+                self.serve(asked)
+            return True
+
+        return average
+
+    def _connected(self) -> Communicator | Literal[False]:
+        """The communicator of this host, if all ranks are there; the first call is a collective."""
+        if self._near is None:
+            self._near = False
+            if self._shares_memory:
+                found = shared(self.rank, self._first_gather, TIMEOUT_S, 2)
+                if not isinstance(found, str):
+                    self._near, self._near_aside = found
+                elif self.rank == 0 and not self.has_gpus:
+                    log.info("CPU tensors are exchanged through gloo: %s", found)
+        return self._near
+
     def _first_gather(self, data: bytes) -> list[bytes]:
         lengths = torch.zeros(self.world_size, dtype=torch.int64)
         lengths[self.rank] = len(data)
-        self.all_reduce(lengths)
+        self._cpu.allreduce([lengths]).wait()
         mine = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         mine[: len(data)] = _as_tensor(data)
-        parts = self.all_gather(mine)
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self._cpu.allgather([parts], [mine]).wait()
         return [_as_bytes(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)]
 
     def close(self) -> None:
         """Hang up on the other ranks, who may still be busy with what they have got."""
         if self._mesh is not None:
             self._mesh.close()
+        if self._thread is not None:
+            self._thread.close()
+        if self._near:
+            self._near.close()
+        if self._near_aside is not None:
+            self._near_aside.close()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         with _naming("barrier"):
+            near = self._connected()
+            if near:
+                near.barrier()
+                return
             self._cpu.barrier().wait()
 
     def _serving(self, tensor: torch.Tensor) -> dist.ProcessGroup:
@@ -202,6 +299,10 @@ def _asked(rows: Sequence[memoryview | bytes]) -> bytes | None:
         if row[: len(_ASK)] == _ASK:
             return bytes(row[len(_ASK) :])
     return None
+
+
+def _sum(near: Communicator, tensor: torch.Tensor) -> None:
+    near.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], _SUM)
 
 
 @contextmanager
@@ -227,3 +328,11 @@ def _as_bytes(tensor: torch.Tensor) -> bytes:
 # others reads where it stands in, or comes to, an exchange of its own; at the latest the one at the program's end. They
 # take part in what was asked for, and then begin their exchange again. Exchanges of all kinds begin with messages, so
 # nothing waits for anything else, and no thread is needed. Where several ranks ask, the first is served first.
+
+
+# Note [Shared memory]
+#
+# Where all ranks are processes of one host, what is on the CPU goes through memory that they share; see
+# csrc/communicator.hpp. Whether that is so is found out by the first exchange, through gloo, on all ranks together:
+# a rank without the compiled part, or on another host, means gloo for all. Exchanges in an order of their own have
+# memory of their own, and a thread.

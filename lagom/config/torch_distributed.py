@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 Launcher = Literal["auto", "spark", "local", "inline"]
 Backend = Literal["torch", "deepspeed"]
+Collectives = Literal["auto", "gloo"]
 Batches = Literal["split", "whole", "per_rank"]
 Evaluation = Literal["gathered", "replicated", "sharded"]
 
@@ -51,6 +52,9 @@ class TorchDistributedConfig:
     evaluation: Evaluation = "gathered"
     """How test sets are run through. "gathered": each rank computes its rows of a model's outputs where that saves
     time, and all see whole batches; "replicated": every rank computes everything; "sharded": each sees its share."""
+    collectives: Collectives = "auto"
+    """How ranks exchange what is on the CPU. "auto": through shared memory where all are on one host and lagom was
+    installed with its compiled part, else through gloo; "gloo": through gloo."""
     sync_batchnorm: bool = True
     """BatchNorm's statistics in training are those of the whole batch, not of a rank's share."""
     verify: bool = False
@@ -72,6 +76,7 @@ class TorchDistributedConfig:
             ("backend", Backend),
             ("batches", Batches),
             ("evaluation", Evaluation),
+            ("collectives", Collectives),
         ):
             _one_of(name, getattr(self, name), get_args(choices))
         _one_of("sync_batchnorm", self.sync_batchnorm, (False, True))

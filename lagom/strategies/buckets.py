@@ -11,22 +11,20 @@ from lagom.strategies.layout import travelling
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch.distributed as dist
+    from lagom.collectives.aside import Work
 
 
 class Moving(NamedTuple):
     """A bucket that is under way."""
 
-    work: dist.Work
+    work: Work
     flat: torch.Tensor
     gradients: list[torch.Tensor]
     views: list[torch.Tensor] | None
     """Of ``flat``; None where that is the gradient itself."""
 
 
-def launch(
-    gradients: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tensor], dist.Work], world_size: int
-) -> Moving:
+def launch(gradients: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tensor], Work], world_size: int) -> Moving:
     """Begin to average ``gradients``, all of one type and device, in place; they are not to be used until landed."""
     first = gradients[0]
     dtype = travelling(first.dtype)
@@ -43,7 +41,7 @@ def launch(
     return Moving(all_reduce(flat), flat, list(gradients), views)
 
 
-def land(moving: Moving, wait: Callable[[dist.Work], None], world_size: int) -> None:
+def land(moving: Moving, wait: Callable[[Work], None], world_size: int) -> None:
     """Wait until the gradients are averages."""
     wait(moving.work)
     if moving.flat.element_size() >= 4:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from lagom.collectives.group import Group
 
@@ -46,6 +46,10 @@ class Frame:
 
     def average(self, parcel: Parcel, signed: bytes) -> bool:
         """Average what is in ``parcel`` over the ranks, if all gave the same signature."""
+        if parcel.averaging is None:
+            parcel.averaging = parcel.prepare(self._group)
+        if parcel.averaging:
+            return parcel.averaging(signed)
         rows = self.gather(parcel.packed, signed)
         if rows is not None:
             parcel.average(rows)
@@ -97,6 +101,13 @@ class Parcel:
         self.averages = [averages[i] for i in range(len(kinds))]
         """Where the averages will be."""
         self.packed = memory(packed) if kinds else None
+        self.averaging: Callable[[bytes], bool] | Literal[False] | None = None
+        """Does all of it at once, where the group can; None: not asked yet."""
+        self._memory = packed
+
+    def prepare(self, group: Group) -> Callable[[bytes], bool] | Literal[False]:
+        """What ``averaging`` should be."""
+        return group.averaging(self._memory, self._sections) or False
 
     def average(self, rows: Sequence[memoryview | None]) -> None:
         """Fill ``averages`` from what the ranks packed; None stands for this one's."""

@@ -47,7 +47,7 @@ def run(
         group, store = None, None
         if seat is not None and place.world_size > 1:
             stack.enter_context(threads(seat.threads))
-            group, store = stack.enter_context(process_group(seat, place.world_size, device))
+            group, store = stack.enter_context(process_group(seat, place.world_size, device, plan.collectives))
         elif seat is not None:
             stack.enter_context(threads(seat.threads))
         if plan.already_distributed:

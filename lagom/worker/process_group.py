@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lagom.collectives.group import TIMEOUT_S, Group
+from lagom.config.torch_distributed import Collectives
 from lagom.errors import CollectiveError
 from lagom.worker.spec import Seat
 
@@ -18,7 +19,9 @@ TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 
 
 @contextmanager
-def process_group(seat: Seat, world_size: int, device: torch.device) -> Iterator[tuple[Group, dist.Store]]:
+def process_group(
+    seat: Seat, world_size: int, device: torch.device, collectives: Collectives = "auto"
+) -> Iterator[tuple[Group, dist.Store]]:
     """Join the other ranks. The group is never registered with torch.distributed; see Note [Private world]."""
     store = _store(seat, world_size)
 
@@ -40,7 +43,13 @@ def process_group(seat: Seat, world_size: int, device: torch.device) -> Iterator
     if device.type == "cuda" and seat.nccl:
         nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size)
     group = Group(
-        control, seat.rank, world_size, device_group=nccl or control, ip=seat.ip, another=lambda: gloo("aside")
+        control,
+        seat.rank,
+        world_size,
+        device_group=nccl or control,
+        ip=seat.ip,
+        another=lambda: gloo("aside"),
+        shares_memory=collectives == "auto",
     )
     try:
         yield group, store

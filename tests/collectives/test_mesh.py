@@ -40,7 +40,7 @@ def test_messages_of_any_lengths_reach_all_also_between_hosts(hosts: int, monkey
         [(b"head", 4 + size * (rank + 1), {rank} if size else set()) for rank in range(3)]
         for size in (0, 5, 3_000_000, 1)
     ]
-    for rank, (found, families) in enumerate(run_ranks(3, run)):
+    for rank, (found, families) in enumerate(run_ranks(3, run, collectives="gloo")):
         assert found == expected
         near = any(other % hosts == rank % hosts for other in range(3) if other != rank)
         far = any(other % hosts != rank % hosts for other in range(3))
@@ -85,7 +85,7 @@ def test_a_rank_that_hung_up_or_does_not_answer_is_a_collective_error() -> None:
             session.group.all_gather_bytes(b"x")
 
     with pytest.raises(RankFailedError, match="rank 1 failed:\nit died"):
-        run_ranks(2, vanish)
+        run_ranks(2, vanish, collectives="gloo")
 
 
 def test_a_process_forked_from_a_rank_does_not_hold_its_connections() -> None:

@@ -1,0 +1,160 @@
+// lagom._native: the only file that knows Python. Buffers are given by address and size; lagom/collectives/shared.py,
+// which alone calls it, sees to it that they are what they should be.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+
+#include "communicator.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using lagom::Communicator;
+using lagom::Op;
+using lagom::Type;
+using Released = nb::call_guard<nb::gil_scoped_release>;
+
+// A signal's handler has raised in Python.
+bool interrupted() {
+    const nb::gil_scoped_acquire held;
+    return PyErr_CheckSignals() != 0;
+}
+
+void* at(uintptr_t address) { return reinterpret_cast<void*>(address); }
+std::string_view view(uintptr_t address, size_t size) { return {static_cast<const char*>(at(address)), size}; }
+Type type_of(int code) {
+    if (code < 0 || code > int(Type::boolean)) throw lagom::Failure("no such type");
+    return Type(code);
+}
+Op op_of(int code) {
+    if (code < 0 || code > int(Op::bxor)) throw lagom::Failure("no such operation");
+    return Op(code);
+}
+
+// Python owns it.
+Communicator* join(int fd, int rank, const std::vector<std::pair<int, uint64_t>>& processes,
+                                   double timeout_s, double spin_s, int yields) {
+    std::vector<lagom::Process> peers;
+    for (const auto& [pid, since] : processes) peers.push_back({pid, since});
+    return new Communicator(fd, rank, peers, lagom::Limits{timeout_s, spin_s, yields, interrupted});
+}
+
+// What a memoryview or the like has, for as long as this lives.
+struct Bytes {
+    Py_buffer view{};
+    ~Bytes() { PyBuffer_Release(&view); }
+};
+
+// Head and body of each rank; a view of shared memory, valid until the next call.
+nb::list exchange(Communicator& self, nb::bytes head, nb::object body) {
+    Bytes held;
+    if (!body.is_none() && PyObject_GetBuffer(body.ptr(), &held.view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    const std::string_view given{static_cast<const char*>(held.view.buf), size_t(held.view.len)};
+    const std::vector<lagom::Row>* rows;
+    {
+        const nb::gil_scoped_release released;
+        rows = &self.exchange({head.c_str(), head.size()}, given);
+    }
+    nb::list found;
+    for (int k = 0; k < self.size(); ++k) {
+        if (k == self.rank()) {
+            found.append(nb::steal(PyMemoryView_FromObject(head.ptr())));
+        } else {
+            char* const data = const_cast<char*>((*rows)[k].data);
+            found.append(nb::steal(PyMemoryView_FromMemory(data, Py_ssize_t((*rows)[k].size), PyBUF_WRITE)));
+        }
+    }
+    return found;
+}
+
+// Where the averages of the parts of a body go, kept from call to call.
+struct Sections {
+    std::vector<lagom::Section> all;
+    Sections(const std::vector<std::tuple<size_t, size_t, int, uintptr_t>>& given, size_t size) {
+        for (const auto& [start, count, type, total] : given) {
+            const Type kind = type_of(type);
+            if (kind > Type::bf16 || start > size || count > (size - start) / lagom::size_of(kind))
+                throw lagom::Failure("a section is outside of its body, or not of floating point");
+            all.push_back({start, count, kind, at(total)});
+        }
+    }
+};
+
+// What the others gave in the exchange before, valid until the next call; nothing in this rank's place.
+nb::list rows(Communicator& self) {
+    nb::list found;
+    for (int k = 0; k < self.size(); ++k) {
+        const lagom::Row row = k == self.rank() ? lagom::Row{"", 0} : self.rows()[k];
+        found.append(nb::steal(PyMemoryView_FromMemory(const_cast<char*>(row.data), Py_ssize_t(row.size), PyBUF_READ)));
+    }
+    return found;
+}
+
+bool average(Communicator& self, nb::bytes head, uintptr_t body, size_t size, const Sections& sections) {
+    const nb::gil_scoped_release released;
+    return self.average({head.c_str(), head.size()}, view(body, size), sections.all);
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    nb::set_leak_warnings(false);  // a rank ends by os._exit
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const lagom::Interrupted& error) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_KeyboardInterrupt, error.what());
+        }
+    });
+    module.def("create", &lagom::Segment::create, "size"_a, "slot_bytes"_a, "mail_bytes"_a);
+    module.def("started", &lagom::started, "pid"_a);
+    module.def("has", [](int type, int op) { return lagom::has(type_of(type), op_of(op)); });
+    module.def(
+        "reduce",
+        [](int type, int op, const std::vector<uintptr_t>& sources, uintptr_t out, size_t count) {
+            if (sources.empty() || !lagom::has(type_of(type), op_of(op))) throw lagom::Failure("nothing to reduce");
+            std::vector<const void*> all;
+            for (const uintptr_t source : sources) all.push_back(at(source));
+            lagom::reduce(type_of(type), op_of(op), all.data(), int(all.size()), at(out), nullptr, count);
+        },
+        Released());
+    nb::class_<Sections>(module, "Sections")
+        .def(nb::init<const std::vector<std::tuple<size_t, size_t, int, uintptr_t>>&, size_t>());
+    nb::class_<Communicator>(module, "Communicator", nb::is_weak_referenceable())
+        .def("set_timeout", [](Communicator& self, double timeout_s) { self.limits().timeout_s = timeout_s; })
+        .def("barrier", &Communicator::barrier, Released())
+        .def("all_reduce", [](Communicator& self, uintptr_t data, size_t count, int type,
+                              int op) { self.all_reduce(at(data), count, type_of(type), op_of(op)); }, Released())
+        .def("reduce_scatter", [](Communicator& self, uintptr_t in, uintptr_t out, size_t count, int type, int op) {
+            self.reduce_scatter(at(in), at(out), count, type_of(type), op_of(op)); }, Released())
+        .def("all_gather", [](Communicator& self, uintptr_t in, uintptr_t out, size_t bytes) {
+            self.all_gather(at(in), at(out), bytes); }, Released())
+        .def("broadcast", [](Communicator& self, uintptr_t data, size_t bytes, int root) {
+            self.broadcast(at(data), bytes, root); }, Released())
+        .def("gather", [](Communicator& self, uintptr_t in, uintptr_t out, size_t bytes, int root) {
+            self.gather(at(in), at(out), bytes, root); }, Released())
+        .def("scatter", [](Communicator& self, uintptr_t in, uintptr_t out, size_t bytes, int root) {
+            self.scatter(at(in), at(out), bytes, root); }, Released())
+        .def("all_to_all", [](Communicator& self, uintptr_t in, const std::vector<uint64_t>& to, uintptr_t out,
+                              const std::vector<uint64_t>& from) {
+            self.all_to_all(at(in), to, at(out), from); }, Released())
+        .def("exchange", &exchange, "head"_a, "body"_a.none())
+        .def("average", &average)
+        .def("rows", &rows)
+        .def("room", &Communicator::room)
+        .def("send", [](Communicator& self, uintptr_t data, size_t bytes, int type, int to, uint64_t tag) {
+            self.send(at(data), bytes, type_of(type), to, tag); }, Released())
+        .def("receive", [](Communicator& self, uintptr_t data, size_t bytes, int type, int from, uint64_t tag) {
+            self.receive(at(data), bytes, type_of(type), from, tag); }, Released())
+        .def("sender", &Communicator::sender, Released())
+        .def("abort", &Communicator::abort)
+        .def("close", &Communicator::close, Released())
+        .def("forget", &Communicator::forget);
+    module.def("join", &join, "fd"_a, "rank"_a, "processes"_a, "timeout_s"_a, "spin_s"_a, "yields"_a);
+}

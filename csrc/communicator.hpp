@@ -1,0 +1,121 @@
+// The exchanges of the ranks of one host. All ranks make the same calls in the same order, one at a time.
+#pragma once
+
+#include <mutex>
+#include <string_view>
+#include <vector>
+
+#include "arithmetic.hpp"
+#include "segment.hpp"
+#include "waiting.hpp"
+
+namespace lagom {
+
+struct Row {
+    const char* data;
+    size_t size;
+};
+
+// Numbers of one type inside a row.
+struct Section {
+    size_t start, count;  // bytes, numbers
+    Type type;
+    void* total;  // f32 for f16 and bf16, else of `type`
+};
+
+// See Note [Steps]. Throws Failure, after which no call succeeds on any rank.
+class Communicator {
+  public:
+    Communicator(int fd, int rank, const std::vector<Process>& processes, Limits limits);
+    ~Communicator() { close(); }
+
+    int rank() const { return rank_; }
+    int size() const { return size_; }
+    Limits& limits() { return waiting_.limits; }
+
+    void barrier();
+    // In place.
+    void all_reduce(void* data, size_t count, Type type, Op op);
+    // `in` has `count` numbers for each rank.
+    void reduce_scatter(const void* in, void* out, size_t count, Type type, Op op);
+    // `out` has `bytes` of each rank; `in` may be this rank's place in it.
+    void all_gather(const void* in, void* out, size_t bytes);
+    void broadcast(void* data, size_t bytes, int root);
+    // `out` is rank `root`'s, with `bytes` of each rank.
+    void gather(const void* in, void* out, size_t bytes, int root);
+    // `in` is rank `root`'s, with `bytes` for each rank.
+    void scatter(const void* in, void* out, size_t bytes, int root);
+    // Bytes for each rank and from each rank, one behind the other.
+    void all_to_all(const void* in, const std::vector<uint64_t>& to, void* out, const std::vector<uint64_t>& from);
+
+    // What each rank gave, of any lengths; in this rank's place is `head` alone. Valid until the next call.
+    const std::vector<Row>& exchange(std::string_view head, std::string_view body);
+    // The same exchange. When all gave the same head: fills each total with the mean over the ranks of its section of
+    // the bodies, which are as long as `body`, and says true.
+    bool average(std::string_view head, std::string_view body, const std::vector<Section>& sections);
+    // What the ranks gave in the exchange or the average before.
+    const std::vector<Row>& rows() const { return rows_; }
+    // Bytes that `average` can take.
+    size_t room() const { return segment_.slot_bytes(); }
+
+    // Messages are received in the order in which they were sent. For each pair of ranks one thread at a time.
+    void send(const void* data, size_t bytes, Type type, int to, uint64_t tag);
+    void receive(void* data, size_t bytes, Type type, int from, uint64_t tag);
+    // The next rank that has sent something.
+    int sender();
+
+    // Which exchange comes to an end by force, on all ranks.
+    void abort(const std::string& why) { waiting_.spread(why); }
+    // Tells the others that this rank waits for nothing and sends nothing more.
+    void close();
+    // A process forked from a rank has no part in its exchanges.
+    void forget() {
+        closed_ = true;
+        segment_.forget();
+    }
+
+  private:
+    enum What : uint8_t { BARRIER, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, EXCHANGE };
+    static const char* name(uint8_t what);
+    static std::string words(const Call& call);
+
+    void begin(What what, Type type, Op op, int root, uint64_t count);
+    void next();
+    void publish();
+    void meet();
+    void wait_all(uint32_t target);
+    void wait_for(int peer, uint32_t target);
+    void check_calls();
+    void check_root(int root) const;
+    void exchange_rows(std::string_view head, std::string_view body);
+    char* slot(int rank) { return segment_.slot(step_, rank); }
+    char* next_slot(int rank) { return segment_.slot(step_ + 1, rank); }
+
+    Segment segment_;
+    Waiting waiting_;
+    std::mutex turn_;
+    int rank_, size_;
+    uint32_t step_ = 0;
+    uint64_t number_ = 0;
+    const char* doing_ = "";
+    bool closed_ = false;
+    std::vector<uint32_t> seen_;
+    std::vector<Row> rows_;
+    std::vector<std::vector<char>> long_rows_;
+};
+
+// Note [Steps]
+//
+// All exchanges are made of steps, numbered from the first on. A rank has a counter, which says up to which step it has
+// written, and two slots, for even steps and for odd ones. In a step it writes into its slot, counts up, waits for the
+// others' counters, and reads their slots. To count up to a step says also that the reading of the step before is
+// over. So who begins to write for a step waits until all have counted to the step before it: then nobody reads what
+// lay in that slot two steps ago. As a rule that has long happened, and a step costs one wait.
+//
+// The first step of each exchange also compares what the ranks call. What is larger than a slot goes in pieces, one
+// each step. In an all-reduce each rank adds up one part of a piece and gives the sum to the others in the next
+// step, together with the next piece. Slots are small enough to stay in the processors' caches, so memory is read and
+// written once, as in a copy.
+//
+// A rank that has failed says so in the head, and all others fail with its words.
+}  // namespace lagom

@@ -1,0 +1,204 @@
+// Ranks as threads of one process, so that ThreadSanitizer and AddressSanitizer see all of them. Says "ok", or what
+// was wrong with which exchange.
+//
+//     harness [rounds]
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "communicator.hpp"
+
+using namespace lagom;
+
+namespace {
+
+std::atomic<int> failures{0};
+
+void expect(bool right, const char* what, int rank, size_t count) {
+    if (right) return;
+    std::printf("rank %d: %s of %zu is wrong\n", rank, what, count);
+    ++failures;
+}
+
+// What rank `rank` gives at place `i` in round `round`; small, so that sums are exact.
+float given(int round, int rank, size_t i) { return float((round * 31 + rank * 7 + i * 13) % 101); }
+
+std::vector<float> numbers(int round, int rank, size_t count) {
+    std::vector<float> made(count);
+    for (size_t i = 0; i < count; ++i) made[i] = given(round, rank, i);
+    return made;
+}
+
+struct Rank {
+    Communicator all;
+    int rank, size;
+
+    void reduce(int round, size_t count) {
+        std::vector<float> data = numbers(round, rank, count);
+        all.all_reduce(data.data(), count, Type::f32, Op::sum);
+        bool right = true;
+        for (size_t i = 0; i < count; ++i) {
+            float sum = 0;
+            for (int k = 0; k < size; ++k) sum += given(round, k, i);
+            right = right && data[i] == sum;
+        }
+        expect(right, "all_reduce", rank, count);
+        std::vector<float> part(count);
+        data = numbers(round, rank, count * size);
+        all.reduce_scatter(data.data(), part.data(), count, Type::f32, Op::max);
+        right = true;
+        for (size_t i = 0; i < count; ++i) {
+            float most = 0;
+            for (int k = 0; k < size; ++k) most = std::max(most, given(round, k, rank * count + i));
+            right = right && part[i] == most;
+        }
+        expect(right, "reduce_scatter", rank, count);
+    }
+
+    void move(int round, size_t count) {
+        const std::vector<float> mine = numbers(round, rank, count);
+        std::vector<float> every(count * size), found(count);
+        all.all_gather(mine.data(), every.data(), count * 4);
+        bool right = true;
+        for (int k = 0; k < size; ++k)
+            right = right && (count == 0 || !std::memcmp(&every[k * count], numbers(round, k, count).data(), count * 4));
+        expect(right, "all_gather", rank, count);
+        const int root = round % size;
+        found = mine;
+        all.broadcast(found.data(), count * 4, root);
+        expect(found == numbers(round, root, count), "broadcast", rank, count);
+        std::fill(every.begin(), every.end(), -1.f);
+        all.gather(mine.data(), every.data(), count * 4, root);
+        right = true;
+        for (int k = 0; k < size && rank == root; ++k)
+            right = right && (count == 0 || !std::memcmp(&every[k * count], numbers(round, k, count).data(), count * 4));
+        expect(right, "gather", rank, count);
+        const std::vector<float> whole = numbers(round, root, count * size);
+        all.scatter(whole.data(), found.data(), count * 4, root);
+        expect(std::equal(found.begin(), found.end(), whole.begin() + rank * count), "scatter", rank, count);
+        all.barrier();
+    }
+
+    void deal(int round, size_t count) {
+        std::vector<uint64_t> to(size), from(size);
+        size_t sent = 0, received = 0;
+        for (int k = 0; k < size; ++k) {
+            sent += to[k] = (rank + 2 * k) % 3 * count;
+            received += from[k] = (k + 2 * rank) % 3 * count;
+        }
+        std::vector<char> in(sent), out(received);
+        for (int k = 0, at = 0; k < size; at += int(to[k++])) std::fill_n(in.begin() + at, to[k], char(round + rank * size + k));
+        all.all_to_all(in.data(), to, out.data(), from);
+        bool right = true;
+        for (int k = 0, at = 0; k < size; at += int(from[k++]))
+            for (size_t i = 0; i < from[k]; ++i) right = right && out[at + i] == char(round + k * size + rank);
+        expect(right, "all_to_all", rank, count);
+        const std::string head = "signature", body(count * rank, char('a' + rank));
+        const std::vector<Row>& rows = all.exchange(head, body);
+        right = true;
+        for (int k = 0; k < size; ++k)
+            right = right && std::string(rows[k].data, rows[k].size) == head + (k == rank ? "" : std::string(count * k, char('a' + k)));
+        expect(right, "exchange", rank, count);
+        const int next = (rank + 1) % size, before = (rank + size - 1) % size;
+        if (size == 1) return;
+        std::thread sending([&] { all.send(in.data(), sent, Type::u8, next, 7); });
+        uint64_t coming = 0;
+        for (int k = 0; k < size; ++k) coming += (before + 2 * k) % 3 * count;
+        std::vector<char> got(coming);
+        if (round % 2) expect(size > 2 || all.sender() == before, "sender", rank, count);
+        all.receive(got.data(), coming, Type::u8, before, 7);
+        sending.join();
+        right = true;
+        for (int k = 0, at = 0; k < size; ++k)
+            for (size_t i = 0; i < (before + 2 * k) % 3 * count; ++i) right = right && got[at++] == char(round + before * size + k);
+        expect(right, "send", rank, count);
+    }
+
+    void average(int round, size_t count) {
+        const std::vector<float> mine = numbers(round, rank, count);
+        std::vector<float> total(count);
+        const std::string_view body(reinterpret_cast<const char*>(mine.data()), count * 4);
+        const std::vector<Section> sections{{0, count, Type::f32, total.data()}};
+        expect(all.average(std::string(32, 's'), body, sections), "agreement", rank, count);
+        bool right = true;
+        for (size_t i = 0; i < count; ++i) {
+            float sum = 0;
+            for (int k = 0; k < size; ++k) sum += given(round, k, i);
+            right = right && total[i] == sum / float(size);
+        }
+        expect(right, "average", rank, count);
+        expect(size == 1 || !all.average(std::string(32, char('a' + rank)), body, sections), "disagreement", rank, count);
+    }
+
+    void run(int rounds) {
+        std::mt19937 random(5);
+        for (int round = 0; round < rounds; ++round) {
+            const size_t count = random() % 8 == 0 ? 0 : random() % (1u << random() % 15);
+            switch (random() % 4) {
+                case 0: reduce(round, count); break;
+                case 1: move(round, count); break;
+                case 2: deal(round, count); break;
+                default: average(round, std::min<size_t>(count, 1000)); break;
+            }
+        }
+    }
+};
+
+void run_ranks(int size, int rounds) {
+    const int fd = Segment::create(size, 8192, 1024);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank)
+        threads.emplace_back([=] {
+            const std::vector<Process> processes(size, Process{getpid(), 0});
+            Limits limits;
+            limits.timeout_s = 120;
+            limits.spin_s = rank % 2 ? 20e-6 : 0;
+            Rank one{{fd, rank, processes, limits}, rank, size};
+            try {
+                one.run(rounds);
+                one.all.barrier();
+            } catch (const std::exception& error) {
+                std::printf("rank %d of %d: %s\n", rank, size, error.what());
+                ++failures;
+            }
+        });
+    for (std::thread& thread : threads) thread.join();
+    close(fd);
+}
+
+// Ranks that call different things all get the same error.
+void disagree() {
+    const int fd = Segment::create(3, 8192, 1024);
+    std::vector<std::string> said(3);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 3; ++rank)
+        threads.emplace_back([&, rank] {
+            Communicator one(fd, rank, std::vector<Process>(3, Process{getpid(), 0}), Limits{});
+            float data[4] = {};
+            try {
+                if (rank == 2) one.broadcast(data, 16, 0);
+                else one.all_reduce(data, 4, Type::f32, Op::sum);
+            } catch (const Failure& error) {
+                said[rank] = error.what();
+            }
+        });
+    for (std::thread& thread : threads) thread.join();
+    close(fd);
+    expect(said[0].find("rank 2 broadcast of 16 bytes") != std::string::npos && said[0] == said[1] && said[1] == said[2],
+           said[0].c_str(), 0, 0);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const int rounds = argc > 1 ? std::atoi(argv[1]) : 100;
+    for (const int size : {1, 2, 3, 5}) run_ranks(size, rounds);
+    disagree();
+    if (failures == 0) std::puts("ok");
+    return failures != 0;
+}

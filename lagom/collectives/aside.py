@@ -1,0 +1,70 @@
+"""``Aside``: exchanges that go on beside what the program computes, in their order, in a thread of their own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Work(Protocol):
+    """An exchange that has begun."""
+
+    def wait(self) -> object:
+        """Until it is done; raises what it raised."""
+
+
+class Done:
+    """An exchange that is over."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+class Aside:
+    """Runs what it is given, one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
+        self._thread.start()
+
+    def later(self, call: Callable[[], None]) -> Work:
+        """Have ``call`` run after all that were given before."""
+        task = _Task(call)
+        self._queue.put(task)
+        return task
+
+    def close(self) -> None:
+        """Take nothing more; what is under way goes on."""
+        self._queue.put(None)
+
+
+class _Task:
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call: Callable[[], None] | None = call
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        assert self._call is not None
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = error
+        self._call = None  # it holds tensors
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _run(tasks: queue.SimpleQueue[_Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task

@@ -1,0 +1,166 @@
+"""``shared``: memory that the ranks of a host exchange through, handed from one to the others."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import weakref
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lagom.collectives.native import native
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lagom.collectives.native import Communicator
+
+_SLOT = 1 << 19
+"""Bytes that a rank writes before the others read them, twice: small enough for processors' caches."""
+_MAIL = 1 << 16
+"""Bytes of a piece of a message between two ranks."""
+_SPIN_S = 100e-6
+"""How long a rank looks for another before it sleeps, where each has a core of its own."""
+_YIELDS = 2
+"""How often it gives way before it sleeps, where ranks share cores."""
+_TIMEOUT_S = 60.0
+"""To hand the memory round, once all ranks are known to be there."""
+_TOKEN = 32
+
+
+def shared(
+    rank: int, all_gather: Callable[[bytes], list[bytes]], timeout_s: float, number: int = 1, wanted: bool = True
+) -> list[Communicator] | str:
+    """``number`` communicators of all ranks, all of whom call this; or why there are none, in words, on all ranks.
+
+    See Note [Handing round].
+
+    Args:
+        all_gather: an exchange that works already.
+        timeout_s: how long an exchange will wait for a rank.
+        wanted: whether this rank would have it.
+
+    Raises:
+        OSError: when a rank is gone meanwhile.
+    """
+    answers = [json.loads(part) for part in all_gather(json.dumps(_answer(wanted)).encode())]
+    reasons = [f"{answer['reason']} (rank {peer})" for peer, answer in enumerate(answers) if answer["reason"]]
+    if not reasons and len({answer["home"] for answer in answers}) > 1:
+        reasons = ["the ranks are on several hosts"]
+    if reasons:
+        return reasons[0]
+    processes = [(int(answer["pid"]), int(answer["started"])) for answer in answers]
+    fds: list[int] = []
+    problem = ""
+    try:
+        try:
+            fds = _handed_round(rank, len(answers), all_gather, number)
+            spin_s, yields = _patience(len(answers))
+            made = [native().join(fd, rank, processes, timeout_s, spin_s, yields) for fd in fds]
+        except (OSError, RuntimeError) as error:
+            problem = f"{error} (rank {rank})"
+        problems = [part.decode() for part in all_gather(problem.encode()) if part]
+        if problems:
+            return problems[0]
+    finally:
+        for fd in fds:
+            os.close(fd)
+    _all.update(made)
+    return made
+
+
+def _answer(wanted: bool) -> dict[str, Any]:
+    reason = "" if native() is not None else "lagom was installed without its compiled part"
+    if not wanted:
+        reason = "it is not asked for"
+    started = native().started(os.getpid()) if native() is not None else 0
+    return {"reason": reason, "home": home(), "pid": os.getpid(), "started": started}
+
+
+def home() -> str:
+    """Equal for processes that reach each other: by Unix sockets of a network namespace, and by process number."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = [os.stat(f"/proc/self/ns/{space}").st_ino for space in ("net", "pid")]
+    return f"{boot} {spaces} {os.geteuid()}"
+
+
+def _patience(num_ranks: int) -> tuple[float, int]:
+    return (_SPIN_S, 0) if num_ranks <= len(os.sched_getaffinity(0)) else (0.0, _YIELDS)
+
+
+def _handed_round(rank: int, size: int, all_gather: Callable[[bytes], list[bytes]], number: int) -> list[int]:
+    if rank != 0:
+        name, token = json.loads(all_gather(b"")[0])
+        return _received(bytes.fromhex(name), bytes.fromhex(token), number)
+    token = secrets.token_bytes(_TOKEN)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.settimeout(_TIMEOUT_S)
+        listener.bind(b"")  # the kernel chooses an abstract name
+        listener.listen(size)
+        fds: list[int] = []
+        trouble: Exception | None = None
+        try:
+            fds = [native().create(size, _SLOT, _MAIL) for _ in range(number)]
+        except RuntimeError as error:
+            trouble = error
+        all_gather(json.dumps([listener.getsockname().hex(), token.hex()]).encode())
+        waiting = size - 1
+        while waiting:
+            peer, _ = listener.accept()
+            with peer:
+                peer.settimeout(_TIMEOUT_S)
+                if is_own(peer) and hmac.compare_digest(peer.recv(_TOKEN, socket.MSG_WAITALL), token):
+                    waiting -= 1
+                    socket.send_fds(peer, [b"m"], fds)
+    if trouble is not None:
+        raise trouble
+    return fds
+
+
+def _received(name: bytes, token: bytes, number: int) -> list[int]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as giver:
+        giver.settimeout(_TIMEOUT_S)
+        giver.connect(name)
+        if not is_own(giver):
+            raise OSError("the shared memory is another user's")
+        giver.sendall(token)
+        _, fds, _, _ = socket.recv_fds(giver, 1, number)
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    if len(fds) != number:
+        for fd in fds:
+            os.close(fd)
+        raise OSError("rank 0 has no shared memory")
+    return list(fds)
+
+
+def is_own(peer: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket is this user's, by the kernel's word."""
+    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(uid == os.geteuid())
+
+
+_all: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for communicator in list(_all):
+        communicator.forget()
+
+
+# A loader worker has no part in its rank's exchanges, and must not say for it that it has ended.
+os.register_at_fork(after_in_child=_forget_all)
+
+
+# Note [Handing round]
+#
+# The memory is a file without a name, of mode 0600 (memfd): nobody finds it, it takes nothing of /dev/shm, and it is
+# gone with the last process that has it, however that ends. The first rank makes it and hands it over a Unix
+# socket, to who shows the secret that the ranks have exchanged and is the same user by the kernel's word. A
+# process forked from a rank does not inherit the mapping.
