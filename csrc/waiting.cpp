@@ -116,10 +116,10 @@ void Waiting::reach_slowly(Counter& counter, int peer, uint32_t target, const ch
         const bool gone = !is_alive(peer);
         const bool ended = segment_.farewell(peer).value.load(std::memory_order_acquire) != 0;
         if (reached(counter.value.load(std::memory_order_acquire), target)) return;
-        if (gone) fail(gone_while(peer, doing));
         if (ended)
             fail("rank " + std::to_string(peer) + " has ended, and rank " + std::to_string(rank_) +
                  " waits for it in " + doing);
+        if (gone) fail(gone_while(peer, doing));
         if (limits.interrupted()) {
             spread("rank " + std::to_string(rank_) + " was interrupted in " + doing);
             throw Interrupted("interrupted");

@@ -16,6 +16,7 @@ import torch.distributed.device_mesh  # noqa: F401  (has init_process_group by i
 from torch.distributed import distributed_c10d
 from torch.utils.data import DistributedSampler
 
+from lagom.collectives import process_group
 from lagom.errors import LagomError
 from lagom.patching.disk import share_disk
 from lagom.patching.replace import replaced
@@ -104,6 +105,8 @@ class _Joining:
         prefixed = dist.PrefixStore(f"joined/{self._num}", store)
         self._num += 1
         rest = {key: value for key, value in asked.items() if key not in ("init_method", "store", "rank", "world_size")}
+        if process_group.NAME in str(asked.get("backend") or "").lower():
+            process_group.register()
         self._original(**rest, store=prefixed, rank=session.rank, world_size=session.world_size)
         _kept.append(dist.group.WORLD)
 
@@ -140,7 +143,7 @@ def _check(session: Session, asked: Mapping[str, Any]) -> None:
     if "mpi" in backend:
         raise LagomError(
             f"init_process_group() was asked for the backend {backend!r}, but lagom's ranks were not started by "
-            "mpirun; use 'gloo', 'nccl' or none"
+            "mpirun; use 'gloo', 'lagom', 'nccl' or none"
         )
     if "nccl" in backend and not (session.group is not None and session.group.has_gpus):
         raise LagomError(

@@ -1,0 +1,159 @@
+"""``Lane``: exchanges that go on in a thread, as works of torch's."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class SharedWork(dist.Work):
+    """An exchange, done or to be done.
+
+    Args:
+        run: does it; None when it is done.
+        result: tensors that it fills.
+        source: the rank that a message came from.
+    """
+
+    def __init__(self, run: Callable[[], object] | None, result: Sequence[Tensor], source: int = -1) -> None:
+        super().__init__()
+        self.source = source
+        self._run = run
+        self._result = list(result)
+        self._error: Exception | None = None
+        self._done: threading.Event | None = None if run is None else threading.Event()
+        # Of what is done already it is seldom asked for.
+        self._base: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        if run is not None:
+            self._make_future()
+
+    def perform(self) -> None:
+        """Do it; what it raises is raised by ``wait``."""
+        assert self._run is not None
+        try:
+            with torch.no_grad():
+                self._run()
+        except Exception as error:
+            self._error = error
+        self._run = None
+        assert self._done is not None
+        assert self._base is not None
+        self._done.set()
+        self._base.set_result(None)
+
+    def _make_future(self) -> None:
+        # Future.set_exception is for Python alone: to C++, such as DDP's, the exception would be the result.
+        self._base = torch.futures.Future()
+        self._future = self._base.then(self._outcome)
+
+    def _outcome(self, _: object) -> list[Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Until it is done.
+
+        Raises:
+            RuntimeError: when it failed, or is not done within ``timeout``; zero: as long as the group waits.
+        """
+        if self._done is not None and not self._done.wait(timeout.total_seconds() or None):
+            raise RuntimeError(f"the exchange was not done within {timeout.total_seconds():g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """As ``wait``: there is no device to wait for."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is done, or failed."""
+        return self._done is None or self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it is done and did not fail."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Any:
+        """What it failed with."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """The tensors that it filled."""
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Completed with ``result``."""
+        if self._future is None:
+            self._make_future()
+            assert self._base is not None
+            self._base.set_result(None)
+        assert self._future is not None
+        return self._future
+
+    def source_rank(self) -> int:
+        """The rank that a message came from."""
+        return self.source
+
+    _source_rank = source_rank
+    getFuture = get_future
+
+
+def finished(result: Sequence[Tensor]) -> SharedWork:
+    """Of an exchange that was done at once."""
+    return SharedWork(None, result)
+
+
+class Lane:
+    """A thread, begun when there is something to do, that does one exchange after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[SharedWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: SharedWork | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was given is done."""
+        return self._last is None or self._last.is_completed()
+
+    def later(self, run: Callable[[], object], result: Sequence[Tensor], source: int = -1) -> SharedWork:
+        """Have ``run`` done after what was given before."""
+        work = self.prepare(run, result, source)
+        self.start(work)
+        return work
+
+    def prepare(self, run: Callable[[], object], result: Sequence[Tensor], source: int = -1) -> SharedWork:
+        """A work to be given to ``start``."""
+        return SharedWork(run, result, source)
+
+    def start(self, work: SharedWork) -> None:
+        """Have ``work`` done after what was given before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work_off, args=(self._queue,), name=self._name, daemon=True)
+            self._thread.start()
+        self._last = work
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """Take nothing more; what was given is done."""
+        if self._thread is not None:
+            self._queue.put(None)
+
+
+def _work_off(given: queue.SimpleQueue[SharedWork | None]) -> None:
+    while (work := given.get()) is not None:
+        work.perform()
+        del work

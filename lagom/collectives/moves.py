@@ -1,0 +1,181 @@
+"""``Moves``: collectives on tensors of any layout in memory, over a communicator that knows addresses and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lagom.collectives.native import OPERATIONS, TYPES, native
+
+if TYPE_CHECKING:
+    from lagom.collectives.native import Communicator
+
+_U8 = TYPES[torch.uint8]
+
+
+class Moves:
+    """Every method is a collective of the ranks that ``near`` joins.
+
+    Raises:
+        ValueError: when tensors do not fit together on this rank.
+        RuntimeError: when ranks differ, or one is gone.
+    """
+
+    def __init__(self, near: Communicator, rank: int, size: int) -> None:
+        self.near = near
+        self._rank = rank
+        self._size = size
+
+    def carries(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these can be moved: dense tensors on the CPU."""
+        return all(t.device.type == "cpu" and t.layout == torch.strided and not t.is_quantized for t in tensors)
+
+    def reduces(self, tensors: Sequence[Tensor], name: str) -> bool:
+        """Whether these can be reduced by ``name`` as well."""
+        return self.carries(tensors) and all(
+            t.dtype in TYPES and native().has(TYPES[t.dtype], OPERATIONS[name]) for t in tensors
+        )
+
+    def all_reduce(self, tensor: Tensor, name: str) -> None:
+        """In place."""
+        flat = tensor.contiguous()
+        self.near.all_reduce(flat.data_ptr(), flat.numel(), TYPES[flat.dtype], OPERATIONS[name])
+        _put(tensor, flat)
+
+    def reduce(self, tensor: Tensor, name: str, root: int) -> None:
+        """As ``all_reduce``, but only on ``root``."""
+        if self._rank == root:
+            self.all_reduce(tensor, name)
+        else:
+            self.all_reduce(tensor.clone(memory_format=torch.contiguous_format), name)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """In place."""
+        flat = tensor.contiguous()
+        self.near.broadcast(flat.data_ptr(), flat.nbytes, root)
+        _put(tensor, flat)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        """``output`` gets the tensors of all ranks, one behind the other."""
+        _fit("all_gather", output.numel(), self._size * tensor.numel(), output, tensor)
+        given, flat = tensor.contiguous(), output.contiguous()
+        self.near.all_gather(given.data_ptr(), flat.data_ptr(), given.nbytes)
+        _put(output, flat)
+
+    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Each of ``outputs`` gets the tensor of a rank."""
+        self._check_list("all_gather", outputs, tensor)
+        together = tensor.new_empty((self._size, tensor.numel()))
+        self.all_gather(together, tensor)
+        _deal(outputs, together)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, name: str) -> None:
+        """``output`` gets this rank's part of what the tensors of all ranks are reduced to."""
+        _fit("reduce_scatter", tensor.numel(), self._size * output.numel(), output, tensor)
+        given, flat = tensor.contiguous(), output.contiguous()
+        code, operation = TYPES[flat.dtype], OPERATIONS[name]
+        self.near.reduce_scatter(given.data_ptr(), flat.data_ptr(), flat.numel(), code, operation)
+        _put(output, flat)
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+        """Each of rank ``root``'s ``outputs`` gets the tensor of a rank."""
+        given = tensor.contiguous()
+        if self._rank != root:
+            self.near.gather(given.data_ptr(), 0, given.nbytes, root)
+            return
+        self._check_list("gather", outputs, tensor)
+        together = tensor.new_empty((self._size, tensor.numel()))
+        self.near.gather(given.data_ptr(), together.data_ptr(), given.nbytes, root)
+        _deal(outputs, together)
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> None:
+        """``output`` gets this rank's of ``root``'s ``tensors``."""
+        flat = output.contiguous()
+        if self._rank == root:
+            self._check_list("scatter", tensors, output)
+            together = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            self.near.scatter(together.data_ptr(), flat.data_ptr(), flat.nbytes, root)
+        else:
+            self.near.scatter(0, flat.data_ptr(), flat.nbytes, root)
+        _put(output, flat)
+
+    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """A tensor to each rank, one from each."""
+        for what, found in (("outputs", outputs), ("inputs", tensors)):
+            if len(found) != self._size:
+                raise ValueError(f"all_to_all has {len(found)} {what}, but there are {self._size} ranks")
+        given = torch.cat([_bytes(tensor) for tensor in tensors])
+        out = torch.empty(sum(one.nbytes for one in outputs), dtype=torch.uint8)
+        back = [one.nbytes for one in outputs]
+        self.near.all_to_all(given.data_ptr(), [one.nbytes for one in tensors], out.data_ptr(), back)
+        for one, part in zip(outputs, out.split(back), strict=True):
+            one.copy_(part.clone().view(one.dtype).view(one.shape))
+
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, to_here: Sequence[int], to_all: Sequence[int]) -> None:
+        """Rows to each rank, rows from each; even parts where sizes are empty."""
+        given, flat = tensor.contiguous(), output.contiguous()
+        to, back = self._split(given, to_all), self._split(flat, to_here)
+        self.near.all_to_all(given.data_ptr(), to, flat.data_ptr(), back)
+        _put(output, flat)
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        self.near.barrier()
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> None:
+        """Not a collective: ``to`` receives it."""
+        given = tensor.contiguous()
+        self.near.send(given.data_ptr(), given.nbytes, TYPES.get(given.dtype, _U8), to, tag)
+
+    def receive(self, tensor: Tensor, sender: int, tag: int) -> None:
+        """Not a collective: ``sender`` sends it."""
+        flat = tensor.contiguous()
+        self.near.receive(flat.data_ptr(), flat.nbytes, TYPES.get(flat.dtype, _U8), sender, tag)
+        _put(tensor, flat)
+
+    def sender(self) -> int:
+        """The next rank that has sent something."""
+        return self.near.sender()
+
+    def _split(self, tensor: Tensor, sizes: Sequence[int]) -> list[int]:
+        """Bytes of each rank's part."""
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not sizes:
+            if rows % self._size:
+                raise ValueError(f"all_to_all_single has {rows} rows, which {self._size} ranks do not share evenly")
+            return [tensor.nbytes // self._size] * self._size
+        if len(sizes) != self._size or sum(sizes) != rows or min(sizes) < 0:
+            raise ValueError(f"all_to_all_single has sizes {list(sizes)} for {rows} rows and {self._size} ranks")
+        width = tensor.nbytes // rows if rows else 0
+        return [size * width for size in sizes]
+
+    def _check_list(self, what: str, tensors: Sequence[Tensor], like: Tensor) -> None:
+        if len(tensors) != self._size:
+            raise ValueError(f"{what} has a list of {len(tensors)} tensors, but there are {self._size} ranks")
+        for one in tensors:
+            _fit(what, one.numel(), like.numel(), one, like)
+
+
+def _fit(what: str, found: int, wanted: int, one: Tensor, other: Tensor) -> None:
+    if found != wanted or one.dtype != other.dtype:
+        raise ValueError(
+            f"{what} of tensors that do not fit: {tuple(one.shape)} of {one.dtype} and {tuple(other.shape)} of "
+            f"{other.dtype}"
+        )
+
+
+def _put(tensor: Tensor, flat: Tensor) -> None:
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat)
+
+
+def _deal(outputs: Sequence[Tensor], together: Tensor) -> None:
+    for one, row in zip(outputs, together, strict=True):
+        one.copy_(row.view(one.shape))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
