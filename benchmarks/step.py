@@ -37,6 +37,7 @@ CONTENDERS = {
     "accelerate": "Accelerate",
     "split": "lagom, split",
     "per_rank": "lagom, per_rank",
+    "gloo": "lagom, per_rank, over gloo",
     "whole": "lagom, whole",
 }
 Times = Mapping[str, Sequence[float]]

@@ -104,7 +104,7 @@ def plain(arguments: Arguments) -> None:
     for task in map(TASKS.__getitem__, arguments["tasks"]):
         model = task.module()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        batch_size = task.per_rank * (1 if arguments["contender"] == "per_rank" else arguments["world_size"])
+        batch_size = task.per_rank * (1 if arguments["contender"] in ("per_rank", "gloo") else arguments["world_size"])
         loader = DataLoader(_data(task, arguments), batch_size=batch_size, shuffle=True)
         _train(clock, task, loader, model, optimizer, lambda loss: loss.backward())
 
@@ -179,9 +179,13 @@ def main(contender: str, arguments: Arguments) -> None:
         notebook_launcher(accelerate, (arguments,), num_processes=arguments["world_size"], use_port=port)
     else:
         logging.getLogger("lagom").setLevel(logging.ERROR)
-        batches: Any = contender
+        batches: Any = "per_rank" if contender == "gloo" else contender
         config = TorchDistributedConfig(
-            hparams={"arguments": arguments}, world_size=arguments["world_size"], launcher="local", batches=batches
+            hparams={"arguments": arguments},
+            world_size=arguments["world_size"],
+            launcher="local",
+            batches=batches,
+            collectives="gloo" if contender == "gloo" else "auto",
         )
         experiment.lagom(plain, config)
 

@@ -18,6 +18,7 @@ namespace lagom {
 namespace {
 
 constexpr int64_t SLICE_NS = 100'000'000;  // of sleep, after which the other is looked at
+constexpr int64_t CROWDED_NS = 10'000;  // of giving way: the core is not this rank's alone
 constexpr int64_t SECOND_NS = 1'000'000'000;
 
 void relax() {
@@ -101,9 +102,13 @@ void Waiting::reach_slowly(Counter& counter, int peer, uint32_t target, const ch
             if (reached(counter.value.load(std::memory_order_acquire), target)) return;
             relax();
         }
+    int64_t before = limits.spin_s > 0 ? now() : 0;
     for (int i = 0; i < limits.yields; ++i) {
         sched_yield();
         if (reached(counter.value.load(std::memory_order_acquire), target)) return;
+        // Something else ran on this core, perhaps the other rank. Who is woken may be put on a free one.
+        if (limits.spin_s > 0 && now() - before > CROWDED_NS) break;
+        if (limits.spin_s > 0) before = now();
     }
     const int64_t end = start + int64_t(limits.timeout_s * 1e9);
     while (true) {
