@@ -6,6 +6,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "communicator.hpp"
@@ -20,8 +23,10 @@ using lagom::Op;
 using lagom::Type;
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
-// A signal's handler has raised in Python.
+// A signal's handler has raised in Python. That is done in the main thread alone; others do not ask for the GIL here, which
+// ends a thread when Python is about to end.
 bool interrupted() {
+    if (syscall(SYS_gettid) != getpid()) return false;
     const nb::gil_scoped_acquire held;
     return PyErr_CheckSignals() != 0;
 }
@@ -38,8 +43,8 @@ Op op_of(int code) {
 }
 
 // Python owns it.
-Communicator* join(int fd, int rank, const std::vector<std::pair<int, uint64_t>>& processes,
-                                   double timeout_s, double spin_s, int yields) {
+Communicator* join(int fd, int rank, const std::vector<std::pair<int, uint64_t>>& processes, double timeout_s,
+                   double spin_s, int yields) {
     std::vector<lagom::Process> peers;
     for (const auto& [pid, since] : processes) peers.push_back({pid, since});
     return new Communicator(fd, rank, peers, lagom::Limits{timeout_s, spin_s, yields, interrupted});
@@ -105,6 +110,7 @@ bool average(Communicator& self, nb::bytes head, uintptr_t body, size_t size, co
 
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a rank ends by os._exit
+    module.attr("VERSION") = 1;  // of what is bound here; lagom/collectives/native.py asks for it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -127,7 +133,7 @@ NB_MODULE(_native, module) {
     nb::class_<Sections>(module, "Sections")
         .def(nb::init<const std::vector<std::tuple<size_t, size_t, int, uintptr_t>>&, size_t>());
     nb::class_<Communicator>(module, "Communicator", nb::is_weak_referenceable())
-        .def("set_timeout", [](Communicator& self, double timeout_s) { self.limits().timeout_s = timeout_s; })
+        .def("set_timeout", [](Communicator& self, double timeout_s) { self.set_timeout(timeout_s); })
         .def("barrier", &Communicator::barrier, Released())
         .def("all_reduce", [](Communicator& self, uintptr_t data, size_t count, int type,
                               int op) { self.all_reduce(at(data), count, type_of(type), op_of(op)); }, Released())

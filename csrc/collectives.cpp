@@ -25,16 +25,14 @@ void copy(void* to, const void* from, size_t bytes) {
 
 }  // namespace
 
-using Turn = std::lock_guard<std::mutex>;
-
 void Communicator::barrier() {
-    const Turn turn(turn_);
+    const Turn turn(*this);
     begin(BARRIER, Type::u8, Op::sum, -1, 0);
     meet();
 }
 
 void Communicator::all_reduce(void* data, size_t count, Type type, Op op) {
-    const Turn turn(turn_);
+    const Turn turn(*this);
     if (!has(type, op)) throw Failure(std::string("there is no ") + name_of(op) + " of " + name_of(type));
     const size_t width = size_of(type);
     char* const numbers = static_cast<char*>(data);
@@ -78,7 +76,7 @@ void Communicator::all_reduce(void* data, size_t count, Type type, Op op) {
 }
 
 void Communicator::reduce_scatter(const void* in, void* out, size_t count, Type type, Op op) {
-    const Turn turn(turn_);
+    const Turn turn(*this);
     if (!has(type, op)) throw Failure(std::string("there is no ") + name_of(op) + " of " + name_of(type));
     const size_t width = size_of(type);
     const size_t piece = segment_.slot_bytes() / size_ / width / 64 * 64;
@@ -102,7 +100,7 @@ void Communicator::reduce_scatter(const void* in, void* out, size_t count, Type 
 }
 
 void Communicator::all_gather(const void* in, void* out, size_t bytes) {
-    const Turn turn(turn_);
+    const Turn turn(*this);
     const size_t piece = segment_.slot_bytes();
     char* const all = static_cast<char*>(out);
     begin(ALL_GATHER, Type::u8, Op::sum, -1, bytes);
@@ -123,7 +121,7 @@ void Communicator::all_gather(const void* in, void* out, size_t bytes) {
 }
 
 void Communicator::broadcast(void* data, size_t bytes, int root) {
-    const Turn turn(turn_);
+    const Turn turn(*this);
     check_root(root);
     const size_t piece = segment_.slot_bytes();
     char* const all = static_cast<char*>(data);
@@ -146,7 +144,7 @@ void Communicator::broadcast(void* data, size_t bytes, int root) {
 }
 
 void Communicator::gather(const void* in, void* out, size_t bytes, int root) {
-    const Turn turn(turn_);
+    const Turn turn(*this);
     check_root(root);
     const size_t piece = segment_.slot_bytes();
     char* const all = static_cast<char*>(out);
@@ -165,7 +163,7 @@ void Communicator::gather(const void* in, void* out, size_t bytes, int root) {
 }
 
 void Communicator::scatter(const void* in, void* out, size_t bytes, int root) {
-    const Turn turn(turn_);
+    const Turn turn(*this);
     check_root(root);
     const size_t piece = segment_.slot_bytes() / size_ / 64 * 64;
     const char* const all = static_cast<const char*>(in);
@@ -189,7 +187,7 @@ void Communicator::scatter(const void* in, void* out, size_t bytes, int root) {
 
 void Communicator::all_to_all(const void* in, const std::vector<uint64_t>& to, void* out,
                               const std::vector<uint64_t>& from) {
-    const Turn turn(turn_);
+    const Turn turn(*this);
     if (to.size() != size_t(size_) || from.size() != size_t(size_))
         throw Failure("all_to_all needs as many lengths as there are ranks");
     const size_t piece = segment_.slot_bytes() / size_ / 64 * 64;
@@ -261,13 +259,13 @@ void Communicator::exchange_rows(std::string_view head, std::string_view body) {
 }
 
 const std::vector<Row>& Communicator::exchange(std::string_view head, std::string_view body) {
-    const Turn turn(turn_);
+    const Turn turn(*this);
     exchange_rows(head, body);
     return rows_;
 }
 
 bool Communicator::average(std::string_view head, std::string_view body, const std::vector<Section>& sections) {
-    const Turn turn(turn_);
+    const Turn turn(*this);
     if (head.size() + body.size() > segment_.slot_bytes()) throw Failure("too much for a slot");
     exchange_rows(head, body);
     for (int k = 0; k < size_; ++k)

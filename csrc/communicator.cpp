@@ -16,8 +16,11 @@ Communicator::Communicator(int fd, int rank, const std::vector<Process>& process
 }
 
 void Communicator::close() {
-    if (!closed_) waiting_.say_farewell();
-    closed_ = true;
+    if (!closed_.exchange(true)) waiting_.say_farewell();
+}
+
+void Communicator::check_open() const {
+    if (closed_) throw Failure("this communicator is closed, or was another process's");
 }
 
 const char* Communicator::name(uint8_t what) {
@@ -38,7 +41,7 @@ std::string Communicator::words(const Call& call) {
 }
 
 void Communicator::begin(What what, Type type, Op op, int root, uint64_t count) {
-    if (closed_) throw Failure("this communicator is closed, or was another process's");
+    check_open();
     doing_ = name(what);
     waiting_.check_whole();
     next();

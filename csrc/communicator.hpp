@@ -31,7 +31,7 @@ class Communicator {
 
     int rank() const { return rank_; }
     int size() const { return size_; }
-    Limits& limits() { return waiting_.limits; }
+    void set_timeout(double timeout_s) { waiting_.set_timeout(timeout_s); }
 
     void barrier();
     // In place.
@@ -79,6 +79,15 @@ class Communicator {
     static const char* name(uint8_t what);
     static std::string words(const Call& call);
 
+    // Nobody else exchanges while it lives. A forked process may find the lock held by a thread that it does not have.
+    class Turn {
+      public:
+        explicit Turn(Communicator& self) : lock_((self.check_open(), self.turn_)) {}
+
+      private:
+        std::lock_guard<std::mutex> lock_;
+    };
+    void check_open() const;
     void begin(What what, Type type, Op op, int root, uint64_t count);
     void next();
     void publish();
@@ -98,7 +107,7 @@ class Communicator {
     uint32_t step_ = 0;
     uint64_t number_ = 0;
     const char* doing_ = "";
-    bool closed_ = false;
+    std::atomic<bool> closed_{false};
     std::vector<uint32_t> seen_;
     std::vector<Row> rows_;
     std::vector<std::vector<char>> long_rows_;

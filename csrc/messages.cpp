@@ -13,7 +13,7 @@ std::string message(uint64_t bytes, uint8_t type, uint64_t tag) {
 }  // namespace
 
 void Communicator::send(const void* data, size_t bytes, Type type, int to, uint64_t tag) {
-    if (closed_) throw Failure("this communicator is closed, or was another process's");
+    check_open();
     check_root(to);
     if (to == rank_) throw Failure("a rank sends nothing to itself");
     waiting_.check_whole();
@@ -32,7 +32,7 @@ void Communicator::send(const void* data, size_t bytes, Type type, int to, uint6
 }
 
 void Communicator::receive(void* data, size_t bytes, Type type, int from, uint64_t tag) {
-    if (closed_) throw Failure("this communicator is closed, or was another process's");
+    check_open();
     check_root(from);
     if (from == rank_) throw Failure("a rank receives nothing from itself");
     waiting_.check_whole();
@@ -51,7 +51,7 @@ void Communicator::receive(void* data, size_t bytes, Type type, int from, uint64
 }
 
 int Communicator::sender() {
-    if (closed_) throw Failure("this communicator is closed, or was another process's");
+    check_open();
     const int64_t deadline = waiting_.deadline();
     int gone = -1;
     while (true) {

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 
@@ -27,6 +28,26 @@ size_t bytes_of_mail(size_t mail_bytes) { return pages(sizeof(Mail) + 2 * (64 + 
     throw Failure(std::string(what) + ": " + std::strerror(errno));
 }
 
+// A file of no name, for this user only. In memory; on disk where that is forbidden, as in some containers.
+int nameless_file(size_t num_bytes) {
+    constexpr unsigned CLOEXEC = 1, NOEXEC_SEAL = 8;
+    int fd = int(syscall(SYS_memfd_create, "lagom", CLOEXEC | NOEXEC_SEAL));
+    if (fd < 0) fd = int(syscall(SYS_memfd_create, "lagom", CLOEXEC));  // before Linux 6.3
+    if (fd >= 0) {
+        if (fchmod(fd, 0600) == 0 && ftruncate(fd, off_t(num_bytes)) == 0) return fd;
+        close(fd);
+        fail("no shared memory");
+    }
+    const char* const chosen = std::getenv("TMPDIR");
+    for (const char* folder : {"/dev/shm", chosen == nullptr ? "/tmp" : chosen, "/tmp"}) {
+        fd = open(folder, O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+        // Reserved as a whole: to write where there is no room left would be the end of a rank.
+        if (fd >= 0 && posix_fallocate(fd, 0, off_t(num_bytes)) == 0) return fd;
+        if (fd >= 0) close(fd);
+    }
+    throw Failure("neither memfd_create nor a file in /dev/shm, TMPDIR or /tmp gives shared memory");
+}
+
 }  // namespace
 
 size_t Segment::bytes_for(int size, size_t slot_bytes, size_t mail_bytes) {
@@ -36,13 +57,7 @@ size_t Segment::bytes_for(int size, size_t slot_bytes, size_t mail_bytes) {
 int Segment::create(int size, size_t slot_bytes, size_t mail_bytes) {
     if (size < 1 || slot_bytes % PAGE || slot_bytes < 512 * size_t(size + 1) || mail_bytes % 64 || mail_bytes == 0)
         throw Failure("a segment needs ranks, slots of whole pages with 512 bytes for each rank, and mail of 64 bytes");
-    const int fd = int(syscall(SYS_memfd_create, "lagom", 1u /* MFD_CLOEXEC */));
-    if (fd < 0) fail("memfd_create");
-    const size_t num_bytes = bytes_for(size, slot_bytes, mail_bytes);
-    if (fchmod(fd, 0600) != 0 || ftruncate(fd, off_t(num_bytes)) != 0) {
-        close(fd);
-        fail("no shared memory");
-    }
+    const int fd = nameless_file(bytes_for(size, slot_bytes, mail_bytes));
     void* base = mmap(nullptr, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED) {
         close(fd);

@@ -58,7 +58,7 @@ class Segment {
   public:
     // Bytes that `create` needs.
     static size_t bytes_for(int size, size_t slot_bytes, size_t mail_bytes);
-    // A new memory file of no name, for this user only; Failure where there is no memory.
+    // A new file of no name, for this user only; Failure where there is no memory.
     static int create(int size, size_t slot_bytes, size_t mail_bytes);
 
     // Maps `fd`, which stays open. Failure when it is not of `size` ranks and this version.

@@ -20,6 +20,7 @@ namespace {
 constexpr int64_t SLICE_NS = 100'000'000;  // of sleep, after which the other is looked at
 constexpr int64_t CROWDED_NS = 10'000;  // of giving way: the core is not this rank's alone
 constexpr int64_t SECOND_NS = 1'000'000'000;
+constexpr double FOREVER_S = 1e9;  // some 30 years, whose nanoseconds can be counted
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -65,7 +66,7 @@ uint64_t started(int pid) {
 }
 
 Waiting::Waiting(Segment& segment, int rank, const std::vector<Process>& processes, Limits given)
-    : limits(std::move(given)), segment_(segment), rank_(rank), processes_(processes) {
+    : segment_(segment), limits_(std::move(given)), timeout_s_(limits_.timeout_s), rank_(rank), processes_(processes) {
     for (size_t peer = 0; peer < processes_.size(); ++peer) {
         const auto [pid, since] = processes_[peer];
         const bool is_own = int(peer) == rank_ || pid == getpid();
@@ -92,25 +93,30 @@ void Waiting::publish(Counter& counter, uint32_t value) {
 
 void Waiting::ring(Counter& counter) { wake(counter.value); }
 
-int64_t Waiting::deadline() const { return now() + int64_t(limits.timeout_s * 1e9); }
+int64_t Waiting::deadline() const { return now() + int64_t(std::clamp(timeout_s_.load(), 0.0, FOREVER_S) * 1e9); }
+
+std::string Waiting::within() const {
+    char text[64];
+    std::snprintf(text, sizeof text, " within %g s", timeout_s_.load());
+    return text;
+}
 
 void Waiting::reach_slowly(Counter& counter, int peer, uint32_t target, const char* doing) {
-    const int64_t start = now();
-    const int64_t spin_until = start + int64_t(limits.spin_s * 1e9);
-    for (bool spins = limits.spin_s > 0; spins; spins = now() < spin_until)
+    const int64_t end = deadline();
+    const int64_t spin_until = now() + int64_t(limits_.spin_s * 1e9);
+    for (bool spins = limits_.spin_s > 0; spins; spins = now() < spin_until)
         for (int i = 0; i < 32; ++i) {
             if (reached(counter.value.load(std::memory_order_acquire), target)) return;
             relax();
         }
-    int64_t before = limits.spin_s > 0 ? now() : 0;
-    for (int i = 0; i < limits.yields; ++i) {
+    int64_t before = limits_.spin_s > 0 ? now() : 0;
+    for (int i = 0; i < limits_.yields; ++i) {
         sched_yield();
         if (reached(counter.value.load(std::memory_order_acquire), target)) return;
         // Something else ran on this core, perhaps the other rank. Who is woken may be put on a free one.
-        if (limits.spin_s > 0 && now() - before > CROWDED_NS) break;
-        if (limits.spin_s > 0) before = now();
+        if (limits_.spin_s > 0 && now() - before > CROWDED_NS) break;
+        if (limits_.spin_s > 0) before = now();
     }
-    const int64_t end = start + int64_t(limits.timeout_s * 1e9);
     while (true) {
         const uint32_t seen = counter.value.load(std::memory_order_acquire);
         if (reached(seen, target)) return;
@@ -125,31 +131,30 @@ void Waiting::reach_slowly(Counter& counter, int peer, uint32_t target, const ch
             fail("rank " + std::to_string(peer) + " has ended, and rank " + std::to_string(rank_) +
                  " waits for it in " + doing);
         if (gone) fail(gone_while(peer, doing));
-        if (limits.interrupted()) {
-            spread("rank " + std::to_string(rank_) + " was interrupted in " + doing);
-            throw Interrupted("interrupted");
-        }
+        check_interrupt(doing);
         if (now() >= end)
             fail("rank " + std::to_string(peer) + " did not come to " + doing + " of rank " + std::to_string(rank_) +
-                 " within " + std::to_string(int64_t(limits.timeout_s)) + " s");
+                 within());
     }
 }
 
 void Waiting::change(Counter& counter, uint32_t value, const char* doing, int64_t deadline) {
-    const int64_t spin_until = now() + int64_t(limits.spin_s * 1e9);
+    const int64_t spin_until = now() + int64_t(limits_.spin_s * 1e9);
     do {
         if (counter.value.load(std::memory_order_acquire) != value) return;
         relax();
     } while (now() < spin_until);
     sleep(counter, value, deadline);
     check_whole();
-    if (limits.interrupted()) {
-        spread("rank " + std::to_string(rank_) + " was interrupted in " + doing);
-        throw Interrupted("interrupted");
-    }
+    check_interrupt(doing);
     if (counter.value.load(std::memory_order_acquire) == value && now() >= deadline)
-        fail("nothing came to rank " + std::to_string(rank_) + " in " + doing + " within " +
-             std::to_string(int64_t(limits.timeout_s)) + " s");
+        fail("nothing came to rank " + std::to_string(rank_) + " in " + doing + within());
+}
+
+void Waiting::check_interrupt(const char* doing) {
+    if (!limits_.interrupted()) return;
+    spread("rank " + std::to_string(rank_) + " was interrupted in " + doing);
+    throw Interrupted("interrupted");
 }
 
 void Waiting::sleep(Counter& counter, uint32_t seen, int64_t deadline) {
@@ -166,7 +171,7 @@ bool Waiting::is_alive(int peer) {
     if (peer == rank_ || pid == getpid()) return true;
     if (pidfds_[peer] >= 0) {
         pollfd one{pidfds_[peer], POLLIN, 0};
-        return poll(&one, 1, 0) == 0;
+        return poll(&one, 1, 0) <= 0;  // -1 while a signal is waiting, which tells nothing
     }
     char text[1024];
     const char* state = state_of(pid, text);

@@ -56,16 +56,21 @@ class Waiting {
     bool is_alive(int peer);
     std::string gone_while(int peer, const char* doing) const;
 
+    // From the next exchange on.
+    void set_timeout(double timeout_s) { timeout_s_ = timeout_s; }
     int64_t deadline() const;
-    Limits limits;
 
     static bool reached(uint32_t value, uint32_t target) { return int32_t(value - target) >= 0; }
 
   private:
     void reach_slowly(Counter& counter, int peer, uint32_t target, const char* doing);
     void sleep(Counter& counter, uint32_t seen, int64_t deadline);
+    void check_interrupt(const char* doing);
+    std::string within() const;  // the timeout, in words
 
     Segment& segment_;
+    const Limits limits_;
+    std::atomic<double> timeout_s_;  // may be set while another thread waits
     int rank_;
     std::vector<Process> processes_;
     std::vector<int> pidfds_;

@@ -12,8 +12,9 @@ import sys
 import sysconfig
 import types
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lagom.script import Script
@@ -27,7 +28,10 @@ def lagom_zip() -> bytes:
     """lagom, and the cloudpickle that wrote the payload, as an archive for executors that have neither."""
     import cloudpickle
 
-    return _zip([Path(__file__).parent, Path(cloudpickle.__file__).parent])
+    compiled = importlib.util.find_spec("lagom._native")
+    # In an editable installation it is not beside the sources.
+    beside = {} if compiled is None or not compiled.origin else {f"lagom/{Path(compiled.origin).name}": compiled.origin}
+    return _zip([Path(__file__).parent, Path(cloudpickle.__file__).parent], beside)
 
 
 def modules_zip(function: Callable[..., Any]) -> bytes:
@@ -182,13 +186,13 @@ def _files(root: Path) -> Iterator[Path]:
             yield path
 
 
-def _zip(roots: Iterable[Path]) -> bytes:
+def _zip(roots: Iterable[Path], others: Mapping[str, str] = MappingProxyType({})) -> bytes:
     stream = io.BytesIO()
+    files = {str(path.relative_to(root.parent)): path for root in roots for path in _files(root)}
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for root in roots:
-            for path in _files(root):
-                # A fixed date: equal content gives an equal archive, and so one folder on the executors.
-                entry = zipfile.ZipInfo(str(path.relative_to(root.parent)), date_time=(1980, 1, 1, 0, 0, 0))
-                entry.external_attr = 0o644 << 16
-                archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=1)
+        for name, path in (files | {name: Path(path) for name, path in others.items()}).items():
+            # A fixed date: equal content gives an equal archive, and so one folder on the executors.
+            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=1)
     return stream.getvalue()

@@ -92,6 +92,7 @@ class Group:
 
     def all_reduce_later(self, tensor: torch.Tensor) -> Work:
         """Begin to sum a contiguous ``tensor`` over the ranks, in place."""
+        assert tensor.is_contiguous()
         with _naming("all_reduce"):
             near = self._connected() if tensor.device.type == "cpu" and tensor.dtype in TYPES else None
             if near:
@@ -119,6 +120,7 @@ class Group:
 
     def all_reduce_aside(self, tensor: torch.Tensor) -> Work:
         """As ``all_reduce_later``, of CPU tensors, in an order of its own: other exchanges may come before or after."""
+        assert tensor.is_contiguous()
         if self._thread is not None and self._near_aside is not None:
             return self._thread.later(partial(_sum, self._near_aside, tensor))
         assert self._aside is not None
@@ -132,6 +134,7 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite a contiguous ``tensor`` with the one of rank ``root``."""
+        assert tensor.is_contiguous()
         with _naming("broadcast"):
             near = self._connected() if tensor.device.type == "cpu" else None
             if near:
@@ -165,6 +168,7 @@ class Group:
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The contiguous ``tensor`` of every rank, in rank order; all of one shape."""
+        assert tensor.is_contiguous()
         with _naming("all_gather"):
             near = self._connected() if tensor.device.type == "cpu" else None
             if near:

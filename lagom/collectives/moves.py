@@ -80,6 +80,11 @@ class Moves:
         self.near.reduce_scatter(given.data_ptr(), flat.data_ptr(), flat.numel(), code, operation)
         _put(output, flat)
 
+    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], name: str) -> None:
+        """``output`` gets what the tensors in its rank's place of each list are reduced to."""
+        self._check_list("reduce_scatter", tensors, output)
+        self.reduce_scatter(output, torch.cat([tensor.reshape(-1) for tensor in tensors]), name)
+
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
         """Each of rank ``root``'s ``outputs`` gets the tensor of a rank."""
         given = tensor.contiguous()

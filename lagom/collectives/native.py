@@ -51,10 +51,14 @@ class Communicator(Protocol):
     def forget(self) -> None: ...
 
 
+_VERSION = 1
+
+
 @functools.cache
 def native() -> Any:
-    """The extension module; None where it was not built, or not for this Python and machine."""
+    """The extension module; None where it was not built, or not for this Python, machine and version of lagom."""
     try:
-        return importlib.import_module("lagom._native")
+        found = importlib.import_module("lagom._native")
     except ImportError:
         return None
+    return found if getattr(found, "VERSION", None) == _VERSION else None

@@ -11,7 +11,6 @@ from datetime import timedelta
 from itertools import chain
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -169,7 +168,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
         def run() -> None:
             for out, parts in zip(outs, given, strict=True):
-                moves.reduce_scatter(out, torch.cat([part.reshape(-1) for part in parts]), reduction)
+                moves.reduce_scatter_list(out, parts, reduction)
 
         return self._collective(run, opts, outs)
 

@@ -76,11 +76,15 @@ def shared(
 
 
 def _answer(wanted: bool) -> dict[str, Any]:
-    reason = "" if native() is not None else "lagom was installed without its compiled part"
     if not wanted:
-        reason = "it is not asked for"
-    started = native().started(os.getpid()) if native() is not None else 0
-    return {"reason": reason, "home": home(), "pid": os.getpid(), "started": started}
+        return {"reason": "it is not asked for"}
+    if native() is None:
+        return {"reason": "lagom was installed without its compiled part"}
+    try:
+        found = home()
+    except OSError as error:
+        return {"reason": f"this system does not say which host it is: {error}"}
+    return {"reason": "", "home": found, "pid": os.getpid(), "started": native().started(os.getpid())}
 
 
 def home() -> str:
@@ -107,9 +111,11 @@ def _handed_round(rank: int, size: int, all_gather: Callable[[bytes], list[bytes
         fds: list[int] = []
         trouble: Exception | None = None
         try:
-            fds = [native().create(size, _SLOT, _MAIL) for _ in range(number)]
+            fds.extend(native().create(size, _SLOT, _MAIL) for _ in range(number))
         except RuntimeError as error:
             trouble = error
+            while fds:
+                os.close(fds.pop())
         all_gather(json.dumps([listener.getsockname().hex(), token.hex()]).encode())
         waiting = size - 1
         while waiting:
@@ -161,10 +167,10 @@ os.register_at_fork(after_in_child=_forget_all)
 
 # Note [Handing round]
 #
-# The memory is a file without a name, of mode 0600 (memfd): nobody finds it, it takes nothing of /dev/shm, and it is
-# gone with the last process that has it, however that ends. The first rank makes it and hands it over a Unix
-# socket, to who shows the secret that the ranks have exchanged and is the same user by the kernel's word. A
-# process forked from a rank does not inherit the mapping.
+# The memory is a file without a name, of mode 0600: nobody finds it, and it is gone with the last process that has it,
+# however that ends. It takes nothing of /dev/shm (memfd), unless a container forbids that. The first rank makes it and
+# hands it over a Unix socket, to who shows the secret that the ranks have exchanged and is the same user by the
+# kernel's word. A process forked from a rank does not inherit the mapping.
 
 
 # Note [Waiting]
