@@ -64,7 +64,7 @@ def held_megabytes(model: torch.nn.Module) -> float:
     tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-    return sum(storages.values()) / 1e6
+    return float(sum(storages.values())) / 1e6
 
 
 @contextlib.contextmanager
