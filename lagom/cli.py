@@ -48,6 +48,7 @@ def _run(args: argparse.Namespace) -> int:
         batches=args.batches,
         evaluation=args.evaluation,
         zero_lvl=args.zero,
+        mixed_precision=args.mixed_precision or False,
         verify=args.verify,
         seed=args.seed,
         name=path.name,
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "a Spark master such as spark://host:7077, or sc://host for Spark Connect",
     )
     run.add_argument("--zero", type=int, default=0, metavar="LEVEL", help="what is sharded: 0 nothing (the default)")
+    run.add_argument("--mixed-precision", choices=("bf16", "fp16"), help="what forwards compute in")
     run.add_argument("--batches", choices=get_args(Batches), default="split", help="what a rank sees of a batch")
     run.add_argument(
         "--evaluation", choices=get_args(Evaluation), default="gathered", help="how test sets are run through"

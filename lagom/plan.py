@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lagom.config import TorchDistributedConfig
-from lagom.config.torch_distributed import Batches, Collectives, Evaluation
+from lagom.config.torch_distributed import Batches, Collectives, Evaluation, MixedPrecision
 from lagom.errors import PlanError
 
 
@@ -64,6 +64,7 @@ class Plan:
     hb_interval: float
     zero_lvl: int = 0
     """What is sharded over the ranks."""
+    mixed_precision: MixedPrecision = False
     collectives: Collectives = "auto"
     already_distributed: bool = False
     """The program is written for torchrun: its ranks find the variables that torchrun sets."""
@@ -108,6 +109,7 @@ def plan(
         seed=config.seed,
         hb_interval=float(config.hb_interval),
         zero_lvl=config.zero_lvl,
+        mixed_precision=config.mixed_precision,
         collectives=config.collectives,
         already_distributed=already_distributed,
     )
@@ -120,7 +122,6 @@ def _refuse_unbuilt(config: TorchDistributedConfig) -> None:
     unbuilt = [
         (config.zero_lvl > 1, f"zero_lvl={config.zero_lvl}", "zero_lvl=1, which shards optimizer state, or 0"),
         (config.backend != "torch", f"backend={config.backend!r}", "backend='torch'"),
-        (config.mixed_precision is not False, f"mixed_precision={config.mixed_precision!r}", "torch.autocast"),
     ]
     for asked, setting, instead in unbuilt:
         if asked:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lagom.collectives.group import Group
-from lagom.config.torch_distributed import Batches, Collectives, Evaluation
+from lagom.config.torch_distributed import Batches, Collectives, Evaluation, MixedPrecision
 from lagom.errors import CollectiveError
 from lagom.patching import patched
 from lagom.patching.disk import own_disk
@@ -49,6 +49,7 @@ def run_ranks(
     evaluation: Evaluation = "gathered",
     sync_batchnorm: bool = True,
     zero_lvl: int = 0,
+    mixed_precision: MixedPrecision = False,
     seed: int = 0,
     patches: bool = True,
     always_slices: bool = True,
@@ -59,7 +60,7 @@ def run_ranks(
     With ``patches=False`` torch is left alone; with ``always_slices`` forwards are sliced also where that does
     not pay. Everything dies after 60 s.
     """
-    plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm, collectives, zero_lvl)
+    plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm, collectives, zero_lvl, mixed_precision)
     with tempfile.TemporaryDirectory() as host_dir:
         ports = _CONTEXT.SimpleQueue()
         pipes, processes = [], []
@@ -90,9 +91,10 @@ def alone(function: Callable[[Session], Any], seed: int = 0) -> Any:
     return run_ranks(1, function, seed=seed, patches=False)[0]
 
 
-def session_alone(host_dir: Path, device: str = "cpu") -> Session:
+def session_alone(host_dir: Path, device: str = "cpu", mixed_precision: MixedPrecision = False) -> Session:
     """A session of one rank, in this process."""
-    return _session(_plan(1, "split", "replicated", 0), 0, None, None, host_dir, torch.device(device))
+    plan = _plan(1, "split", "replicated", 0, mixed_precision=mixed_precision)
+    return _session(plan, 0, None, None, host_dir, torch.device(device))
 
 
 def _plan(
@@ -103,6 +105,7 @@ def _plan(
     sync_batchnorm: bool = True,
     collectives: Collectives = COLLECTIVES,
     zero_lvl: int = 0,
+    mixed_precision: MixedPrecision = False,
 ) -> Plan:
     return Plan(
         name="test",
@@ -118,6 +121,7 @@ def _plan(
         seed=seed,
         hb_interval=1.0,
         zero_lvl=zero_lvl,
+        mixed_precision=mixed_precision,
     )
 
 

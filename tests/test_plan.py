@@ -26,8 +26,6 @@ def local(slots: int, **more: Any) -> Cluster:
         ({"zero_lvl": 2}, "zero_lvl=1"),
         ({"zero_lvl": 3}, "zero_lvl=1"),
         ({"backend": "deepspeed"}, "backend='torch'"),
-        ({"mixed_precision": True}, "torch.autocast"),
-        ({"mixed_precision": "bf16"}, "torch.autocast"),
     ],
 )
 def test_what_is_not_built_is_refused_rather_than_ignored(setting: dict[str, Any], instead: str) -> None:

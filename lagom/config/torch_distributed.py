@@ -12,6 +12,7 @@ Backend = Literal["torch", "deepspeed"]
 Collectives = Literal["auto", "gloo"]
 Batches = Literal["split", "whole", "per_rank"]
 Evaluation = Literal["gathered", "replicated", "sharded"]
+MixedPrecision = bool | Literal["bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,8 +45,8 @@ class TorchDistributedConfig:
     """Who does the sharding."""
     deepspeed_config: Mapping[str, Any] | None = None
     """Passed through to DeepSpeed."""
-    mixed_precision: bool | Literal["bf16", "fp16"] = False
-    """True: bf16 where the device has it."""
+    mixed_precision: MixedPrecision = False
+    """Forwards in "bf16", or in "fp16" with gradients scaled; True: bf16 where the device has it, else fp16."""
     batches: Batches = "split"
     """What the program sees of a training batch. "split": a batch is what ``batch_size`` says and each
     rank gets its share; "per_rank": ``batch_size`` is each rank's own; "whole": every rank sees all."""

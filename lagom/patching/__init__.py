@@ -10,9 +10,10 @@ from lagom.patching.batchnorm import whole_batch_statistics
 from lagom.patching.dataloader import dealt_loaders
 from lagom.patching.files import shared_files
 from lagom.patching.joined import joinable
-from lagom.patching.module import own_forwards, tracked_modules
+from lagom.patching.module import own_forwards, reentrant_checkpoints, tracked_modules
 from lagom.patching.optimizer import sharded_steps
 from lagom.patching.own_ranks import spawned_ranks
+from lagom.patching.precision import Precision
 from lagom.patching.random import OwnStreams
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ def patched(session: Session) -> Iterator[None]:
     streams = OwnStreams(session.plan.seed, session.rank, session.device)
     with ExitStack() as stack:
         stack.enter_context(joinable(session))
+        asked = session.plan.mixed_precision
+        precision = Precision(session, asked) if asked else None
+        if precision is not None:
+            stack.enter_context(precision.backwards())
+            stack.enter_context(precision.outputs())
+            if not distributed:
+                stack.enter_context(reentrant_checkpoints(session))
         if distributed:
             stack.enter_context(spawned_ranks(session))
             stack.enter_context(tracked_modules(session))
@@ -45,6 +53,8 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(shared_files(session))
         if distributed or session.device.type == "cuda":
             stack.enter_context(own_forwards(session, streams))
+        if precision is not None:
+            stack.enter_context(precision.forwards())
         stack.enter_context(dealt_loaders(session, streams))
         yield
         if session.watch is not None and session.frame is not None and not session.joined:

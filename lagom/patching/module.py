@@ -65,7 +65,7 @@ def own_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
         stack.enter_context(replaced(nn.Module, "__call__", _called(forwards)))
         if session.world_size > 1:
             stack.enter_context(replaced(torch.utils.checkpoint, _CHECKPOINT, _checkpointed(forwards)))
-            stack.enter_context(_reentrant_checkpoints(session))
+            stack.enter_context(reentrant_checkpoints(session))
         yield
 
 
@@ -155,7 +155,8 @@ def _checkpointed(forwards: _Forwards) -> Callable[..., Iterator[None]]:
 
 
 @contextmanager
-def _reentrant_checkpoints(session: Session) -> Iterator[None]:
+def reentrant_checkpoints(session: Session) -> Iterator[None]:
+    """Note the inputs of forwards that a backward repeats, and have it find the whole batch again."""
     function = torch.utils.checkpoint.CheckpointFunction
     apply, detach = function.apply, torch.utils.checkpoint.detach_variable
 

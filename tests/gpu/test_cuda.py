@@ -56,6 +56,34 @@ def test_a_program_that_knows_of_no_gpu_trains_on_it_with_the_numbers_of_the_cpu
     torch.testing.assert_close(result["weights"], plain["weights"], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("asked", ["bf16", "fp16", True])
+def test_mixed_precision_is_autocast_and_a_scaler_by_hand(asked: Any) -> None:
+    dtype = torch.float16 if asked == "fp16" else torch.bfloat16
+    config = TorchDistributedConfig(world_size=1, launcher="inline", mixed_precision=asked, hparams={"by_hand": None})
+    found = experiment.lagom(_half, config)
+    torch.testing.assert_close(found["weights"], _half(dtype)["weights"], rtol=0, atol=1e-6)
+
+
+def _half(by_hand: torch.dtype | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(enabled=by_hand is torch.float16)
+    points = torch.linspace(-1, 1, 256, device=device).reshape(-1, 4)
+    for _ in range(20):
+        optimizer.zero_grad()
+        if by_hand is None:
+            found = model(points)
+        else:
+            with torch.autocast("cuda", by_hand):
+                found = model(points).float()
+        scaler.scale(torch.nn.functional.mse_loss(found, points.prod(dim=1, keepdim=True))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return {"weights": torch.cat([p.detach().flatten().cpu() for p in model.parameters()])}
+
+
 def test_a_local_rank_sees_the_one_gpu_it_was_given() -> None:
     result = experiment.lagom(train, TorchDistributedConfig(world_size=1, launcher="local", hparams={"epochs": 1}))
     assert result["mask"] == visible_gpus()[0]
