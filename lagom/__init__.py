@@ -8,15 +8,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lagom import config, experiment
     from lagom.config import TorchDistributedConfig
+    from lagom.data.petastorm import PetastormDataLoader
     from lagom.errors import LagomError
     from lagom.result import Result
     from lagom.worker.place import rank, world_size
 
 __version__ = "0.1.0"
-__all__ = ["LagomError", "Result", "TorchDistributedConfig", "config", "experiment", "rank", "world_size"]
+__all__ = [
+    "LagomError",
+    "PetastormDataLoader",
+    "Result",
+    "TorchDistributedConfig",
+    "config",
+    "experiment",
+    "rank",
+    "world_size",
+]
 
 _HOMES = {
     "LagomError": "lagom.errors",
+    "PetastormDataLoader": "lagom.data.petastorm",
     "Result": "lagom.result",
     "TorchDistributedConfig": "lagom.config",
     "rank": "lagom.worker.place",

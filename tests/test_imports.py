@@ -78,7 +78,7 @@ RULES = {
     "lagom.patching": Rule(always=(*_TORCH_SIDE, "lagom.data.shard", "lagom.recognise", "lagom.worker.place")),
     "lagom.strategies": Rule(always=_TORCH_SIDE),
     "lagom.strategies.deepspeed": Rule(always=_TORCH_SIDE, later=("deepspeed",)),
-    "lagom.data": Rule(always=(*_FACTS, "torch", "numpy"), later=("pyarrow", "fsspec")),
+    "lagom.data": Rule(always=(*_FACTS, "torch", "numpy"), later=("pyarrow", "fsspec", "cv2", "PIL", "pandas")),
     "lagom.data.shard": Rule(always=("numpy",)),
     "lagom.launchers": Rule(always=_DRIVER_SIDE, later=("lagom.worker", "torch", "cloudpickle")),
     "lagom.launchers.spark": _SPARK_SIDE,

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lagom.data.loader import ParquetLoader
     from lagom.data.parquet import ParquetDataset
+    from lagom.data.petastorm import PetastormDataLoader, TransformSpec
 
-__all__ = ["ParquetDataset", "ParquetLoader"]
+__all__ = ["ParquetDataset", "ParquetLoader", "PetastormDataLoader", "TransformSpec"]
 
 _HOMES = {
     "ParquetDataset": "lagom.data.parquet",
     "ParquetLoader": "lagom.data.loader",
+    "PetastormDataLoader": "lagom.data.petastorm",
+    "TransformSpec": "lagom.data.petastorm",
 }
 
 

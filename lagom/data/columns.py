@@ -16,32 +16,44 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from lagom.data.table import Table
+
 Policy = str | int | float
 NULLS = ("error", "mask", "nan")
 RAGGED = ("error", "pad", "list")
+_ROW_BITS = 40
 
 
 class Codec(Protocol):
     """How the cells of a binary column are decoded."""
 
-    def convert(self, array: Any, told: Callable[[int, str], Exception]) -> Values:
-        """The rows of an Arrow array of encoded cells; ``told(row, why)`` makes the error for one."""
+    def convert(self, array: Any, path: Path, where: Where) -> Values:
+        """The rows of the Arrow array ``array``, of the column ``path``, which come from ``where``."""
 
 
 @dataclass(frozen=True)
 class Where:
     """Where rows come from, for errors."""
 
-    file: str
-    group: int
+    table: Table
+    number: int
+    """Of the row group, in the table."""
     first: int
     """The row of the group that is row 0 here."""
 
     def error(self, path: Path, row: int, why: str) -> DataError:
         """The error for one row of a column."""
-        return DataError(
-            f"{self.file}, row group {self.group}, column {'.'.join(path)!r}, row {self.first + row}: {why}"
-        )
+        group = self.table.groups[self.number]
+        file = self.table.files[group.file].path
+        return DataError(f"{file}, row group {group.index}, column {'.'.join(path)!r}, row {self.first + row}: {why}")
+
+    def origins(self, count: int) -> NDArray[np.int64]:
+        """A number for each of ``count`` rows, which ``at`` understands."""
+        return (self.number << _ROW_BITS) + np.arange(self.first, self.first + count)
+
+    def at(self, origin: int) -> Where:
+        """Where the row comes from that has the number ``origin``."""
+        return Where(self.table, origin >> _ROW_BITS, origin & ((1 << _ROW_BITS) - 1))
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ class Leaf:
 
         if array.null_count:
             self._check_nulls(array, told)
-        found: dict[Path, Values] = {self.path: self._values(array, told)}
+        found: dict[Path, Values] = {self.path: self._values(array, where, told)}
         if self.nulls == "mask":
             valid = np.ones(len(array), bool) if not array.null_count else _valid(array)
             found[(*self.path[:-1], self.path[-1] + "__valid")] = Dense(valid.copy())
@@ -92,10 +104,10 @@ class Leaf:
         if self.nulls == "nan" and not types.is_float(types.innermost(self.type)):
             raise told(row, f"a null, and {self.type} has no NaN; {_NULL_CHOICES}")
 
-    def _values(self, array: Any, told: Callable[[int, str], Exception]) -> Values:
-        if self.codec is not None:
-            return self.codec.convert(array, told)
+    def _values(self, array: Any, where: Where, told: Callable[[int, str], Exception]) -> Values:
         try:
+            if self.codec is not None:
+                return self.codec.convert(array, self.path, where)
             if types.is_vector(self.type):
                 return Dense(lists.vectors(array))
             if types.is_text(self.type):

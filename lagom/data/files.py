@@ -42,8 +42,11 @@ def arrow() -> Any:
     return pa
 
 
-def located(sources: list[str], filesystem: Any = None) -> tuple[Any, list[File]]:
-    """The file system of ``sources``, folders or files by path or URL, and their files in order of their names.
+def located(sources: list[str], filesystem: Any = None) -> tuple[Any, str | None, list[File]]:
+    """Where ``sources`` are, which are folders or files by path or URL.
+
+    Returns:
+        The file system, the folder if there is one source only and it is one, and all files in order of their names.
 
     Raises:
         DataError: when there is none, or a folder belongs to a format whose log says which files are current.
@@ -57,7 +60,8 @@ def located(sources: list[str], filesystem: Any = None) -> tuple[Any, list[File]
     for file in files:
         if not file.size:
             raise DataError(f"{file.path} is empty: it was not written to its end, and is no Parquet file")
-    return home, files
+    is_folder = len(places) == 1 and files[0].path != places[0][1]
+    return home, places[0][1] if is_folder else None, files
 
 
 def _place(source: str, filesystem: Any) -> tuple[Any, str]:

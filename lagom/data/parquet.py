@@ -10,16 +10,19 @@ from torch.utils.data import Dataset
 
 from lagom.data import table
 from lagom.data.batches import Batches
-from lagom.data.columns import Codec, check_policies, leaves, policy
+from lagom.data.codecs import codec
+from lagom.data.columns import Leaf, check_policies, leaves, policy
 from lagom.data.reader import Reader
 from lagom.data.rows import Row, Rows
 from lagom.data.shard import DEFAULT_STREAMS, Epoch, Positions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from lagom.data.values import Block
 
 
 class ParquetDataset(Dataset[Any]):
@@ -59,7 +62,6 @@ class ParquetDataset(Dataset[Any]):
         window_bytes: int = 256 << 20,
         streams: int = DEFAULT_STREAMS,
         filesystem: Any = None,
-        codecs: Mapping[str, Codec] | None = None,
     ) -> None:
         if window_bytes < 1 or streams < 1:
             raise ValueError(f"window_bytes is {window_bytes} and streams {streams}; both are at least 1")
@@ -71,12 +73,16 @@ class ParquetDataset(Dataset[Any]):
         self.table = table.table([os.fspath(one) for one in sources], columns, filters, filesystem)
         names = [field.name for field in self.table.fields]
         check_policies(nulls, ragged, names)
-        codecs = codecs or {}
-        self._leaves = [
-            (field.name, leaves(field, policy(nulls, field.name), policy(ragged, field.name), codecs.get(field.name)))
-            for field in self.table.fields
-        ]
+        fields = self.table.schema or {}
+        self._leaves: list[tuple[str, list[Leaf]]] = []
+        for field in self.table.fields:
+            name = field.name
+            chosen = policy(ragged, name)
+            decoder = codec(fields[name], chosen) if name in fields else None
+            self._leaves.append((name, leaves(field, policy(nulls, name), chosen, decoder)))
         self._num_rows = sum(self.table.counts)
+        self.transform: Callable[[Rows], Any] | None = None
+        """What is made of rows before a loader collates them."""
         self._reader: tuple[int, Reader] | None = None
 
     @property
@@ -87,26 +93,29 @@ class ParquetDataset(Dataset[Any]):
     def __len__(self) -> int:
         return self._num_rows
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Any:
         """The row at ``index``: values by column."""
         row = self.__getitems__([index])[0]
-        assert isinstance(row, Row)
-        return row.dict()
+        return row.dict() if isinstance(row, Row) else row
 
-    def __getitems__(self, index: Positions | Sequence[int]) -> Rows:
+    def __getitems__(self, index: Positions | Sequence[int]) -> Any:
         """Rows at ``index``, or at positions of an epoch of ``batches()``."""
+        rows = Rows(self._blocks(index))
+        return rows if self.transform is None else self.transform(rows)
+
+    def _blocks(self, index: Positions | Sequence[int]) -> list[Block]:
         if isinstance(index, Positions):
-            return Rows(self._reading().rows(index.epoch, index.places))
+            return self._reading().rows(index.epoch, index.places)
         picked = np.array(index, np.int64)
         picked[picked < 0] += self._num_rows
         if len(picked) and not 0 <= picked.min() <= picked.max() < self._num_rows:
             raise IndexError(f"a row of {index} is not in a table of {self._num_rows}")
         places = None if self._fits else _steps(picked)
-        if places is not None:
-            # As a sampler in the order of the table draws them, or a rank's share of these: read ahead.
-            window = max(1, min(self.window_bytes, 8 << 20) // self.table.row_bytes)
-            return Rows(self._reading().rows(Epoch(-1, 0, 0, None, 1, window), places))
-        return Rows([self._reading().pick(picked)])
+        if places is None:
+            return [self._reading().pick(picked)]
+        # As a sampler in the order of the table draws them, or a rank's share of these: read ahead.
+        window = max(1, min(self.window_bytes, 8 << 20) // self.table.row_bytes)
+        return self._reading().rows(Epoch(-1, 0, 0, None, 1, window), places)
 
     def batches(
         self, batch_size: int, *, shuffle: bool = False, seed: int | None = None, drop_last: bool = False

@@ -7,9 +7,12 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
 from lagom.data import values
 from lagom.data.ahead import Ahead
+from lagom.data.cells import Encoded
+from lagom.data.codecs import Slow
 from lagom.data.columns import Leaf, Where
 from lagom.data.shard import Epoch, Lane, Order, Piece, lane
 from lagom.errors import DataError
@@ -26,6 +29,8 @@ _MOST = 1 << 16
 """Rows that are decoded at a time: fewer are slower, more take memory."""
 _JUMP = 4
 """Blocks that are read and dropped rather than begin anew behind them."""
+_DECODED_AHEAD, _DECODED_ROWS, _DECODED_BYTES = 4, 512, 1 << 20
+"""Blocks of cells that are decoded ahead, and how large they are, encoded."""
 _PASSES = 4
 """Over one data set that go on at the same time."""
 
@@ -58,7 +63,9 @@ class Reader:
                 return [self.pick(self._starts[group : group + 1] + row)]
             if current is not None:
                 current.close()
-            current = self._passes[epoch.source] = _Pass(self._source, order, epoch, narrow)
+            # A worker has some batches only, and a rank whose number divides no streams some rows.
+            decodes = narrow.step == places.step and get_worker_info() is None
+            current = self._passes[epoch.source] = _Pass(self._source, order, epoch, narrow, decodes=decodes)
         self._passes.move_to_end(epoch.source)
         while len(self._passes) > _PASSES:
             self._passes.popitem(last=False)[1].close()
@@ -125,10 +132,14 @@ class _Source:
         self._leaves = leaves
         self._shapes: dict[Path, tuple[int, ...]] = {}
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether there are columns whose cells take time to decode."""
+        return any(isinstance(leaf.codec, Slow) for _, leaves in self._leaves for leaf in leaves)
+
     def convert(self, batch: Any, group: int, first: int) -> Block:
         """The rows of a record batch, the first of which is row ``first`` of row group number ``group``."""
-        told = self.table.groups[group]
-        where = Where(self.table.files[told.file].path, told.index, first)
+        where = Where(self.table, group, first)
         found: dict[Path, Any] = {}
         for number, (_, leaves) in enumerate(self._leaves):
             column = batch.column(number)
@@ -199,8 +210,10 @@ class _Cursor:
 class _Pass:
     """What one process reads of an epoch: the positions of a lane, in order, ahead in a thread."""
 
-    def __init__(self, source: _Source, order: Order, epoch: Epoch, lane: Lane) -> None:
+    def __init__(self, source: _Source, order: Order, epoch: Epoch, lane: Lane, *, decodes: bool) -> None:
+        """With ``decodes``, cells are decoded ahead: all of the lane is for this process."""
         self.epoch = epoch
+        self._decodes = decodes
         self.lane = lane
         self._source = source
         self._order = order
@@ -237,7 +250,11 @@ class _Pass:
         """Have the block that position ``at`` of the lane is in."""
         if self._ahead is None or at < self._first or at > self._last + _JUMP * (self._last - self._first):
             self.close()
-            self._ahead = Ahead(blocks(self._source, self._order, self.lane, at))
+            found = blocks(self._source, self._order, self.lane, at)
+            if self._decodes and self._source.is_encoded:
+                self._ahead = Ahead(_decoded(found, self._source.table.row_bytes, at), _DECODED_AHEAD)
+            else:
+                self._ahead = Ahead(found)
             self._first = self._last = 0
         while not self._first <= at < self._last:
             self._block = None  # before the next one comes
@@ -264,6 +281,18 @@ def blocks(source: _Source, order: Order, lane: Lane, at: int) -> Iterator[tuple
                 parts += cursor.read(piece)
         yield number * size, values.joined(parts, _mixed(order, streams, number))
         del parts
+
+
+def _decoded(found: Iterator[tuple[int, Block]], row_bytes: int, at: int) -> Iterator[tuple[int, Block]]:
+    """Blocks cut in short ones from position ``at`` on, whose cells are decoded."""
+    size = max(1, min(_DECODED_ROWS, _DECODED_BYTES // row_bytes))
+    for first, block in found:
+        for start in range(max(0, at - first), values.num_rows(block), size):
+            part = values.cut(block, start, start + size)
+            yield (
+                first + start,
+                {path: one.decoded() if isinstance(one, Encoded) else one for path, one in part.items()},
+            )
 
 
 def _mixed(order: Order, streams: range, number: int) -> NDArray[np.int64]:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class Rows(Sequence[Any]):
     """Rows that follow each other. A loader's default collate function makes a dict of tensors of them at once."""
 
-    __slots__ = ("_blocks",)
+    __slots__ = ("blocks",)
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        self._blocks = blocks
+        self.blocks = blocks
 
     def __len__(self) -> int:
-        return sum(map(values.num_rows, self._blocks))
+        return sum(map(values.num_rows, self.blocks))
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -34,9 +34,9 @@ class Rows(Sequence[Any]):
             start, stop, step = index.indices(len(self))
             if step < 1:
                 raise ValueError("rows are cut forwards")
-            return Rows([values.cut(values.joined(self._blocks), start, stop, step)])
+            return Rows([values.cut(values.joined(self.blocks), start, stop, step)])
         place = index + len(self) if index < 0 else index
-        for block in self._blocks:
+        for block in self.blocks:
             if 0 <= place < values.num_rows(block):
                 return Row(block, place)
             place -= values.num_rows(block)
@@ -44,7 +44,7 @@ class Rows(Sequence[Any]):
 
     def batch(self) -> dict[str, Any]:
         """Values by column: tensors with a row for each; lists where they cannot be tensors; dicts for structs."""
-        return values.batch(self._blocks[0] if len(self._blocks) == 1 else values.joined(self._blocks))
+        return values.batch(self.blocks[0] if len(self.blocks) == 1 else values.joined(self.blocks))
 
 
 class Row(Mapping[str, Any]):

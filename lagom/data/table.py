@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lagom.data import types
+from lagom.data import types, unischema
 from lagom.data.files import File, arrow, located
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 _THREADS = 16
 """That read footers, which is mostly waiting."""
@@ -51,6 +51,8 @@ class Table:
     """Of all rows before the filter, decoded; an estimate by types and by what footers say."""
     num_stored: int
     """Rows before the filter."""
+    schema: Mapping[str, unischema.Field] | None
+    """Petastorm's, where it wrote the files."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -144,7 +146,8 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
         ValueError: when a column is asked for that is not there.
     """
     arrow()
-    home, files = located(list(sources), filesystem)
+    home, folder, files = located(list(sources), filesystem)
+    schema = unischema.found(home, folder) if folder is not None else None
     with ThreadPoolExecutor(_THREADS) as pool:
         footers = list(pool.map(lambda file: _Footer(home, file), files))
     partitions = _partitions(files)
@@ -155,7 +158,7 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
         raise ValueError("columns is empty; name at least one")
 
     def field(name: str) -> Any:
-        return _field(name, files, footers, partitions)
+        return _field(name, files, footers, partitions, schema or {})
 
     expression, used = _expression(filters)
     chosen = list(dict.fromkeys(columns))
@@ -174,6 +177,7 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
         groups=tuple(group for group in groups if group.num_rows),
         num_bytes=sum(footer.num_bytes(set(chosen) - set(partitions)) for footer in footers),
         num_stored=sum(group.num_rows for group in groups),
+        schema=schema,
     )
     if expression is not None:
         made = replace(made, groups=tuple(_counted(made)))
@@ -226,11 +230,20 @@ def _same_names(files: list[File], footers: list[_Footer]) -> None:
             raise DataError(f"column {name!r} is in {has.path} but not in {lacks.path}; say columns=[...] without it")
 
 
-def _field(name: str, files: list[File], footers: list[_Footer], partitions: list[str]) -> Any:
+def _field(
+    name: str,
+    files: list[File],
+    footers: list[_Footer],
+    partitions: list[str],
+    told: Mapping[str, unischema.Field],
+) -> Any:
     """The field ``name``, which must be the same in all files."""
     import pyarrow as pa
 
     if name in partitions:
+        dtype = told[name].dtype if name in told else None
+        if dtype is not None:
+            return pa.field(name, pa.string() if dtype.kind in "USO" else pa.from_numpy_dtype(dtype))
         values = [dict(file.partition)[name] for file in files]
         return pa.field(name, pa.int64() if all(_is_integer(value) for value in values) else pa.string())
     schema = footers[0].schema

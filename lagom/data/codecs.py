@@ -1,0 +1,230 @@
+"""Cells that petastorm encoded: arrays as numpy saves them, compressed ones, and images."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lagom.data import lists
+from lagom.data.cells import Cells, Encoded
+from lagom.data.values import Dense
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from lagom.data.columns import Codec, Where
+    from lagom.data.unischema import Field
+    from lagom.data.values import Path, Values
+
+
+def codec(field: Field, ragged: str) -> Codec | None:
+    """What decodes the cells of ``field``; None where Arrow's type says all."""
+    if field.codec == "NdarrayCodec":
+        return Saved(field, ragged)
+    if field.codec == "CompressedNdarrayCodec":
+        return Slow(field, ragged, _unzipped)
+    if field.codec == "CompressedImageCodec":
+        return Slow(field, ragged, image)
+    if field.shape == () and field.dtype is not None and field.dtype.kind in "biuf":
+        return Scalar(field.dtype)
+    return None
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A plain column of another type than the schema says."""
+
+    dtype: np.dtype[Any]
+
+    def convert(self, array: Any, path: Path, where: Where) -> Values:
+        """Numbers of that type, as far as torch can compute with it."""
+        found = lists.dense(array, array.type, 0, strict=False)
+        return Dense(lists.writable(found.astype(computable(self.dtype), copy=False)))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Arrays as ``numpy.save`` writes them."""
+
+    field: Field
+    ragged: str
+
+    def convert(self, array: Any, path: Path, where: Where) -> Values:
+        """One array for all rows, without a loop, where their headers are equal; else an array for each."""
+        ragged = None in self.field.shape
+        if not ragged and not array.null_count:
+            whole = _alike(_Buffers(array), self.field)
+            if whole is not None:
+                return Dense(whole)
+
+        def one(row: int) -> NDArray[Any] | None:
+            try:
+                return _checked(_saved(array[row].as_buffer()), self.field) if array[row].is_valid else None
+            except Exception as error:  # from any byte that is wrong
+                raise where.error(path, row, f"is no array as NdarrayCodec writes it: {error}") from error
+
+        made = [one(row) for row in range(len(array))]
+        found = _cells(made, self.field, self.ragged, path)
+        return found if ragged else Dense(found.dense())
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Cells that take time: they stay encoded in the window, and are decoded in several threads."""
+
+    field: Field
+    ragged: str
+    decode_one: Callable[[Any], NDArray[Any]]
+
+    def convert(self, array: Any, path: Path, where: Where) -> Values:
+        """The cells as they are, with where they come from."""
+        import pyarrow as pa
+
+        return Encoded(array.cast(pa.large_binary()), where.origins(len(array)), Decoder(self, path, where))
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Decodes cells of one column."""
+
+    codec: Slow
+    path: Path
+    where: Where
+
+    def __call__(self, array: Any, origins: NDArray[np.int64]) -> Cells:
+        """The arrays in ``array``, of rows that come from ``origins``."""
+
+        def one(place: int) -> NDArray[Any] | None:
+            cell = array[place].as_buffer() if array[place].is_valid else None
+            try:
+                return None if cell is None else _checked(self.codec.decode_one(cell), self.codec.field)
+            except Exception as error:  # from any byte that is wrong
+                told = self.where.at(int(origins[place]))
+                why = f"does not decode as {self.codec.field.codec}: {error}"
+                raise told.error(self.path, 0, why) from error
+
+        threads = torch.get_num_threads()
+        if threads > 1 and len(array) > 1:
+            with ThreadPoolExecutor(threads) as pool:
+                cells = list(pool.map(one, range(len(array))))
+        else:
+            cells = [one(place) for place in range(len(array))]
+        return _cells(cells, self.codec.field, self.codec.ragged, self.path)
+
+
+def image(cell: Any) -> NDArray[Any]:
+    """An encoded image as an array: height, width, and red, green and blue unless it is grey."""
+    try:
+        import cv2
+    except ImportError:
+        return _by_pillow(cell)
+    found = cv2.imdecode(np.frombuffer(cell, np.uint8), cv2.IMREAD_UNCHANGED)
+    if found is None:
+        raise ValueError("no image, or a damaged one")
+    if found.ndim == 3 and found.shape[2] != 3:
+        raise ValueError(f"an image of {found.shape[2]} channels")
+    colours: NDArray[Any] = found if found.ndim == 2 else cv2.cvtColor(found, cv2.COLOR_BGR2RGB)
+    return colours
+
+
+def _by_pillow(cell: Any) -> NDArray[Any]:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ValueError("images need pillow or opencv: pip install pillow") from error
+    content = bytes(cell)
+    # Of 16 bits and three colours pillow silently keeps 8.
+    if content[:4] == b"\x89PNG" and content[24] == 16 and content[25] != 0:
+        raise ValueError("a PNG of 16 bits a colour needs opencv: pip install opencv-python-headless")
+    with Image.open(io.BytesIO(content)) as opened:
+        if opened.mode not in ("L", "RGB", "I;16", "I"):
+            raise ValueError(f"an image of the mode {opened.mode}")
+        found = np.array(opened)
+    return found.astype(np.uint16) if found.dtype == np.int32 else found
+
+
+def computable(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What torch computes with in place of ``dtype``."""
+    wider: dict[str, Any] = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
+    found: np.dtype[Any] = np.dtype(wider.get(dtype.name, dtype))
+    return found
+
+
+def _cells(cells: list[NDArray[Any] | None], field: Field, ragged: str, path: Path) -> Cells:
+    assert field.dtype is not None
+    shape = None if None in field.shape else tuple(size for size in field.shape if size is not None)
+    return Cells(cells, ragged, ".".join(path), shape, computable(field.dtype))
+
+
+def _misfit(shape: tuple[int, ...], dtype: np.dtype[Any], field: Field) -> str | None:
+    """Why an array cannot be a cell of ``field``."""
+    fits = len(shape) == len(field.shape) and all(
+        wanted in (None, size) for size, wanted in zip(shape, field.shape, strict=True)
+    )
+    if not fits or field.dtype is None or dtype.type is not field.dtype.type:
+        return f"{dtype} of shape {shape}, where the schema has {field.dtype} of shape {field.shape}"
+    return None if dtype.kind in "biuf" else f"{dtype} cannot be a tensor"
+
+
+def _checked(found: NDArray[Any], field: Field) -> NDArray[Any]:
+    if why := _misfit(found.shape, found.dtype, field):
+        raise ValueError(why)
+    assert field.dtype is not None
+    return found.astype(computable(field.dtype), copy=False)
+
+
+def _saved(cell: Any) -> NDArray[Any]:
+    found: NDArray[Any] = np.load(io.BytesIO(bytes(cell)), allow_pickle=False)
+    return found
+
+
+def _unzipped(cell: Any) -> NDArray[Any]:
+    with np.load(io.BytesIO(bytes(cell)), allow_pickle=False) as opened:
+        found: NDArray[Any] = opened["arr"]
+    return found
+
+
+class _Buffers:
+    """The cells of a binary Arrow array without nulls."""
+
+    def __init__(self, array: Any) -> None:
+        import pyarrow as pa
+
+        array = array.cast(pa.large_binary())
+        _, offsets, data = array.buffers()
+        self.offsets = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+        self.data = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+
+
+def _alike(cells: _Buffers, field: Field) -> NDArray[Any] | None:
+    """Cells with one header as one array; None where headers differ, or are wrong."""
+    lengths = np.diff(cells.offsets)
+    if not len(lengths) or (lengths != lengths[0]).any():
+        return None
+    matrix = cells.data[cells.offsets[0] : cells.offsets[-1]].reshape(len(lengths), int(lengths[0]))
+    head = io.BytesIO(matrix[0].tobytes())
+    try:
+        version = np.lib.format.read_magic(head)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(head)
+        start = head.tell()
+        if _misfit(shape, dtype, field):
+            return None
+    except (ValueError, TypeError):
+        return None
+    size = int(np.prod(shape)) * dtype.itemsize
+    if start + size != lengths[0] or (matrix[:, :start] != matrix[0, :start]).any():
+        return None
+    body = np.ascontiguousarray(matrix[:, start:]).view(dtype)
+    if is_fortran:
+        body = np.ascontiguousarray(body.reshape(len(lengths), *shape[::-1]).transpose(0, *range(len(shape), 0, -1)))
+    assert field.dtype is not None
+    # Of the machine's own byte order, whatever the file's.
+    return body.reshape(len(lengths), *shape).astype(computable(field.dtype), copy=False)

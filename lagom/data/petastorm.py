@@ -1,0 +1,207 @@
+"""``PetastormDataLoader``: batches of a data set that petastorm or Spark wrote, without petastorm."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from lagom.data.cells import Cells, Encoded
+from lagom.data.loader import ParquetLoader
+from lagom.data.parquet import ParquetDataset
+from lagom.data.values import Dense
+from lagom.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from lagom.data.rows import Rows
+    from lagom.data.values import Block
+
+
+class TransformSpec:
+    """What is done to rows, as petastorm has it.
+
+    Args:
+        func: of a row, a dict of numpy values by field, or, where the data set is plain Parquet, of a pandas DataFrame
+            of the rows of a batch; returns the same.
+        edit_fields: fields that ``func`` changes; nothing needs to be said here.
+        removed_fields: fields to leave out after that.
+        selected_fields: fields to keep after that, in this order.
+    """
+
+    def __init__(
+        self,
+        func: Callable[[Any], Any] | None = None,
+        edit_fields: Sequence[Any] | None = None,
+        removed_fields: Sequence[str] | None = None,
+        selected_fields: Sequence[str] | None = None,
+    ) -> None:
+        if removed_fields is not None and selected_fields is not None:
+            raise ValueError("removed_fields and selected_fields are both given; say one of them")
+        self.func = func
+        self.edit_fields = list(edit_fields or [])
+        self.removed_fields = list(removed_fields or [])
+        self.selected_fields = selected_fields
+
+
+class PetastormDataLoader(ParquetLoader):
+    """Batches of the data set at ``dataset``: dicts of tensors by field; texts are lists.
+
+    Args:
+        dataset: a path, a URL or a list of these; Parquet of any kind. Where petastorm wrote it, cells are decoded as
+            its schema says.
+        batch_size: rows of a batch.
+        transform_spec: a function, or a ``TransformSpec`` (petastorm's own will do). Its function sees nulls as None.
+        schema_fields: names of the fields to read, or regular expressions that match them.
+        shuffle: another order each epoch; petastorm too shuffles unless told not to.
+        shuffle_row_groups, shuffling_queue_capacity: petastorm's; without row groups shuffled, and without a
+            queue, rows come in the order of the files.
+        seed, drop_last: as for ``ParquetLoader``.
+        filters, nulls, ragged, window_bytes: as for ``ParquetDataset``.
+        collate_fn: makes a batch of a list of rows, each a dict.
+        options: the DataLoader's.
+    """
+
+    def __init__(
+        self,
+        dataset: str | Path | Sequence[str | Path],
+        batch_size: int = 1,
+        transform_spec: Any = None,
+        *,
+        schema_fields: Sequence[str] | None = None,
+        shuffle: bool = True,
+        shuffle_row_groups: bool = True,
+        shuffling_queue_capacity: int = 0,
+        seed: int | None = None,
+        drop_last: bool = False,
+        filters: Any = None,
+        nulls: Any = None,
+        ragged: Any = None,
+        window_bytes: int = 256 << 20,
+        **options: Any,
+    ) -> None:
+        spec = transform_spec if hasattr(transform_spec, "func") else TransformSpec(transform_spec)
+        if not callable(spec.func) and spec.func is not None:
+            raise ValueError(f"transform_spec is {transform_spec!r}; it is a function or a TransformSpec")
+        transforms = spec.func is not None
+        data = ParquetDataset(
+            dataset,
+            columns=schema_fields and _matching(schema_fields, ParquetDataset(dataset).columns),
+            filters=filters,
+            nulls=nulls if nulls is not None else "mask" if transforms else "error",
+            ragged=ragged if ragged is not None else "list" if transforms else "error",
+            window_bytes=window_bytes,
+        )
+        if transforms or spec.removed_fields or spec.selected_fields is not None:
+            data.transform = _Transform(spec, is_petastorm=data.table.schema is not None, nulls_are_none=nulls is None)
+            options.setdefault("collate_fn", collate)
+        mixed = shuffle and (shuffle_row_groups or shuffling_queue_capacity > 0)
+        super().__init__(data, batch_size, mixed, seed=seed, drop_last=drop_last, **options)
+
+
+def _matching(patterns: Sequence[str], names: list[str]) -> list[str]:
+    for pattern in patterns:
+        if not any(re.fullmatch(pattern, name) for name in names):
+            raise ValueError(f"schema_fields names {pattern!r}, and there are {names}")
+    return [name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)]
+
+
+class _Transform:
+    """Rows, as a ``TransformSpec`` makes them: a dict for each."""
+
+    def __init__(self, spec: Any, *, is_petastorm: bool, nulls_are_none: bool) -> None:
+        self._func = spec.func
+        self._removed = list(spec.removed_fields or [])
+        self._selected = None if spec.selected_fields is None else list(spec.selected_fields)
+        self._is_petastorm = is_petastorm
+        self._nulls_are_none = nulls_are_none and spec.func is not None
+
+    def __call__(self, rows: Rows) -> list[dict[str, Any]]:
+        found = [row for block in rows.blocks for row in numpy_rows(block, self._nulls_are_none)]
+        if self._func is not None:
+            found = [self._func(row) for row in found] if self._is_petastorm else self._of_frame(found)
+        return [self._kept(row) for row in found]
+
+    def _of_frame(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        import pandas as pd  # type: ignore[import-untyped]
+
+        frame = self._func(pd.DataFrame({name: _column([row[name] for row in rows]) for name in rows[0]}))
+        return [
+            dict(zip(frame.columns, row, strict=True)) for row in zip(*(frame[n] for n in frame.columns), strict=True)
+        ]
+
+    def _kept(self, row: Any) -> dict[str, Any]:
+        names = self._selected if self._selected is not None else [name for name in row if name not in self._removed]
+        for name in names:
+            if name not in row:
+                raise DataError(f"selected_fields names {name!r}, and a row has {list(row)} after the transform")
+        return {name: row[name] for name in names}
+
+
+def _column(values: list[Any]) -> Any:
+    if any(value is None or isinstance(value, np.ndarray) for value in values):
+        column = np.empty(len(values), object)
+        for row, value in enumerate(values):
+            column[row] = value
+        return column
+    return values
+
+
+def numpy_rows(block: Block, nulls_are_none: bool) -> list[dict[str, Any]]:
+    """The rows of ``block`` as petastorm gives them to a transform: numpy scalars and arrays, texts, None for nulls."""
+    columns = {path: _values(values) for path, values in block.items()}
+    if nulls_are_none:
+        for path in list(columns):
+            mask = columns.pop((*path[:-1], path[-1] + "__valid"), None)
+            if mask is not None:
+                columns[path] = [value if valid else None for value, valid in zip(columns[path], mask, strict=True)]
+    found: list[dict[str, Any]] = [{} for _ in next(iter(columns.values()))]
+    for path, values in columns.items():
+        for row, value in zip(found, values, strict=True):
+            inner = row
+            for name in path[:-1]:
+                inner = inner.setdefault(name, {})
+            inner[path[-1]] = value
+    return found
+
+
+def _values(values: Any) -> list[Any]:
+    if isinstance(values, Encoded):
+        values = values.decoded()
+    if isinstance(values, Cells):
+        return list(values.cells)
+    if isinstance(values, Dense):
+        return list(values.array)
+    return [value.numpy() if isinstance(value, torch.Tensor) else value for value in values.batch()]
+
+
+def collate(rows: list[dict[str, Any]]) -> Any:
+    """A batch of rows that are dicts: tensors, and lists of texts.
+
+    Raises:
+        DataError: where a field is null, or shapes differ.
+    """
+    for row in rows:
+        for name, value in row.items():
+            if value is None:
+                raise DataError(f"field {name!r} is null in a batch; have the transform replace it")
+    try:
+        return default_collate([{name: _computable(value) for name, value in row.items()} for row in rows])
+    except (RuntimeError, TypeError) as error:
+        shapes = {name: {np.shape(row[name]) for row in rows} for name in rows[0]}
+        told = {name: sorted(found) for name, found in shapes.items() if len(found) > 1}
+        raise DataError(f"rows do not fit into a batch{f'; shapes differ: {told}' if told else ''}: {error}") from error
+
+
+def _computable(value: Any) -> Any:
+    wider = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
+    if isinstance(value, (np.ndarray, np.generic)):
+        if value.dtype.name in wider:
+            return value.astype(wider[value.dtype.name])
+        return value.item() if value.dtype.kind in "US" else value
+    return value
