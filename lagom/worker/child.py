@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import logging
 import os
 import signal
 import socket
@@ -66,8 +67,17 @@ def _cut_loose(seat: Seat, ground: Ground, stdout: int, stderr: int, parent: int
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     atexit._clear()
+    _keep_log_apart()
     gc.freeze()
     gc.enable()
+
+
+def _keep_log_apart() -> None:
+    """Have what lagom says go to standard error, and never to handlers that the program makes for its own lines."""
+    log = logging.getLogger("lagom")
+    if not log.handlers and logging.lastResort is not None:
+        log.addHandler(logging.lastResort)
+        log.propagate = False
 
 
 def die_with(parent: int) -> None:

@@ -875,3 +875,18 @@ def test_a_cpu_build_of_torch_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert local.visible_gpus() == ()
+
+
+def test_what_lagom_says_does_not_go_into_the_programs_log(capsys: pytest.CaptureFixture[str]) -> None:
+    def logs() -> str:
+        import io
+        import logging
+
+        written = io.StringIO()
+        logging.basicConfig(stream=written, level=logging.DEBUG)
+        logging.info("of the program")
+        logging.getLogger("lagom").warning("of lagom")
+        return written.getvalue()
+
+    assert run(logs)["test result"] == "INFO:root:of the program\n"
+    assert capsys.readouterr().err.count("of lagom") == 1
