@@ -884,9 +884,9 @@ def test_what_lagom_says_does_not_go_into_the_programs_log(capsys: pytest.Captur
 
         written = io.StringIO()
         logging.basicConfig(stream=written, level=logging.DEBUG)
-        logging.info("of the program")
+        logging.getLogger("mine").info("of the program")
         logging.getLogger("lagom").warning("of lagom")
         return written.getvalue()
 
-    assert run(logs)["test result"] == "INFO:root:of the program\n"
+    assert run(logs)["test result"] == "INFO:mine:of the program\n"
     assert capsys.readouterr().err.count("of lagom") == 1
