@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ def _draw(items: Iterator[T], line: _Line[T]) -> None:
             line.put(next(items))
     except BaseException as error:
         line.finish(error)
+    finally:
+        if isinstance(items, Generator):
+            items.close()  # a traceback may hold it for long
 
 
 def _end(line: _Line[T], pid: int) -> None:

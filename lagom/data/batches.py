@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _UNSHUFFLED_BYTES = 8 << 20
 """Of rows that are decoded at a time where they are not shuffled."""
 _ROUNDS = 4
-"""Of shuffled rows in memory: being read, being mixed, waiting, being handed out."""
+"""Of shuffled rows in memory: handed out, read, mixed, and decoded for the next round."""
 _numbers = itertools.count()
 
 

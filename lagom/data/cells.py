@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from lagom.data.memory import Memory
+
 
 class Cells:
     """An array for each row, or None for a null."""
@@ -73,7 +75,7 @@ class Cells:
         return out
 
     @staticmethod
-    def joined(parts: Sequence[Cells], index: NDArray[np.int64] | None) -> Cells:
+    def joined(parts: Sequence[Cells], index: NDArray[np.int64] | None, memory: Memory | None) -> Cells:
         cells = [cell for part in parts for cell in part.cells]
         first = parts[0]
         taken = cells if index is None else [cells[place] for place in index]
@@ -111,7 +113,7 @@ class Encoded:
         return self.decoded().batch()
 
     @staticmethod
-    def joined(parts: Sequence[Encoded], index: NDArray[np.int64] | None) -> Encoded:
+    def joined(parts: Sequence[Encoded], index: NDArray[np.int64] | None, memory: Memory | None) -> Encoded:
         import pyarrow as pa
 
         array = parts[0].array if len(parts) == 1 else pa.concat_arrays([part.array for part in parts])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.values import Block
+    from lagom.data.values import Span
 
 
 class ParquetDataset(Dataset[Any]):
@@ -100,10 +100,10 @@ class ParquetDataset(Dataset[Any]):
 
     def __getitems__(self, index: Positions | Sequence[int]) -> Any:
         """Rows at ``index``, or at positions of an epoch of ``batches()``."""
-        rows = Rows(self._blocks(index))
+        rows = Rows(self._spans(index))
         return rows if self.transform is None else self.transform(rows)
 
-    def _blocks(self, index: Positions | Sequence[int]) -> list[Block]:
+    def _spans(self, index: Positions | Sequence[int]) -> list[Span]:
         if isinstance(index, Positions):
             return self._reading().rows(index.epoch, index.places)
         picked = np.array(index, np.int64)
@@ -112,7 +112,7 @@ class ParquetDataset(Dataset[Any]):
             raise IndexError(f"a row of {index} is not in a table of {self._num_rows}")
         places = None if self._fits else _steps(picked)
         if places is None:
-            return [self._reading().pick(picked)]
+            return self._reading().pick(picked)
         # As a sampler in the order of the table draws them, or a rank's share of these: read ahead.
         window = max(1, min(self.window_bytes, 8 << 20) // self.table.row_bytes)
         return self._reading().rows(Epoch(-1, 0, 0, None, 1, window), places)

@@ -122,7 +122,7 @@ class _Transform:
         self._nulls_are_none = nulls_are_none and spec.func is not None
 
     def __call__(self, rows: Rows) -> list[dict[str, Any]]:
-        found = [row for block in rows.blocks for row in numpy_rows(block, self._nulls_are_none)]
+        found = numpy_rows(rows.block(), self._nulls_are_none)
         if self._func is not None:
             found = [self._func(row) for row in found] if self._is_petastorm else self._of_frame(found)
         return [self._kept(row) for row in found]

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from lagom.data import values
+from lagom.data.values import Span
 
 if TYPE_CHECKING:
     from lagom.data.values import Block
@@ -17,13 +18,18 @@ if TYPE_CHECKING:
 class Rows(Sequence[Any]):
     """Rows that follow each other. A loader's default collate function makes a dict of tensors of them at once."""
 
-    __slots__ = ("blocks",)
+    __slots__ = ("_spans",)
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self.blocks = blocks
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
 
     def __len__(self) -> int:
-        return sum(map(values.num_rows, self.blocks))
+        return sum(len(range(span.start, span.stop, span.step)) for span in self._spans)
+
+    def block(self) -> Block:
+        """All of them."""
+        parts = [span.cut() for span in self._spans]
+        return parts[0] if len(parts) == 1 else values.joined(parts)
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -34,17 +40,20 @@ class Rows(Sequence[Any]):
             start, stop, step = index.indices(len(self))
             if step < 1:
                 raise ValueError("rows are cut forwards")
-            return Rows([values.cut(values.joined(self.blocks), start, stop, step)])
+            return Rows([Span(self.block(), start, stop, step)])
         place = index + len(self) if index < 0 else index
-        for block in self.blocks:
-            if 0 <= place < values.num_rows(block):
-                return Row(block, place)
-            place -= values.num_rows(block)
+        for span in self._spans:
+            inside = range(span.start, span.stop, span.step)
+            if 0 <= place < len(inside):
+                return Row(span.block, inside[place])
+            place -= len(inside)
         raise IndexError(f"row {index} of {len(self)}")
 
     def batch(self) -> dict[str, Any]:
         """Values by column: tensors with a row for each; lists where they cannot be tensors; dicts for structs."""
-        return values.batch(self.blocks[0] if len(self.blocks) == 1 else values.joined(self.blocks))
+        if len(self._spans) == 1:
+            return values.batch(self._spans[0])
+        return values.batch(Span(self.block(), 0, len(self), 1))
 
 
 class Row(Mapping[str, Any]):
@@ -72,7 +81,7 @@ class Row(Mapping[str, Any]):
     def dict(self) -> dict[str, Any]:
         """Values by column: tensors without the dimension of rows, texts, bytes."""
         if self._found is None:
-            self._found = _first(values.batch(values.cut(self._block, self._place, self._place + 1)))
+            self._found = _first(values.batch(Span(self._block, self._place, self._place + 1, 1)))
         return self._found
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lagom.data import types, unischema
+from lagom.data import unischema
 from lagom.data.files import File, arrow, located
+from lagom.data.footers import Footer, check_names, common_field, open_file, partitions_of
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 _THREADS = 16
 """That read footers, which is mostly waiting."""
-_PAGE = 1 << 16
-"""Bytes that are read ahead in a column chunk."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Table:
 
     def open(self, file: int) -> Any:
         """The Parquet file number ``file``."""
-        return _open(self.home, self.files[file])
+        return open_file(self.home, self.files[file])
 
     def batches(self, opened: Any, group: int, most: int) -> Iterator[Any]:
         """The rows of row group number ``group``, a few at a time, as record batches of ``fields``.
@@ -118,26 +117,6 @@ def _partition_value(file: File, field: Any) -> Any:
     return pa.scalar(None, field.type) if text is None else pa.scalar(text).cast(field.type)
 
 
-def _open(home: Any, file: File) -> Any:
-    import pyarrow.parquet as pq
-
-    try:
-        source = home.open_input_file(file.path)
-        if source.size() != file.size:
-            raise DataError(
-                f"{file.path} has {source.size()} bytes, and had {file.size} when the data set was made: it was "
-                "written again since; make the ParquetDataset anew"
-            )
-        # Read as it is decoded, in pages: a column chunk may be large, and only its beginning wanted.
-        return pq.ParquetFile(source, pre_buffer=False, buffer_size=_PAGE, coerce_int96_timestamp_unit="us")
-    except FileNotFoundError as error:
-        raise DataError(f"{file.path} is gone; it was there when the data set was made") from error
-    except OSError as error:  # Arrow's errors of a damaged file are ValueErrors
-        raise DataError(f"{file.path} cannot be opened: {error}") from error
-    except ValueError as error:
-        raise DataError(f"{file.path} is no Parquet file, or a damaged one: {error}") from error
-
-
 def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, filesystem: Any) -> Table:
     """Read the footers of all files, and check that they fit together.
 
@@ -149,16 +128,16 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
     home, folder, files = located(list(sources), filesystem)
     schema = unischema.found(home, folder) if folder is not None else None
     with ThreadPoolExecutor(_THREADS) as pool:
-        footers = list(pool.map(lambda file: _Footer(home, file), files))
-    partitions = _partitions(files)
+        footers = list(pool.map(lambda file: Footer(home, file), files))
+    partitions = partitions_of(files)
     if columns is None:
-        _same_names(files, footers)
+        check_names(files, footers)
         columns = [name for name in footers[0].schema.names if name not in partitions] + partitions
     if not columns:
         raise ValueError("columns is empty; name at least one")
 
-    def field(name: str) -> Any:
-        return _field(name, files, footers, partitions, schema or {})
+    def named(name: str) -> Any:
+        return common_field(name, files, footers, partitions, schema or {})
 
     expression, used = _expression(filters)
     chosen = list(dict.fromkeys(columns))
@@ -170,8 +149,8 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
     made = Table(
         home=home,
         files=tuple(files),
-        fields=tuple(map(field, chosen)),
-        also=tuple(field(name) for name in used if name not in chosen),
+        fields=tuple(map(named, chosen)),
+        also=tuple(named(name) for name in used if name not in chosen),
         partitions=tuple(partitions),
         filter=expression,
         groups=tuple(group for group in groups if group.num_rows),
@@ -186,90 +165,6 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
             f"no row of {sources[0]} passes the filters" if made.num_stored else f"{sources[0]} has no rows"
         )
     return made
-
-
-class _Footer:
-    """What a file's footer says."""
-
-    def __init__(self, home: Any, file: File) -> None:
-        with _open(home, file) as opened:
-            self.metadata = opened.metadata
-            self.schema = opened.schema_arrow
-
-    def num_bytes(self, names: set[str]) -> int:
-        """Of the columns ``names``, decoded."""
-        stored = dict.fromkeys(names, 0)
-        for index in range(self.metadata.num_row_groups):
-            group = self.metadata.row_group(index)
-            for number in range(group.num_columns):
-                column = group.column(number)
-                name = column.path_in_schema.split(".")[0]
-                if name in stored:
-                    stored[name] += column.total_uncompressed_size
-        rows = self.metadata.num_rows
-        widths = {name: types.width(self.schema.field(name).type) for name in names}
-        return sum(rows * width if width else stored[name] for name, width in widths.items())
-
-
-def _partitions(files: list[File]) -> list[str]:
-    names = [name for name, _ in files[0].partition]
-    for file in files:
-        if [name for name, _ in file.partition] != names:
-            raise DataError(
-                f"{file.path} and {files[0].path} are in folders of other partitions; name a folder of one kind"
-            )
-    return names
-
-
-def _same_names(files: list[File], footers: list[_Footer]) -> None:
-    wanted = set(footers[0].schema.names)
-    for file, footer in zip(files, footers, strict=True):
-        if different := wanted ^ set(footer.schema.names):
-            name = min(different)
-            has, lacks = (files[0], file) if name in wanted else (file, files[0])
-            raise DataError(f"column {name!r} is in {has.path} but not in {lacks.path}; say columns=[...] without it")
-
-
-def _field(
-    name: str,
-    files: list[File],
-    footers: list[_Footer],
-    partitions: list[str],
-    told: Mapping[str, unischema.Field],
-) -> Any:
-    """The field ``name``, which must be the same in all files."""
-    import pyarrow as pa
-
-    if name in partitions:
-        dtype = told[name].dtype if name in told else None
-        if dtype is not None:
-            return pa.field(name, pa.string() if dtype.kind in "USO" else pa.from_numpy_dtype(dtype))
-        values = [dict(file.partition)[name] for file in files]
-        return pa.field(name, pa.int64() if all(_is_integer(value) for value in values) else pa.string())
-    schema = footers[0].schema
-    if name not in schema.names:
-        raise ValueError(f"there is no column {name!r} in {files[0].path}, which has {[*schema.names, *partitions]}")
-    wanted = schema.field(name)
-    for file, footer in zip(files, footers, strict=True):
-        if name not in footer.schema.names:
-            raise DataError(f"column {name!r} is in {files[0].path} but not in {file.path}")
-        found = footer.schema.field(name)
-        if _bare(found.type) != _bare(wanted.type):
-            raise DataError(
-                f"column {name!r} is {wanted.type} in {files[0].path} and {found.type} in {file.path}; "
-                "have the data set written with one type"
-            )
-    return wanted
-
-
-def _bare(kind: Any) -> str:
-    """The type without the names that writers give to the items of lists."""
-    kind = types.plain(kind)
-    return f"{_bare(kind.value_type)}[]" if types.is_ragged(kind) else str(kind)
-
-
-def _is_integer(value: str | None) -> bool:
-    return value is None or (value.removeprefix("-").isdecimal() and value.isascii() and -(2**63) <= int(value) < 2**63)
 
 
 def _expression(filters: Any) -> tuple[Any, list[str]]:

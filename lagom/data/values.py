@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from numpy.typing import NDArray
+
+    from lagom.data.memory import Memory
 
 Path = tuple[str, ...]
 """A column, or a field inside of a struct column."""
@@ -24,15 +28,15 @@ class Values(Protocol):
         """Rows ``start``, ``start + step``, ... before ``stop``."""
 
     def batch(self) -> Any:
-        """What the program sees: a tensor, or a list where rows are no tensors."""
+        """What the program sees: a tensor, which it may write to, or a list where rows are no tensors."""
 
     @staticmethod
-    def joined(parts: Sequence[Any], index: NDArray[np.int64] | None) -> Values:
-        """All rows of ``parts``, or those at ``index``, in memory of their own."""
+    def joined(parts: Sequence[Any], index: NDArray[np.int64] | None, memory: Memory | None) -> Values:
+        """All rows of ``parts``, or those at ``index``, copied; into ``memory`` where there is one."""
 
 
 class Dense:
-    """Rows of equal shape: an array of shape ``(rows, ...)``."""
+    """Rows of equal shape: a writable array of shape ``(rows, ...)``, whose rows only one batch gets."""
 
     __slots__ = ("array",)
 
@@ -46,20 +50,21 @@ class Dense:
         return Dense(self.array[start:stop:step])
 
     def batch(self) -> torch.Tensor:
-        # A view, where that is possible: nobody else has these rows, so the program may write to it.
-        array = self.array
-        if not (array.flags.c_contiguous and array.flags.writeable):
-            array = array.copy()
-        return torch.from_numpy(array)
+        return torch.from_numpy(self.array if self.array.flags.c_contiguous else self.array.copy())
 
     @staticmethod
-    def joined(parts: Sequence[Dense], index: NDArray[np.int64] | None) -> Dense:
+    def joined(parts: Sequence[Dense], index: NDArray[np.int64] | None, memory: Memory | None) -> Dense:
         arrays = [part.array for part in parts]
+        empty = np.empty if memory is None else memory.empty
+        shape, dtype = arrays[0].shape[1:], arrays[0].dtype
+        if index is None or len(arrays) > 1:
+            source = np.concatenate(arrays, out=empty((sum(map(len, arrays)), *shape), dtype))
+        else:
+            source = arrays[0]
         if index is None:
-            return Dense(np.concatenate(arrays))
-        source = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            return Dense(source)
         # "clip" looks at no bounds, which are right: twice as fast.
-        out = np.empty((len(index), *source.shape[1:]), source.dtype)
+        out = empty((len(index), *shape), dtype)
         np.take(source, index, axis=0, out=out, mode="clip")
         return Dense(out)
 
@@ -87,7 +92,7 @@ class Arrow:
         return self.finish(self.array)
 
     @staticmethod
-    def joined(parts: Sequence[Arrow], index: NDArray[np.int64] | None) -> Arrow:
+    def joined(parts: Sequence[Arrow], index: NDArray[np.int64] | None, memory: Memory | None) -> Arrow:
         import pyarrow as pa
 
         array = parts[0].array if len(parts) == 1 else pa.concat_arrays([part.array for part in parts])
@@ -108,17 +113,47 @@ def cut(block: Block, start: int, stop: int, step: int = 1) -> Block:
     return {path: values.cut(start, stop, step) for path, values in block.items()}
 
 
-def joined(blocks: Sequence[Block], index: NDArray[np.int64] | None = None) -> Block:
+def joined(
+    blocks: Sequence[Block],
+    index: NDArray[np.int64] | None = None,
+    memory: Memory | None = None,
+    pool: Executor | None = None,
+) -> Block:
     """All rows of ``blocks``, or those at ``index``; of each column, rows in all blocks have one shape."""
-    return {path: type(first).joined([block[path] for block in blocks], index) for path, first in blocks[0].items()}
+
+    def column(path: Path) -> Values:
+        return cast("Values", type(blocks[0][path]).joined([block[path] for block in blocks], index, memory))
+
+    return dict(zip(blocks[0], (pool.map if pool is not None else map)(column, blocks[0]), strict=True))
 
 
-def batch(block: Block) -> dict[str, Any]:
-    """What the program sees of ``block``: values by column, structs as dicts in it."""
+class Span(NamedTuple):
+    """Rows ``start``, ``start + step``, ... before ``stop`` of a block."""
+
+    block: Block
+    start: int
+    stop: int
+    step: int
+
+    def cut(self) -> Block:
+        """These rows."""
+        return cut(self.block, self.start, self.stop, self.step)
+
+
+def batch(span: Span) -> dict[str, Any]:
+    """What the program sees of rows: values by column, structs as dicts in it."""
+    block, start, stop, step = span
     found: dict[str, Any] = {}
     for path, values in block.items():
+        if step == 1 and type(values) is Dense:  # most columns of most tables, and nothing but this takes time here
+            rows: Any = torch.from_numpy(values.array[start:stop])
+        else:
+            rows = values.cut(start, stop, step).batch()
+        if len(path) == 1:
+            found[path[0]] = rows
+            continue
         inner = found
         for name in path[:-1]:
             inner = inner.setdefault(name, {})
-        inner[path[-1]] = values.batch()
+        inner[path[-1]] = rows
     return found

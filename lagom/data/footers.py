@@ -1,0 +1,128 @@
+"""Footers of Parquet files: opened, measured, and checked for whether they fit together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lagom.data import types
+from lagom.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lagom.data.files import File
+    from lagom.data.unischema import Field
+
+_PAGE = 1 << 16
+"""Bytes that are read ahead in a column chunk."""
+
+
+def open_file(home: Any, file: File) -> Any:
+    """The Parquet file ``file``.
+
+    Raises:
+        DataError: when it is not there, not as it was, or no such file.
+    """
+    import pyarrow.parquet as pq
+
+    try:
+        source = home.open_input_file(file.path)
+        if source.size() != file.size:
+            raise DataError(
+                f"{file.path} has {source.size()} bytes, and had {file.size} when the data set was made: it was "
+                "written again since; make the ParquetDataset anew"
+            )
+        # Read as it is decoded, in pages: a column chunk may be large, and only its beginning wanted.
+        return pq.ParquetFile(source, pre_buffer=False, buffer_size=_PAGE, coerce_int96_timestamp_unit="us")
+    except FileNotFoundError as error:
+        raise DataError(f"{file.path} is gone; it was there when the data set was made") from error
+    except OSError as error:  # Arrow's errors of a damaged file are ValueErrors
+        raise DataError(f"{file.path} cannot be opened: {error}") from error
+    except ValueError as error:
+        raise DataError(f"{file.path} is no Parquet file, or a damaged one: {error}") from error
+
+
+class Footer:
+    """What a file's footer says."""
+
+    def __init__(self, home: Any, file: File) -> None:
+        with open_file(home, file) as opened:
+            self.metadata = opened.metadata
+            self.schema = opened.schema_arrow
+
+    def num_bytes(self, names: set[str]) -> int:
+        """Of the columns ``names``, decoded."""
+        stored = dict.fromkeys(names, 0)
+        for index in range(self.metadata.num_row_groups):
+            group = self.metadata.row_group(index)
+            for number in range(group.num_columns):
+                column = group.column(number)
+                name = column.path_in_schema.split(".")[0]
+                if name in stored:
+                    stored[name] += column.total_uncompressed_size
+        rows = self.metadata.num_rows
+        widths = {name: types.width(self.schema.field(name).type) for name in names}
+        return sum(rows * width if width else stored[name] for name, width in widths.items())
+
+
+def partitions_of(files: list[File]) -> list[str]:
+    """Names of the columns that folders stand for."""
+    names = [name for name, _ in files[0].partition]
+    for file in files:
+        if [name for name, _ in file.partition] != names:
+            raise DataError(
+                f"{file.path} and {files[0].path} are in folders of other partitions; name a folder of one kind"
+            )
+    return names
+
+
+def check_names(files: list[File], footers: list[Footer]) -> None:
+    """Make sure that all files have the same columns."""
+    wanted = set(footers[0].schema.names)
+    for file, footer in zip(files, footers, strict=True):
+        if different := wanted ^ set(footer.schema.names):
+            name = min(different)
+            has, lacks = (files[0], file) if name in wanted else (file, files[0])
+            raise DataError(f"column {name!r} is in {has.path} but not in {lacks.path}; say columns=[...] without it")
+
+
+def common_field(
+    name: str,
+    files: list[File],
+    footers: list[Footer],
+    partitions: list[str],
+    told: Mapping[str, Field],
+) -> Any:
+    """The field ``name``, which must be the same in all files."""
+    import pyarrow as pa
+
+    if name in partitions:
+        dtype = told[name].dtype if name in told else None
+        if dtype is not None:
+            return pa.field(name, pa.string() if dtype.kind in "USO" else pa.from_numpy_dtype(dtype))
+        values = [dict(file.partition)[name] for file in files]
+        return pa.field(name, pa.int64() if all(_is_integer(value) for value in values) else pa.string())
+    schema = footers[0].schema
+    if name not in schema.names:
+        raise ValueError(f"there is no column {name!r} in {files[0].path}, which has {[*schema.names, *partitions]}")
+    wanted = schema.field(name)
+    for file, footer in zip(files, footers, strict=True):
+        if name not in footer.schema.names:
+            raise DataError(f"column {name!r} is in {files[0].path} but not in {file.path}")
+        found = footer.schema.field(name)
+        if _bare(found.type) != _bare(wanted.type):
+            raise DataError(
+                f"column {name!r} is {wanted.type} in {files[0].path} and {found.type} in {file.path}; "
+                "have the data set written with one type"
+            )
+    return wanted
+
+
+def _bare(kind: Any) -> str:
+    """The type without the names that writers give to the items of lists."""
+    kind = types.plain(kind)
+    return f"{_bare(kind.value_type)}[]" if types.is_ragged(kind) else str(kind)
+
+
+def _is_integer(value: str | None) -> bool:
+    return value is None or (value.removeprefix("-").isdecimal() and value.isascii() and -(2**63) <= int(value) < 2**63)

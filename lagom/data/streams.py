@@ -1,0 +1,197 @@
+"""A table's rows as they come: from row groups, one after another or shuffled in windows, as columns in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lagom.data import values
+from lagom.data.cells import Encoded
+from lagom.data.codecs import Slow
+from lagom.data.columns import Leaf, Where
+from lagom.data.memory import Memory
+from lagom.data.shard import Lane, Order, Piece
+from lagom.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from lagom.data.table import Table
+    from lagom.data.values import Block, Path
+
+MOST = 1 << 16
+"""Rows that are decoded at a time: fewer are slower, more take memory."""
+_DECODED_ROWS, _DECODED_BYTES = 512, 1 << 20
+"""Of a block of cells that are decoded together, the bytes encoded."""
+
+Blocks = Generator[tuple[int, "Block"], None, None]
+"""Rows, each block with the position in its lane that it begins at."""
+
+
+class Source:
+    """A table, and how its columns are converted."""
+
+    def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[Leaf]]]) -> None:
+        self.table = table
+        self._leaves = leaves
+        self._shapes: dict[Path, tuple[int, ...]] = {}
+        self.memory = Memory()
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether there are columns whose cells take time to decode."""
+        return any(isinstance(leaf.codec, Slow) for _, leaves in self._leaves for leaf in leaves)
+
+    def convert(self, batch: Any, group: int, first: int) -> Block:
+        """The rows of a record batch, the first of which is row ``first`` of row group number ``group``."""
+        where = Where(self.table, group, first)
+        found: dict[Path, Any] = {}
+        for number, (_, leaves) in enumerate(self._leaves):
+            column = batch.column(number)
+            for leaf in leaves:
+                found |= leaf.convert(column, where)
+        for path, column in found.items():
+            if isinstance(column, values.Dense):
+                shape = self._shapes.setdefault(path, column.array.shape[1:])
+                if shape != column.array.shape[1:]:
+                    raise where.error(path, 0, f"a shape of {column.array.shape[1:]} where others have {shape}")
+        return found
+
+
+class Cursor:
+    """Reads pieces of row groups, each from where the one before ended."""
+
+    def __init__(self, source: Source, most: int) -> None:
+        self._source = source
+        self._most = most
+        self._file = -1
+        self._opened: Any = None
+        self._group = -1
+        self._at = 0
+        self._batches: Iterator[Any] = iter(())
+        self._rest: Any = None
+
+    def read(self, piece: Piece) -> Iterator[Block]:
+        """The rows of ``piece``."""
+        if piece.group != self._group or piece.start < self._at:
+            self._begin(piece.group)
+        while self._at < piece.stop:
+            batch = self._next()
+            skipped = max(0, piece.start - self._at)
+            if skipped >= len(batch):
+                self._at += len(batch)
+                continue
+            used = min(len(batch), piece.stop - self._at)
+            if used < len(batch):
+                self._rest = batch.slice(used)
+            part = batch.slice(skipped, used - skipped)
+            first = self._at + skipped
+            self._at += used
+            if len(part):
+                yield self._source.convert(part, piece.group, first)
+
+    def _begin(self, group: int) -> None:
+        table = self._source.table
+        file = table.groups[group].file
+        if file != self._file:
+            self._opened, self._file = table.open(file), file
+        self._batches = table.batches(self._opened, group, self._most)
+        self._group, self._at, self._rest = group, 0, None
+
+    def _next(self) -> Any:
+        if self._rest is not None:
+            batch, self._rest = self._rest, None
+            return batch
+        for batch in self._batches:
+            return batch
+        table = self._source.table
+        told = table.groups[self._group]
+        raise DataError(
+            f"{table.files[told.file].path}, row group {told.index}, has {self._at} rows, and had {told.num_rows} when "
+            "the data set was made"
+        )
+
+
+def blocks(source: Source, order: Order, lane: Lane, at: int, size: int) -> Blocks:
+    """The rows of ``lane`` from position ``at`` of it or before, each block with the position that it begins at.
+
+    Blocks in the order of the table end where batches of ``size`` rows do.
+    """
+    if order.seed is None and order.streams == 1:
+        return _in_order(source, order, at, size)
+    return _shuffled(source, order, lane, at)
+
+
+def _in_order(source: Source, order: Order, at: int, size: int) -> Blocks:
+    cursor = Cursor(source, min(MOST, order.window))
+    rest: list[Block] = []
+    num_rest = 0
+    for piece in order.pieces(0, at, order.num_rows):
+        for block in cursor.read(piece):
+            count = values.num_rows(block)
+            start = 0
+            if rest:
+                # A batch that two blocks share is joined here rather than where the program waits for it.
+                start = min(count, size - num_rest)
+                rest.append(values.cut(block, 0, start))
+                num_rest += start
+                if num_rest < size:
+                    continue
+                yield at, values.joined(rest)
+                at, rest, num_rest = at + num_rest, [], 0
+            stop = count - (count - start) % size
+            if stop > start:
+                yield at, values.cut(block, start, stop)
+                at += stop - start
+            if stop < count:
+                rest, num_rest = [values.cut(block, stop, count)], count - stop
+    if rest:
+        yield at, values.joined(rest)
+
+
+def _shuffled(source: Source, order: Order, lane: Lane, at: int) -> Blocks:
+    streams = range(lane.first, order.streams, lane.step)
+    # What is decoded and left over is a round again at most.
+    cursors = {stream: Cursor(source, min(MOST, 2 * order.window)) for stream in streams}
+    size = order.window * len(streams)
+    # Gathering waits for memory, and numpy lets go of the interpreter meanwhile.
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for number in range(at // size, -(-order.length(lane.first) // order.window)):
+            parts: list[Block] = []
+            for stream, cursor in cursors.items():
+                for piece in order.pieces(stream, number * order.window, (number + 1) * order.window):
+                    parts += cursor.read(piece)
+            yield number * size, values.joined(parts, _mixed(order, streams, number), source.memory, pool)
+            del parts
+
+
+def decoded(found: Blocks, row_bytes: int, at: int) -> Blocks:
+    """Blocks cut in short ones from position ``at`` on, whose cells are decoded."""
+    size = max(1, min(_DECODED_ROWS, _DECODED_BYTES // row_bytes))
+    with closing(found):
+        for first, block in found:
+            for start in range(max(0, at - first), values.num_rows(block), size):
+                part = values.cut(block, start, start + size)
+                yield (
+                    first + start,
+                    {path: one.decoded() if isinstance(one, Encoded) else one for path, one in part.items()},
+                )
+
+
+def _mixed(order: Order, streams: range, number: int) -> NDArray[np.int64]:
+    """Where the rows of round ``number`` are in the windows of ``streams``, one behind another."""
+    index = np.full((order.window_rows(streams[0], number), len(streams)), -1, np.int64)
+    base = 0
+    for column, stream in enumerate(streams):
+        rows = order.shuffled(stream, number)
+        index[: len(rows), column] = rows + base
+        base += len(rows)
+    flat = index.ravel()
+    return flat if base == flat.size else flat[flat >= 0]
