@@ -262,7 +262,7 @@ def _state(module: nn.Module) -> object:
     ]
     watched = [p is not None and bool(p._backward_hooks) for p in state["_parameters"].values()]
     parts = [(id(part), type(part)) for part in state["_modules"].values()]
-    return type(module), state["training"], tuple(hooked), tuple(own), tuple(watched), tuple(parts)
+    return type(module), module.training, tuple(hooked), tuple(own), tuple(watched), tuple(parts)
 
 
 def _numbers(modules: list[nn.Module]) -> object:

@@ -207,7 +207,7 @@ class Replicate:
 
 def _place(kind: str, pending: Pending) -> str:
     number = pending.num_backwards
-    return kind if number == 1 else f"{kind}, the {number}. one since gradients were used,"
+    return kind if number == 1 else f"{kind}, the {number}. one since gradients were used"
 
 
 # Note [Which gradients]

@@ -68,6 +68,22 @@ def test_torchscript_runs_whole() -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
+def test_a_compiled_model_trains_and_is_evaluated() -> None:
+    def program(_: Session) -> Any:
+        model: Any = torch.compile(network(), backend="eager")
+        weights = trained(model, mean_loss)
+        model.eval()
+        with torch.no_grad():
+            return [*weights, [((model(x) - y) ** 2).sum().item() for x, y in DataLoader(data(), 8)]]
+
+    wanted = alone(program)
+    for batches in ("whole", "split"):
+        for found in run_ranks(2, program, batches=batches, always_slices=True):
+            own = slice(1, None) if batches == "split" else slice(None)  # the losses are the share's
+            for one, other in zip(found[own], wanted[own], strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
 def sum_loss(session: Session) -> Any:
     return trained(network(), lambda model, x, y: F.mse_loss(model(x), y, reduction="sum"))
 
