@@ -16,7 +16,7 @@ from lagom.monitor.channel import Channel
 from lagom.monitor.link import Message
 from lagom.monitor.progress import Progress
 from lagom.plan import Plan
-from lagom.worker.rendezvous import peers
+from lagom.worker.rendezvous import LEAVE_S, peers
 
 GATHER_S = 1.5
 """How long after the first task the last may come before all are sent to gather without the driver."""
@@ -154,10 +154,13 @@ class Run:
         elif kind == "done":
             self._done.add(task)
             self.reports.update({report["rank"]: report for report in message["reports"]})
-            if any(not report["ok"] for report in message["reports"]):
-                for report in message["reports"]:
-                    if not report["ok"] and not report.get("stopped"):
-                        self._fail(report)
+            failed = [report for report in message["reports"] if not report["ok"]]
+            for report in failed:
+                if not report.get("stopped"):
+                    self._fail(report)
+            if failed and all("exit" in report for report in failed):
+                self.channel.call_later(LEAVE_S, self.stop)  # ranks of other tasks are leaving as well, it seems
+            elif failed:
                 self.stop()
         self._events.put(message | {"task": task})
 

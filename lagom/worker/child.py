@@ -134,6 +134,8 @@ def _run(spec: Spec, seat: Seat) -> int:
         parcel, report = _raised(error, seat.rank, at_home)
     parcel.write(seat.outcome_fd)
     if not report["ok"]:
+        if "exit" in report:  # Python ends in order, and so do the threads and the atexit functions of the program
+            bootstrap.last_rites(lambda: heart.last_word(report))
         bootstrap.flush_files()
         bootstrap.flush()
         # Say so first: at the end of this process its connections break, and others fail of that.

@@ -12,6 +12,8 @@ from lagom.monitor.link import Link, LinkClosed, Message
 
 WAIT_S = 600.0
 """Longest a task waits for the others to start."""
+LEAVE_S = 1.0
+"""How long the others have to get there when a rank has called ``sys.exit``: rank 0 may still be writing."""
 
 
 class Stopped(Exception):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lagom.monitor.link import Link, LinkClosed, Message
+from lagom.worker.rendezvous import LEAVE_S
 
 _UNSAID = 200_000  # characters of output that travel with the results where no link carries them
 _TAIL = 8192  # bytes of a rank's last output that are kept for the report of its death
@@ -59,7 +60,7 @@ class Watch:
 
     def until_over(self) -> list[Message]:
         """Serve until every rank has ended, the driver says stop, or a failure has been told; then end what is left."""
-        while not all(rank.ended for rank in self._ranks):
+        while not all(rank.ended or _has_left(rank.report) for rank in self._ranks):
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 break
             for key, _ in self._selector.select(self._patience()):
@@ -180,11 +181,16 @@ class Watch:
     def _tell_failure(self, rank: Forked) -> None:
         assert rank.report is not None
         consequence = bool(rank.report.get("consequence"))
+        if _has_left(rank.report):
+            self._end_within(LEAVE_S)
+            return
         if not consequence:
             self._drain(rank)
             self._tell(rank.report | {"type": "failed"}, sure=True)
-        patience = _CONSEQUENCE_S if consequence else (_STOP_S if self._link is not None else 0.0)
-        deadline = time.monotonic() + patience
+        self._end_within(_CONSEQUENCE_S if consequence else (_STOP_S if self._link is not None else 0.0))
+
+    def _end_within(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def _flush(self, link: Link) -> None:
@@ -203,6 +209,11 @@ class Watch:
                 self._link.offer(message)
         except LinkClosed:
             self._link = None
+
+
+def _has_left(report: Message | None) -> bool:
+    """Whether the rank called ``sys.exit``."""
+    return report is not None and "exit" in report
 
 
 def _kill(rank: Forked) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -112,6 +114,22 @@ def driver() -> Iterator[Driver]:
     driver = Driver()
     yield driver
     driver.close()
+
+
+def test_sys_exit_ends_every_rank_as_python_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lagom.worker.watch.LEAVE_S", 60.0)
+    late, last = tmp_path / "late", tmp_path / "last"
+
+    def leave() -> None:
+        if lagom.rank() == 0:
+            time.sleep(0.3)  # the other one is there first
+        atexit.register(lambda: last.write_text("at exit"))
+        threading.Timer(0.1, late.write_text, ["in a thread"]).start()
+        sys.exit(3)
+
+    reports, _ = held(leave)
+    assert [report.get("exit") for report in reports] == [3, 3]
+    assert (late.read_text(), last.read_text()) == ("in a thread", "at exit")
 
 
 def test_ranks_run_and_their_outcomes_lie_in_their_files(driver: Driver) -> None:
