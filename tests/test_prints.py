@@ -77,3 +77,22 @@ def test_prints_logs_and_progress_bars_are_shown_once(world_size: str, tmp_path:
             assert ours.read_bytes() == theirs.read_bytes()
     assert sorted(os.listdir(tmp_path / "shared" / "out")) == ["events", "last.pt", "log.csv"]
     assert len(os.listdir(tmp_path / "shared" / "out" / "events")) == 1
+
+
+LOGGING = """
+import logging, sys
+logging.basicConfig(level=logging.DEBUG, handlers=[logging.FileHandler("run.log"), logging.StreamHandler(sys.stdout)])
+logging.info("begun")
+logging.getLogger("lagom").warning("runs whole")
+"""
+
+
+def test_what_lagom_logs_stays_out_of_the_programs_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "program.py").write_text(LOGGING)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(sys, "path", list(sys.path))
+        assert cli.main(["run", "--master", "local", "-n", "2", "program.py"]) == 0
+    shown = capfd.readouterr()
+    assert (tmp_path / "run.log").read_text() == shown.out == "INFO:root:begun\n"
+    assert shown.err.splitlines().count("lagom: runs whole") == 1

@@ -67,17 +67,8 @@ def _cut_loose(seat: Seat, ground: Ground, stdout: int, stderr: int, parent: int
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     atexit._clear()
-    _keep_log_apart()
     gc.freeze()
     gc.enable()
-
-
-def _keep_log_apart() -> None:
-    """Have what lagom says go to standard error, and never to handlers that the program makes for its own lines."""
-    log = logging.getLogger("lagom")
-    if not log.handlers and logging.lastResort is not None:
-        log.addHandler(logging.lastResort)
-        log.propagate = False
 
 
 def die_with(parent: int) -> None:
@@ -106,6 +97,16 @@ def _settle(spec: Spec, ground: Ground) -> None:
     sys.argv[:] = spec.argv
     sys.modules["__main__"] = types.ModuleType("__main__")
     faulthandler.enable(file=2)
+    _log_apart()
+
+
+def _log_apart() -> None:
+    """Keep what lagom has to say out of the log files and off the standard output that the program has."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("lagom: %(message)s"))
+    logger = logging.getLogger("lagom")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
 
 
 def _run(spec: Spec, seat: Seat) -> int:
