@@ -16,7 +16,7 @@ from lagom.monitor.channel import Channel
 from lagom.monitor.link import Message
 from lagom.monitor.progress import Progress
 from lagom.plan import Plan
-from lagom.worker.rendezvous import LEAVE_S, peers
+from lagom.worker.rendezvous import LEAVE_S, WRITE_S, peers
 
 GATHER_S = 1.5
 """How long after the first task the last may come before all are sent to gather without the driver."""
@@ -146,7 +146,10 @@ class Run:
             return
         if kind == "failed":
             self._fail(message)
-            self.stop()
+            if message["rank"] == 0 or "died" in message:
+                self.stop()
+            else:
+                self.channel.call_later(WRITE_S, self.stop)
         elif kind == "lost":
             self._lost.append(message["message"])
             self._done.add(task)

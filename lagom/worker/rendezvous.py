@@ -14,6 +14,8 @@ WAIT_S = 600.0
 """Longest a task waits for the others to start."""
 LEAVE_S = 1.0
 """How long the others have to get there when a rank has called ``sys.exit``: rank 0 may still be writing."""
+WRITE_S = 0.3
+"""How long rank 0 has, when another rank has raised, to raise as well and to write what it was writing."""
 
 
 class Stopped(Exception):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lagom.monitor.link import Link, LinkClosed, Message
-from lagom.worker.rendezvous import LEAVE_S
+from lagom.worker.rendezvous import LEAVE_S, WRITE_S
 
 _UNSAID = 200_000  # characters of output that travel with the results where no link carries them
 _TAIL = 8192  # bytes of a rank's last output that are kept for the report of its death
@@ -187,7 +187,8 @@ class Watch:
         if not consequence:
             self._drain(rank)
             self._tell(rank.report | {"type": "failed"}, sure=True)
-        self._end_within(_CONSEQUENCE_S if consequence else (_STOP_S if self._link is not None else 0.0))
+        alone = WRITE_S if rank.rank != 0 and "died" not in rank.report else 0.0
+        self._end_within(_CONSEQUENCE_S if consequence else (_STOP_S if self._link is not None else alone))
 
     def _end_within(self, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
