@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "communicator.hpp"
+#include "permutation.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -128,6 +129,14 @@ NB_MODULE(_native, module) {
             std::vector<const void*> all;
             for (const uintptr_t source : sources) all.push_back(at(source));
             lagom::reduce(type_of(type), op_of(op), all.data(), int(all.size()), at(out), nullptr, count);
+        },
+        Released());
+    module.def(
+        "permute",
+        [](uint64_t n, uint64_t key, uint64_t start, uintptr_t out, size_t count) {
+            if (n > uint64_t(1) << 62 || start > n || count > n - start)
+                throw lagom::Failure("there are no such places in that order");
+            lagom::permute(n, key, start, count, static_cast<int64_t*>(at(out)));
         },
         Released());
     nb::class_<Sections>(module, "Sections")

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -18,6 +18,7 @@ from lagom.patching.fetching import PASS, fetcher_made, fetching
 from lagom.patching.iterable import Dealing, Turns, is_iterable
 from lagom.patching.order import synchronise
 from lagom.patching.passes import Pass
+from lagom.patching.permutation import shuffled
 from lagom.patching.random import OwnStreams, derived
 from lagom.patching.replace import replaced
 from lagom.patching.session import Session
@@ -38,11 +39,12 @@ def dealt_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
         stack.enter_context(replaced(_BaseDataLoaderIter, "__init__", _made(loaders)))
         stack.enter_context(replaced(_BaseDataLoaderIter, "_reset", _begun_again(loaders)))
         stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _yielding(session)))
+        stack.enter_context(replaced(_SingleProcessDataLoaderIter, "__init__", fetching(session, streams)))
         if session.world_size > 1:
             index_sampler = property(_index_sampler(loaders))
             stack.enter_context(replaced(DataLoader, "_index_sampler", index_sampler))
             stack.enter_context(replaced(DataLoader, "__len__", _counted(loaders)))
-            stack.enter_context(replaced(_SingleProcessDataLoaderIter, "__init__", fetching(session, streams)))
+            stack.enter_context(replaced(RandomSampler, "__iter__", shuffled(session)))
             fetcher = staticmethod(fetcher_made(session, streams))
             stack.enter_context(replaced(_DatasetKind, "create_fetcher", fetcher))
         yield

@@ -1,4 +1,4 @@
-"""Which random numbers a loader draws from while it fetches samples in this process."""
+"""How a loader fetches samples in this process: at once where it can, and with which random numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
+from lagom.patching.at_once import at_once
 from lagom.patching.iterable import is_iterable
 from lagom.patching.sharded import shards_itself
 
@@ -21,12 +22,14 @@ PASS = "_lagom_pass"
 
 
 def fetching(session: Session, streams: OwnStreams) -> Any:
-    """``_SingleProcessDataLoaderIter.__init__`` that has a rank's share augmented with numbers of the rank's own."""
+    """``_SingleProcessDataLoaderIter.__init__``: batches at once; a rank's share augmented with numbers of its own."""
     original = vars(_SingleProcessDataLoaderIter)["__init__"]
 
     def patched_init(self: Any, loader: DataLoader[Any]) -> None:
         original(self, loader)
         current = self.__dict__.get(PASS)
+        if session.live and current is not None:
+            self._dataset_fetcher = at_once(self._dataset_fetcher)
         if (
             session.live
             and current is not None
