@@ -3,10 +3,10 @@
     python -m benchmarks.zero_memory [--million 100] [--world-size 2]
 
 The model is an MLP with about that many million parameters. What is held is counted by going through all tensors that
-are alive: parameters, gradients, and everything else of some size, which is the optimizer's state (and DDP's buckets).
-It is counted after a backward and before the step, in the third step. The peak is what the process takes at most from
-there on to the end of the step (VmHWM), less what it took before the model was made. Formulas are for N ranks, in bytes
-per parameter.
+are alive, of some size: parameters, what a backward has added, which is gradients, and the rest, which is the
+optimizer's state. It is counted before and after the third backward. The peak is what the process takes at most in
+the third forward, backward and step (VmHWM), less what it took before the model was made. Formulas are for N ranks, in
+bytes per parameter.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lagom.config import TorchDistributedConfig
 FORMULAS: Mapping[str, Callable[[int], tuple[float, float, float]]] = {
     "zero_lvl=0": lambda n: (4, 4, 8),
     "zero_lvl=1": lambda n: (4, 4, 8 / n),
+    "zero_lvl=2": lambda n: (4, 4 / n, 8 / n),
     "ZeroRedundancyOptimizer": lambda n: (4, 4, 8 / n),
 }
 """Bytes per parameter of parameters, gradients and the rest."""
@@ -92,15 +93,16 @@ def zero_by_hand(width: int) -> tuple[int, int, int, int]:
 
 def _steps(network: nn.Module, optimizer: Any, base: int) -> tuple[int, int, int, int]:
     for number in range(3):
+        optimizer.zero_grad()
+        parameters, before = _held(network)
+        if number == 2:
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
         x = torch.randn(BATCH, next(network.parameters()).shape[1])
         network(x).square().mean().backward()
-        if number == 2:
-            held = _held(list(network.parameters()))
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+        _, after = _held(network)
         optimizer.step()
-        if number < 2:
-            optimizer.zero_grad()
-    return (*held, _status("VmHWM") - base)
+    rest = before if after > before else before - parameters  # DDP's buckets are there before the backward, too
+    return parameters, after - rest, rest, _status("VmHWM") - base
 
 
 def model(width: int, device: str = "cpu") -> nn.Sequential:
@@ -109,12 +111,15 @@ def model(width: int, device: str = "cpu") -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def _held(parameters: Sequence[torch.Tensor]) -> tuple[int, int, int]:
-    """Bytes of parameters, of gradients, and of all other tensors that are no activations."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
+def _held(network: nn.Module) -> tuple[int, int]:
+    """Bytes of parameters, and of all other tensors that are no activations."""
+    parameters = list(network.parameters())
+    # Where autograd has them: to read Parameter.grad would put a gradient together.
+    slot: Any = vars(torch._C.TensorBase)["grad"]
+    gradients = [gradient for p in parameters if (gradient := slot.__get__(p)) is not None]
+    every = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.numel() > BATCH * 10_000]
     counted: set[int] = set()
-    every = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.numel() > BATCH * 10_000]
-    return _bytes(parameters, counted), _bytes(gradients, counted), _bytes(every, counted)
+    return _bytes(parameters, counted), _bytes([*gradients, *every], counted)
 
 
 def _bytes(tensors: Iterable[torch.Tensor], counted: set[int]) -> int:

@@ -65,6 +65,8 @@ class _Backwards:
         self._pending: Pending | None = None
         self._keeps = False
         self.accumulation = Accumulation(session, self._replicate)
+        if session.plan.zero_lvl > 1:
+            self.accumulation.close()  # to keep whole gradients for later is what the level is there to avoid
 
     def accumulate(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """``backward``: gradients are averaged when the outermost one ends."""
@@ -84,7 +86,11 @@ class _Backwards:
         self._session.tell_weights(outputs, leaves)
         if self.accumulation.keeps(leaves, create_graph=bool(args[2])):
             return self._kept(leaves, outputs, args, options)
-        with self.accumulation.busy():
+        if (gradients := self._session.gradients) is None:
+            with self.accumulation.busy():
+                return self._averaged(leaves, outputs, args, options)
+        gradients.show(leaf for leaf in leaves if leaf._post_accumulate_grad_hooks)
+        with gradients.raw():
             return self._averaged(leaves, outputs, args, options)
 
     def _kept(
@@ -138,6 +144,8 @@ class _Backwards:
                 self._replicate.reduce(pending)
             self.accumulation.reduced(pending)
             pending.finish()
+            if self._session.gradients is not None:
+                self._session.gradients.keep_parts(pending.fresh)
         self._session.trained()
         return result
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from lagom.patching.gradient import parted_gradients
 from lagom.patching.replace import replaced
 from lagom.strategies.zero.optimizers import Optimizers
 
@@ -28,19 +29,21 @@ def sharded_steps(session: Session) -> Iterator[None]:
     assert session.frame is not None
     assert session.watch is not None
     assert session.replicate is not None
-    optimizers = Optimizers(
-        session.group,
-        session.frame,
-        session.watch,
-        is_own=session.replicate.keeps_own,
-        say=session.say_once,
-        name=session.name_of,
-    )
-    session.optimizers = optimizers
     wrap = vars(Optimizer)["_patch_step_function"]
     ours: set[object] = set()
 
     with ExitStack() as stack:
+        if session.plan.zero_lvl > 1:
+            session.gradients = stack.enter_context(parted_gradients(session))
+        optimizers = session.optimizers = Optimizers(
+            session.group,
+            session.frame,
+            session.watch,
+            session.gradients,
+            is_own=session.replicate.keeps_own,
+            say=session.say_once,
+            name=session.name_of,
+        )
 
         def patch(kind: type) -> None:
             current = vars(kind)["step"]

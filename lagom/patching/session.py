@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lagom.patching.probe import BatchStatistics
     from lagom.patching.slicing import Region
     from lagom.plan import Plan
+    from lagom.strategies.zero.gradients import Gradients
     from lagom.strategies.zero.optimizers import Optimizers
 
 log = logging.getLogger("lagom")
@@ -90,6 +91,8 @@ class Session:
     replicate: Replicate | None = field(default=None, init=False)
     optimizers: Optimizers | None = field(default=None, init=False)
     """With ``zero_lvl``."""
+    gradients: Gradients | None = field(default=None, init=False)
+    """With ``zero_lvl=2``."""
     _open: list[weakref.ref[Pass]] = field(default_factory=list, init=False)
     _last: Share | None = field(default=None, init=False)
     _evaluating: weakref.ref[Pass] | None = field(default=None, init=False)

@@ -50,6 +50,11 @@ class Pending:
         """Those expected."""
         return [leaf for leaf, _ in self._before.values()]
 
+    @property
+    def fresh(self) -> list[torch.Tensor]:
+        """Those that had no gradient before."""
+        return [leaf for leaf, before in self._before.values() if before is None]
+
     def differed(self) -> None:
         """Ranks have other habits."""
         self.accord, self.habits = False, b""

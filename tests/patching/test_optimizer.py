@@ -1,4 +1,4 @@
-"""``zero_lvl=1``: weights, states and everything that a program does with an optimizer are those of one process."""
+"""``zero_lvl`` 1 and 2: weights, states and what a program does with an optimizer are those of one process."""
 
 from __future__ import annotations
 
@@ -151,17 +151,25 @@ def close(found: Any, wanted: Any, path: str = "") -> None:
         assert found == wanted, path
 
 
-def same(train: Callable[[Session], Any], world_sizes: tuple[int, ...] = (2,), **options: Any) -> None:
-    """Assert that every rank gets what one process gets without lagom."""
+def same(train: Callable[[Session], Any], *cases: tuple[int, int], **options: Any) -> None:
+    """Assert that every rank gets what one process gets without lagom; for levels and numbers of ranks."""
     wanted = alone(train)
-    for world_size in world_sizes:
-        for found in run_ranks(world_size, train, zero_lvl=1, **options):
+    for level, world_size in cases or ((1, 2), (2, 2)):
+        for found in run_ranks(world_size, train, zero_lvl=level, **options):
             close(found, wanted)
+
+
+CASES = {
+    "adamw": [(1, 2), (1, 3), (2, 2), (2, 3)],
+    "by parameter": [(1, 2), (2, 3)],
+    "normed": [(1, 3)],
+    "coupled": [(2, 2)],
+}
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_weights_states_and_metrics_are_those_of_one_process(name: str) -> None:
-    same(trained(OPTIMIZERS[name]), (2, 3) if name in ("sgd", "adamw", "by parameter") else (2,))
+    same(trained(OPTIMIZERS[name]), *CASES.get(name, [(1, 2), (2, 2)]))
 
 
 @pytest.mark.parametrize("name", ["sgd", "by parameter"])
@@ -178,7 +186,7 @@ def test_whole_batches_and_every_evaluation(evaluation: Any) -> None:
         found = trained(OPTIMIZERS["adam"])(session)
         return found if evaluation == "replicated" else found[:2]
 
-    same(train, batches="whole", evaluation=evaluation)
+    same(train, (1 if evaluation == "sharded" else 2, 2), batches="whole", evaluation=evaluation)
 
 
 def test_batches_of_each_rank() -> None:
@@ -193,7 +201,7 @@ def test_batches_of_each_rank() -> None:
         return _weights(model)
 
     wanted = alone(train)
-    for found in run_ranks(2, train, zero_lvl=1, batches="per_rank"):
+    for found in run_ranks(2, train, zero_lvl=2, batches="per_rank"):
         close(found, wanted)
 
 
@@ -257,7 +265,7 @@ def test_what_is_done_with_an_optimizer_between_steps() -> None:
         again = pickle.loads(pickle.dumps(optimizer))
         return seen, _weights(model), _weights(twin_model), saved, again.state_dict(), twin.state_dict()
 
-    same(train, (2, 3))
+    same(train, (1, 2), (2, 3))
 
 
 def test_a_state_that_only_one_rank_asks_for() -> None:
@@ -301,9 +309,9 @@ def test_a_state_goes_on_at_another_world_size() -> None:
         return run
 
     wanted = alone(train(alone(train(None))))
-    for first, second in ((2, 3), (3, 1), (1, 2)):
-        middle = run_ranks(first, train(None), zero_lvl=1)[0]
-        for found in run_ranks(second, train(middle), zero_lvl=1):
+    for first, second in (((1, 2), (2, 3)), ((2, 3), (1, 1)), ((0, 2), (1, 2))):
+        middle = run_ranks(first[1], train(None), zero_lvl=first[0])[0]
+        for found in run_ranks(second[1], train(middle), zero_lvl=second[0]):
             close(found, wanted)
 
 

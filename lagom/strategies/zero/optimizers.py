@@ -16,6 +16,7 @@ from lagom.strategies.checksum import checksums
 from lagom.strategies.divergence import INTERVAL
 from lagom.strategies.frame import signature
 from lagom.strategies.zero.flat import is_dense
+from lagom.strategies.zero.gradients import ASK
 from lagom.strategies.zero.probe import Kind, Nature, nature_of
 from lagom.strategies.zero.sharded import Parted, Sharded, refuse
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lagom.collectives.group import Group
     from lagom.strategies.divergence import Watch
     from lagom.strategies.frame import Frame
+    from lagom.strategies.zero.gradients import Gradients
 
 _FIRST = "the first optimizer.step()"
 _BEFORE = "optimizer.step()"
@@ -48,6 +50,7 @@ class Optimizers:
     """Steps optimizers in parts, and puts their state together when the program looks at it.
 
     Args:
+        gradients: keeps parts of gradients; None where they stay whole.
         is_own: whether a parameter is this rank's own, and not equal on all ranks.
         say: logs a line, once.
         name: what to call a parameter in an error.
@@ -58,6 +61,7 @@ class Optimizers:
         group: Group,
         frame: Frame,
         watch: Watch,
+        gradients: Gradients | None = None,
         *,
         is_own: Callable[[torch.Tensor], bool],
         say: Callable[[str], None],
@@ -66,6 +70,7 @@ class Optimizers:
         self._group = group
         self._frame = frame
         self._watch = watch
+        self._gradients = gradients
         self._is_own = is_own
         self._say = say
         self._name = name
@@ -121,7 +126,7 @@ class Optimizers:
         if threading.get_ident() != self._thread:
             return state  # which raises when it is used
         sharded: Sharded = vars(state)["sharded"]
-        self._group.ask(repr((sharded.number, sharded.clock)).encode())
+        self._group.ask(b"state %d %d" % (sharded.number, sharded.clock))
         whole = sharded.whole()
         if vars(optimizer)["state"] is state:
             vars(optimizer)["state"] = whole
@@ -211,12 +216,15 @@ class Optimizers:
         state = self.state(optimizer)
         every = [p for group in optimizer.param_groups for p in group["params"]]
         able = [p for p in every if self._can_be(p) and (p.grad is not None or before is not None or p in state)]
-        sharded = Sharded(self._group, self._frame, found.number, found.nature, optimizer, able)
+        sharded = Sharded(self._group, self._frame, found.number, found.nature, optimizer, able, self._gradients)
         # A parameter that no backward has reached has been compared with the other ranks' nowhere.
         sums = repr([checksums(dict(enumerate(able))), sharded.identity])
         if not self._frame.exchange(signature(_FIRST.encode() + sums.encode())):
             self._apart(_FIRST)
         self._sharded[optimizer] = self._by_number[found.number] = sharded
+        if self._gradients is not None:
+            self._gradients.show(able)
+            self._gradients.assign(found.number, able, sharded.pieces)
         weakref.finalize(optimizer, self._gone.append, found.number).atexit = False
         return sharded
 
@@ -234,7 +242,7 @@ class Optimizers:
         sums: dict[int, tuple[str, int]] | None = None
         if self._num_steps >= self._next_check:
             self._next_check += min(self._num_steps, INTERVAL)
-            sums = checksums({i: p.grad for i, p in enumerate(sharded.parameters) if p.grad is not None})
+            sums = checksums(sharded.whole_gradients())
         # Before the exchange: what dies later may still be there on another rank.
         gone, self._gone[:] = list(self._gone), []
         if not self._frame.exchange(signature(repr((_BEFORE, sharded.steps(), sharded.clock, sums)).encode())):
@@ -281,7 +289,11 @@ class Optimizers:
         )
 
     def _serve(self, asked: bytes) -> None:
-        number, clock = (int(part) for part in asked.strip(b"()").split(b","))
+        kind, number, clock = asked.split()[0], *map(int, asked.split()[1:])
+        if kind == ASK:
+            assert self._gradients is not None
+            self._gradients.serve(number, clock)
+            return
         sharded = self._by_number.get(number)
         if sharded is None or sharded.clock != clock:
             refuse(self._group)

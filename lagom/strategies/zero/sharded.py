@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -20,11 +20,13 @@ from lagom.strategies.zero.state import cut, gather
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from torch.optim import Optimizer
 
     from lagom.collectives.group import Group
     from lagom.strategies.frame import Frame
+    from lagom.strategies.zero.gradients import Gradients
 
 
 class Parted:
@@ -59,6 +61,7 @@ class Sharded:
         number: of the optimizer, equal on all ranks.
         nature: what of it can be stepped apart, never ``Kind.COUPLED``.
         parameters: what is shared out; the others are stepped whole on every rank.
+        gradients: has parts of gradients; None where they are whole.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Sharded:
         nature: Nature,
         optimizer: Optimizer,
         parameters: list[torch.Tensor],
+        gradients: Gradients | None = None,
     ) -> None:
         self.number = number
         self.parameters = parameters
@@ -80,8 +84,8 @@ class Sharded:
         self._frame = frame
         self.every = [p for group in optimizer.param_groups for p in group["params"]]
         deal = by_element if nature.kind is Kind.ELEMENTWISE else by_parameter
-        self._pieces = deal([p.numel() for p in parameters], group.world_size)
-        self._own = [(piece, _stand_in(piece, parameters[piece.param])) for piece in self._pieces[group.rank]]
+        self.pieces = deal([p.numel() for p in parameters], group.world_size)
+        self._own = [(piece, _stand_in(piece, parameters[piece.param])) for piece in self.pieces[group.rank]]
         place = {id(p) for p in parameters}
         lists = {id(p): [p] for p in self.every if id(p) not in place}
         for piece, stand_in in self._own:
@@ -97,11 +101,16 @@ class Sharded:
         self._order: list[int] = []
         """Ids of the parameters that had state first: a state_dict() tells."""
         self._publisher: Publisher | None = None
+        self._gradients = gradients
+        self._lent: list[torch.Tensor] = []
+        """Parameters that are this rank's alone, whose part is their gradient while they are stepped."""
         self._changes_gradients = nature.changes_gradients
         self._published: dict[str, bytes] = {}
 
     def steps(self) -> bytes:
         """Equal on ranks that are about to make the same step."""
+        if self._gradients is not None:
+            return self.identity + bytes(self._gradients.is_there(p) for p in self.parameters)
         return self.identity + bytes(p.grad is not None for p in self.parameters)
 
     @contextmanager
@@ -125,8 +134,11 @@ class Sharded:
             self._swap(optimizer)
 
     def _swap(self, optimizer: Optimizer) -> None:
-        for parameter in self.parameters:
-            _ = parameter.grad  # of all, on all ranks: to read it may be an exchange. See Note [Accumulation]
+        if self._gradients is None:
+            for parameter in self.parameters:
+                _ = parameter.grad  # of all, on all ranks: to read it may be an exchange. See Note [Accumulation]
+        elif self._changes_gradients:
+            self._gradients.keep_parts(self.parameters)
         for group, own in zip(optimizer.param_groups, self._lists, strict=True):
             group["params"] = own
         for piece, stand_in in self._partial:
@@ -134,33 +146,61 @@ class Sharded:
             line = flat(parameter)[piece.start : piece.end]
             if stand_in.data_ptr() != line.data_ptr() or stand_in.dtype != line.dtype:
                 stand_in.data = line
+            is_cut, part = self._part(parameter)
+            if is_cut:
+                stand_in.grad = part
+                continue
             gradient = parameter.grad
             if self._changes_gradients and gradient is not None and gradient.stride() != parameter.stride():
                 gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient.to_dense())
             stand_in.grad = None if gradient is None else flat_like(gradient, parameter)[piece.start : piece.end]
+        for _, stand_in in self._own:
+            is_cut, part = self._part(stand_in)
+            if is_cut and part is not None:
+                self._lent.append(stand_in)
+                lent = part.as_strided(stand_in.shape, stand_in.stride())
+                with self._raw():
+                    stand_in.grad = lent
         vars(optimizer)["state"] = self.part
+
+    def _part(self, parameter: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
+        return (False, None) if self._gradients is None else self._gradients.part(parameter)
+
+    def _raw(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._gradients is None else self._gradients.raw()
 
     def _swap_back(self, optimizer: Optimizer) -> None:
         self.part = vars(optimizer)["state"]
         vars(optimizer)["state"] = Parted(self)
         for _, stand_in in self._partial:
             stand_in.grad = None
+        with self._raw():
+            for parameter in self._lent:
+                parameter.grad = None
+        self._lent.clear()
         for group, one in zip(optimizer.param_groups, self._whole, strict=True):
             group["params"] = one
+
+    def whole_gradients(self) -> dict[int, torch.Tensor]:
+        """By place, those that every rank has for itself."""
+        own_whole = (lambda p: p.grad) if self._gradients is None else self._gradients.own_whole
+        return {i: g for i, p in enumerate(self.parameters) if (g := own_whole(p)) is not None}
 
     def publish(self, place: str) -> bool:
         """Have all ranks get this one's pieces, if all are at ``place``; a collective."""
         if self._publisher is None or not self._publisher.is_current:
-            self._publisher = Publisher(self._group, self._frame, self.parameters, self._pieces)
+            self._publisher = Publisher(self._group, self._frame, self.parameters, self.pieces)
         signed = self._published.get(place)
         if signed is None:
             signed = self._published[place] = signature(place.encode() + self.identity)
-        return self._publisher.publish(signed) and (not self._changes_gradients or self._publish_gradients(signed))
+        return self._publisher.publish(signed) and (
+            not self._changes_gradients or self._gradients is not None or self._publish_gradients(signed)
+        )
 
     def _publish_gradients(self, signed: bytes) -> bool:
         present = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
         place = {i: number for number, i in enumerate(present)}
-        pieces = [[p._replace(param=place[p.param]) for p in part if p.param in place] for part in self._pieces]
+        pieces = [[p._replace(param=place[p.param]) for p in part if p.param in place] for part in self.pieces]
         return Publisher(self._group, self._frame, list(present.values()), pieces).publish(signed)
 
     def take(self, whole: Any) -> None:
@@ -206,7 +246,7 @@ class Sharded:
 
     def _gather(self, *, keep: bool) -> list[dict[str, Any] | None]:
         mine = {piece: self.part.get(one, {}) for piece, one in self._own}
-        return gather(self._group, self.parameters, self._pieces, mine, keep=keep)
+        return gather(self._group, self.parameters, self.pieces, mine, keep=keep)
 
     def num_bytes(self) -> int:
         """Of the state that this rank holds."""
