@@ -19,11 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 
-LEVELS = (0, 1)
+LEVELS = (0, 1, 2)
+KINDS = (torch.Tensor, torch.nn.Parameter)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train at each level, and print the loss and the megabytes of tensors that every rank holds at the end."""
+    """Train at each level; print the loss, and the megabytes of tensors that each rank holds before its last step."""
     args = _arguments(argv)
     with _spark(args.world_size) if args.launcher == "spark" else contextlib.nullcontext():
         for level in LEVELS:
@@ -47,24 +48,25 @@ def train(hidden: int, epochs: int, points: int) -> tuple[float, float]:
     model = torch.nn.Sequential(*layers, torch.nn.Linear(hidden, 1), torch.nn.Flatten(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    held = 0.0
     for _ in range(epochs):
         for inputs, targets in loader:
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            held = held_megabytes()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
             optimizer.step()
         scheduler.step()
     with torch.no_grad():
         squares = sum(((model(inputs) - targets) ** 2).sum().item() for inputs, targets in loader)
-    return squares / points, held_megabytes(model)
+    return squares / points, held
 
 
-def held_megabytes(model: torch.nn.Module) -> float:
-    """Of the gradients of ``model`` and all other tensors that are alive in this process."""
-    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
-    tensors += [p.grad for p in model.parameters() if p.grad is not None]
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-    return float(sum(storages.values())) / 1e6
+def held_megabytes() -> float:
+    """Of all tensors that are alive in this process, a few bytes apart."""
+    storages = [one.untyped_storage() for one in gc.get_objects() if type(one) in KINDS]
+    sizes: dict[int, int] = {one.data_ptr(): one.nbytes() for one in storages}
+    return sum(sizes.values()) / 1e6
 
 
 @contextlib.contextmanager
