@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 TINY = {
+    "parquet": ["--epochs", "1", "--points", "500"],
     "scalar_field": ["--epochs", "1", "--points", "500"],
     "zero": ["--epochs", "1", "--points", "300"],
 }
@@ -57,4 +58,4 @@ def _levels_save_and_agree(output: str) -> None:
         assert all(max(more) < 0.9 * min(less) for less, more in pairwise(held))
 
 
-CHECKS = {"scalar_field": _lagom_learns_as_plainly, "zero": _levels_save_and_agree}
+CHECKS = {"parquet": _lagom_learns_as_plainly, "scalar_field": _lagom_learns_as_plainly, "zero": _levels_save_and_agree}

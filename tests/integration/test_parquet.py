@@ -1,0 +1,106 @@
+"""Data sets that Spark wrote, and runs on Spark that read them."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lagom.data import ParquetDataset, ParquetLoader
+from tests.integration import programs
+
+WRITTEN = Path(__file__).parent.parent / "data" / "petastorm_0_12_1"
+
+pytestmark = pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
+
+
+@pytest.mark.parametrize(("legacy", "times"), [("false", "INT96"), ("true", "TIMESTAMP_MICROS")])
+def test_types_of_spark_become_tensors(spark: Any, tmp_path: Path, legacy: str, times: str) -> None:
+    from pyspark.ml.linalg import Vectors
+
+    moment = datetime.datetime(1970, 1, 2, tzinfo=datetime.timezone.utc)
+    rows = [
+        (
+            number,
+            float(number),
+            f"t{number}",
+            number % 2 == 0,
+            decimal.Decimal(number) / 4,
+            moment,
+            [float(number), 1.0],
+            Vectors.dense([number, 2.0]) if number % 3 else Vectors.sparse(2, [1], [5.0]),
+            {"a": number, "b": [number]},
+            number % 2,
+        )
+        for number in range(20)
+    ]
+    kinds = "i long, f double, t string, b boolean, d decimal(9,2), m timestamp, l array<double>"
+    frame = spark.createDataFrame(
+        [(*row[:7], row[8], *row[9:]) for row in rows], f"{kinds}, s struct<a: long, b: array<int>>, p int"
+    )
+    vectors = spark.createDataFrame([(row[0], row[7]) for row in rows], ["i", "v"])
+    spark.conf.set("spark.sql.parquet.writeLegacyFormat", legacy)
+    spark.conf.set("spark.sql.parquet.outputTimestampType", times)
+    frame.join(vectors, "i").repartition(3).write.partitionBy("p").parquet(str(tmp_path / "table"))
+    (found,) = ParquetLoader(ParquetDataset(tmp_path / "table"), 99)
+    order = found["i"]
+    assert sorted(order.tolist()) == list(range(20))
+    assert found["f"].tolist() == order.tolist()
+    assert found["t"] == [f"t{number}" for number in order.tolist()]
+    assert found["b"].tolist() == [number % 2 == 0 for number in order.tolist()]
+    assert found["d"].tolist() == [number / 4 for number in order.tolist()]
+    assert found["m"].tolist() == [86_400 * 1_000_000] * 20
+    assert found["l"].tolist() == [[number, 1] for number in order.tolist()]
+    assert found["v"].tolist() == [[number, 2] if number % 3 else [0, 5] for number in order.tolist()]
+    assert found["s"]["a"].tolist() == order.tolist()
+    assert found["s"]["b"].tolist() == [[number] for number in order.tolist()]
+    assert found["p"].tolist() == [number % 2 for number in order.tolist()]
+
+
+def test_a_program_of_maggys_shape_trains_on_paths(spark: Any, tmp_path: Path) -> None:
+    spark.range(0, 37, numPartitions=3).write.parquet(str(tmp_path / "test"))
+
+    def train(module: Any, hparams: Any, train_set: Any, test_set: Any) -> Any:
+        import torch
+
+        from lagom import PetastormDataLoader
+
+        def f(row: Any) -> Any:
+            return {"x": row["png"].astype("float32").reshape(-1) / 255, "y": float(row["price"]), "id": row["id"]}
+
+        model = module(60, 1)
+        optimizer = torch.optim.SGD(model.parameters(), hparams["lr"])
+        loader = PetastormDataLoader(train_set, batch_size=4, transform_spec=f)
+        seen: list[list[int]] = []
+        steps = 0
+        for _ in range(10):
+            seen.append([])
+            for batch in loader:
+                seen[-1] += batch["id"].tolist()
+                optimizer.zero_grad()
+                (model(batch["x"])[:, 0] - batch["y"].float()).square().mean().backward()
+                optimizer.step()
+                steps += 1
+        with torch.no_grad():
+            total = sum(batch["id"].sum().item() for batch in PetastormDataLoader(test_set, batch_size=64))
+        return {"seen": seen, "steps": steps, "total": total, "weight": model.weight.sum().item()}
+
+    result = programs.run(
+        train,
+        2,
+        module=torch.nn.Linear,
+        hparams={"lr": 0.01},
+        train_set=str(WRITTEN),
+        test_set=str(tmp_path / "test"),
+    )
+    first, second = result.per_rank
+    assert first["steps"] == second["steps"] == 50
+    assert first["total"] == second["total"] == sum(range(37))
+    assert first["weight"] == second["weight"]
+    for ours, theirs in zip(first["seen"], second["seen"], strict=True):
+        assert sorted(ours + theirs) == list(range(20))
+        assert len(ours) == len(theirs) == 10
