@@ -18,6 +18,8 @@ from typing import Any
 import numpy
 import torch
 
+import lagom.data.parquet  # noqa: F401  # a Dataset with an initializer: where a test imports it first, it would be left
+
 State = Mapping[str, Mapping[Any, Any]]
 
 
