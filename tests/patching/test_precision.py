@@ -165,7 +165,7 @@ def test_small_gradients_do_not_vanish(world_size: int) -> None:
             torch.testing.assert_close(one, wanted, rtol=2e-3, atol=1e-11)
 
 
-@pytest.mark.parametrize(("world_size", "zero_lvl"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("world_size", "zero_lvl"), [(1, 0), (2, 0), (2, 1), (2, 2)])
 def test_a_step_whose_gradients_overflow_is_left_out_on_all_ranks(world_size: int, zero_lvl: int) -> None:
     def run(session: Session) -> Any:
         model = _network()
