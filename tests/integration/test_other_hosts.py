@@ -49,7 +49,7 @@ def test_ranks_stand_on_other_hosts_with_the_lagom_that_travelled(spark: Any) ->
     def where() -> tuple[str, str, bool]:
         import importlib.util
 
-        installed = [path for path in sys.path if "/code-" not in path and Path(path, "lagom").is_dir()]
+        installed = [path for path in sys.path if "/code-" not in path and Path(path, "lagom", "__init__.py").exists()]
         assert importlib.util.find_spec("pyspark") is not None
         return socket.gethostname(), str(Path(lagom.__file__).parent), bool(installed)
 
