@@ -49,6 +49,7 @@ class Accumulation:
         self._agreed: tuple[int, ...] = (1, 1)
         """The lengths of two cycles that all ranks have seen alike."""
         self._num_vain = 0
+        self._num_failed = 0
         self._owed: dict[int, nn.Parameter] = {}
         """What holds this rank's own sum, by id."""
 
@@ -90,7 +91,12 @@ class Accumulation:
         if self._watches and not self._over:
             pending.habits = repr(tuple(self._lengths)).encode()
         self._owed = {}
+        pending.num_failed, self._num_failed = self._num_failed, 0
         return pending
+
+    def failed(self, number: int = 1) -> None:
+        """So many backwards have; what is exchanged next will say so."""
+        self._num_failed += number
 
     def reduced(self, pending: Pending) -> None:
         """``pending`` was."""

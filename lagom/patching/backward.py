@@ -103,6 +103,9 @@ class _Backwards:
         try:
             with self._inside(), self.accumulation.running():
                 result = self._original(outputs, gradients, *args[1:], **options)
+        except BaseException:
+            self.accumulation.failed()
+            raise
         finally:
             self._keeps = False
             for hook in hooks:
@@ -128,6 +131,7 @@ class _Backwards:
             self._replicate.overlap.abandon()
             pending.undo()
             self.accumulation.keep(pending.owed)
+            self.accumulation.failed(1 + pending.num_failed)
             raise
         finally:
             for hook in hooks:
@@ -135,6 +139,7 @@ class _Backwards:
             self._pending = None
             pending.ran()
         if not pending.leaves:
+            self.accumulation.failed(pending.num_failed)
             return result
         self._session.began = self._session.began or "a backward ran"
         with torch.set_grad_enabled(bool(args[2])):

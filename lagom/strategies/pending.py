@@ -23,6 +23,8 @@ class Pending:
 
     def __init__(self, owed: Iterable[torch.Tensor] = (), num_backwards: int = 1) -> None:
         self.num_backwards = num_backwards
+        self.num_failed = 0
+        """Backwards of this rank that failed since the exchange before; see Note [Backwards that fail]."""
         self.habits = b""
         """What the rank has learnt of the program; it is to be the same on all of them."""
         self.accord: bool | None = None
@@ -162,3 +164,11 @@ def _accumulate(leaf: torch.Tensor, before: torch.Tensor) -> None:
 #
 # A hook sees what this backward adds, and not what was there before. So that is put aside, too, and added when the
 # average is known. Nothing is averaged twice, then, however often a program accumulates.
+
+
+# Note [Backwards that fail]
+#
+# A program may catch what a backward raises and go on with the next batch, as many do when memory runs out. Where all
+# ranks do, nothing is amiss. Where one does, the others have had an exchange, or a gradient, that it had not: what
+# follows would average its next batch with this one of theirs. So each exchange of gradients says, as a part of its
+# place in the program, how many backwards have failed since the one before.

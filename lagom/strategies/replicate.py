@@ -207,7 +207,9 @@ class Replicate:
 
 def _place(kind: str, pending: Pending) -> str:
     number = pending.num_backwards
-    return kind if number == 1 else f"{kind}, the {number}. one since gradients were used"
+    if number > 1:
+        kind += f", the {number}. one since gradients were used"
+    return f"{kind} after {pending.num_failed} that failed" if pending.num_failed else kind
 
 
 # Note [Which gradients]
