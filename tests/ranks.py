@@ -224,6 +224,9 @@ def _run(
     with own_disk(str(host_dir), rank, plan.world_size, plan.world_size), patched(session):
         seed_everything(plan.seed or 0)
         value = function(session)
+        if session.watch is not None and session.watch._told is not None:
+            # Tests catch the error on the ranks, to compare it; a program that does is told again at its end.
+            session.watch.end = lambda _: None  # type: ignore[assignment,method-assign]
     if group is not None:
         group.barrier()  # the store of rank 0 must outlive the others' last requests
     return value

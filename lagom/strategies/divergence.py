@@ -74,7 +74,7 @@ class Watch:
         self._next_batch = 2
         self._steps_before = 0
         self._last: list[torch.Tensor] = []
-        self._told = False
+        self._told: DivergenceError | None = None
         self._warned = False
 
     def trained(self, numbers: Iterable[int]) -> None:
@@ -122,16 +122,18 @@ class Watch:
         """The program has ended, on all ranks.
 
         Raises:
-            DivergenceError: unless gradients were averaged, or it was raised before. Then it is a warning:
-                one rank may have changed its model afterwards, to store it.
+            DivergenceError: unless gradients were averaged. Then it is a warning: one rank may have changed its
+                model afterwards, to store it. Also when one was raised before, and the program caught it as any
+                RuntimeError and went on.
         """
-        told = self._told
+        if self._told is not None:
+            raise DivergenceError(f"the program caught this error and went on, with wrong numbers: {self._told}")
         try:
             if self._seen:
                 self._changed()
             self._check(frame, "the end of the program")
         except DivergenceError as error:
-            if not (told or self._num_steps):
+            if not self._num_steps:
                 raise
             log.warning("at the end of the program, %s", error)
 
@@ -163,8 +165,8 @@ class Watch:
         """
         try:
             self._meet(at)
-        except DivergenceError:
-            self._told = True
+        except DivergenceError as error:
+            self._told = error.with_traceback(None)
             raise
 
     def _meet(self, at: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -66,4 +67,20 @@ def test_on_one_rank_it_is_an_error_on_all(num_backwards: int, width: int, where
         return trained(lambda i: i == where[session.rank], num_backwards, width)
 
     with pytest.raises(RankFailedError, match=r"DivergenceError.*rank \d at (the start|.* after 1 that failed)"):
+        run_ranks(2, run)
+
+
+def test_a_program_that_catches_the_error_too_is_told_at_its_end() -> None:
+    def run(session: Session) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        for i in range(12):
+            loss = model(torch.ones(4, 3)).mean()
+            with contextlib.suppress(RuntimeError):
+                (Fails.apply(loss) if i == 5 + session.rank else loss).backward()  # type: ignore[no-untyped-call]
+        assert session.watch is not None
+        assert session.frame is not None
+        session.watch.end(session.frame)
+
+    with pytest.raises(RankFailedError, match=r"DivergenceError: the program caught this error and went on, .* points"):
         run_ranks(2, run)
