@@ -215,6 +215,7 @@ def _run(
             plan.world_size,
             another=aside,
             shares_memory=plan.collectives == "auto",
+            among=lambda name, place, size: gloo(PrefixStore(name, store), place, size),
         )
     session = _session(plan, rank, group, store, host_dir, torch.device("cpu"))
     whole_batch.ALWAYS = always_slices

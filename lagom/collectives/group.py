@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from lagom.collectives.aside import Aside, Done
+from lagom.collectives.hosts import hosts
 from lagom.collectives.meeting import connected
 from lagom.collectives.native import OPERATIONS, TYPES, native
-from lagom.collectives.shared import shared
+from lagom.collectives.shared import SEVERAL_HOSTS, shared
 from lagom.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from lagom.collectives.aside import Work
+    from lagom.collectives.hosts import Hosts
     from lagom.collectives.mesh import Mesh
     from lagom.collectives.native import Communicator
 
@@ -49,7 +51,8 @@ class Group:
         device_group: serves CUDA tensors; None where there are none.
         ip: where ranks on other hosts reach this one.
         another: makes one more process group of all ranks for CPU tensors.
-        shares_memory: CPU tensors go through shared memory where all ranks are on one host. See Note [Shared memory].
+        among: makes a process group of a name for CPU tensors, for a rank of so many, which are one of each host.
+        shares_memory: CPU tensors go through shared memory where ranks are on one host. See Note [Shared memory].
 
     Raises:
         CollectiveError: from every method, when the exchange fails.
@@ -64,6 +67,7 @@ class Group:
         ip: str = "127.0.0.1",
         another: Callable[[], dist.ProcessGroup] | None = None,
         shares_memory: bool = True,
+        among: Callable[[str, int, int], dist.ProcessGroup] | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -79,6 +83,10 @@ class Group:
         self._near: Communicator | Literal[False] | None = None
         """Of this host; False where not all ranks are there, None before that is known."""
         self._near_aside: Communicator | None = None
+        self._among = among
+        self._hosts: Hosts | None = None
+        """Where there are several, some with several ranks."""
+        self._hosts_aside: Hosts | None = None
         self._thread: Aside | None = None
 
     @property
@@ -98,6 +106,9 @@ class Group:
             if near:
                 near.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], _SUM)
                 return Done()
+            if self._hosts is not None and near is not None:
+                self._hosts.all_reduce(tensor)
+                return Done()
             return self._serving(tensor).allreduce([tensor])
 
     @property
@@ -110,7 +121,7 @@ class Group:
         assert self._another is not None
         with _naming("connecting"):
             near = self._connected()
-        if near:
+        if near or self._hosts_aside is not None:
             if self._thread is None:
                 self._thread = Aside("lagom-all-reduce")
         elif self._aside is None:
@@ -123,6 +134,8 @@ class Group:
         assert tensor.is_contiguous()
         if self._thread is not None and self._near_aside is not None:
             return self._thread.later(partial(_sum, self._near_aside, tensor))
+        if self._thread is not None and self._hosts_aside is not None:
+            return self._thread.later(partial(self._hosts_aside.all_reduce, tensor))
         assert self._aside is not None
         with _naming("all_reduce"):
             return self._aside.allreduce([tensor])
@@ -254,11 +267,22 @@ class Group:
             self._near = False
             if self._shares_memory:
                 found = shared(self.rank, self._first_gather, TIMEOUT_S, 2)
+                if found == SEVERAL_HOSTS and self._among is not None:
+                    found = self._spread(self._among)
                 if not isinstance(found, str):
                     self._near, self._near_aside = found
-                elif self.rank == 0 and not self.has_gpus:
+                elif self._hosts is None and self.rank == 0 and not self.has_gpus:
                     log.info("CPU tensors are exchanged through gloo: %s", found)
         return self._near
+
+    def _spread(self, among: Callable[[str, int, int], dist.ProcessGroup]) -> str:
+        """Make ``_hosts``; a word on what ranks share."""
+        found = hosts(self.rank, self._first_gather, among, TIMEOUT_S, 2)
+        if isinstance(found, str):
+            return found
+        self._hosts, self._hosts_aside = found
+        _kept.extend(one.leaders for one in found if one.leaders is not None)
+        return SEVERAL_HOSTS
 
     def _first_gather(self, data: bytes) -> list[bytes]:
         lengths = torch.zeros(self.world_size, dtype=torch.int64)
@@ -280,6 +304,9 @@ class Group:
             self._near.close()
         if self._near_aside is not None:
             self._near_aside.close()
+        for one in (self._hosts, self._hosts_aside):
+            if one is not None:
+                one.close()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -338,5 +365,6 @@ def _as_bytes(tensor: torch.Tensor) -> bytes:
 #
 # Where all ranks are processes of one host, what is on the CPU goes through memory that they share; see
 # csrc/communicator.hpp. Whether that is so is found out by the first exchange, through gloo, on all ranks together:
-# a rank without the compiled part, or on another host, means gloo for all. Exchanges in an order of their own have
-# memory of their own, and a thread.
+# a rank without the compiled part means gloo for all. Where ranks are on several hosts, only sums go through what
+# memory they share, and then between hosts; see Note [Several hosts]. Exchanges in an order of their own have memory of
+# their own, and a thread.

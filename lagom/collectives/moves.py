@@ -43,7 +43,7 @@ class Moves:
         """In place."""
         flat = tensor.contiguous()
         self.near.all_reduce(flat.data_ptr(), flat.numel(), TYPES[flat.dtype], OPERATIONS[name])
-        _put(tensor, flat)
+        put(tensor, flat)
 
     def reduce(self, tensor: Tensor, name: str, root: int) -> None:
         """As ``all_reduce``, but only on ``root``."""
@@ -56,14 +56,14 @@ class Moves:
         """In place."""
         flat = tensor.contiguous()
         self.near.broadcast(flat.data_ptr(), flat.nbytes, root)
-        _put(tensor, flat)
+        put(tensor, flat)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """``output`` gets the tensors of all ranks, one behind the other."""
         _fit("all_gather", output.numel(), self._size * tensor.numel(), output, tensor)
         given, flat = tensor.contiguous(), output.contiguous()
         self.near.all_gather(given.data_ptr(), flat.data_ptr(), given.nbytes)
-        _put(output, flat)
+        put(output, flat)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Each of ``outputs`` gets the tensor of a rank."""
@@ -78,7 +78,7 @@ class Moves:
         given, flat = tensor.contiguous(), output.contiguous()
         code, operation = TYPES[flat.dtype], OPERATIONS[name]
         self.near.reduce_scatter(given.data_ptr(), flat.data_ptr(), flat.numel(), code, operation)
-        _put(output, flat)
+        put(output, flat)
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], name: str) -> None:
         """``output`` gets what the tensors in its rank's place of each list are reduced to."""
@@ -105,7 +105,7 @@ class Moves:
             self.near.scatter(together.data_ptr(), flat.data_ptr(), flat.nbytes, root)
         else:
             self.near.scatter(0, flat.data_ptr(), flat.nbytes, root)
-        _put(output, flat)
+        put(output, flat)
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """A tensor to each rank, one from each."""
@@ -124,7 +124,7 @@ class Moves:
         given, flat = tensor.contiguous(), output.contiguous()
         to, back = self._split(given, to_all), self._split(flat, to_here)
         self.near.all_to_all(given.data_ptr(), to, flat.data_ptr(), back)
-        _put(output, flat)
+        put(output, flat)
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -139,7 +139,7 @@ class Moves:
         """Not a collective: ``sender`` sends it."""
         flat = tensor.contiguous()
         self.near.receive(flat.data_ptr(), flat.nbytes, TYPES.get(flat.dtype, _U8), sender, tag)
-        _put(tensor, flat)
+        put(tensor, flat)
 
     def sender(self) -> int:
         """The next rank that has sent something."""
@@ -172,7 +172,8 @@ def _fit(what: str, found: int, wanted: int, one: Tensor, other: Tensor) -> None
         )
 
 
-def _put(tensor: Tensor, flat: Tensor) -> None:
+def put(tensor: Tensor, flat: Tensor) -> None:
+    """Have ``tensor`` be ``flat``, which was made contiguous of it."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat)
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lagom.collectives.futures import Lane, SharedWork, finished
+from lagom.collectives.hosts import hosts
 from lagom.collectives.moves import Moves
-from lagom.collectives.native import Communicator
-from lagom.collectives.shared import shared
+from lagom.collectives.shared import SEVERAL_HOSTS, shared
 
 NAME = "lagom"
 log = logging.getLogger("lagom")
@@ -41,12 +41,23 @@ def register() -> None:
 
 def _created(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-    found = shared(rank, _gather_by(store, rank, size), timeout.total_seconds())
+    gather = _gather_by(store, rank, size)
+    found: Any = shared(rank, gather, timeout.total_seconds())
+    if found == SEVERAL_HOSTS:
+
+        def among(name: str, place: int, count: int) -> Any:
+            return dist.ProcessGroupGloo(dist.PrefixStore(name, store), place, count, timeout)
+
+        found = hosts(rank, gather, among, timeout.total_seconds())
+        if not isinstance(found, str):
+            from lagom.collectives.spread_group import SpreadProcessGroup
+
+            return SpreadProcessGroup(gloo, found[0], rank, size, timeout)
     if isinstance(found, str):
         if rank == 0:
             log.info("the backend %r is gloo here: %s", NAME, found)
         return gloo
-    return SharedProcessGroup(gloo, found[0], rank, size, timeout)
+    return SharedProcessGroup(gloo, Moves(found[0], rank, size), rank, size, timeout)
 
 
 _Base: Any = dist.ProcessGroup  # whose methods have overloads of many kinds
@@ -61,10 +72,10 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         RuntimeError: from every method or its work, when the exchange fails; all later ones fail as well.
     """
 
-    def __init__(self, gloo: Any, near: Communicator, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, gloo: Any, moves: Moves, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = gloo
-        self._moves = Moves(near, rank, size)
+        self._moves = moves
         self._rank = rank
         self._timeout = timeout
         self._lanes: dict[object, Lane] = {}
@@ -86,7 +97,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """In place, each tensor by itself."""
-        moves, given, reduction = self._moves, _listed(tensors), _reduction(opts)
+        moves, given, reduction = self._moves, listed(tensors), reduction_of(opts)
         if reduction is None or not moves.reduces(given, reduction):
             return self._gloo.allreduce(given, *_given(opts))
 
@@ -102,7 +113,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """In place; ``opts`` has the root, or is it."""
-        moves, given, root = self._moves, _listed(tensors), _root(opts)
+        moves, given, root = self._moves, listed(tensors), _root(opts)
         if not moves.carries(given):
             return self._gloo.broadcast(given, *_given(opts))
 
@@ -114,8 +125,8 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """The root's tensors become the results."""
-        moves, given, root = self._moves, _listed(tensors), _root(opts)
-        reduction = _reduction(op if isinstance(opts, int) else opts)
+        moves, given, root = self._moves, listed(tensors), _root(opts)
+        reduction = reduction_of(op if isinstance(opts, int) else opts)
         if reduction is None or not moves.reduces(given, reduction):
             return self._gloo.reduce(given, *_given(opts), *_given(op))
 
@@ -127,7 +138,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """One list of outputs for each input."""
-        outs, given = _nested(output_lists), _listed(inputs)
+        outs, given = _nested(output_lists), listed(inputs)
         moves = self._moves
         if not moves.carries([*given, *chain.from_iterable(outs)]):
             return self._gloo.allgather(outs, given, *_given(opts))
@@ -150,7 +161,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """As ``all_gather_single``, of several."""
         moves = self._moves
-        outs, given = _listed(outputs), _listed(inputs)
+        outs, given = listed(outputs), listed(inputs)
         if not moves.carries([*given, *outs]):
             return self._gloo.allgather_into_tensor_coalesced(outs, given, *_given(opts))
 
@@ -162,7 +173,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """One list of inputs for each output."""
-        moves, outs, given, reduction = self._moves, _listed(outputs), _nested(input_lists), _reduction(opts)
+        moves, outs, given, reduction = self._moves, listed(outputs), _nested(input_lists), reduction_of(opts)
         if reduction is None or not moves.reduces([*outs, *chain.from_iterable(given)], reduction):
             return self._gloo.reduce_scatter(outs, given, *_given(opts))
 
@@ -178,7 +189,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """As ``reduce_scatter_single``, of several."""
-        moves, outs, given, reduction = self._moves, _listed(outputs), _listed(inputs), _reduction(opts)
+        moves, outs, given, reduction = self._moves, listed(outputs), listed(inputs), reduction_of(opts)
         if reduction is None or not moves.reduces([*outs, *given], reduction):
             return self._gloo.reduce_scatter_tensor_coalesced(outs, given, *_given(opts))
 
@@ -190,21 +201,21 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """The root's lists get the inputs of all ranks."""
-        moves, outs, given, root = self._moves, _nested(output_lists), _listed(inputs), _root(opts)
+        moves, outs, given, root = self._moves, _nested(output_lists), listed(inputs), _root(opts)
         if not moves.carries([*given, *chain.from_iterable(outs)]):
             return self._gloo.gather(outs, given, *_given(opts))
         return self._collective(lambda: moves.gather(outs[0] if outs else [], given[0], root), opts, given)
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """Each rank's output gets its place in the root's list."""
-        moves, outs, given, root = self._moves, _listed(outputs), _nested(input_lists), _root(opts)
+        moves, outs, given, root = self._moves, listed(outputs), _nested(input_lists), _root(opts)
         if not moves.carries([*outs, *chain.from_iterable(given)]):
             return self._gloo.scatter(outs, given, *_given(opts))
         return self._collective(lambda: moves.scatter(outs[0], given[0] if given else [], root), opts, outs)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """One tensor to each rank and one from each, of any shapes."""
-        moves, outs, given = self._moves, _listed(outputs), _listed(inputs)
+        moves, outs, given = self._moves, listed(outputs), listed(inputs)
         if not moves.carries([*outs, *given]):
             return self._gloo.alltoall(outs, given, *_given(opts))
         return self._collective(lambda: moves.all_to_all(outs, given), opts, outs)
@@ -227,21 +238,21 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Messages to one rank arrive in the order in which they were sent, and must be received with their tags."""
-        moves, (tensor,) = self._moves, _listed(tensors)
+        moves, (tensor,) = self._moves, listed(tensors)
         if not moves.carries([tensor]):
             return self._gloo.send([tensor], dst, tag)
         return self._lane(("send", dst)).later(lambda: moves.send(tensor, dst, tag), [tensor])
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """See ``send``."""
-        moves, (tensor,) = self._moves, _listed(tensors)
+        moves, (tensor,) = self._moves, listed(tensors)
         if not moves.carries([tensor]):
             return self._gloo.recv([tensor], src, tag)
         return self._lane(("receive", src)).later(lambda: moves.receive(tensor, src, tag), [tensor], source=src)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """From the rank that sends next. Not while other receives are under way."""
-        moves, (tensor,) = self._moves, _listed(tensors)
+        moves, (tensor,) = self._moves, listed(tensors)
         if not moves.carries([tensor]):
             return self._gloo.recv_anysource([tensor], tag)
         work: SharedWork
@@ -261,10 +272,13 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Hang up; what is under way goes on."""
+        self._close_lanes()
+        self._moves.near.close()
+
+    def _close_lanes(self) -> None:
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()
-        self._moves.near.close()
 
     def abort(self) -> None:
         """End what is under way, on all ranks, with an error."""
@@ -311,7 +325,8 @@ def _gather_by(store: dist.Store, rank: int, size: int) -> Callable[[bytes], lis
     return all_gather
 
 
-def _listed(tensors: Any) -> list[Tensor]:
+def listed(tensors: Any) -> list[Tensor]:
+    """As a list, whatever torch gave."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
@@ -328,8 +343,8 @@ def _root(opts: Any) -> int:
     return int(opts) if isinstance(opts, int) else int(opts.rootRank)
 
 
-def _reduction(opts: Any) -> str | None:
-    """None for what only some backends have."""
+def reduction_of(opts: Any) -> str | None:
+    """The operation of an all-reduce's options; None for what only some backends have."""
     found = getattr(opts, "reduceOp", opts)
     if found is None:
         return "sum"

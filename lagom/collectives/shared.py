@@ -50,19 +50,61 @@ def shared(
         OSError: when a rank is gone meanwhile.
     """
     answers = [json.loads(part) for part in all_gather(json.dumps(_answer(wanted)).encode())]
-    reasons = [f"{answer['reason']} (rank {peer})" for peer, answer in enumerate(answers) if answer["reason"]]
-    if not reasons and len({answer["home"] for answer in answers}) > 1:
-        reasons = ["the ranks are on several hosts"]
-    if reasons:
-        return reasons[0]
-    processes = [(int(answer["pid"]), int(answer["started"])) for answer in answers]
+    homes = _homes(answers)
+    if isinstance(homes, str):
+        return homes
+    if len(homes) > 1:
+        return SEVERAL_HOSTS
+    return _joined(rank, homes[0], answers, all_gather, timeout_s, number)
+
+
+def shared_by_host(
+    rank: int, all_gather: Callable[[bytes], list[bytes]], timeout_s: float, number: int = 1
+) -> tuple[list[list[int]], list[Communicator]] | str:
+    """As ``shared``, for the ranks of each host by themselves.
+
+    The ranks of each host, and the communicators of this one's, in which ranks are counted from 0 on; none for a rank
+    that is alone on its host.
+    """
+    answers = [json.loads(part) for part in all_gather(json.dumps(_answer(wanted=True)).encode())]
+    homes = _homes(answers)
+    if isinstance(homes, str):
+        return homes
+    peers = next(home for home in homes if rank in home)
+    made = _joined(rank, peers, answers, all_gather, timeout_s, number if len(peers) > 1 else 0)
+    return made if isinstance(made, str) else (homes, made)
+
+
+SEVERAL_HOSTS = "the ranks are on several hosts"
+
+
+def _homes(answers: list[dict[str, Any]]) -> list[list[int]] | str:
+    """Ranks that share a host, by their first one; or why no memory is shared."""
+    found: dict[str, list[int]] = {}
+    for peer, answer in enumerate(answers):
+        if answer["reason"]:
+            return f"{answer['reason']} (rank {peer})"
+        found.setdefault(answer["home"], []).append(peer)
+    return list(found.values())
+
+
+def _joined(
+    rank: int,
+    peers: list[int],
+    answers: list[dict[str, Any]],
+    all_gather: Callable[[bytes], list[bytes]],
+    timeout_s: float,
+    number: int,
+) -> list[Communicator] | str:
+    processes = [(int(answers[peer]["pid"]), int(answers[peer]["started"])) for peer in peers]
     fds: list[int] = []
     problem = ""
     try:
         try:
-            fds = _handed_round(rank, len(answers), all_gather, number)
-            spin_s, yields = _patience(len(answers))
-            made = [native().join(fd, rank, processes, timeout_s, spin_s, yields) for fd in fds]
+            fds = _handed_round(rank, peers, all_gather, number)
+            spin_s, yields = _patience(len(peers))
+            place = peers.index(rank)
+            made = [native().join(fd, place, processes, timeout_s, spin_s, yields) for fd in fds]
         except (OSError, RuntimeError) as error:
             problem = f"{error} (rank {rank})"
         problems = [part.decode() for part in all_gather(problem.encode()) if part]
@@ -98,16 +140,24 @@ def _patience(num_ranks: int) -> tuple[float, int]:
     return (_SPIN_S, _YIELDS[0]) if num_ranks <= len(os.sched_getaffinity(0)) else (0.0, _YIELDS[1])
 
 
-def _handed_round(rank: int, size: int, all_gather: Callable[[bytes], list[bytes]], number: int) -> list[int]:
-    if rank != 0:
-        name, token = json.loads(all_gather(b"")[0])
+def _handed_round(rank: int, peers: list[int], all_gather: Callable[[bytes], list[bytes]], number: int) -> list[int]:
+    size = len(peers)
+    if number == 0:
+        all_gather(b"")
+        return []
+    if rank != peers[0]:
+        name, token = json.loads(all_gather(b"")[peers[0]])
         return _received(bytes.fromhex(name), bytes.fromhex(token), number)
     token = secrets.token_bytes(_TOKEN)
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.settimeout(_TIMEOUT_S)
-        listener.bind(b"")  # the kernel chooses an abstract name
-        listener.listen(size)
+        try:
+            listener.bind(b"")  # the kernel chooses an abstract name
+            listener.listen(size)
+        except OSError:
+            all_gather(json.dumps(["", ""]).encode())  # which nobody reaches
+            raise
         fds: list[int] = []
         trouble: Exception | None = None
         try:
@@ -143,7 +193,7 @@ def _received(name: bytes, token: bytes, number: int) -> list[int]:
     if len(fds) != number:
         for fd in fds:
             os.close(fd)
-        raise OSError("rank 0 has no shared memory")
+        raise OSError("the first rank of this host has no shared memory")
     return list(fds)
 
 

@@ -25,13 +25,13 @@ def process_group(
     """Join the other ranks. The group is never registered with torch.distributed; see Note [Private world]."""
     store = _store(seat, world_size)
 
-    def gloo(name: str) -> Any:
+    def gloo(name: str, rank: int = seat.rank, size: int = world_size) -> Any:
         gloo_class: Any = dist.ProcessGroupGloo  # its options are missing from torch's own types
         options = gloo_class._Options()
         # By address, not by host name: that resolves to 127.0.1.1 on many machines.
         options._devices = [gloo_class.create_device(hostname=seat.ip)]
         options._timeout = TIMEOUT
-        return gloo_class(dist.PrefixStore(name, store), seat.rank, world_size, options)
+        return gloo_class(dist.PrefixStore(name, store), rank, size, options)
 
     try:
         control = gloo("gloo")
@@ -50,6 +50,7 @@ def process_group(
         ip=seat.ip,
         another=lambda: gloo("aside"),
         shares_memory=collectives == "auto",
+        among=gloo,
     )
     try:
         yield group, store

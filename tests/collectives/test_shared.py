@@ -391,7 +391,7 @@ def test_ranks_without_the_compiled_part_or_on_other_hosts_fall_back_together(
 
     for run, reason in (
         (without, "lagom was installed without its compiled part (rank 1)"),
-        (apart, "the ranks are on several hosts"),
+        (apart, "each rank is on a host of its own"),
         (no_memory, "a segment needs"),
     ):
         first, second = run_ranks(2, run, collectives="auto")

@@ -65,6 +65,29 @@ def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None
     assert all(programs.same_weights(found, wanted) for found in result.per_rank)
 
 
+def test_large_gradients_are_summed_within_hosts_and_then_between_them(spark: Any) -> None:
+    def train() -> tuple[dict[str, Any], bool]:
+        import gc
+
+        from lagom.collectives.group import Group
+
+        torch.manual_seed(0)
+        model = torch.nn.Linear(600, 600).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.utils.data.TensorDataset(torch.randn(12, 600).double(), torch.randn(12, 600).double())
+        for x, y in torch.utils.data.DataLoader(data, batch_size=6):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        spread = any(one._hosts is not None for one in gc.get_objects() if type(one) is Group)
+        return model.state_dict(), spread
+
+    wanted, _ = train()
+    for weights, spread in programs.run(train, 3).per_rank:
+        assert spread
+        assert programs.same_weights(weights, wanted)
+
+
 def test_large_data_is_fetched_once_per_host(spark: Any, connections: list[str]) -> None:
     data = torch.arange(50 << 17, dtype=torch.float64)
 

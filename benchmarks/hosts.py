@@ -1,0 +1,101 @@
+"""An all-reduce of ranks on two hosts: through shared memory and between one rank of each, against gloo over all.
+
+    python -m benchmarks.hosts [--ranks 2] [--turns 15]
+
+The hosts are network and process namespaces of this machine joined by a bridge, so it needs root. They share its cores,
+and their network is as fast as its memory: on real ones the network counts for more, of which gloo takes more the more
+ranks a host has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from lagom.collectives.group import Group
+from tests.integration.hosts import allowed, network
+
+NUM_HOSTS = 2
+SIZES = (4 << 10, 256 << 10, 4 << 20, 64 << 20)
+"""Bytes."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print milliseconds and ratios; 0 when the sums agree."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="of each host")
+    parser.add_argument("--turns", type=int, default=15)
+    args = parser.parse_args(argv)
+    if not allowed():
+        print("this user may not make network namespaces here")
+        return 1
+    with network(NUM_HOSTS) as (address, hosts):
+        world_size = NUM_HOSTS * args.ranks
+        store = TCPStore(address, 0, world_size + 1, is_master=True, wait_for_workers=False)
+        running = []
+        for i, host in enumerate(hosts):
+            commands = []
+            for number in range(i * args.ranks, (i + 1) * args.ranks):
+                settings = [address, store.port, number, world_size, args.ranks, host.address, args.turns]
+                commands.append(shlex.join([sys.executable, "-m", "benchmarks.hosts", json.dumps(settings)]))
+            # Together, since each use of a host's command makes a process namespace of its own.
+            shell = " & ".join(commands) + " & wait"
+            running.append(subprocess.Popen([*host.command, "sh", "-c", shell], stdout=subprocess.PIPE, text=True))
+        lines = [one.communicate()[0] for one in running]
+    print("\n".join(line for line in lines if line))
+    return 0 if "".join(lines).count("\n") == len(SIZES) else 1
+
+
+def rank(address: str, port: int, number: int, world_size: int, per_host: int, ip: str, turns: int) -> None:
+    """Be one of them: the two ways take turns."""
+    torch.set_num_threads(1)
+    store = TCPStore(address, port, is_master=False)
+
+    def gloo(name: str, place: int = number, size: int = world_size) -> Any:
+        kind: Any = dist.ProcessGroupGloo
+        options = kind._Options()
+        options._devices = [kind.create_device(hostname=ip)]
+        options._timeout = timedelta(seconds=60)
+        return kind(PrefixStore(name, store), place, size, options)
+
+    ours = Group(gloo("ours"), number, world_size, ip=ip, among=gloo)
+    flat = Group(gloo("flat"), number, world_size, ip=ip, shares_memory=False)
+    for size in SIZES:
+        times: dict[str, list[float]] = {"ours": [], "flat": []}
+        for _ in range(turns):
+            totals = []
+            for name, group in (("ours", ours), ("flat", flat)):
+                one = torch.full((size // 4,), float(number))
+                group.barrier()
+                start = time.perf_counter()
+                group.all_reduce(one)
+                times[name].append(time.perf_counter() - start)
+                totals.append(one)
+            assert torch.equal(*totals), "the sums differ"
+        assert ours._hosts is not None, "no shared memory"
+        if number == 0:
+            mine, theirs = (statistics.median(times[name]) * 1e3 for name in ("ours", "flat"))
+            say = f"{size >> 10} KB on {world_size // per_host} x {per_host} ranks: {mine:.2f} ms"
+            print(f"{say}, gloo {theirs:.2f} ms, {theirs / mine:.1f} times", flush=True)
+    flat.barrier()
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if len(sys.argv) > 1 and sys.argv[1].startswith("["):
+        rank(*json.loads(sys.argv[1]))
+    else:
+        sys.exit(main())

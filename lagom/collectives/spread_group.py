@@ -1,0 +1,86 @@
+"""``SpreadProcessGroup``: the backend "lagom" of ranks on several hosts: sums by ``Hosts``, all else by gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lagom.collectives.hosts import Hosts
+from lagom.collectives.moves import Moves, put
+from lagom.collectives.process_group import SharedProcessGroup, listed, reduction_of
+
+_TYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+"""Those that gloo sums, too."""
+
+
+class SpreadProcessGroup(SharedProcessGroup):
+    """See Note [Several hosts].
+
+    Raises:
+        RuntimeError: from every method or its work, when the exchange fails.
+    """
+
+    def __init__(self, gloo: Any, hosts: Hosts, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(gloo, _Nothing(rank, size), rank, size, timeout)
+        self._hosts = hosts
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """In place, each tensor by itself."""
+        given, hosts = listed(tensors), self._hosts
+        sums = reduction_of(opts) == "sum" and all(tensor.dtype in _TYPES for tensor in given)
+        if not sums or not Moves.carries(self._moves, given):
+            return super().allreduce(given, opts)
+
+        def run() -> None:
+            for tensor in given:
+                flat = tensor.contiguous()
+                hosts.all_reduce(flat)
+                put(tensor, flat)
+
+        return self._collective(run, opts, given)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """All ranks are here when the work is done."""
+        return self._gloo.barrier(*(() if opts is None else (opts,)))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long exchanges wait for a rank from now on."""
+        self._timeout = timeout
+        if self._hosts.near is not None:
+            self._hosts.near.set_timeout(timeout.total_seconds())
+
+    def shutdown(self) -> None:
+        """Hang up; what is under way goes on."""
+        self._close_lanes()
+        self._hosts.close()
+
+    def abort(self) -> None:
+        """End what is under way, on this host's ranks, with an error."""
+        if self._hosts.near is not None:
+            self._hosts.near.abort(f"rank {self._rank} aborted its process group")
+        self.shutdown()
+
+
+class _Nothing(Moves):
+    """Has gloo asked."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+
+    def carries(self, tensors: Sequence[Tensor]) -> bool:
+        """Nothing."""
+        return False

@@ -1,0 +1,138 @@
+"""``lagom.collectives.hosts``: ranks of several hosts, which here are one machine that says it were many."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lagom.collectives import shared as handing
+from lagom.collectives.native import native
+from lagom.collectives.process_group import register
+from lagom.errors import CollectiveError
+from lagom.patching.session import Session
+from tests.ranks import RankFailedError, alone, run_ranks
+
+if native() is None:
+    pytest.skip("lagom was installed without its compiled part: no compiler, or no Linux", allow_module_level=True)
+
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+
+
+def joined(session: Session, monkeypatch: pytest.MonkeyPatch, where: list[int]) -> Any:
+    """The group, whose ranks are on these hosts."""
+    monkeypatch.setattr(handing, "home", lambda: f"host {where[session.rank]}")
+    assert session.group is not None
+    return session.group
+
+
+@pytest.mark.parametrize("where", [[0, 0, 1], [0, 1, 0, 1], [0, 1, 1, 1], [0, 0, 1, 1, 2]])
+def test_sums_over_hosts_are_those_of_gloo(where: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(session: Session) -> Any:
+        group = joined(session, monkeypatch, where)
+        wrong = []
+        group.open_aside()
+        for dtype in TYPES:
+            for count in (0, 1, 77, 3_000_001 if dtype == torch.float32 else 10_001):
+                generator = torch.Generator().manual_seed(session.rank)
+                mine = torch.randint(-9, 9, (count,), generator=generator).to(dtype)  # whose sums are exact
+                wanted = mine.clone()
+                group._cpu.allreduce([wanted]).wait()
+                beside = mine.clone()
+                work = group.all_reduce_aside(beside)
+                group.all_reduce(mine)
+                group.wait(work)
+                if not (torch.equal(mine, wanted) and torch.equal(beside, wanted)):
+                    wrong.append((dtype, count))
+        one = torch.ones(1000) / (session.rank + 3)
+        group.all_reduce(one)
+        near = group._hosts.near
+        return wrong, near is not None, [bytes(row) for row in group.exchange(one.numpy().tobytes())]
+
+    found = run_ranks(len(where), run, patches=False, collectives="auto")
+    assert [(wrong, near) for wrong, near, _ in found] == [([], where.count(host) > 1) for host in where]
+    assert len({row for _, _, rows in found for row in rows}) == 1  # the same bits everywhere
+
+
+def test_large_gradients_over_hosts_are_those_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def weights() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(900, 900), torch.nn.Tanh(), torch.nn.Linear(900, 900)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.utils.data.TensorDataset(torch.randn(24, 900).double(), torch.randn(24, 900).double())
+        for x, y in torch.utils.data.DataLoader(data, batch_size=8):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    def run(session: Session) -> Any:
+        group = joined(session, monkeypatch, [0, 1, 0, 1])
+        return weights(), group._hosts is not None
+
+    wanted = alone(lambda _: weights())
+    for found, spread in run_ranks(4, run, collectives="auto"):
+        assert spread
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_rank_that_dies_on_a_host_is_an_error_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(session: Session) -> None:
+        group = joined(session, monkeypatch, [0, 0, 1, 1])
+        one = torch.ones(3_000_000)
+        group.all_reduce(one)
+        if session.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(CollectiveError):
+            group.all_reduce(one)
+
+    with pytest.raises(RankFailedError, match="rank 3 failed:\nit died"):
+        run_ranks(4, run, patches=False, collectives="auto")
+
+
+def test_ddp_over_hosts_ends_with_gloos_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(session: Session, backend: str) -> Any:
+        monkeypatch.setattr(handing, "home", lambda: f"host {session.rank % 2}")
+        warnings.simplefilter("ignore")  # torch's, about names of its own
+        register()
+        dist.init_process_group(backend, store=session.store, rank=session.rank, world_size=session.world_size)
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(50, 700), torch.nn.Linear(700, 3)).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(session.rank)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 50, generator=generator).double()).square().mean().backward()
+            optimizer.step()
+        half = dist.new_group([0, 2])  # which are on one host
+        total = torch.ones(3, 2).t()
+        if session.rank in (0, 2):
+            dist.all_reduce(total, group=half)
+        later = [torch.full((100,), 1.0 * session.rank) for _ in range(3)]
+        works = [dist.all_reduce(one, async_op=True) for one in later]
+        least, gathered = torch.tensor([session.rank]), [torch.zeros(1) for _ in range(session.world_size)]
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        dist.all_gather(gathered, torch.ones(1) * session.rank)
+        for work in works:
+            work.wait()
+        dist.barrier()
+        kinds = type(dist.group.WORLD).__name__, type(half).__name__
+        others = [total.tolist(), least.tolist(), *(one.tolist() for one in (*later, *gathered))]
+        return [parameter.detach() for parameter in model.parameters()], others, kinds
+
+    ours, theirs = (
+        run_ranks(4, lambda session, backend=backend: run(session, backend), patches=False)  # type: ignore[misc]
+        for backend in ("lagom", "gloo")
+    )
+    for rank, ((mine, others, kinds), (wanted, as_wanted, _)) in enumerate(zip(ours, theirs, strict=True)):
+        assert kinds == ("SpreadProcessGroup", "SharedProcessGroup" if rank in (0, 2) else "int")
+        assert others == as_wanted
+        for one, other in zip(mine, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
