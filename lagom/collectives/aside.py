@@ -16,12 +16,19 @@ class Work(Protocol):
     def wait(self) -> object:
         """Until it is done; raises what it raised."""
 
+    def is_completed(self) -> bool:
+        """Whether there is nothing to wait for."""
+
 
 class Done:
     """An exchange that is over."""
 
     def wait(self) -> None:
         """There is nothing to wait for."""
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
 
 
 class Aside:
@@ -57,6 +64,9 @@ class _Task:
             self._error = error
         self._call = None  # it holds tensors
         self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
 
     def wait(self) -> None:
         self._done.wait()

@@ -35,6 +35,7 @@ def sharded_steps(session: Session) -> Iterator[None]:
     with ExitStack() as stack:
         if session.plan.zero_lvl > 1:
             session.gradients = stack.enter_context(parted_gradients(session))
+            session.replicate.overlap.part = session.gradients.keep_part_early
         optimizers = session.optimizers = Optimizers(
             session.group,
             session.frame,

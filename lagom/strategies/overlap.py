@@ -14,7 +14,7 @@ from lagom.strategies.buckets import Moving, land, launch
 from lagom.strategies.frame import signature
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from lagom.collectives.group import Group
     from lagom.strategies.divergence import Watch
@@ -47,7 +47,9 @@ class Overlap:
         self._pause = 0
         self._patience = 1
         self._running: Running | None = None
-        self._abandoned: list[Moving] = []
+        self._abandoned: list[Moving | None] = []
+        self.part: Callable[[torch.Tensor], None] | None = None
+        """Takes this rank's part of an average, and leaves the leaf without a gradient; with ``zero_lvl=2``."""
 
     @property
     def is_launching(self) -> bool:
@@ -65,8 +67,11 @@ class Overlap:
         buckets = [[layout.numbers[i] for i in bucket.indices] for bucket in layout.buckets]
         self._known[key] = _signed(key), buckets
 
-    def start(self, numbers: Sequence[int], leaves: Sequence[torch.Tensor]) -> None:
+    def start(self, numbers: Sequence[int], leaves: Sequence[torch.Tensor], plain: Iterable[torch.Tensor] = ()) -> None:
         """A backward is about to run that will reach ``leaves``; a collective if one is expected.
+
+        Args:
+            plain: those of which nobody waits for the gradient of this backward alone.
 
         Raises:
             DivergenceError: on all ranks, when others are elsewhere.
@@ -84,6 +89,8 @@ class Overlap:
         elif buckets:
             self._group.open_aside()
             self._running = Running(self._group, self._leaves, buckets)
+            if self.part is not None:
+                self._running.part_early(plain, self.part)
 
     def accumulates_inside(self, leaves: Sequence[torch.Tensor]) -> None:
         """A backward inside the one under way will accumulate into ``leaves``."""
@@ -122,8 +129,12 @@ class Running:
     def __init__(self, group: Group, leaves: Leaves, buckets: Sequence[Sequence[int]]) -> None:
         self.missing: list[torch.Tensor] = []
         """Leaves that got no gradient; they have zeros for one."""
-        self.moving: list[Moving] = []
+        self.moving: list[Moving | None] = []
+        """None for those that have landed already."""
         self.is_launching = False
+        self._early: set[int] = set()
+        self._part: Callable[[torch.Tensor], None] | None = None
+        self._num_landed = 0
         self._group = group
         found = [[leaves.tensor(number) for number in bucket] for bucket in buckets]
         self._buckets = [[leaf for leaf in bucket if leaf is not None] for bucket in found]
@@ -149,6 +160,10 @@ class Running:
                     )
                 self._num_left[place] = len(self._place) + 1
 
+    def part_early(self, plain: Iterable[torch.Tensor], part: Callable[[torch.Tensor], None]) -> None:
+        """Call ``part`` for the leaves of buckets that have been summed while the backward still runs."""
+        self._early, self._part = set(map(id, plain)), part
+
     def finish(self) -> None:
         """Launch what has not been."""
         for handle in self._handles:
@@ -158,7 +173,8 @@ class Running:
     def land(self) -> None:
         """Wait for all; gradients are averages then."""
         for moving in self.moving:
-            land(moving, self._group.wait, self._group.world_size)
+            if moving is not None:
+                land(moving, self._group.wait, self._group.world_size)
 
     def _ready(self, leaf: torch.Tensor) -> None:
         self._num_left[self._place[id(leaf)]] -= 1
@@ -166,6 +182,20 @@ class Running:
         while ready < len(self._buckets) and self._num_left[ready] <= 0:
             ready += 1
         self._launch(ready)
+        self._land_what_is_there()
+
+    @torch.no_grad()
+    def _land_what_is_there(self) -> None:
+        # Never by waiting: another rank may send its part only after an exchange that this one comes to later.
+        while self._part is not None and self._num_landed < len(self.moving):
+            moving, bucket = self.moving[self._num_landed], self._buckets[self._num_landed]
+            if moving is None or not (moving.work.is_completed() and all(id(leaf) in self._early for leaf in bucket)):
+                return
+            land(moving, self._group.wait, self._group.world_size)
+            self.moving[self._num_landed] = moving = None
+            self._num_landed += 1
+            for leaf in bucket:
+                self._part(leaf)
 
     @torch.no_grad()
     def _launch(self, end: int) -> None:

@@ -77,7 +77,8 @@ class Replicate:
         """
         known = [(self._leaves.known(leaf), leaf) for leaf in pending.leaves]
         shared = [(-1 if n is None else n, leaf) for n, leaf in known if n not in self._verified.local]
-        self.overlap.start([n for n, _ in shared], [leaf for _, leaf in shared])
+        plain = [leaf for leaf in pending.fresh if not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)]
+        self.overlap.start([n for n, _ in shared], [leaf for _, leaf in shared], plain)
 
     @torch.no_grad()
     def reduce(self, pending: Pending) -> None:

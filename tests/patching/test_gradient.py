@@ -14,8 +14,10 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, Adafactor, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from lagom.collectives.aside import _Task as Overlapped
 from lagom.patching.gradient import parted_gradients
 from lagom.patching.session import Session
+from lagom.strategies import overlap
 from tests.patching.test_optimizer import close, same
 from tests.ranks import RankFailedError, alone, run_ranks
 
@@ -172,6 +174,61 @@ def test_hooks_checkpoints_branches_and_another_optimizer() -> None:
         return seen, _weights(model), _weights(extra), first
 
     same(train, (2, 2))
+
+
+class Fragile(torch.autograd.Function):
+    """Its backward fails when it is told to."""
+
+    fails = False
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        if Fragile.fails:
+            raise ValueError("as it was told to")
+        return gradient
+
+
+def test_large_gradients_are_cut_while_a_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "WORTH", 1 << 20)
+    # At once, and not when it has come to pass: that depends on the machine.
+    monkeypatch.setattr(Overlapped, "is_completed", lambda task: task.wait() or True, raising=False)
+
+    def train(session: Session) -> Any:
+        torch.set_default_dtype(torch.float64)
+        wide = 400  # 1.3 MB
+        model: Any = nn.Sequential(nn.Linear(3, wide), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, wide))
+        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+        early: list[int] = []
+        if session.gradients is not None:
+            cut = session.gradients._cut
+            session.gradients._cut = lambda leaf, entry: early.append(session.depth) or cut(leaf, entry)  # type: ignore[method-assign, func-returns-value]
+        none = []
+        for number in range(7):
+            x = torch.randn(6, 3)
+
+            def loss(x: Tensor = x) -> Tensor:
+                hidden = Fragile.apply(model[0](x))  # type: ignore[no-untyped-call]
+                return model[1:](hidden).square().mean()  # type: ignore[no-any-return]
+
+            if number == 3:
+                Fragile.fails = True
+                with pytest.raises(ValueError, match="told"):
+                    loss().backward()
+                Fragile.fails = False
+                none = [p.grad is None for p in model.parameters()] if session.gradients is not None else [True] * 6
+                model.zero_grad()
+            loss().backward()
+            if number != 4:  # accumulates
+                optimizer.step()
+                optimizer.zero_grad()
+        assert session.gradients is None or early.count(1) > 4
+        return none, _weights(model)
+
+    same(train, (2, 2), (2, 3))
 
 
 def test_gradients_that_only_one_rank_reads() -> None:

@@ -66,6 +66,8 @@ class Gradients:
         self._clock = 0
         """Of changes: where it is equal on two ranks, their parts are of the same time."""
         self._num_cut = 0
+        self._early: list[tuple[_Entry, torch.Tensor | None]] = []
+        """Parts that a backward has left while it runs, and that do not count before it ends."""
         self._is_raw = False
         self._is_parted = False
         self._is_over = False
@@ -111,29 +113,40 @@ class Gradients:
     def keep_parts(self, leaves: Iterable[torch.Tensor]) -> None:
         """Of the averaged gradients of ``leaves``, which are whole and known to nobody, keep this rank's parts."""
         self._clock += 1
-        if self._is_over:
-            return
+        early, self._early = self._early, []
+        for early_entry, part in early:
+            self._add(early_entry, part)
         for leaf in leaves:
-            entry = self._entries.get(leaf)
-            gradient = _slot.__get__(leaf)
-            if entry is None or gradient is None or entry.stays_whole:
-                continue
-            if gradient.layout != torch.strided or gradient.requires_grad or not is_dense(leaf):
-                continue
-            self._cut(leaf, entry, gradient)
+            if (entry := self._can_be_cut(leaf)) is not None:
+                self._add(entry, self._cut(leaf, entry))
 
-    def _cut(self, leaf: torch.Tensor, entry: _Entry, gradient: torch.Tensor) -> None:
-        if entry.mine is not None:
-            own = flat_like(gradient, leaf)[entry.mine.start : entry.mine.end]
-            if entry.shard is None:
-                entry.shard = own.clone()
-            else:
-                entry.shard.add_(own)
+    def keep_part_early(self, leaf: torch.Tensor) -> None:
+        """As ``keep_parts``, of a backward that still runs and may yet fail."""
+        if (entry := self._can_be_cut(leaf)) is not None:
+            self._early.append((entry, self._cut(leaf, entry)))
+
+    def _can_be_cut(self, leaf: torch.Tensor) -> _Entry | None:
+        entry: _Entry | None = self._entries.get(leaf)
+        gradient = _slot.__get__(leaf)
+        if self._is_over or entry is None or gradient is None or entry.stays_whole:
+            return None
+        able = gradient.layout == torch.strided and not gradient.requires_grad and is_dense(leaf)
+        return entry if able else None
+
+    def _cut(self, leaf: torch.Tensor, entry: _Entry) -> torch.Tensor | None:
+        gradient = _slot.__get__(leaf)
+        _slot.__set__(leaf, None)
+        if entry.mine is None:
+            return None
+        return flat_like(gradient, leaf)[entry.mine.start : entry.mine.end].clone()
+
+    def _add(self, entry: _Entry, part: torch.Tensor | None) -> None:
+        if part is not None:
+            entry.shard = part if entry.shard is None else entry.shard.add_(part)
         entry.was_shown = False
         if not entry.is_cut:
             entry.is_cut = True
             self._num_cut += 1
-        _slot.__set__(leaf, None)
 
     def drop(self, parameters: Iterable[torch.Tensor]) -> None:
         """They have no gradients any more."""
@@ -159,6 +172,9 @@ class Gradients:
         before, self._is_raw = self._is_raw, True
         try:
             yield
+        except BaseException:
+            self._early = []  # gradients are what they were
+            raise
         finally:
             self._is_raw = before
 
