@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,11 @@ _PLACE = "the start of a backward"
 _MAX_KNOWN = 64
 _MAX_PATIENCE = 64
 """Backwards to wait, at most, where ranks reach different leaves."""
+_MAX_MOVING = 2
+"""Buckets under way from which a backward that leaves only parts waits for the first of them."""
+_PATIENCE_S = 0.2
+"""In all of a backward that has waited in vain."""
+_NAP_S = 2e-4
 Key = tuple[tuple[int, torch.dtype, torch.Size], ...]
 
 
@@ -135,6 +141,7 @@ class Running:
         self._early: set[int] = set()
         self._part: Callable[[torch.Tensor], None] | None = None
         self._num_landed = 0
+        self._patience_s = _PATIENCE_S
         self._group = group
         found = [[leaves.tensor(number) for number in bucket] for bucket in buckets]
         self._buckets = [[leaf for leaf in bucket if leaf is not None] for bucket in found]
@@ -186,16 +193,30 @@ class Running:
 
     @torch.no_grad()
     def _land_what_is_there(self) -> None:
-        # Never by waiting: another rank may send its part only after an exchange that this one comes to later.
         while self._part is not None and self._num_landed < len(self.moving):
             moving, bucket = self.moving[self._num_landed], self._buckets[self._num_landed]
-            if moving is None or not (moving.work.is_completed() and all(id(leaf) in self._early for leaf in bucket)):
+            if moving is None or not all(id(leaf) in self._early for leaf in bucket):
+                return
+            if not moving.work.is_completed() and not self._may_wait(moving):
                 return
             land(moving, self._group.wait, self._group.world_size)
             self.moving[self._num_landed] = moving = None
             self._num_landed += 1
             for leaf in bucket:
                 self._part(leaf)
+
+    def _may_wait(self, moving: Moving) -> bool:
+        """Wait for ``moving`` where too much is under way, but not for long; whether it has come."""
+        if len(self.moving) - self._num_landed <= _MAX_MOVING:
+            return False
+        # Another rank may send its part only after an exchange that this one comes to later.
+        deadline = time.monotonic() + self._patience_s
+        while not moving.work.is_completed():
+            if time.monotonic() > deadline:
+                self._patience_s = 0.0
+                return False
+            time.sleep(_NAP_S)
+        return True
 
     @torch.no_grad()
     def _launch(self, end: int) -> None:
@@ -220,6 +241,10 @@ class Running:
 # BatchNorm) may come before or after on another rank. When the backward has ended the rest is launched, zeros for what
 # got no gradient after all, also when it failed: so whatever happens, all ranks send the same buckets. The small
 # gradients follow as in any other backward, with its signature.
+#
+# With ``zero_lvl=2`` a rank keeps only its part of an average. Buckets that have been summed are cut while the backward
+# runs, and where more than two are under way it waits for the first: not longer than a moment, since what that needs
+# of another rank may come after an exchange in which that rank waits for this one. Sums do not depend on it.
 #
 # Where the signatures differ nothing has been sent. The ranks go on as ever, and leave that exchange out of more and
 # more backwards.
