@@ -39,7 +39,7 @@ WARM_UP = 3
 BATCH = 64
 """Samples per rank and step."""
 PEER = "by hand"
-CONTENDERS = ("zero_lvl=0", "zero_lvl=1", PEER)
+CONTENDERS = ("zero_lvl=0", "zero_lvl=1", "zero_lvl=2", PEER)
 TARGET = 1.05
 
 

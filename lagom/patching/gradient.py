@@ -100,7 +100,7 @@ def _unscaled(session: Session, gradients: Gradients) -> Callable[..., Any]:
         with gradients.parted():
             found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, *args, **kwargs)
         mine = [float(found[device]) if device in found else 0.0 for device in devices]
-        rows = _exchanged(session, "GradScaler.unscale_()", mine)
+        rows = exchanged(session, "GradScaler.unscale_()", mine)
         worst = [max(column) for column in zip(*rows, strict=True)]
         return {
             d: torch.full((), value, dtype=torch.float32, device=d) for d, value in zip(devices, worst, strict=True)
@@ -127,7 +127,7 @@ def _clipped(session: Session, gradients: Gradients, original: Callable[..., Any
             parts = [part for p in cut if (part := gradients.part(p)[1]) is not None]
             whole = [p.grad for p in every if not gradients.part(p)[0] and p.grad is not None]
             norms = [float(get_total_norm(some, norm_type, False, foreach)) for some in (parts, whole)]
-            rows = _exchanged(session, "clip_grad_norm_()", norms[:1])
+            rows = exchanged(session, "clip_grad_norm_()", norms[:1])
             total = _together([row[0] for row in rows] + norms[1:], float(norm_type))
             # As a norm of one number, for the error that torch has.
             norm = torch.full((), total, dtype=cut[0].dtype, device=cut[0].device)
@@ -161,7 +161,7 @@ def _together(norms: list[float], order: float) -> float:
     return largest * found
 
 
-def _exchanged(session: Session, place: str, mine: list[float]) -> list[list[float]]:
+def exchanged(session: Session, place: str, mine: list[float]) -> list[list[float]]:
     """What all ranks have, if all are at ``place``."""
     assert session.group is not None
     session.at(place)

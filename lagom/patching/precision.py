@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.patching.gradient import exchanged
 from lagom.patching.replace import replaced
 from lagom.strategies.leaves import reached
 
@@ -205,10 +206,14 @@ class _Scaling:
 
     def before(self, optimizer: Optimizer) -> None:
         """A step comes: without gradients, which changes nothing, where some are not finite."""
-        graded = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._session.gradients is None:
+            graded = [p for p in every if p.grad is not None]
+        else:
+            graded = [p for p in every if self._session.gradients.is_there(p)]
         if not graded:
             return
-        if _are_finite([p.grad for p in graded]):
+        if self._is_finite(graded):
             self._num_good += 1
             if self._num_good >= GROWTH_INTERVAL:
                 self.scale, self._num_good = self.scale * _FACTOR, 0
@@ -220,6 +225,15 @@ class _Scaling:
         self._held[optimizer] = [(p, p.grad) for p in graded]
         for p in graded:
             p.grad = None
+
+    def _is_finite(self, graded: Sequence[Tensor]) -> bool:
+        gradients = self._session.gradients
+        if gradients is None or not any(gradients.part(p)[0] for p in graded):
+            return _are_finite(p.grad for p in graded)
+        with gradients.parted():
+            mine = _are_finite(p.grad for p in graded)
+        rows = exchanged(self._session, "optimizer.step() in fp16", [float(mine)])
+        return all(row[0] for row in rows)
 
     def after(self, optimizer: Optimizer) -> None:
         """The step is over: gradients are what they were."""

@@ -139,6 +139,27 @@ def test_clipping_and_scaling_of_parts() -> None:
             assert found[1] != found[1] or found[1] == wanted[1]
 
 
+def test_fp16_by_flag_looks_at_parts() -> None:
+    def train(session: Session) -> Any:
+        model = nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 1))
+        optimizer = Adam(model.parameters(), 0.01)
+        x, whole, huge = torch.randn(6, 7), [], torch.tensor(1.0)
+        for number in range(5):
+            huge.fill_(1e30 if number == 3 else 1.0)  # which overflows on its way back
+            (model(x).square().mean() * huge).backward()
+            optimizer.step()
+            whole.append(SLOT.__get__(model[0].weight) is not None)
+            optimizer.zero_grad()
+        if session.gradients is not None:
+            assert whole == [True, False, False, True, False]
+        return _weights(model)
+
+    wanted = run_ranks(2, train, mixed_precision="fp16")[0]
+    assert all(bool(p.isfinite().all()) for p in wanted)
+    for found in run_ranks(2, train, zero_lvl=2, mixed_precision="fp16"):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, wanted, strict=True))
+
+
 def test_hooks_checkpoints_branches_and_another_optimizer() -> None:
     def train(_: Session) -> Any:
         model, optimizer, x = _started()

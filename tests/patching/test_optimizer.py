@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from lagom.errors import LagomError
 from lagom.patching.session import Session
 from tests.ranks import RankFailedError, alone, run_ranks
 
@@ -493,6 +495,35 @@ def test_a_rank_that_steps_alone_gets_an_error() -> None:
 
     with pytest.raises(RankFailedError, match=r"rank 0 at optimizer.step\(\), rank 1 at the end of the program"):
         run_ranks(2, train, zero_lvl=1)
+
+
+def test_in_another_thread_or_process_there_is_no_state_and_no_step() -> None:
+    def train(session: Session) -> Any:
+        model = _model()
+        optimizer = Adam(model.parameters(), 0.01)
+        model(torch.ones(2, 7)).mean().backward()
+        optimizer.step()
+        errors: list[str] = []
+
+        def attempt(call: Callable[[], object]) -> None:
+            try:
+                call()
+            except LagomError as error:
+                errors.append(str(error))
+
+        for call in (optimizer.state_dict, lambda: len(optimizer.state), optimizer.step):
+            thread = threading.Thread(target=attempt, args=(call,))
+            thread.start()
+            thread.join()
+        session.live = False  # as in a process that is forked
+        with pytest.raises(LagomError, match="shared out over the ranks"):
+            optimizer.state_dict()
+        session.live = True
+        return errors, len(optimizer.state_dict()["state"])
+
+    for errors, num_states in run_ranks(2, train, zero_lvl=1):
+        assert ["shared out" in error or "in a thread" in error for error in errors] == [True] * 3
+        assert num_states == 6
 
 
 def test_classes_are_what_they_were_afterwards() -> None:
