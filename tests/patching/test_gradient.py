@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, Adafactor, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.collectives.aside import _Task as Overlapped
 from lagom.patching.gradient import parted_gradients
@@ -137,6 +138,34 @@ def test_clipping_and_scaling_of_parts() -> None:
         for found in run_ranks(world_size, train, zero_lvl=2):
             close(found[:1] + found[2:], wanted[:1] + wanted[2:])
             assert found[1] != found[1] or found[1] == wanted[1]
+
+
+def test_parameters_of_all_kinds() -> None:
+    def train(_: Session) -> Any:
+        torch.set_default_dtype(torch.float64)
+        waves = nn.Parameter(torch.randn(150, dtype=torch.complex128))
+        conv = nn.Conv2d(4, 20, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        frozen = nn.Linear(30, 30)
+        frozen.weight.requires_grad_(False)
+        coarse = nn.Parameter(torch.randn(400, dtype=torch.bfloat16))
+        turned, gappy = nn.Parameter(torch.randn(30, 20).t()), nn.Parameter(torch.randn(30, 20)[:, ::2])
+        rows, lazy, norm = nn.Embedding(50, 8, sparse=True), nn.LazyLinear(5), nn.BatchNorm1d(20)
+        mixed = [waves, *conv.parameters(), *frozen.parameters(), coarse, turned, gappy]
+        optimizers = [Adam(mixed, 0.01), *(SGD(one.parameters(), 0.1) for one in (rows, lazy, norm))]
+        for x, i in 2 * list(DataLoader(TensorDataset(torch.randn(12, 20), torch.arange(12)), batch_size=6)):
+            hidden = norm(x)
+            outputs = [waves.abs() * 0.1, conv(torch.ones(1, 4, 5, 5)), rows(i), frozen(torch.ones(2, 30))]
+            outputs += [coarse.double(), hidden @ turned, gappy * 0.1, lazy(hidden)]
+            sum(one.square().mean() for one in outputs).backward()  # type: ignore[union-attr]
+            clip_grad_norm_([*mixed, *lazy.parameters()], 0.5)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        states = optimizers[0].state_dict()["state"].values()
+        every = [*mixed, *(p for one in (rows, lazy, norm) for p in one.parameters())]
+        return [p.detach().clone() for p in every], [(s["exp_avg"], s["exp_avg"].stride()) for s in states]
+
+    same(train, (1, 2), (2, 3), batches="whole")
 
 
 def test_fp16_by_flag_looks_at_parts() -> None:
