@@ -50,6 +50,8 @@ class Accumulation:
         """The lengths of two cycles that all ranks have seen alike."""
         self._num_vain = 0
         self._num_failed = 0
+        self._batches: list[int | None] = []
+        """Of the backwards that are kept, which batch each is on."""
         self._owed: dict[int, nn.Parameter] = {}
         """What holds this rank's own sum, by id."""
 
@@ -74,7 +76,10 @@ class Accumulation:
                 self.flush()
                 self._goal = 0
             self._count += 1
-            return self._count < self._goal and (self._count == 1 or bool(self._owed))
+            keeps = self._count < self._goal and (self._count == 1 or bool(self._owed))
+            if keeps:
+                self._batches.append(self._session.position)
+            return keeps
 
     def keep(self, leaves: Iterable[Tensor]) -> None:
         """A backward adds to ``leaves``, and on this rank only."""
@@ -85,12 +90,18 @@ class Accumulation:
         self.keep(leaves)
         self._over = True  # those of the next one could not be known beforehand either
 
-    def pending(self) -> Pending:
-        """What the next reduction begins with: the sums that are owed, which then are no more."""
+    def pending(self, *, runs: bool = True) -> Pending:
+        """What the next reduction begins with: the sums that are owed, which then are no more.
+
+        Args:
+            runs: a backward will, with whose gradients they are reduced.
+        """
         pending = Pending(list(self._owed.values()), self._count if self._owed else 1)
         if self._watches and not self._over:
             pending.habits = repr(tuple(self._lengths)).encode()
         self._owed = {}
+        pending.batches = [*self._batches, self._session.position] if runs else self._batches
+        self._batches = []
         pending.num_failed, self._num_failed = self._num_failed, 0
         return pending
 
@@ -109,7 +120,7 @@ class Accumulation:
         """Average what is owed; a collective, if anything is."""
         if self._owed:
             with self.busy():
-                pending = self.pending()
+                pending = self.pending(runs=False)
                 pending.ran()
                 self._replicate.reduce(pending)
                 self.reduced(pending)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -244,6 +245,8 @@ def _yielding(session: Session) -> Any:
             data = moved(data, session.device)
         if current.training:
             if share is not None:
+                if not current.own:
+                    share = replace(share, step=current.step + 1)
                 if not torch.is_grad_enabled():
                     session.say_once(_GOES_ON)
                 session.provenance.remember(data, share)

@@ -20,6 +20,8 @@ class Share:
     num_all: int
     even: bool
     """All ranks have as many."""
+    step: int | None = field(default=None, compare=False)
+    """Which batch of its pass, from 1 on, where that is the same on all ranks."""
 
     def weight(self, world_size: int) -> float:
         """What the root of a backward is multiplied by, so that the average over ranks is the mean of the batch."""

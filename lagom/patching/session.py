@@ -65,6 +65,8 @@ class Session:
     samples_trained: int = field(default=0, init=False)
     reported: dict[str, float | int] = field(default_factory=dict, init=False)
     """What the program reported last; shown along with the progress."""
+    position: int | None = field(default=None, init=False)
+    """Which batch of its pass a model was called with last; None where ranks may be at different ones."""
     depth: int = field(default=0, init=False)
     """Of nested backwards; recomputed forwards must find the random numbers of the first time."""
     common: CommonStreams = field(init=False)
@@ -195,7 +197,7 @@ class Session:
         """
         found = self.provenance.share(data)
         if found is not None:
-            self._used = found
+            self._used, self.position = found, found.step
         else:
             self.provenance.check_rows(data, self.share)
         return found

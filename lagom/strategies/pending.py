@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 
 class Pending:
@@ -25,6 +25,8 @@ class Pending:
         self.num_backwards = num_backwards
         self.num_failed = 0
         """Backwards of this rank that failed since the exchange before; see Note [Backwards that fail]."""
+        self.batches: Sequence[int | None] = ()
+        """Which batch of its pass each backward is on, as far as known; to be the same on all ranks."""
         self.habits = b""
         """What the rank has learnt of the program; it is to be the same on all of them."""
         self.accord: bool | None = None
@@ -56,6 +58,11 @@ class Pending:
     def fresh(self) -> list[torch.Tensor]:
         """Those that had no gradient before."""
         return [leaf for leaf, before in self._before.values() if before is None]
+
+    @property
+    def besides(self) -> bytes:
+        """What is to be the same on all ranks, besides gradients."""
+        return self.habits if not any(self.batches) else b"%s %s" % (self.habits, repr(self.batches).encode())
 
     def differed(self) -> None:
         """Ranks have other habits."""

@@ -17,7 +17,7 @@ from lagom.strategies.overlap import Overlap
 from lagom.strategies.verified import Verified
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from lagom.collectives.group import Group
     from lagom.strategies.divergence import Watch
@@ -104,7 +104,7 @@ class Replicate:
         elif reached.numbers:
             self._watch.step()
             kind = _place(_BACKWARD, pending)
-            while reached.numbers and not self.average(kind, reached, pending.habits):
+            while reached.numbers and not self.average(kind, reached, pending.besides):
                 reached = self._union(kind, reached, pending)
             if reached.numbers:
                 pending.agreed()
@@ -114,7 +114,7 @@ class Replicate:
         """What did not travel during the backward."""
         missing = sorted(self._leaves.number(leaf) for leaf in running.missing)
         kind = _place(_REST, pending)
-        while not self.average(kind, reached, pending.habits + (repr(missing).encode() if missing else b"")):
+        while not self.average(kind, reached, pending.besides + (repr(missing).encode() if missing else b"")):
             reached = self._union(kind, reached, pending)
             everywhere = [set(pickle.loads(part)) for part in self._group.all_gather_bytes(pickle.dumps(missing))]
             missing = sorted(set.intersection(*everywhere))
@@ -169,11 +169,11 @@ class Replicate:
         if not (layout.unseen or besides):
             return layout.signature
         unseen = [self._leaves.tensor(number) for number in sorted(layout.unseen)]
-        return signature(layout.identity + besides + b"".join(digest(leaf) for leaf in unseen if leaf is not None))
+        return signature(layout.signature + besides + b"".join(digest(leaf) for leaf in unseen if leaf is not None))
 
     def _union(self, kind: str, reached: Reached, pending: Pending) -> Reached:
         """Agree on what any rank reached; what this one did not reach counts as zero and gets the result."""
-        self._watch.meet(kind)
+        self._watch.meet(kind + _told(pending.batches))
         layout = self._averager.layout(kind, *reached)
         mine = pending.habits, [(entry, entry.number in self._inputs) for entry in layout.entries]
         parts = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(mine))]
@@ -211,6 +211,11 @@ def _place(kind: str, pending: Pending) -> str:
     if number > 1:
         kind += f", the {number}. one since gradients were used"
     return f"{kind} after {pending.num_failed} that failed" if pending.num_failed else kind
+
+
+def _told(batches: Sequence[int | None]) -> str:
+    known = [str(batch) for batch in batches if batch is not None]
+    return f" on batch {', '.join(known)} of a pass" if known else ""
 
 
 # Note [Which gradients]

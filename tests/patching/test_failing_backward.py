@@ -84,3 +84,30 @@ def test_a_program_that_catches_the_error_too_is_told_at_its_end() -> None:
 
     with pytest.raises(RankFailedError, match=r"DivergenceError: the program caught this error and went on, .* points"):
         run_ranks(2, run)
+
+
+@pytest.mark.parametrize("num_backwards", [1, 3])
+def test_ranks_that_leave_out_other_batches_are_told(num_backwards: int) -> None:
+    def run(session: Session, skips: tuple[int, ...]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = TensorDataset(torch.randn(144, 3).double(), torch.randn(144, 1).double())
+        num_done = 0
+        for i, (x, y) in enumerate(DataLoader(data, batch_size=6)):
+            loss = nn.functional.mse_loss(model(x), y)
+            if i == skips[session.rank]:
+                continue
+            loss.backward()
+            num_done += 1
+            if num_done % num_backwards == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    expected = alone(lambda session: run(session, (4,)))
+    for found in run_ranks(2, lambda session: run(session, (4, 4))):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    # As often, and in the middle of training, so that nothing else tells.
+    with pytest.raises(RankFailedError, match=r"DivergenceError.* at a backward.* on batch [\d, ]+ of a pass, rank 1"):
+        run_ranks(2, lambda session: run(session, (13, 14)))

@@ -156,7 +156,7 @@ def test_parameters_of_all_kinds() -> None:
             hidden = norm(x)
             outputs = [waves.abs() * 0.1, conv(torch.ones(1, 4, 5, 5)), rows(i), frozen(torch.ones(2, 30))]
             outputs += [coarse.double(), hidden @ turned, gappy * 0.1, lazy(hidden)]
-            sum(one.square().mean() for one in outputs).backward()  # type: ignore[union-attr]
+            sum(one.square().mean() for one in outputs).backward()
             clip_grad_norm_([*mixed, *lazy.parameters()], 0.5)
             for optimizer in optimizers:
                 optimizer.step()
