@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise, starmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
     from lagom.data.columns import Codec, Where
     from lagom.data.unischema import Field
     from lagom.data.values import Path, Values
+
+_WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.uint16): np.dtype(np.int32),
+    np.dtype(np.uint32): np.dtype(np.int64),
+    np.dtype(np.uint64): np.dtype(np.int64),
+}
+_CELLS = 8
+"""That are worth a thread."""
 
 
 def codec(field: Field, ragged: str) -> Codec | None:
@@ -110,12 +119,18 @@ class Decoder:
                 why = f"does not decode as {self.codec.field.codec}: {error}"
                 raise told.error(self.path, 0, why) from error
 
-        threads = torch.get_num_threads()
-        if threads > 1 and len(array) > 1:
-            with ThreadPoolExecutor(threads) as pool:
-                cells = list(pool.map(one, range(len(array))))
+        def some(places: range) -> list[NDArray[Any] | None]:
+            return [one(place) for place in places]
+
+        # A run of cells for each thread: handing them out one by one takes as long as decoding a small one.
+        threads = max(1, min(torch.get_num_threads(), len(array) // _CELLS))
+        if threads == 1:
+            cells = some(range(len(array)))
         else:
-            cells = [one(place) for place in range(len(array))]
+            bounds = [len(array) * number // threads for number in range(threads + 1)]
+            with ThreadPoolExecutor(threads) as pool:
+                parts = list(pool.map(some, starmap(range, pairwise(bounds))))
+            cells = [cell for part in parts for cell in part]
         return _cells(cells, self.codec.field, self.codec.ragged, self.path)
 
 
@@ -152,9 +167,7 @@ def _by_pillow(cell: Any) -> NDArray[Any]:
 
 def computable(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """What torch computes with in place of ``dtype``."""
-    wider: dict[str, Any] = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
-    found: np.dtype[Any] = np.dtype(wider.get(dtype.name, dtype))
-    return found
+    return _WIDER.get(dtype, dtype)
 
 
 def _cells(cells: list[NDArray[Any] | None], field: Field, ragged: str, path: Path) -> Cells:

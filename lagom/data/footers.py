@@ -17,8 +17,8 @@ _PAGE = 1 << 16
 """Bytes that are read ahead in a column chunk."""
 
 
-def open_file(home: Any, file: File) -> Any:
-    """The Parquet file ``file``.
+def open_file(home: Any, file: File, footer: Any = None) -> Any:
+    """The Parquet file ``file``; with ``footer``, its metadata, that is not read again.
 
     Raises:
         DataError: when it is not there, not as it was, or no such file.
@@ -33,7 +33,9 @@ def open_file(home: Any, file: File) -> Any:
                 "written again since; make the ParquetDataset anew"
             )
         # Read as it is decoded, in pages: a column chunk may be large, and only its beginning wanted.
-        return pq.ParquetFile(source, pre_buffer=False, buffer_size=_PAGE, coerce_int96_timestamp_unit="us")
+        return pq.ParquetFile(
+            source, metadata=footer, pre_buffer=False, buffer_size=_PAGE, coerce_int96_timestamp_unit="us"
+        )
     except FileNotFoundError as error:
         raise DataError(f"{file.path} is gone; it was there when the data set was made") from error
     except OSError as error:  # Arrow's errors of a damaged file are ValueErrors

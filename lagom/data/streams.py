@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 MOST = 1 << 16
 """Rows that are decoded at a time: fewer are slower, more take memory."""
+_FOOTERS = 256
+"""That are kept: of a large file, 1 MB or so."""
 _DECODED_ROWS, _DECODED_BYTES = 512, 1 << 20
 """Of a block of cells that are decoded together, the bytes encoded."""
 
@@ -43,6 +46,15 @@ class Source:
         self._leaves = leaves
         self._shapes: dict[Path, tuple[int, ...]] = {}
         self.memory = Memory()
+        self._footers: OrderedDict[int, Any] = OrderedDict()
+
+    def open(self, file: int) -> Any:
+        """The Parquet file number ``file``; its footer is read once, as row groups of many files take turns."""
+        opened = self.table.open(file, self._footers.pop(file, None))
+        self._footers[file] = opened.metadata
+        if len(self._footers) > _FOOTERS:
+            self._footers.popitem(last=False)
+        return opened
 
     @property
     def is_encoded(self) -> bool:
@@ -101,7 +113,7 @@ class Cursor:
         table = self._source.table
         file = table.groups[group].file
         if file != self._file:
-            self._opened, self._file = table.open(file), file
+            self._opened, self._file = self._source.open(file), file
         self._batches = table.batches(self._opened, group, self._most)
         self._group, self._at, self._rest = group, 0, None
 

@@ -70,9 +70,9 @@ class Table:
         text = repr((told, [str(field) for field in self.fields], str(self.filter), self.groups))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
-    def open(self, file: int) -> Any:
-        """The Parquet file number ``file``."""
-        return open_file(self.home, self.files[file])
+    def open(self, file: int, footer: Any = None) -> Any:
+        """The Parquet file number ``file``; ``footer`` is its metadata, if that is known."""
+        return open_file(self.home, self.files[file], footer)
 
     def batches(self, opened: Any, group: int, most: int) -> Iterator[Any]:
         """The rows of row group number ``group``, a few at a time, as record batches of ``fields``.

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset, random_split
@@ -346,6 +347,50 @@ def test_ranks_read_row_groups_of_their_own(tmp_path: Path) -> None:
         read.append(groups)
     assert set.union(*read) == set(range(16))
     assert sum(map(len, read)) <= 16 + 3
+
+
+class Counting(LocalFileSystem):  # type: ignore[misc]
+    """Counts the bytes that are read."""
+
+    cachable = False
+    num_read = 0
+
+    def _open(self, *args: Any, **options: Any) -> Any:
+        opened = super()._open(*args, **options)
+        counting, read = self, opened.read
+
+        class Reading:
+            def read(self, *size: int) -> Any:
+                found = read(*size)
+                counting.num_read += len(found)
+                return found
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(opened, name)
+
+        return Reading()
+
+
+def test_ranks_read_together_about_what_there_is(tmp_path: Path) -> None:
+    """Counted at the file system; the footers, of 64 KB at least, aside."""
+    numbers(tmp_path, [[4000] * 16] * 4)
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    for world_size in (1, 2, 4):
+        total = 0
+        for rank in range(world_size):
+            home = Counting()
+            dataset = ParquetDataset(str(tmp_path), filesystem=home, window_bytes=2_000_000)
+            source = dataset._reading()._source
+            for file in range(4):
+                source.open(file)
+            home.num_read = 0
+            seen = 0
+            for batch in dataset.batches(1000, shuffle=True, seed=2):
+                seen += len(dataset.__getitems__(batch.deal(rank, world_size)).batch()["row"])
+            assert seen == 256_000 // world_size
+            total += home.num_read
+            dataset.close()
+        assert 0.9 * size < total < 1.3 * size
 
 
 def test_positions_reach_a_spawned_worker(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Petastorm 0.12.1 as it is best configured, in an environment of its own; ``benchmarks.parquet`` starts it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BATCHES = ["thread 1", "thread 2", "process 2"]
+"""Pools for tables that petastorm reads by row group."""
+ROWS = ["thread 1", "thread 2", "process 2"]
+"""Pools where it decodes row by row. Its BatchedDataLoader makes tensors of single rows there: 20 times slower."""
+
+
+def main(argv: list[str]) -> None:
+    """``list TABLE``, ``write FOLDER TABLE COUNT``, or ``read NAME FOLDER TABLE BATCH WINDOW ROWS ROW_BYTES``."""
+    command, *rest = argv
+    if command == "list":
+        pools = ROWS if rest[0] in ("arrays", "images") else BATCHES
+        print(json.dumps([f"{pool}, {kind}" for kind in ("in order", "shuffled") for pool in pools]))
+    elif command == "write":
+        write(rest[0], rest[1], int(rest[2]))
+    else:
+        from benchmarks.rates import rate
+
+        name, folder, table, *numbers = rest
+        batch, window, num_rows, row_bytes = map(int, numbers)
+        found = rate(read(name, folder, table, batch, min(window, num_rows)), num_rows, row_bytes)
+        print(json.dumps(found._asdict()))
+
+
+def read(name: str, folder: str, table: str, batch: int, window: int) -> Iterator[int]:
+    """Sizes of the batches of many passes."""
+    from petastorm import make_batch_reader, make_reader
+    from petastorm.pytorch import BatchedDataLoader, DataLoader
+
+    parts = name.split(", ")
+    pool, workers = parts[0].split()
+    is_shuffled = parts[-1] == "shuffled"
+    make, load = (make_reader, DataLoader) if table in ("arrays", "images") else (make_batch_reader, BatchedDataLoader)
+    options = {"reader_pool_type": pool, "workers_count": int(workers), "shuffle_row_groups": is_shuffled}
+    with make(f"file://{folder}", num_epochs=None, **options) as reader:
+        for found in load(reader, batch_size=batch, shuffling_queue_capacity=window if is_shuffled else 0):
+            yield len(next(iter(found.values())))
+
+
+def write(folder: str, table: str, count: int) -> None:
+    """Images, as arrays or as png, in 4 files of 8 row groups."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from petastorm.codecs import CompressedImageCodec, NdarrayCodec
+    from petastorm.unischema import Unischema, UnischemaField
+
+    codec: Any = NdarrayCodec() if table == "arrays" else CompressedImageCodec("png")
+    shape = (3, 32, 32) if table == "arrays" else (32, 32, 3)
+    field = UnischemaField("x", np.uint8, shape, codec, False)
+    random = np.random.default_rng(0)
+    # Smooth, as photographs are: noise does not compress.
+    slopes = random.random((count, 3)).astype(np.float32)
+    grid = np.add.outer(np.arange(32), np.arange(32)).astype(np.float32) * 4
+    groups = {}
+    for part in range(4):
+        cells = []
+        for row in range(part * count // 4, (part + 1) * count // 4):
+            image = np.stack([(grid * slope + random.integers(0, 9)) % 256 for slope in slopes[row]])
+            value = (image if table == "arrays" else image.transpose(1, 2, 0)).astype(np.uint8)
+            cells.append(bytes(codec.encode(field, np.ascontiguousarray(value))))
+        data = pa.table({"x": pa.array(cells, pa.binary())})
+        pq.write_table(data, f"{folder}/part-{part}.parquet", row_group_size=-(-count // 32))
+        groups[f"part-{part}.parquet"] = pq.ParquetFile(f"{folder}/part-{part}.parquet").num_row_groups
+    told = {
+        b"dataset-toolkit.unischema.v1": pickle.dumps(Unischema("Images", [field])),
+        b"dataset-toolkit.num_row_groups_per_file.v1": json.dumps(groups).encode(),
+    }
+    pq.write_metadata(data.schema.with_metadata(told), f"{folder}/_common_metadata")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
