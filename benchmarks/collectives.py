@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def measured(number: int, sizes: Sequence[int]) -> Times:
 
 
 def _rank(rank: int, number: int, sizes: Sequence[int], folder: str, answers: Any) -> None:
+    warnings.simplefilter("ignore")  # torch's, about names of its own
     torch.set_num_threads(1)
     register()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=number)
