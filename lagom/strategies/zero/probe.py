@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
+from lagom.strategies.zero.copies import CAP, EVERY_OTHER, HALVES, capped, fill, typical, values
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.optim import Optimizer
 
-    _Part = Callable[[torch.Tensor, int], list[torch.Tensor]]
+    from lagom.strategies.zero.copies import Part
 
 _NUM_STEPS = 12
 """Some methods begin otherwise than they go on: RAdam after 5 steps, Lookahead's slow weights after 5 or 6."""
-_CAP = 256
-"""Longest side of a small copy: some methods treat a matrix otherwise from 128 on, or from 4096 elements."""
-_MOST = 1 << 17
-"""Elements of a small copy."""
 _LITTLE = 8
 """Longest side where a group with the same settings has been copied already."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -98,7 +96,7 @@ class _Probe:
 
     def kind(self) -> Kind:
         whole = self._run(lambda small, _: [small])
-        start = [_values(small, self._dtype) for small in whole.values]
+        start = [values(small, self._dtype) for small in whole.values]
         moved = max((float((a - b).abs().max()) for a, b in zip(whole.values, start, strict=True)), default=0.0)
         if not 0 < moved < float("inf"):
             return Kind.COUPLED  # nothing to compare
@@ -109,7 +107,7 @@ class _Probe:
         if nothing.settings != whole.settings:
             return Kind.COUPLED
         limit = _TOLERANCE[self._dtype] * moved
-        for kind, parts in ((Kind.ELEMENTWISE, _HALVES), (Kind.BY_PARAMETER, _EVERY_OTHER)):
+        for kind, parts in ((Kind.ELEMENTWISE, HALVES), (Kind.BY_PARAMETER, EVERY_OTHER)):
             try:
                 first, second = (self._run(part) for part in parts)
             except Exception:
@@ -125,7 +123,7 @@ class _Probe:
         whole: _Outcome,
         apart: tuple[_Outcome, _Outcome],
         start: list[torch.Tensor],
-        parts: Sequence[_Part],
+        parts: Sequence[Part],
         limit: float,
     ) -> bool:
         """Whether each of two parts has become what it became with all, and nothing else has changed."""
@@ -140,7 +138,7 @@ class _Probe:
                     return False
         return True
 
-    def _run(self, part: _Part) -> _Outcome:
+    def _run(self, part: Part) -> _Outcome:
         """What becomes of parameters when of each only ``part`` of it is stepped."""
         clone, groups = self._clone()
         for group, smalls in zip(clone.param_groups, groups, strict=True):
@@ -177,7 +175,7 @@ class _Probe:
         groups, seen = [], set()
         for group in optimizer.param_groups:
             settings = repr(sorted((k, v) for k, v in _numbers(group).items() if k not in ("lr", "initial_lr")))
-            groups.append(self._smalls(group["params"], memo, _LITTLE if settings in seen else _CAP))
+            groups.append(self._smalls(group["params"], memo, _LITTLE if settings in seen else CAP))
             seen.add(settings)
         clone = object.__new__(type(optimizer))
         memo[id(optimizer)] = clone
@@ -200,10 +198,10 @@ class _Probe:
     def _smalls(self, params: Sequence[torch.Tensor], memo: dict[int, Any], cap: int) -> list[torch.Tensor]:
         """Copies of the smallest and the largest of each number of dimensions, each twice."""
         found: list[torch.Tensor] = []
-        for p in _typical(params):
+        for p in typical(params):
             for _ in range(2):
-                small = torch.empty(_capped(p.shape, cap), dtype=self._dtype, device=p.device)
-                found.append(_values(small, self._dtype).requires_grad_())
+                small = torch.empty(capped(p.shape, cap), dtype=self._dtype, device=p.device)
+                found.append(values(small, self._dtype).requires_grad_())
             memo[id(p)] = found[-2]
         return found
 
@@ -217,7 +215,7 @@ def _group(group: dict[str, Any], smalls: list[torch.Tensor], memo: dict[int, An
 
 
 def _grade(
-    clone: Any, groups: list[list[torch.Tensor]], part: _Part, number: int
+    clone: Any, groups: list[list[torch.Tensor]], part: Part, number: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Give what is stepped its gradients of step ``number``; each with a copy of its own."""
     given = []
@@ -225,7 +223,7 @@ def _grade(
         pieces = iter(group["params"])
         for i, small in enumerate(smalls):
             gradient = torch.empty_like(small, requires_grad=False)
-            _fill(gradient, number + i + 2)
+            fill(gradient, number + i + 2)
             for one in part(gradient, i):
                 piece = next(pieces)
                 piece.grad = one.detach().clone()
@@ -266,55 +264,6 @@ def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _constant() -> torch.Tensor:
     return torch.ones((), requires_grad=True)
-
-
-def _halves(small: torch.Tensor, *, second: bool) -> list[torch.Tensor]:
-    """A half of what is in memory; a view, unless it is empty."""
-    line = small.detach().view(-1)
-    middle = len(line) // 2
-    half = line[middle:] if second else line[:middle]
-    return [half.requires_grad_()] if len(half) else []
-
-
-_HALVES: Sequence[_Part] = (
-    lambda small, _: _halves(small, second=False),
-    lambda small, _: _halves(small, second=True),
-)
-_EVERY_OTHER: Sequence[_Part] = (lambda small, i: [] if i % 2 else [small], lambda small, i: [small] if i % 2 else [])
-
-
-def _typical(params: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    by_dim: dict[int, list[torch.Tensor]] = {}
-    for p in params:
-        if not is_lazy(p) and p.numel():
-            by_dim.setdefault(p.dim(), []).append(p)
-    for same in by_dim.values():
-        smallest, largest = min(same, key=torch.Tensor.numel), max(same, key=torch.Tensor.numel)
-        yield smallest
-        if largest is not smallest:
-            yield largest
-
-
-def _capped(shape: torch.Size, cap: int) -> list[int]:
-    sides = [min(side, cap) for side in shape]
-    while sides and torch.Size(sides).numel() > _MOST:
-        sides[sides.index(max(sides))] //= 2
-    return sides
-
-
-def _values(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The initial values of a small parameter."""
-    found = torch.empty(like.shape, dtype=dtype, device=like.device)
-    _fill(found, 1)
-    return found
-
-
-@torch.no_grad()
-def _fill(tensor: torch.Tensor, number: int) -> None:
-    """Numbers that look random and grow from one end to the other: what is done by norms is different for halves."""
-    places = torch.arange(1, tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    values = torch.sin(places * (1.3 + 0.7 * number)) * (0.1 + places / tensor.numel())
-    tensor.copy_(values.view(tensor.shape))
 
 
 def _random_states() -> tuple[torch.Tensor, Any, Any, list[torch.Tensor]]:
