@@ -397,6 +397,7 @@ def test_an_exception_comes_back_with_type_message_rank_and_traceback(world_size
             raise ZeroDivisionError("the learning rate")
         time.sleep(30)
 
+    assert works()  # the server is there
     started = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="the learning rate") as raised:
         run(train, world_size)
