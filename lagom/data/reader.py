@@ -50,11 +50,11 @@ class Reader:
         Raises:
             DataError: when they cannot be read.
         """
-        order = Order(self._table.counts, epoch.seed, epoch.streams, epoch.window)
         narrow = lane(places, epoch.streams)
         current = self._passes.get(epoch.source)
         if current is None or (current.epoch, current.lane) != (epoch, narrow):
-            if current is not None and current.epoch == epoch and len(places) == 1:
+            order = Order(self._table.counts, epoch.seed, epoch.streams, epoch.window)
+            if current is not None and current.epoch == epoch and narrow.step < current.lane.step and len(places) == 1:
                 # A row of others, in place of one that this rank lacks; the pass goes on with its own.
                 group, row = order.row(places.start)
                 return self.pick(self._starts[group : group + 1] + row)

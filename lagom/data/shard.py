@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -169,7 +170,7 @@ class Lane(NamedTuple):
 
 def lane(places: range, streams: int) -> Lane:
     """The narrowest lane of whole streams that ``places`` lie in, and all that are dealt like them."""
-    step = int(np.gcd(places.step, streams))
+    step = gcd(places.step, streams)
     return Lane(places.start % step, step)
 
 

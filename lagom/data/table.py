@@ -53,7 +53,7 @@ class Table:
     schema: Mapping[str, unischema.Field] | None
     """Petastorm's, where it wrote the files."""
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Rows of each row group."""
         return tuple(group.num_rows for group in self.groups)

@@ -393,6 +393,20 @@ def test_ranks_read_together_about_what_there_is(tmp_path: Path) -> None:
         assert 0.9 * size < total < 1.3 * size
 
 
+def test_a_rank_that_lacks_rows_of_short_batches_reads_on_in_its_lane(tmp_path: Path) -> None:
+    """In place of them it reads rows of others, the first time before any of its own."""
+    dataset = ParquetDataset(numbers(tmp_path, [[10] * 8]), window_bytes=2000)
+    seen: list[int] = []
+    for batch in dataset.batches(2, shuffle=True, seed=1):
+        share = batch.deal(2, 4)
+        found = dataset.__getitems__(share if len(share) else batch[:1]).batch()["row"].tolist()
+        seen += found if len(share) else []
+        current = list(dataset._reading()._passes.values())
+        assert not seen or not current or current[0].lane == (2, 4)
+    assert len(seen) == len(set(seen)) == 20
+    dataset.close()
+
+
 def test_positions_reach_a_spawned_worker(tmp_path: Path) -> None:
     dataset = ParquetDataset(numbers(tmp_path, [[6, 5]]))
     loader = ParquetLoader(dataset, 4, True, seed=1, num_workers=1, multiprocessing_context="spawn")
