@@ -9,6 +9,7 @@ import torch
 import torch.autograd
 from torch import Tensor
 
+from lagom.errors import DivergenceError
 from lagom.patching.accumulation import Accumulation
 from lagom.patching.recorder import NotByRowsError
 from lagom.patching.replace import replaced
@@ -39,9 +40,12 @@ def synchronised_backward(session: Session) -> Iterator[None]:
     def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
         if not session.live:
             return original(outputs, *args, **options)
-        if options.get("accumulate_grad", False):
-            return backwards.accumulate(outputs, args, options)
-        return backwards.returned(outputs, args, options)
+        run = backwards.accumulate if options.get("accumulate_grad", False) else backwards.returned
+        try:
+            return run(outputs, args, options)
+        except DivergenceError as error:
+            backwards.watch.told(error)
+            raise
 
     with replaced(torch.autograd, "_engine_run_backward", run_backward):
         try:
@@ -59,7 +63,7 @@ class _Backwards:
         assert session.replicate is not None
         self._session = session
         self._original = original
-        self._watch = session.watch
+        self.watch = session.watch
         self._replicate = session.replicate
         self._grads = Grads(session.group, session.leaves, session.watch, session.replicate)
         self._pending: Pending | None = None
@@ -110,7 +114,7 @@ class _Backwards:
             self._keeps = False
             for hook in hooks:
                 hook.remove()
-        self._watch.step()
+        self.watch.step()
         self._session.trained()
         return result
 
@@ -188,7 +192,7 @@ class _Backwards:
         if any(_is_batched(one) for one in (*inputs, *roots) if isinstance(one, Tensor)):
             # Gradients per sample, as a rule: torch.func's, and is_grads_batched's.
             plain = [_unwrapped(one) for one in inputs if isinstance(one, Tensor)]
-            self._watch.differentiated([one for one in plain if isinstance(one, torch.nn.Parameter)])
+            self.watch.differentiated([one for one in plain if isinstance(one, torch.nn.Parameter)])
             return []
         if passes_gather(outputs):  # a block's part, times the number of ranks; and what is whole is its own average
             return [i for i, one in enumerate(inputs) if isinstance(one, Tensor)]

@@ -166,8 +166,12 @@ class Watch:
         try:
             self._meet(at)
         except DivergenceError as error:
-            self._told = error.with_traceback(None)
+            self.told(error)
             raise
+
+    def told(self, error: DivergenceError) -> None:
+        """The program is about to see ``error``, and may catch it."""
+        self._told = error.with_traceback(None)
 
     def _meet(self, at: str) -> None:
         buffers = self._buffers.values(everything=True)

@@ -111,3 +111,19 @@ def test_ranks_that_leave_out_other_batches_are_told(num_backwards: int) -> None
     # As often, and in the middle of training, so that nothing else tells.
     with pytest.raises(RankFailedError, match=r"DivergenceError.* at a backward.* on batch [\d, ]+ of a pass, rank 1"):
         run_ranks(2, lambda session: run(session, (13, 14)))
+
+
+def test_nor_can_initial_values_that_differ_be_caught_and_forgotten() -> None:
+    def run(session: Session) -> None:
+        model = nn.Linear(3, 1)
+        with torch.no_grad():
+            model.weight.fill_(float(session.rank))
+        for _ in range(3):
+            with contextlib.suppress(RuntimeError):
+                model(torch.ones(4, 3)).mean().backward()
+        assert session.watch is not None
+        assert session.frame is not None
+        session.watch.end(session.frame)
+
+    with pytest.raises(RankFailedError, match=r"DivergenceError: the program caught this error and went on, .*Linear\.weight"):
+        run_ranks(2, run)
