@@ -34,7 +34,9 @@ def test_example_runs(name: str, launcher: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "scalar_field" else [pytest.mark.soak]) for name in TINY]
+)
 def test_example_runs_on_spark(name: str) -> None:
     command = [sys.executable, f"examples/{name}.py", *TINY[name], "--launcher", "spark"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -12,7 +12,13 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_METHODS = ((TensorDataset, "__getitem__"), (Subset, "__getitem__"), (Subset, "__getitems__"))
+_METHODS = (
+    (TensorDataset, "__getitem__"),
+    (Subset, "__getitem__"),
+    (Subset, "__getitems__"),
+    (_MapDatasetFetcher, "fetch"),
+)
+"""What somebody may have put something else in place of, to count or to time samples."""
 _TORCHS = [vars(owner)[name] for owner, name in _METHODS]
 
 

@@ -15,9 +15,12 @@ import pytest
 from lagom.errors import LagomError, PayloadError, PlanError, RankError
 from tests.integration import programs
 
-pytestmark = pytest.mark.parametrize(
-    "spark", ["local[2]", "local-cluster", "standalone", "connect"], indirect=True, scope="session"
-)
+pytestmark = [
+    pytest.mark.parametrize(
+        "spark", ["local[2]", "local-cluster", "standalone", "connect"], indirect=True, scope="session"
+    ),
+    pytest.mark.soak_on("local-cluster"),  # its executors are processes as standalone's are
+]
 SOON_S = 3.0
 """Spark takes 0.4 s to end the job; a rank that nobody ends sleeps or waits for a minute."""
 

@@ -13,9 +13,12 @@ import torch
 
 from tests.integration import programs
 
-pytestmark = pytest.mark.parametrize(
-    "spark", ["local[2]", "local-cluster", "standalone", "connect"], indirect=True, scope="session"
-)
+pytestmark = [
+    pytest.mark.parametrize(
+        "spark", ["local[2]", "local-cluster", "standalone", "connect"], indirect=True, scope="session"
+    ),
+    pytest.mark.soak_on("local-cluster"),  # its executors are processes as standalone's are
+]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, None])

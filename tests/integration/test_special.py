@@ -20,7 +20,8 @@ from tests.integration import programs
 
 def on(kind: str) -> pytest.MarkDecorator:
     """Runs a test on that kind of Spark."""
-    return pytest.mark.parametrize("spark", [kind], indirect=True, scope="session")
+    marks = [pytest.mark.soak] if kind == "dynamic" else []  # it waits for executors to come and go
+    return pytest.mark.parametrize("spark", [pytest.param(kind, marks=marks)], indirect=True, scope="session")
 
 
 @on("dynamic")

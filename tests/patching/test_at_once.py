@@ -61,6 +61,11 @@ def test_what_differs_from_torchs_own_is_fetched_sample_by_sample(monkeypatch: p
         assert at_once(made) is made
     for made in (fetcher(plain, lambda samples: samples), _MapDatasetFetcher(plain, False, default_collate, False)):
         assert at_once(made) is made
+    fetch: Any = _MapDatasetFetcher.fetch
+    with monkeypatch.context() as counting:
+        counting.setattr(_MapDatasetFetcher, "fetch", lambda self, index: fetch(self, index))
+        made = fetcher(plain)
+        assert at_once(made) is made
     monkeypatch.setitem(default_collate_fn_map, tuple, lambda batch, *, collate_fn_map: "theirs")
     assert at_once(fetcher(plain)).fetch([0]) == "theirs"
     monkeypatch.delitem(default_collate_fn_map, tuple)

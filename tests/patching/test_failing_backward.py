@@ -125,5 +125,7 @@ def test_nor_can_initial_values_that_differ_be_caught_and_forgotten() -> None:
         assert session.frame is not None
         session.watch.end(session.frame)
 
-    with pytest.raises(RankFailedError, match=r"DivergenceError: the program caught this error and went on, .*Linear\.weight"):
+    with pytest.raises(
+        RankFailedError, match=r"DivergenceError: the program caught this error and went on, .*Linear\.weight"
+    ):
         run_ranks(2, run)
