@@ -13,7 +13,7 @@ from typing import Any, get_args
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches, Evaluation
-from lagom.errors import LagomError, RankError, RankTraceback, VerificationError
+from lagom.errors import LagomError, RankError, RankTraceback, StallError, VerificationError
 from lagom.script import Script
 
 
@@ -51,6 +51,8 @@ def _run(args: argparse.Namespace) -> int:
         mixed_precision=args.mixed_precision or False,
         verify=args.verify,
         seed=args.seed,
+        stall_timeout_s=args.stall_timeout,
+        timeout_s=args.timeout,
         name=path.name,
     )
     if config.launcher == "spark":
@@ -69,6 +71,8 @@ def _failed(error: BaseException) -> int:
         return 1
     if isinstance(cause, RankTraceback):
         print(f"on rank {cause.rank}:\n{cause.text.rstrip()}", file=sys.stderr)
+        if isinstance(error, StallError):
+            print(f"lagom: {error}", file=sys.stderr)
     else:
         traceback.print_exception(type(error), error, error.__traceback__)
     return 1
@@ -110,6 +114,10 @@ def _parser() -> argparse.ArgumentParser:
         help="rehearse the first steps in one process and on the ranks; exit with status 3 where they do not agree",
     )
     run.add_argument("--seed", type=int, default=0, help="start of the random generators; 0 if not given")
+    run.add_argument(
+        "--stall-timeout", type=float, default=60.0, metavar="S", help="name ranks that get nowhere so long"
+    )
+    run.add_argument("--timeout", type=float, metavar="S", help="end the run when a rank gets nowhere so long")
     run.add_argument("script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     return parser

@@ -32,6 +32,10 @@ class RankError(LagomError):
         return type(self), (str(self), self.rank, self.exit_status)
 
 
+class StallError(RankError):
+    """A rank got nowhere for ``timeout_s``; the text says what it was doing, and which ranks waited for it."""
+
+
 class CollectiveError(LagomError):
     """An exchange between ranks failed, as a rule because another rank is gone: a consequence, not a cause."""
 

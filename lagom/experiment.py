@@ -8,7 +8,7 @@ from typing import Any
 
 from lagom.aggregate import aggregate
 from lagom.config import TorchDistributedConfig
-from lagom.errors import RankError, RankTraceback
+from lagom.errors import RankError, RankTraceback, StallError
 from lagom.launchers import choose
 from lagom.launchers.protocol import Outcome
 from lagom.monitor.link import Message
@@ -37,6 +37,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
         PayloadError: when function, data or result cannot be pickled.
         VerificationError: with ``verify=True``, when the ranks would not do what one process does.
         RankError: when a rank was killed or called ``sys.exit``.
+        StallError: when a rank got nowhere for ``timeout_s``.
         Exception: what the function raised, as its own type, with the rank's traceback as its cause.
     """
     started = time.monotonic()
@@ -119,10 +120,11 @@ def _exception(error: BaseException | None, report: Message) -> BaseException:
     if error is None:
         if "exit" in report:
             what = f"rank {rank} called sys.exit({report['exit']!r})"
-        elif "died" in report:
+        elif "died" in report or report["error"] == "StallError":
             what = report["message"]
         else:
             what = f"rank {rank} raised {report['error']}: {report['message']}"
-        error = RankError(what, rank, report.get("exit"))
+        kind = StallError if report.get("error") == "StallError" else RankError
+        error = kind(what, rank, report.get("exit"))
     error.__cause__ = RankTraceback(rank, report["traceback"])
     return error

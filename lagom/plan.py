@@ -62,6 +62,8 @@ class Plan:
     sync_batchnorm: bool
     seed: int | None
     hb_interval: float
+    stall_timeout_s: float = 60.0
+    timeout_s: float | None = None
     zero_lvl: int = 0
     """What is sharded over the ranks."""
     mixed_precision: MixedPrecision = False
@@ -108,6 +110,8 @@ def plan(
         sync_batchnorm=config.sync_batchnorm,
         seed=config.seed,
         hb_interval=float(config.hb_interval),
+        stall_timeout_s=float(config.stall_timeout_s),
+        timeout_s=None if config.timeout_s is None else float(config.timeout_s),
         zero_lvl=config.zero_lvl,
         mixed_precision=config.mixed_precision,
         collectives=config.collectives,

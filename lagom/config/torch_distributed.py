@@ -70,6 +70,11 @@ class TorchDistributedConfig:
     """Free text, kept with the result."""
     hb_interval: float = 1.0
     """Seconds between two reports of progress from a rank."""
+    stall_timeout_s: float = 60.0
+    """A rank that gets nowhere for so many seconds (no batch, forward, backward or output) is named, with its Python
+    stack and the ranks that wait for it."""
+    timeout_s: float | None = None
+    """A rank that gets nowhere for so many seconds ends the run, with a StallError; None: none does."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -121,12 +126,11 @@ class TorchDistributedConfig:
             raise ValueError(f"launcher='inline' is one rank in this process, but world_size is {self.world_size}")
         if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**32):
             raise ValueError(f"seed is {self.seed!r}; want an int from 0 to 2**32 - 1, or None")
-        if (
-            isinstance(self.hb_interval, bool)
-            or not isinstance(self.hb_interval, (int, float))
-            or not 0 < self.hb_interval < math.inf
-        ):
-            raise ValueError(f"hb_interval is {self.hb_interval!r}; want seconds, more than 0")
+        for name in ("hb_interval", "stall_timeout_s"):
+            if not _is_seconds(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; want seconds, more than 0")
+        if self.timeout_s is not None and not _is_seconds(self.timeout_s):
+            raise ValueError(f"timeout_s is {self.timeout_s!r}; want seconds, more than 0, or None for no limit")
 
     def _check_texts(self) -> None:
         if self.name is not None and not isinstance(self.name, str):
@@ -145,6 +149,10 @@ def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     # By type too: True == 1, and zero_lvl=True is a mistake.
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         raise ValueError(f"{name} is {value!r}; want one of {', '.join(map(repr, choices))}")
+
+
+def _is_seconds(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < math.inf
 
 
 def _is_int(value: object) -> bool:

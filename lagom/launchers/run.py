@@ -15,6 +15,7 @@ from lagom.errors import LagomError, PlanError
 from lagom.monitor.channel import Channel
 from lagom.monitor.link import Message
 from lagom.monitor.progress import Progress
+from lagom.monitor.stalls import told
 from lagom.plan import Plan
 from lagom.worker.rendezvous import LEAVE_S, WRITE_S, peers
 
@@ -42,6 +43,7 @@ class Run:
         self._events: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._failures: list[Message] = []
         self._lost: list[str] = []
+        self._stalled: dict[int, Message] = {}
         self._lock = threading.Lock()
         self._progress = Progress(plan, where)
         self._decoders: dict[str, codecs.IncrementalDecoder] = {}
@@ -134,6 +136,10 @@ class Run:
             sys.stderr.write(
                 f"[lagom] {event['messages']} pieces of output were dropped: the driver could not keep up\n"
             )
+        elif event["type"] == "stalls":
+            stalled, self._stalled = self._stalled, {}
+            if stalled:
+                self._progress.warn(told(stalled, self.plan.world_size))
         else:
             self._progress.show(event)
 
@@ -150,6 +156,12 @@ class Run:
                 self.stop()
             else:
                 self.channel.call_later(WRITE_S, self.stop)
+        elif kind == "stalled":
+            self._stalled[message["rank"]] = message
+            # Those that wait for it will find out at about the same time.
+            beat_s = min(self.plan.hb_interval, self.plan.stall_timeout_s / 4)
+            self.channel.call_later(beat_s + 0.5, lambda: self._events.put({"type": "stalls"}))
+            return
         elif kind == "lost":
             self._lost.append(message["message"])
             self._done.add(task)

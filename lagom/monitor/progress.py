@@ -48,6 +48,11 @@ class Progress:
                 f"({joined} of {wanted} are here{others})"
             )
 
+    def warn(self, text: str) -> None:
+        """Say ``text``, lines below the first indented."""
+        first, *more = text.splitlines()
+        self._say("\n".join([f"lagom: {self._name}: {first}", *(f"    {line}" for line in more)]))
+
     def unheard(self) -> None:
         """Say that nothing will be shown of this run until it ends."""
         self._say(

@@ -63,6 +63,8 @@ class Session:
     began: str = field(default="", init=False)
     """What of the program was distributed before that, in words."""
     samples_trained: int = field(default=0, init=False)
+    ticks: int = field(default=0, init=False)
+    """Of batches, forwards and backwards: as long as it grows, the program gets somewhere."""
     reported: dict[str, float | int] = field(default_factory=dict, init=False)
     """What the program reported last; shown along with the progress."""
     position: int | None = field(default=None, init=False)
@@ -132,6 +134,7 @@ class Session:
 
     def yielded(self, current: Pass, share: Share | None, num_samples: int) -> None:
         """The program sees a training batch; its share holds until another one's or the end of its pass."""
+        self.ticks += 1
         self._evaluation_pass = None
         self._used = None
         current.current = share
@@ -172,12 +175,14 @@ class Session:
 
     def evaluating(self, current: Pass) -> None:
         """The program sees a batch of a pass that is evaluation."""
+        self.ticks += 1
         self._evaluation_pass = weakref.ref(current)
         if current.by_mode and (self._evaluating is None or self._evaluating() is not current):
             self._evaluating = weakref.ref(current)
 
     def trained(self) -> None:
         """A backward ran."""
+        self.ticks += 1
         if self._evaluating is not None and self._evaluating() is not None and not self._open_training():
             self.say_once(
                 "a loop over a data loader trains while the whole model is in eval mode: every rank trains on all of "
@@ -195,6 +200,7 @@ class Session:
         Raises:
             LagomError: when it has the rows of another batch, one with another weight.
         """
+        self.ticks += 1
         found = self.provenance.share(data)
         if found is not None:
             self._used, self.position = found, found.step
@@ -315,7 +321,8 @@ class Session:
 
     def progress(self) -> dict[str, int | float | None]:
         """Where training is, as plain numbers; may be called from another thread."""
-        return {**self._progress, "samples": self.samples_trained, "loss": None, **self.reported}
+        now = {**self._progress, "samples": self.samples_trained, "ticks": self.ticks}
+        return {**now, "loss": None, **self.reported}
 
     def say_once(self, text: str) -> None:
         """Log ``text``, the first time."""

@@ -18,14 +18,16 @@ import traceback
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lagom.errors import CollectiveError, PayloadError
 from lagom.monitor.link import Link, Message
 from lagom.payload import InParts, Parcel, classes_received, unpack, unpack_file
 from lagom.worker.ground import Ground
+from lagom.worker.heart import Heart
 from lagom.worker.place import Place, hearing
 from lagom.worker.spec import Seat, Spec
+from lagom.worker.stacks import listen
 
 _PR_SET_PDEATHSIG = 1
 _MAX_TEXT = 200_000  # characters of a traceback; more does not fit a frame, and nobody reads it
@@ -36,7 +38,7 @@ def become(spec: Spec, seat: Seat, ground: Ground, stdout: int, stderr: int, par
     code = 1
     try:
         _cut_loose(seat, ground, stdout, stderr, parent)
-        _settle(spec, ground)
+        _settle(spec, seat, ground)
         code = _run(spec, seat)
     except BaseException:
         # Nothing may climb into the parent's frames, which this process has too.
@@ -58,7 +60,7 @@ def _cut_loose(seat: Seat, ground: Ground, stdout: int, stderr: int, parent: int
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
-    _close_all_but({0, 1, 2, seat.control_fd, seat.outcome_fd, ground.payload_fd, seat.store_fd})
+    _close_all_but({0, 1, 2, seat.control_fd, seat.outcome_fd, ground.payload_fd, seat.store_fd, seat.stacks_fd})
     streams = {"stdin": open(0, closefd=False)}  # noqa: SIM115
     for fd, name in ((1, "stdout"), (2, "stderr")):
         stream = open(fd, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
@@ -85,7 +87,7 @@ def _close_all_but(keep: set[int | None]) -> None:
         os.closerange(low + 1, high)
 
 
-def _settle(spec: Spec, ground: Ground) -> None:
+def _settle(spec: Spec, seat: Seat, ground: Ground) -> None:
     """Take on the driver's environment, working directory, module path and a ``__main__`` of this rank's own."""
     if spec.whole_env:
         os.environ.clear()
@@ -97,6 +99,8 @@ def _settle(spec: Spec, ground: Ground) -> None:
     sys.argv[:] = spec.argv
     sys.modules["__main__"] = types.ModuleType("__main__")
     faulthandler.enable(file=2)
+    if seat.stacks_fd is not None:
+        listen(seat.stacks_fd)
     _log_apart()
 
 
@@ -115,7 +119,7 @@ def _run(spec: Spec, seat: Seat) -> int:
 
     place = Place(seat.rank, spec.plan.world_size, seat.local_rank, seat.local_world_size)
     control = Link(socket.socket(fileno=seat.control_fd))
-    heart = _Heart(control, spec.plan.hb_interval)
+    heart = Heart(control, spec.plan, seat.stacks_fd)
     at_home: dict[type, str] = {}
     # To the very end of the process: what runs at exit writes files as well.
     stack = contextlib.ExitStack()
@@ -199,32 +203,3 @@ def _message(error: BaseException) -> str:
         return str(error)[:_MAX_TEXT]
     except Exception as failure:  # a foreign __str__ may do anything
         return f"(its message fails with {type(failure).__name__})"
-
-
-class _Heart:
-    """Tells the host process how far the rank is, every ``interval_s`` seconds, and at last what came of it."""
-
-    def __init__(self, control: Link, interval_s: float) -> None:
-        self._control = control
-        self._interval_s = interval_s
-        self._lock = threading.Lock()
-        self._session: Any = None
-
-    def beat_for(self, session: Any) -> None:
-        self._session = session
-        threading.Thread(target=self._beat, name="lagom-heart", daemon=True).start()
-
-    def last_word(self, report: Message) -> None:
-        with self._lock, contextlib.suppress(OSError):
-            if self._session is not None:
-                self._control.send({"type": "progress", **self._session.progress()})
-            self._control.send(report)
-
-    def _beat(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(self._interval_s):
-            with self._lock:
-                try:
-                    self._control.offer({"type": "progress", **self._session.progress()})
-                except OSError:
-                    return

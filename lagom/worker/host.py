@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lagom.monitor.channel import anonymous_file
 from lagom.monitor.link import Link, Message
+from lagom.monitor.stalls import Pulse
 from lagom.worker.child import become
 from lagom.worker.ground import Ground
 from lagom.worker.rendezvous import meet
@@ -44,7 +46,7 @@ def hold(
         listener = stack.enter_context(socket.create_server((ip, 0))) if task == 0 else None
         store = listener.getsockname()[:2] if listener else None
         table = meet(link, gather, _join(task, ranks, ground, ip, store, gpus))
-        watch = Watch(link)
+        watch = Watch(link, spec.plan)
         stack.callback(watch.end_all)
         local_ranks = list[int]()
         for rank, outcome_fd in zip(ranks, outcome_fds, strict=True):
@@ -96,6 +98,7 @@ def _seat(
         control_fd=-1,
         outcome_fd=outcome_fd,
         payload_fd=ground.payload_fd,
+        stacks_fd=None,
         host_dir=str(ground.host_dir),
         threads=int(chosen) if chosen.isdigit() else 0 if alone else max(1, cores // len(here)),
         gpu=gpu,
@@ -120,7 +123,8 @@ def _fork(spec: Spec, seat: Seat, ground: Ground) -> Forked:
     ours, theirs = socket.socketpair()
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
-    seat = dataclasses.replace(seat, control_fd=theirs.fileno())
+    stacks_fd = anonymous_file("stacks")
+    seat = dataclasses.replace(seat, control_fd=theirs.fileno(), stacks_fd=stacks_fd)
     parent = os.getpid()
     with warnings.catch_warnings():
         # Python 3.12 warns of threads that the child will not have; it uses none of them.
@@ -139,4 +143,5 @@ def _fork(spec: Spec, seat: Seat, ground: Ground) -> Forked:
     if hasattr(os, "pidfd_open"):
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(pid)
-    return Forked(seat.rank, pid, pidfd, Link(ours), out_read, err_read)
+    pulse = Pulse(spec.plan.stall_timeout_s)
+    return Forked(seat.rank, pid, pidfd, Link(ours), out_read, err_read, stacks_fd, pulse)

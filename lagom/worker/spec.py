@@ -60,6 +60,8 @@ class Seat:
     outcome_fd: int
     """File for what the function returns or raises."""
     payload_fd: int
+    stacks_fd: int | None
+    """File for the stacks of a rank that is stuck, and of what it has started."""
     host_dir: str
     """Folder that the ranks of this host share during the run."""
     threads: int

@@ -11,7 +11,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lagom.monitor import stalls
 from lagom.monitor.link import Link, LinkClosed, Message
+from lagom.monitor.stalls import Pulse
+from lagom.plan import Plan
+from lagom.worker import stacks
 from lagom.worker.rendezvous import LEAVE_S, WRITE_S
 
 _UNSAID = 200_000  # characters of output that travel with the results where no link carries them
@@ -31,6 +35,9 @@ class Forked:
     control: Link
     stdout: int
     stderr: int
+    stacks: int
+    """File for its stacks, and those of what it has started."""
+    pulse: Pulse
     tail: bytearray = field(default_factory=bytearray)
     report: Message | None = None
     ended: bool = False
@@ -39,7 +46,9 @@ class Forked:
 class Watch:
     """The loop of a host process over its ranks and its link to the driver."""
 
-    def __init__(self, link: Link | None) -> None:
+    def __init__(self, link: Link | None, plan: Plan) -> None:
+        self._plan = plan
+        self._look_s = min([plan.stall_timeout_s / 4, *([plan.timeout_s / 4] if plan.timeout_s else []), 1.0])
         self._ranks: list[Forked] = []
         self._link = link
         self._selector = selectors.DefaultSelector()
@@ -70,6 +79,8 @@ class Watch:
             for rank in self._ranks:
                 if rank.pidfd is None and not rank.ended:
                     self._reap(rank)
+                if rank.report is None:
+                    self._feel(rank)
         self.end_all()
         return [rank.report or _stopped(rank.rank) for rank in self._ranks]
 
@@ -90,7 +101,7 @@ class Watch:
             if rank.control.fileno() >= 0:
                 self._drain(rank)
                 rank.control.close()
-                for fd in (rank.stdout, rank.stderr, rank.pidfd):
+                for fd in (rank.stdout, rank.stderr, rank.stacks, rank.pidfd):
                     if fd is not None:
                         os.close(fd)
         self._selector.close()
@@ -98,7 +109,8 @@ class Watch:
     def _patience(self) -> float | None:
         if any(rank.pidfd is None for rank in self._ranks) or (self._link is not None and self._link.waiting()):
             return _POLL_S
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        left = self._look_s if self._deadline is None else self._deadline - time.monotonic()
+        return max(0.0, min(left, self._look_s))
 
     def _hear(self) -> None:
         assert self._link is not None
@@ -126,8 +138,35 @@ class Watch:
                 rank.report = message | {"rank": rank.rank}
                 if not message["ok"]:
                     self._tell_failure(rank)
+            elif message["type"] == "doing":
+                rank.pulse.doing = message
             else:
+                rank.pulse.heard(int(message["ticks"]))
                 self._tell(message | {"rank": rank.rank})
+
+    def _feel(self, rank: Forked) -> None:
+        """See whether ``rank`` still gets anywhere."""
+        pulse, quiet_s = rank.pulse, rank.pulse.quiet_s
+        over = self._plan.timeout_s is not None and quiet_s >= self._plan.timeout_s
+        if not over and (pulse.stalls or quiet_s < pulse.patience_s):
+            return
+        now = {**self._doing(rank), "rank": rank.rank, "quiet_s": quiet_s}
+        if not pulse.stalls:
+            pulse.stalls = True
+            if self._link is not None:
+                self._tell(now | {"type": "stalled"})
+            else:
+                self.say(f"[lagom] {stalls.told({rank.rank: now}, self._plan.world_size)}\n")
+        if over:
+            rank.report = _stuck(rank, now)
+            self._tell_failure(rank)
+
+    def _doing(self, rank: Forked) -> Message:
+        """What ``rank`` said last of it; where it says nothing, as in C code that keeps Python to itself, its stack."""
+        pulse = rank.pulse
+        if pulse.doing is not None and time.monotonic() - pulse.heard_at < 2 * self._look_s + self._plan.hb_interval:
+            return pulse.doing
+        return {"stack": stacks.told(rank.pid, rank.stacks), "line": "", "waits": False}
 
     def _read(self, rank: Forked, stream: str) -> bool:
         fd = rank.stdout if stream == "stdout" else rank.stderr
@@ -140,6 +179,7 @@ class Watch:
                 self._selector.unregister(fd)
             return False
         rank.tail = (rank.tail + data)[-_TAIL:]
+        rank.pulse.moved()
         if rank.rank == 0:
             # latin-1 keeps every byte, also of a character that is cut in two here.
             self._show(stream, data.decode("latin-1"))
@@ -224,6 +264,21 @@ def _kill(rank: Forked) -> None:
 
 def _stopped(rank: int) -> Message:
     return {"type": "outcome", "rank": rank, "ok": False, "stopped": True, "consequence": True}
+
+
+def _stuck(rank: Forked, now: Message) -> Message:
+    """The report of a rank that got nowhere for too long; it may only have waited for another."""
+    what = "waited for other ranks" if now["waits"] else "made no progress"
+    at = f", at {now['line']}" if now["line"] else ""
+    return {
+        "type": "outcome",
+        "rank": rank.rank,
+        "ok": False,
+        "consequence": bool(now["waits"]),
+        "error": "StallError",
+        "message": f"rank {rank.rank} {what} for {now['quiet_s']:.0f} s{at}",
+        "traceback": stalls.stack(now),
+    }
 
 
 def _died(rank: Forked, status: int) -> Message:

@@ -106,6 +106,12 @@ def be_killed() -> None:
     time.sleep(60)
 
 
+def be_stuck() -> None:
+    """Rank 1 gets nowhere; the other is done."""
+    if lagom.rank() == 1:
+        time.sleep(1000)
+
+
 def kill_the_holder() -> None:
     """The process that holds rank 1, Spark's own, is killed; the other sleeps."""
     if lagom.rank() == 1:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lagom.errors import LagomError, PayloadError, PlanError, RankError
+from lagom.errors import LagomError, PayloadError, PlanError, RankError, StallError
 from tests.integration import programs
 
 pytestmark = [
@@ -47,6 +47,12 @@ def test_error_arrives_while_another_rank_waits_for_gradients(spark: Any) -> Non
         programs.run(programs.raise_while_the_other_reduces, 2, module=programs.Net, train_set=programs.points())
     assert time.time() - caught.value.at < SOON_S
     assert "on rank 1" in str(caught.value.__cause__)
+
+
+def test_a_rank_that_is_stuck_is_named_and_ended(spark: Any) -> None:
+    with pytest.raises(StallError, match="rank 1 made no progress for 2 s") as caught:
+        programs.run(programs.be_stuck, 2, stall_timeout_s=1.0, timeout_s=2.0)
+    assert "in be_stuck" in str(caught.value.__cause__)
 
 
 def test_a_killed_rank_is_named_with_its_last_words(spark: Any) -> None:

@@ -33,6 +33,7 @@ def seat(gpu: str | None = None) -> Seat:
         control_fd=-1,
         outcome_fd=-1,
         payload_fd=-1,
+        stacks_fd=None,
         host_dir="",
         threads=1,
         gpu=gpu,

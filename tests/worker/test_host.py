@@ -21,6 +21,7 @@ import lagom
 from lagom.config import TorchDistributedConfig
 from lagom.monitor.channel import anonymous_file
 from lagom.monitor.link import Link, Message
+from lagom.monitor.stalls import Pulse
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import Cluster, plan
 from lagom.worker.ground import ground
@@ -226,7 +227,7 @@ def test_the_environment_of_the_driver_is_added_to_the_ranks(driver: Driver) -> 
 
 
 def dead(status: int, tail: bytes = b"") -> Message:
-    rank = Forked(3, 1, None, Link(socket.socket()), -1, -1, tail=bytearray(tail))
+    rank = Forked(3, 1, None, Link(socket.socket()), -1, -1, -1, Pulse(60.0), tail=bytearray(tail))
     rank.control.close()
     return _died(rank, status)
 

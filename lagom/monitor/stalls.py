@@ -1,0 +1,87 @@
+"""Ranks that get nowhere: since when, what they do, and what to say of them; driver and host processes use it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lagom.monitor.link import Message
+
+
+@dataclass(slots=True)
+class Pulse:
+    """When a rank last got anywhere: through a batch, a forward or a backward, or by writing something."""
+
+    patience_s: float
+    """Seconds without, from which on it is said to stall."""
+    ticks: int = -1
+    moved_at: float = field(default_factory=time.monotonic)
+    heard_at: float = field(default_factory=time.monotonic)
+    doing: Message | None = None
+    """What it said last of what it is doing."""
+    stalls: bool = False
+
+    def heard(self, ticks: int) -> None:
+        """It said how far it is."""
+        self.heard_at = time.monotonic()
+        if ticks != self.ticks:
+            self.ticks = ticks
+            self.moved()
+
+    def moved(self) -> None:
+        """It got somewhere."""
+        now = time.monotonic()
+        if self.stalls:
+            # So slow is how it is, then: to say so at each of its steps would help nobody.
+            self.patience_s = max(self.patience_s, 2 * (now - self.moved_at))
+            self.stalls = False
+        self.moved_at, self.doing = now, None
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds for which it has got nowhere."""
+        return time.monotonic() - self.moved_at
+
+
+def told(stalled: Mapping[int, Message], world_size: int) -> str:
+    """What to say of ranks that stall, by rank: which, for how long, where they stand and who waits for whom.
+
+    Each message has ``quiet_s`` and what ``lagom.worker.stacks.doing`` gives.
+    """
+    stuck = {rank: one for rank, one in sorted(stalled.items()) if not one.get("waits")}
+    waiting = [rank for rank in sorted(stalled) if rank not in stuck]
+    seconds = max(one["quiet_s"] for one in stalled.values())
+    parts = []
+    if stuck:
+        they = f"; {_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it" if waiting else ""
+        parts.append(f"{_ranks(list(stuck))} made no progress for {seconds:.0f} s{they}")
+    else:
+        others = [rank for rank in range(world_size) if rank not in stalled]
+        they = f"; {_ranks(others)} did not come" if others else ", every one for others"
+        parts.append(f"{_ranks(waiting)} waited for other ranks for {seconds:.0f} s{they}")
+    shown = stuck or {rank: stalled[rank] for rank in waiting}
+    parts += [f"{_ranks(ranks)} at {line}" for line, ranks in _by_line(stalled).items() if line]
+    rank, one = next(iter(shown.items()))
+    parts.append(f"the stack of rank {rank}:\n{stack(one)}".rstrip())
+    return "\n".join(parts)
+
+
+def stack(one: Message) -> str:
+    """The stacks in a message, as text."""
+    return (str(one.get("stack") or "") or "(it did not say)\n") + str(one.get("children") or "")
+
+
+def _by_line(stalled: Mapping[int, Message]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, one in sorted(stalled.items()):
+        found.setdefault(str(one.get("line") or ""), []).append(rank)
+    return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")

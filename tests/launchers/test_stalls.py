@@ -1,0 +1,156 @@
+"""Ranks that get nowhere: named while the run lasts, with their stack and who waits for them; ended in time."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import lagom
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.errors import StallError
+from lagom.monitor.stalls import Pulse, told
+
+# Longer than a busy machine keeps from its turn a rank that is not stuck.
+LIMITS: dict[str, Any] = {"stall_timeout_s": 1.0, "timeout_s": 2.2}
+
+
+class Samples(Dataset[torch.Tensor]):
+    """One of them never comes."""
+
+    def __init__(self, stuck: bool) -> None:
+        self.stuck = stuck
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.stuck and index == 9:
+            never_ends("sleep")
+        return torch.ones(2)
+
+
+def never_ends(kind: str) -> None:
+    if kind == "sleep":
+        time.sleep(1000)
+    while kind == "loop":
+        pass
+    if kind == "without Python":
+        re.match(r"(a+)+$", "a" * 40 + "b")  # in C, and no other thread gets a turn
+
+
+def train(kind: str) -> None:
+    model = nn.Linear(2, 1)
+    samples = Samples(stuck=kind == "worker")
+    for number, batch in enumerate(DataLoader(samples, batch_size=4, num_workers=int(kind == "worker"))):
+        if number == 1 and lagom.rank() == 1:
+            never_ends(kind)
+        model(batch).mean().backward()
+
+
+def ended(function: Any, **settings: Any) -> StallError:
+    config = TorchDistributedConfig(launcher="local", world_size=2, **LIMITS, **settings)
+    with pytest.raises(StallError) as caught:
+        experiment.lagom(function, config)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [("sleep", "time.sleep(1000)"), ("loop", "while kind"), ("without Python", "re.match("), ("worker", "time.sleep")],
+)
+def test_a_rank_that_is_stuck_is_named_with_its_stack(kind: str, where: str, capfd: pytest.CaptureFixture[str]) -> None:
+    error = ended(train, hparams={"kind": kind})
+    said = capfd.readouterr().err
+    assert error.rank == 1
+    assert str(error).startswith("rank 1 made no progress for 2 s")
+    assert re.search(r"rank 1 made no progress for [12] s; rank 0 waits for it\n", said)
+    assert "rank 0 at" in said
+    assert "in train: model(batch).mean().backward()" in said
+    for text in (said, str(error.__cause__)):
+        assert "in train\n" in text
+        assert "in never_ends\n" in text
+        assert where in text
+        assert "lagom/worker" not in text
+    if kind == "worker":
+        assert re.search(r"process \d+, which it started:", said)
+
+
+def crossed() -> None:
+    """A program that is distributed already, and whose ranks wait for each other."""
+    dist.init_process_group("gloo")
+    dist.recv(torch.zeros(1), src=1 - dist.get_rank())
+
+
+def test_ranks_that_wait_for_each_other_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    error = ended(crossed)
+    assert "waited for other ranks for 2 s" in str(error)
+    assert "dist.recv(" in str(error.__cause__)
+    assert re.search(r"ranks 0, 1 waited for other ranks for [12] s, every one for others\n", capfd.readouterr().err)
+
+
+def test_a_rank_that_was_only_slow_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    def slow() -> int:
+        if lagom.rank() == 1:
+            time.sleep(1.5)
+        return lagom.rank()
+
+    config = TorchDistributedConfig(launcher="local", world_size=2, stall_timeout_s=0.4)
+    assert list(experiment.lagom(slow, config).per_rank) == [0, 1]
+    assert "time.sleep(1.5)" in capfd.readouterr().err
+
+
+def test_output_is_progress(capfd: pytest.CaptureFixture[str]) -> None:
+    def talks() -> None:
+        for number in range(8):
+            print(number, flush=True)
+            time.sleep(0.25)
+
+    config = TorchDistributedConfig(launcher="local", world_size=1, stall_timeout_s=1.2, timeout_s=1.5)
+    experiment.lagom(talks, config)
+    assert "no progress" not in capfd.readouterr().err
+
+
+def test_one_that_is_always_slow_is_named_once() -> None:
+    pulse = Pulse(patience_s=1.0)
+    pulse.moved_at -= 5.0
+    pulse.stalls = True
+    pulse.heard(1)
+    assert not pulse.stalls
+    assert pulse.patience_s >= 10.0
+    pulse.moved_at -= 6.0
+    assert pulse.quiet_s < pulse.patience_s
+
+
+def test_what_is_said_of_many_ranks() -> None:
+    stuck = {"quiet_s": 60.2, "line": "a.py:3, in load: read()", "waits": False, "stack": "  File ...\n"}
+    waits = {"quiet_s": 59.9, "line": "a.py:9, in train: loss.backward()", "waits": True, "stack": ""}
+    text = told({rank: stuck if rank in (2, 5) else waits for rank in range(8)}, 8)
+    assert text.splitlines() == [
+        "ranks 2, 5 made no progress for 60 s; ranks 0, 1, 3, 4, 6, 7 wait for it",
+        "ranks 0, 1, 3, 4, 6, 7 at a.py:9, in train: loss.backward()",
+        "ranks 2, 5 at a.py:3, in load: read()",
+        "the stack of rank 2:",
+        "  File ...",
+    ]
+    assert told({0: waits, 1: waits}, 3).startswith("ranks 0, 1 waited for other ranks for 60 s; rank 2 did not come\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"stall_timeout_s": 0}, "stall_timeout_s is 0; want seconds, more than 0"),
+        ({"timeout_s": -1.0}, "timeout_s is -1.0; want seconds, more than 0, or None"),
+        ({"timeout_s": True}, "timeout_s is True"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(settings: dict[str, Any], found: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(found)):
+        TorchDistributedConfig(**settings)
