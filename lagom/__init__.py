@@ -10,26 +10,31 @@ if TYPE_CHECKING:
     from lagom.config import TorchDistributedConfig
     from lagom.data.petastorm import PetastormDataLoader
     from lagom.errors import LagomError
+    from lagom.memory import MemoryPlan, plan_memory
     from lagom.result import Result
     from lagom.worker.place import rank, world_size
 
 __version__ = "0.1.0"
 __all__ = [
     "LagomError",
+    "MemoryPlan",
     "PetastormDataLoader",
     "Result",
     "TorchDistributedConfig",
     "config",
     "experiment",
+    "plan_memory",
     "rank",
     "world_size",
 ]
 
 _HOMES = {
     "LagomError": "lagom.errors",
+    "MemoryPlan": "lagom.memory",
     "PetastormDataLoader": "lagom.data.petastorm",
     "Result": "lagom.result",
     "TorchDistributedConfig": "lagom.config",
+    "plan_memory": "lagom.memory",
     "rank": "lagom.worker.place",
     "world_size": "lagom.worker.place",
 }

@@ -83,6 +83,7 @@ RULES = {
     "lagom.launchers": Rule(always=_DRIVER_SIDE, later=("lagom.worker", "torch", "cloudpickle")),
     "lagom.launchers.spark": _SPARK_SIDE,
     "lagom.launchers.spark_session": _SPARK_SIDE,
+    "lagom.memory": Rule(always=(*_TORCH_SIDE, "lagom.worker.place"), later=("lagom.launchers",)),
     "lagom.worker": Rule(
         always=(*_TORCH_SIDE, *_DRIVER_SIDE, "lagom.data", "cloudpickle"), later=("pyspark", "pyarrow")
     ),

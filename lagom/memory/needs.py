@@ -1,0 +1,118 @@
+"""``MemoryPlan``: what a rank would hold at each ``zero_lvl``, and how it shows itself."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+
+HEADROOM = 0.2
+"""Of a rank's memory that is left for what is not counted: temporaries of steps, buckets, the allocator's rounding.
+What a run took at its peak was 10 to 23% above what it held (``python -m benchmarks.zero_memory``)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """What a rank holds at one ``zero_lvl``, in bytes; of the rank that holds most."""
+
+    zero_lvl: int
+    parameters: int
+    buffers: int
+    gradients: int
+    state: int
+    """The optimizer's."""
+    built: bool
+    """This version of lagom has the level."""
+
+    @property
+    def held(self) -> int:
+        """Between a backward and the step."""
+        return self.parameters + self.buffers + self.gradients + self.state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """What a rank would hold at each level, and what it may take."""
+
+    module: str
+    optimizer: str
+    shared_out: str
+    """How the optimizer's state is: "by element", "by whole parameter" or "not at all"."""
+    num_parameters: int
+    world_size: int
+    levels: tuple[Level, ...]
+    """By ``zero_lvl``."""
+    activations: int | None
+    """Bytes that the forward of this rank's share of the batch keeps for the backward; None where none was given."""
+    num_samples: int | None
+    """Of the batch that the rank with most of them computes."""
+    memory: int
+    """Bytes that a rank may take."""
+    where: str
+    """Of what device that is."""
+
+    def needed(self, zero_lvl: int) -> int:
+        """Bytes that a rank needs at the level: what it holds, activations and gradients at the same time."""
+        return self.levels[zero_lvl].held + (self.activations or 0)
+
+    def fits(self, zero_lvl: int) -> bool:
+        """Whether that leaves a fifth of the memory free, for temporaries."""
+        return self.needed(zero_lvl) <= self.memory * (1 - HEADROOM)
+
+    @property
+    def zero_lvl(self) -> int | None:
+        """The lowest level that fits, which is the fastest; None when none does."""
+        return next((one.zero_lvl for one in self.levels if one.built and self.fits(one.zero_lvl)), None)
+
+    def __repr__(self) -> str:
+        rows = [_HEAD, *(self._row(one) for one in self.levels)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([self._title(), *lines, self._verdict()])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEAD)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in self._row(one)) + "</tr>"
+            for one in self.levels
+        )
+        return (
+            f"<table><caption style='text-align:left'><b>{html.escape(self._title())}</b><br>"
+            f"{html.escape(self._verdict())}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        )
+
+    def _row(self, one: Level) -> tuple[str, ...]:
+        parts = (one.parameters, one.buffers, one.gradients, one.state, self.activations)
+        fits = ("yes" if self.fits(one.zero_lvl) else "no") if one.built else "not built yet"
+        return str(one.zero_lvl), *map(size, parts), size(self.needed(one.zero_lvl)), fits
+
+    def _title(self) -> str:
+        batch = "" if self.num_samples is None else f", {self.num_samples} samples each"
+        return (
+            f"{self.module}, {self.num_parameters / 1e6:,.1f} million parameters, {self.optimizer} "
+            f"(state shared out {self.shared_out}), {self.world_size} ranks{batch}: bytes on a rank"
+        )
+
+    def _verdict(self) -> str:
+        left = "" if self.activations is not None else "; activations are not in it: give batch="
+        room = f"a rank has {size(self.memory)} ({self.where}){left}"
+        if (level := self.zero_lvl) is not None:
+            return f"zero_lvl={level} fits: {room}"
+        lowest = min(self.needed(one.zero_lvl) for one in self.levels if one.built)
+        return (
+            f"nothing fits: at least {size(int(lowest / (1 - HEADROOM)))} are wanted, and {room}; take more ranks, "
+            "smaller batches, mixed_precision, or larger machines"
+        )
+
+
+_HEAD = ("zero_lvl", "parameters", "buffers", "gradients", "state", "activations", "in all", "fits")
+
+
+def size(num_bytes: int | None) -> str:
+    """For a reader: 1.2 GB."""
+    if num_bytes is None:
+        return "?"
+    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"

@@ -1,0 +1,82 @@
+"""``room``: bytes that each rank of this machine may take."""
+
+from __future__ import annotations
+
+import re
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Room(NamedTuple):
+    """A limit, and where it comes from."""
+
+    num_bytes: int
+    where: str
+
+
+def room(num_ranks: int) -> Room:
+    """For one of ``num_ranks`` on this machine: a GPU's memory where torch would use one, else its part of the host's.
+
+    CUDA is not touched: a process that has been can no longer be forked.
+    """
+    from lagom.launchers.local import visible_gpus
+
+    if names := visible_gpus():
+        sizes = gpu_memory(names)
+        if sizes:
+            return Room(min(sizes), "of its GPU")
+    total, what = _host()
+    return Room(total // num_ranks, f"{'a' if num_ranks > 1 else 'the whole'} {_part(num_ranks)}{what}")
+
+
+def _part(num_ranks: int) -> str:
+    return f"{num_ranks}th of " if num_ranks > 3 else ("", "of ", "half of ", "third of ")[num_ranks]
+
+
+def gpu_memory(names: tuple[str, ...]) -> list[int]:
+    """Bytes of each of the GPUs, as nvidia-smi tells; none where it does not."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    found = []
+    for name in names:
+        command = [tool, f"--id={name}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        try:
+            text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+            found.append(int(text.split()[0]) << 20)
+        except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+            return []
+    return found
+
+
+def _host() -> tuple[int, str]:
+    match = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    assert match is not None
+    limits = [(int(match[1]) * 1024, "this machine's memory")]
+    limits += [(limit, "what this container may take") for limit in cgroup_limits()]
+    own = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if own != resource.RLIM_INFINITY:
+        limits.append((own, "what ulimit -v allows"))
+    return min(limits)
+
+
+def cgroup_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """Limits of memory that hold for this process, of its control groups and those above them."""
+    found = []
+    for line in own.read_text().splitlines() if own.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        inner = base / path.lstrip("/")
+        # In a container the path may be the host's, and not be there: then the root is the container's own.
+        for folder in (inner, *inner.parents):
+            file = folder / name
+            if file.is_file() and (text := file.read_text().strip()).isdigit() and int(text) < 1 << 60:
+                found.append(int(text))
+            if folder == base:
+                break
+    return found

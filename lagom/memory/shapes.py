@@ -1,0 +1,69 @@
+"""A module without its numbers: built on the meta device, or copied so that its tensors take no memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def built(module: nn.Module | Callable[[], Any]) -> nn.Module:
+    """``module``, or what the class or factory gives on the meta device: no memory, no random numbers drawn.
+
+    Raises:
+        ValueError: when it cannot be built so, or some of its parameters have no shape yet.
+    """
+    found: Any = module
+    if not isinstance(module, nn.Module):
+        name = getattr(module, "__name__", type(module).__name__)
+        try:
+            with torch.random.fork_rng(devices=[]), torch.device("meta"):
+                found = module()
+        except Exception as error:
+            raise ValueError(
+                f"{name} cannot be built on the meta device: {type(error).__name__}: {error}. A class or factory is "
+                "called without arguments, and must not read values of tensors; hand over a module that is built "
+                "instead, or functools.partial with the arguments"
+            ) from error
+        if not isinstance(found, nn.Module):
+            raise ValueError(f"{name} gives a {type(found).__name__}; want a torch.nn.Module")
+    if lazy := [name for name, p in (*found.named_parameters(), *found.named_buffers()) if is_lazy(p)]:
+        raise ValueError(f"{lazy[0]} has no shape yet; call the module once before memory is planned")
+    return found  # type: ignore[no-any-return]
+
+
+def without_numbers(module: nn.Module, empty: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A copy of ``module`` whose parameters and buffers, and tensors kept as attributes, are what ``empty`` gives.
+
+    Ties between parameters stay. Nothing of theirs is copied.
+    """
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        own = [*vars(part).get("_parameters", {}).values(), *vars(part).get("_buffers", {}).values()]
+        for tensor in (*own, *vars(part).values()):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
+                memo[id(tensor)] = like(tensor, empty(tensor))
+    return copy.deepcopy(module, memo)
+
+
+def like(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+    """``empty`` as a leaf of the kind that ``tensor`` is."""
+    if not isinstance(tensor, nn.Parameter):
+        return empty.detach()
+    # Not by the constructor, which a run counts the calls of.
+    if type(empty) is not torch.Tensor:  # what the constructor does with tensors of other classes
+        found = empty.detach().requires_grad_(tensor.requires_grad)
+        vars(found)["_is_param"] = True
+        return found
+    return torch.Tensor._make_subclass(nn.Parameter, empty.detach(), tensor.requires_grad)
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf of the shape and type of ``tensor`` that takes no memory."""
+    return like(tensor, torch.empty_like(tensor, device="meta"))
