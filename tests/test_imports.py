@@ -85,7 +85,7 @@ RULES = {
     "lagom.launchers.spark_session": _SPARK_SIDE,
     "lagom.memory": Rule(always=(*_TORCH_SIDE, "lagom.worker.place"), later=("lagom.launchers",)),
     "lagom.worker": Rule(
-        always=(*_TORCH_SIDE, *_DRIVER_SIDE, "lagom.data", "cloudpickle"), later=("pyspark", "pyarrow")
+        always=(*_TORCH_SIDE, *_DRIVER_SIDE, "lagom.data", "lagom.memory", "cloudpickle"), later=("pyspark", "pyarrow")
     ),
     # It travels by value to executors that have no lagom.
     "lagom.worker.task": Rule(later=("lagom.worker", "pyspark", "pyarrow")),

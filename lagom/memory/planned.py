@@ -74,7 +74,7 @@ def plan_memory(
         shared_out=found.kind.value,
         num_parameters=sum(p.numel() for p in parameters),
         world_size=num_ranks,
-        levels=tuple(_level(zero_lvl, found, parameters, buffers, num_ranks) for zero_lvl in range(4)),
+        levels=tuple(levels_of([found], parameters, num_ranks, buffers)),
         activations=None if kept is None else kept.num_bytes,
         num_samples=None if kept is None else kept.num_samples,
         memory=limit.num_bytes,
@@ -104,31 +104,54 @@ def _is_built(zero_lvl: int) -> bool:
     return True
 
 
-def _level(zero_lvl: int, found: Stepped, parameters: Sequence[torch.Tensor], buffers: int, num_ranks: int) -> Level:
-    """The rank that holds most; see docs/zero.md for what is cut at which level."""
-    deal = by_parameter if found.kind is Kind.BY_PARAMETER else by_element
-    sizes = [p.numel() for p in found.parameters]
-    apart = zero_lvl > 0 and found.kind is not Kind.COUPLED
-    pieces = deal(sizes, num_ranks) if apart else [[Piece(i, 0, size) for i, size in enumerate(sizes)]]
-    whole = sum(p.nbytes for p in parameters)
-    trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    shared = sum(p.nbytes for p in found.parameters)
-    rows = []
-    for mine in pieces:
-        own = sum((piece.end - piece.start) * found.parameters[piece.param].element_size() for piece in mine)
-        rows.append(
-            Level(
-                zero_lvl=zero_lvl,
-                parameters=whole - shared + own if zero_lvl > 2 else whole,
-                buffers=buffers,
-                gradients=trained - shared + own if zero_lvl > 1 else trained,
-                state=found.whole + sum(_of(piece, found) for piece in mine),
-                built=_is_built(zero_lvl),
-            )
-        )
-    return max(rows, key=lambda one: one.held)
+def levels_of(
+    found: Sequence[Stepped], parameters: Sequence[torch.Tensor], num_ranks: int, buffers: int = 0
+) -> list[Level]:
+    """Each level, of the rank that holds most; docs/zero.md says what is cut at which.
+
+    Args:
+        found: of each optimizer.
+        parameters: also those that no optimizer steps.
+    """
+    return [_level(zero_lvl, found, parameters, num_ranks, buffers) for zero_lvl in range(4)]
 
 
-def _of(piece: Piece, found: Stepped) -> int:
-    kept = found.kept[piece.param]
-    return kept.like * (piece.end - piece.start) // max(found.parameters[piece.param].numel(), 1) + kept.rest
+def _level(
+    zero_lvl: int, found: Sequence[Stepped], parameters: Sequence[torch.Tensor], num_ranks: int, buffers: int
+) -> Level:
+    shared = {id(p) for one in found for p in one.parameters}
+    whole = sum(p.nbytes for p in parameters if id(p) not in shared)
+    trained = sum(p.nbytes for p in parameters if p.requires_grad and id(p) not in shared)
+    rows = [[whole, trained, 0] for _ in range(num_ranks)]
+    for one in found:
+        for row, mine in zip(rows, _dealt(one, zero_lvl > 0, num_ranks), strict=True):
+            stepped_here = sum(_bytes(piece, one) for piece in mine)
+            held = sum(p.nbytes for p in one.parameters)
+            row[0] += stepped_here if zero_lvl > 2 else held
+            row[1] += stepped_here if zero_lvl > 1 else held
+            row[2] += one.whole + sum(_state(piece, one) for piece in mine)
+    parts = max(rows, key=sum)
+    return Level(
+        zero_lvl=zero_lvl,
+        parameters=parts[0],
+        buffers=buffers,
+        gradients=parts[1],
+        state=parts[2],
+        built=_is_built(zero_lvl),
+    )
+
+
+def _dealt(one: Stepped, apart: bool, num_ranks: int) -> list[list[Piece]]:
+    sizes = [p.numel() for p in one.parameters]
+    if not apart or one.kind is Kind.COUPLED:
+        return [[Piece(i, 0, size) for i, size in enumerate(sizes)]] * num_ranks
+    return (by_element if one.kind is Kind.ELEMENTWISE else by_parameter)(sizes, num_ranks)
+
+
+def _bytes(piece: Piece, one: Stepped) -> int:
+    return (piece.end - piece.start) * one.parameters[piece.param].element_size()
+
+
+def _state(piece: Piece, one: Stepped) -> int:
+    kept = one.kept[piece.param]
+    return kept.like * (piece.end - piece.start) // max(one.parameters[piece.param].numel(), 1) + kept.rest

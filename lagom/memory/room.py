@@ -15,25 +15,31 @@ class Room(NamedTuple):
 
     num_bytes: int
     where: str
+    is_virtual: bool = False
+    """A limit of what is mapped, and not of what is used."""
 
 
-def room(num_ranks: int) -> Room:
+def room(num_ranks: int, *, gpus: bool = True) -> Room:
     """For one of ``num_ranks`` on this machine: a GPU's memory where torch would use one, else its part of the host's.
 
     CUDA is not touched: a process that has been can no longer be forked.
     """
+    if gpus and (sizes := _gpu_sizes()):
+        return Room(min(sizes), "of its GPU")
+    total, what = _host()
+    found = Room(total // num_ranks, _part(num_ranks) + what)
+    own = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return found if own == resource.RLIM_INFINITY else min(found, Room(own, "what ulimit -v allows", True))
+
+
+def _gpu_sizes() -> list[int]:
     from lagom.launchers.local import visible_gpus
 
-    if names := visible_gpus():
-        sizes = gpu_memory(names)
-        if sizes:
-            return Room(min(sizes), "of its GPU")
-    total, what = _host()
-    return Room(total // num_ranks, f"{'a' if num_ranks > 1 else 'the whole'} {_part(num_ranks)}{what}")
+    return gpu_memory(visible_gpus())
 
 
 def _part(num_ranks: int) -> str:
-    return f"{num_ranks}th of " if num_ranks > 3 else ("", "of ", "half of ", "third of ")[num_ranks]
+    return f"a {num_ranks}th of " if num_ranks > 3 else ("", "", "half of ", "a third of ")[num_ranks]
 
 
 def gpu_memory(names: tuple[str, ...]) -> list[int]:
@@ -57,9 +63,6 @@ def _host() -> tuple[int, str]:
     assert match is not None
     limits = [(int(match[1]) * 1024, "this machine's memory")]
     limits += [(limit, "what this container may take") for limit in cgroup_limits()]
-    own = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if own != resource.RLIM_INFINITY:
-        limits.append((own, "what ulimit -v allows"))
     return min(limits)
 
 

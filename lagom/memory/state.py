@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -158,7 +159,7 @@ def _clone(optimizer: Optimizer, place: Place, memo: dict[int, Any] | None = Non
     for key, value in vars(optimizer).items():
         if key == "state":
             state: Any = defaultdict(dict)
-            for p, own in value.items():
+            for p, own in value.items() if isinstance(value, Mapping) else ():  # shared out, and not here
                 state[memo.get(id(p), p)] = tree_map_only(torch.Tensor, _cheap(place), own)
             vars(clone)[key] = state
         elif key.endswith("_hooks"):

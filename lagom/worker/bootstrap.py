@@ -21,6 +21,7 @@ from lagom.plan import Plan
 from lagom.signature import arguments
 from lagom.worker.device import rank_device, threads
 from lagom.worker.environment import environment, torchrun_variables
+from lagom.worker.out_of_memory import OutOfMemoryTold
 from lagom.worker.place import Place, standing_at
 from lagom.worker.process_group import process_group
 from lagom.worker.random_states import random_states, set_random_states
@@ -74,7 +75,8 @@ def run(
         positional, named = arguments(call["function"], Made(provided))
         if plan.rehearsal is not None:
             return rehearse(session, leaves, lambda: call["function"](*positional, **named)), session.samples_trained
-        value = call["function"](*positional, **named)
+        with OutOfMemoryTold(session):
+            value = call["function"](*positional, **named)
         return value, session.samples_trained
 
 

@@ -72,6 +72,11 @@ class Gradients:
         self._is_parted = False
         self._is_over = False
 
+    def num_bytes(self) -> int:
+        """Of the parts that this rank has, apart from whole gradients."""
+        shards = [entry.shard for entry in list(self._entries.values()) if entry.is_cut]
+        return sum(shard.nbytes for shard in shards if shard is not None)
+
     def assign(self, number: int, parameters: Sequence[torch.Tensor], pieces: Sequence[Sequence[Piece]]) -> None:
         """Cut gradients of ``parameters`` like this from now on; none of them is in parts.
 
