@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.config.torch_distributed import Batches, Evaluation
+from lagom.config.torch_distributed import RUN_DIR, Batches, Evaluation, Log
 from lagom.errors import LagomError, RankError, RankTraceback, StallError, VerificationError
 from lagom.script import Script
 
@@ -51,6 +51,8 @@ def _run(args: argparse.Namespace) -> int:
         mixed_precision=args.mixed_precision or False,
         verify=args.verify,
         seed=args.seed,
+        log=args.log,
+        run_dir=args.run_dir or None,
         stall_timeout_s=args.stall_timeout,
         timeout_s=args.timeout,
         name=path.name,
@@ -114,6 +116,12 @@ def _parser() -> argparse.ArgumentParser:
         help="rehearse the first steps in one process and on the ranks; exit with status 3 where they do not agree",
     )
     run.add_argument("--seed", type=int, default=0, help="start of the random generators; 0 if not given")
+    run.add_argument("--log", choices=get_args(Log), default="rank0", help="whose output is shown as it comes")
+    run.add_argument(
+        "--run-dir",
+        default=os.environ.get("LAGOM_RUN_DIR", RUN_DIR),
+        help="where each run gets a folder of records, %(default)s if not given; '' keeps nothing",
+    )
     run.add_argument(
         "--stall-timeout", type=float, default=60.0, metavar="S", help="name ranks that get nowhere so long"
     )

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 from lagom.aggregate import aggregate
 from lagom.config import TorchDistributedConfig
+from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
 from lagom.errors import RankError, RankTraceback, StallError
 from lagom.launchers import choose
 from lagom.launchers.protocol import Outcome
 from lagom.monitor.link import Message
-from lagom.plan import plan
+from lagom.plan import Plan, plan
 from lagom.recognise import is_distributed
+from lagom.records.folder import Records
+from lagom.records.folder import records as new_records
 from lagom.result import Result
 from lagom.signature import arguments
 from lagom.verify.rehearsals import verify
@@ -51,17 +56,42 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
     call = {"function": train, "provided": provided, "random": _random(config)}
     if config.verify and the_plan.world_size > 1 and not the_plan.already_distributed:
         show(verify(launcher, the_plan, call))
-    outcomes = launcher.run(the_plan, call)
-    _raise_failure(outcomes)
-    loaded = [outcome.load() for outcome in outcomes]
-    values = [outcome["value"] for outcome in loaded]
+    with _kept(config, the_plan, launcher.where()) as records:
+        outcomes = launcher.run(the_plan, call, records)
+        _raise_failure(outcomes)
+        loaded = [outcome.load() for outcome in outcomes]
+        values = [outcome["value"] for outcome in loaded]
+        value = aggregate(values, [outcome["samples"] for outcome in loaded])
+        if records is not None:
+            records.ended({"outcome": "returned", "value": value, "per_rank": values})
     return Result(
-        aggregate(values, [outcome["samples"] for outcome in loaded]),
+        value,
         values,
         seconds=time.monotonic() - started,
         name=the_plan.name,
         where=launcher.where(),
+        run_dir=records.folder if records is not None else None,
     )
+
+
+@contextmanager
+def _kept(config: TorchDistributedConfig, the_plan: Plan, where: str) -> Iterator[Records | None]:
+    """Records of the run, if they are wanted; what it raises is among them."""
+    settings = {each.name: getattr(config, each.name) for each in fields(config)}
+    facts = {"name": the_plan.name, "description": config.description, "where": where, "config": settings}
+    plan_facts = {"world_size": the_plan.world_size, "seed": the_plan.seed, "gpu": the_plan.gpu}
+    records = new_records(config.run_dir, config.run_dir == DEFAULT_RUN_DIR, {**facts, **plan_facts})
+    try:
+        yield records
+    except BaseException as error:
+        if records is not None:
+            cause = error.__cause__ if isinstance(error.__cause__, RankTraceback) else None
+            told = {"error": type(error).__name__, "message": str(error)}
+            records.ended({"outcome": "raised", **told, "rank": cause.rank if cause else None, "traceback": str(cause)})
+        raise
+    finally:
+        if records is not None:
+            records.close()
 
 
 def _provided(config: TorchDistributedConfig) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from lagom.config import TorchDistributedConfig
-from lagom.config.torch_distributed import Batches, Collectives, Evaluation, MixedPrecision
+from lagom.config.torch_distributed import Batches, Collectives, Evaluation, Log, MixedPrecision
 from lagom.errors import PlanError
 
 
@@ -62,6 +63,9 @@ class Plan:
     sync_batchnorm: bool
     seed: int | None
     hb_interval: float
+    log: Log = "rank0"
+    keeps_logs: bool = False
+    """What every rank writes is to reach the driver."""
     stall_timeout_s: float = 60.0
     timeout_s: float | None = None
     zero_lvl: int = 0
@@ -110,6 +114,8 @@ def plan(
         sync_batchnorm=config.sync_batchnorm,
         seed=config.seed,
         hb_interval=float(config.hb_interval),
+        log=config.log,
+        keeps_logs=config.log == "all" or (config.run_dir is not None and bool(os.fspath(config.run_dir))),
         stall_timeout_s=float(config.stall_timeout_s),
         timeout_s=None if config.timeout_s is None else float(config.timeout_s),
         zero_lvl=config.zero_lvl,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,25 @@ class Result(Mapping[str, Any]):
 
     @property
     def run_dir(self) -> Path | None:
-        """Folder that keeps the run's records; None as long as lagom keeps none."""
+        """Folder that keeps the run's records; None where the config had none kept."""
         return self._run_dir
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write one HTML page about the run, which needs no network to be looked at; returns its path.
+
+        Args:
+            path: of the page; None: "report.html" in the run's folder.
+
+        Raises:
+            ValueError: when no records were kept, as the config said.
+        """
+        if self._run_dir is None:
+            raise ValueError("there is nothing to report from: this run's config had run_dir=None")
+        from lagom.records.report import report
+
+        target = Path(path) if path is not None else self._run_dir / "report.html"
+        target.write_text(report(self._run_dir), encoding="utf-8")
+        return target
 
     def __getitem__(self, key: str) -> Any:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 
@@ -14,6 +15,8 @@ from tests import leaks
 # Tests fork ranks from this process, and a pool of OpenMP threads, which a larger operation would start, does not
 # survive a fork: the child waits for it forever.
 torch.set_num_threads(1)
+# Nor does a test leave a folder in the home of whoever runs it; those that want records say where.
+os.environ["LAGOM_RUN_DIR"] = ""
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -12,7 +13,10 @@ Backend = Literal["torch", "deepspeed"]
 Collectives = Literal["auto", "gloo"]
 Batches = Literal["split", "whole", "per_rank"]
 Evaluation = Literal["gathered", "replicated", "sharded"]
+Log = Literal["rank0", "all"]
 MixedPrecision = bool | Literal["bf16", "fp16"]
+
+RUN_DIR = "~/.lagom/runs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,6 +72,11 @@ class TorchDistributedConfig:
     """Shown in Spark's UI and in the result; None: the function's name."""
     description: str = ""
     """Free text, kept with the result."""
+    log: Log = "rank0"
+    """Whose output is shown as it comes: rank 0's, as that of one process; or "all", each line after its rank."""
+    run_dir: str | os.PathLike[str] | None = field(default_factory=lambda: os.environ.get("LAGOM_RUN_DIR", RUN_DIR))
+    """Each run gets a folder of its own here, with its settings, versions, ranks, their output, progress and result as
+    text; None: nothing is kept. The environment variable LAGOM_RUN_DIR replaces the default."""
     hb_interval: float = 1.0
     """Seconds between two reports of progress from a rank."""
     stall_timeout_s: float = 60.0
@@ -83,6 +92,7 @@ class TorchDistributedConfig:
             ("batches", Batches),
             ("evaluation", Evaluation),
             ("collectives", Collectives),
+            ("log", Log),
         ):
             _one_of(name, getattr(self, name), get_args(choices))
         _one_of("sync_batchnorm", self.sync_batchnorm, (False, True))
@@ -135,6 +145,8 @@ class TorchDistributedConfig:
     def _check_texts(self) -> None:
         if self.name is not None and not isinstance(self.name, str):
             raise ValueError(f"name is {self.name!r}; want a str, or None for the function's name")
+        if self.run_dir is not None and not isinstance(self.run_dir, (str, os.PathLike)):
+            raise ValueError(f"run_dir is {self.run_dir!r}; want the path of a folder, or None to keep nothing")
         if not isinstance(self.description, str):
             raise ValueError(f"description is {self.description!r}; want a str")
         if self.deepspeed_config is None:

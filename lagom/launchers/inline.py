@@ -13,6 +13,7 @@ from lagom.errors import PlanError
 from lagom.launchers.local import visible_gpus
 from lagom.launchers.protocol import Outcome
 from lagom.plan import Cluster, Plan
+from lagom.records.folder import Records
 
 _running = threading.RLock()  # a call inside a call, in one thread, undoes its patches in order
 
@@ -28,7 +29,7 @@ class InlineLauncher:
         """For a reader."""
         return "this process"
 
-    def run(self, plan: Plan, call: Mapping[str, Any]) -> list[Outcome]:
+    def run(self, plan: Plan, call: Mapping[str, Any], records: Records | None = None) -> list[Outcome]:
         """See ``Launcher.run``; an exception of the function's climbs as it is, for a debugger to stop at."""
         from lagom.worker import bootstrap
         from lagom.worker.place import Place, world_size

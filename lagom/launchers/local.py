@@ -28,6 +28,7 @@ from lagom.launchers.run import Run
 from lagom.monitor.channel import anonymous_file
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import Cluster, Plan
+from lagom.records.folder import Records
 from lagom.worker.spec import Spec
 
 _MAX_RANKS = 248  # files that one message to the server carries, less link and payload
@@ -53,7 +54,7 @@ class LocalLauncher:
         """For a reader."""
         return "this machine"
 
-    def run(self, plan: Plan, call: Mapping[str, Any]) -> list[Outcome]:
+    def run(self, plan: Plan, call: Mapping[str, Any], records: Records | None = None) -> list[Outcome]:
         """See ``Launcher.run``."""
         if plan.world_size > _MAX_RANKS:
             raise LagomError(f"world_size is {plan.world_size}; the local launcher holds at most {_MAX_RANKS} ranks")
@@ -63,9 +64,9 @@ class LocalLauncher:
             outcomes = [_file(stack, f"outcome-{rank}") for rank in range(plan.world_size)]
             request = pickle.dumps((_spec(plan, size), visible_gpus() if plan.gpu else ()))
             try:
-                run = self._attempt(plan, request, [payload, *outcomes])
+                run = self._attempt(plan, request, [payload, *outcomes], records)
             except _ServerGone:
-                run = self._attempt(plan, request, [payload, *outcomes])
+                run = self._attempt(plan, request, [payload, *outcomes], records)
             if (lost := run.lost()) is not None:
                 raise lost
             reports = run.reports | {report["rank"]: report for report in run.failures()}
@@ -75,8 +76,8 @@ class LocalLauncher:
                 for rank in range(plan.world_size)
             ]
 
-    def _attempt(self, plan: Plan, request: bytes, files: list[int]) -> Run:
-        with Run(plan, self.where(), can_gather=False) as run:
+    def _attempt(self, plan: Plan, request: bytes, files: list[int], records: Records | None) -> Run:
+        with Run(plan, self.where(), can_gather=False, records=records) as run:
             ours, theirs = socket.socketpair()
             with theirs:
                 run.adopt(ours)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from lagom.monitor.link import Message
 from lagom.plan import Cluster, Plan
+from lagom.records.folder import Records
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +31,10 @@ class Launcher(Protocol):
     def where(self) -> str:
         """The place, for a reader: "Spark local[2]", "this machine"."""
 
-    def run(self, plan: Plan, call: Mapping[str, Any]) -> list[Outcome]:
+    def run(self, plan: Plan, call: Mapping[str, Any], records: Records | None = None) -> list[Outcome]:
         """Run ``call`` on all ranks; returns their outcomes in rank order, failures among them.
+
+        What ranks write and do is kept in ``records``.
 
         Raises:
             LagomError: when ranks could not be started or were lost.

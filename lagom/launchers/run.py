@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import queue
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +12,11 @@ from typing import Any
 from lagom.errors import LagomError, PlanError
 from lagom.monitor.channel import Channel
 from lagom.monitor.link import Message
+from lagom.monitor.output import Output
 from lagom.monitor.progress import Progress
 from lagom.monitor.stalls import told
 from lagom.plan import Plan
+from lagom.records.folder import Records
 from lagom.worker.rendezvous import LEAVE_S, WRITE_S, peers
 
 GATHER_S = 1.5
@@ -28,7 +28,15 @@ _GRACE_S = 5.0  # between the end of the job and the last words of its tasks
 class Run:
     """Serves the channel of one run, and shows the run to the user from the calling thread."""
 
-    def __init__(self, plan: Plan, where: str, *, can_gather: bool, payload_fd: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        where: str,
+        *,
+        can_gather: bool,
+        payload_fd: int | None = None,
+        records: Records | None = None,
+    ) -> None:
         self.plan = plan
         self.channel = Channel(self._take, self._close, payload_fd)
         self.reports: dict[int, Message] = {}
@@ -45,8 +53,9 @@ class Run:
         self._lost: list[str] = []
         self._stalled: dict[int, Message] = {}
         self._lock = threading.Lock()
-        self._progress = Progress(plan, where)
-        self._decoders: dict[str, codecs.IncrementalDecoder] = {}
+        self._records = records
+        self._progress = Progress(plan, where, records.said if records is not None else None)
+        self._output = Output(plan.log == "all", self._progress.clear)
 
     def __enter__(self) -> Run:
         self.channel.__enter__()
@@ -56,6 +65,7 @@ class Run:
         if exc[0] is not None:
             self.stop()
         self.channel.__exit__(*exc)
+        self._output.close()
         self._progress.close()
 
     @property
@@ -127,21 +137,20 @@ class Run:
         if self.plan.rehearsal is not None:
             return
         if event["type"] == "log":
-            stream = sys.stderr if event["stream"] == "stderr" else sys.stdout
-            decoder = self._decoders.setdefault(event["stream"], codecs.getincrementaldecoder("utf-8")("replace"))
-            self._progress.clear()
-            stream.write(decoder.decode(event["data"].encode("latin-1")))
-            stream.flush()
+            data = event["data"].encode("latin-1")
+            if self._records is not None:
+                self._records.wrote(event["rank"], data)
+            self._output.show(event["rank"], event["stream"], data)
         elif event["type"] == "dropped":
-            sys.stderr.write(
-                f"[lagom] {event['messages']} pieces of output were dropped: the driver could not keep up\n"
-            )
+            self._progress.warn(f"{event['messages']} pieces of output were dropped: the driver could not keep up")
         elif event["type"] == "stalls":
             stalled, self._stalled = self._stalled, {}
             if stalled:
                 self._progress.warn(told(stalled, self.plan.world_size))
         else:
             self._progress.show(event)
+            if self._records is not None and event["type"] == "progress":
+                self._records.progressed(event)
 
     def _take(self, task: int, message: Message) -> None:
         """A message of a task, in the channel's thread."""
@@ -200,6 +209,8 @@ class Run:
             self.channel.send(task, {"type": "stop"})
             return
         self._joins[task] = message
+        if self._records is not None:
+            self._records.joined(message["ranks"], str(message["host"]).split("|")[0], message["ip"])
         if self._gathering:
             self.channel.send(task, {"type": "gather"})
         elif len(self._joins) == self._num_tasks:

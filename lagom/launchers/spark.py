@@ -26,6 +26,7 @@ from lagom.launchers.spark_session import SparkFacts, facts, started_session
 from lagom.monitor.channel import anonymous_file
 from lagom.payload import Parcel
 from lagom.plan import Cluster, Plan
+from lagom.records.folder import Records
 from lagom.sources import is_installed, lagom_zip, modules_zip
 from lagom.worker import task as task_module
 from lagom.worker.spec import Spec
@@ -50,11 +51,12 @@ class SparkLauncher:
         """For a reader."""
         return self._facts.name
 
-    def run(self, plan: Plan, call: Mapping[str, Any]) -> list[Outcome]:
+    def run(self, plan: Plan, call: Mapping[str, Any], records: Records | None = None) -> list[Outcome]:
         """See ``Launcher.run``."""
         with contextlib.ExitStack() as stack:
             payload = stack.enter_context(_Payload(call))
-            run = stack.enter_context(Run(plan, self.where(), can_gather=plan.barrier, payload_fd=payload.fd))
+            run = Run(plan, self.where(), can_gather=plan.barrier, payload_fd=payload.fd, records=records)
+            stack.enter_context(run)
             address = self._listen(run)
             if address is None:
                 run.unheard()

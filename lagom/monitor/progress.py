@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from lagom.monitor.link import Message
 
 _TERMINAL_S = 0.2
 _LOG_S = 10.0
+_SHOWN = 4  # ranks
+_WAITS = 0.1  # share of its time that a rank may wait for data without a word of it
 
 
 class Progress:
     """Shows a run on standard error."""
 
-    def __init__(self, plan: Any, where: str) -> None:
+    def __init__(self, plan: Any, where: str, also: Callable[[str], None] | None = None) -> None:
+        """``also`` gets what is said once, such as who waits for whom."""
+        self._also = also
         self._name = plan.name
         self._world_size = plan.world_size
         self._where = where
@@ -81,27 +86,41 @@ class Progress:
 
     def _renew(self) -> None:
         if not self._live:
-            self._say(f"lagom: {self._text()}")
-            return
-        self.clear()
-        self._line = f"lagom: {self._text()}"[:160]
-        sys.stderr.write(self._line)
+            sys.stderr.write(f"lagom: {self._text()}\n")
+        else:
+            self.clear()
+            self._line = f"lagom: {self._text()}"[:160]
+            sys.stderr.write(self._line)
         sys.stderr.flush()
 
     def _text(self) -> str:
-        shown = [self._rank_text(rank) for rank in sorted(self._ranks)[:4]]
+        # Of many, also the one that is the farthest behind.
+        first = sorted(self._ranks)[:_SHOWN]
+        last = min(self._ranks, key=lambda rank: (self._ranks[rank].get("samples", 0), rank))
+        shown = [self._rank_text(rank) for rank in first + [last] * (last not in first)]
         more = len(self._ranks) - len(shown)
         return " | ".join(shown) + (f" | and {more} more ranks" if more else "")
 
     def _rank_text(self, rank: int) -> str:
         event = self._ranks[rank]
         step = f"step {event.get('step', 0)}" + (f"/{event['steps']}" if event.get("steps") else "")
-        return f"rank {rank}: epoch {event.get('epoch', 0)}, {step}, {event.get('samples', 0):,} samples"
+        parts = [f"epoch {event.get('epoch', 0)}", step, f"{event.get('samples', 0):,} samples"]
+        if event.get("rate"):
+            parts.append(f"{event['rate']:,.0f}/s")
+        if event.get("loss") is not None:
+            parts.append(f"loss {event['loss']:.4g}")
+        if event.get("data", 0.0) >= _WAITS:
+            parts.append(f"waits {event['data']:.0%} of its time for data")
+        if event.get("memory"):
+            parts.append(f"{event['memory'] / 1e9:.1f} GB")
+        return f"rank {rank}: {', '.join(parts)}"
 
     def _say(self, text: str) -> None:
         self.clear()
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
+        if self._also is not None:
+            self._also(text)
 
 
 def _spans(ranks: list[int]) -> str:

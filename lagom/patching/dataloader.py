@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -229,6 +230,7 @@ def _yielding(session: Session) -> Any:
             current.failed = False
             session.at(_AFTER_FAILURE)
         received = getattr(self, "_rcvd_idx", None)
+        start = perf_counter()
         try:
             data, share = self.__dict__[_TAKER].take(lambda: original(self))
         except StopIteration:
@@ -241,6 +243,7 @@ def _yielding(session: Session) -> Any:
                 if current.shares:
                     current.shares.popleft()
             raise
+        session.data_s += perf_counter() - start
         if session.device.type == "cuda":
             data = moved(data, session.device)
         if current.training:

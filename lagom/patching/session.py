@@ -65,6 +65,9 @@ class Session:
     samples_trained: int = field(default=0, init=False)
     ticks: int = field(default=0, init=False)
     """Of batches, forwards and backwards: as long as it grows, the program gets somewhere."""
+    data_s: float = field(default=0.0, init=False)
+    """For which the program has waited for batches."""
+    _loss: weakref.ref[torch.Tensor] | None = field(default=None, init=False)
     reported: dict[str, float | int] = field(default_factory=dict, init=False)
     """What the program reported last; shown along with the progress."""
     position: int | None = field(default=None, init=False)
@@ -214,6 +217,8 @@ class Session:
         Raises:
             DivergenceError: when one was taken for the perturbation of a batch, and is trained with another.
         """
+        # Not held, as its graph would be; a loop's variable keeps it for about as long as it is of interest.
+        self._loss = weakref.ref(roots[0]) if len(roots) == 1 else None
         self.provenance.tell_weights(roots, leaves, self.share)
 
     @property
@@ -321,8 +326,15 @@ class Session:
 
     def progress(self) -> dict[str, int | float | None]:
         """Where training is, as plain numbers; may be called from another thread."""
-        now = {**self._progress, "samples": self.samples_trained, "ticks": self.ticks}
-        return {**now, "loss": None, **self.reported}
+        now = {**self._progress, "samples": self.samples_trained, "ticks": self.ticks, "data_s": self.data_s}
+        return {**now, "loss": self._last_loss(), **self.reported}
+
+    def _last_loss(self) -> float | None:
+        """Of this rank's share, where it is a single number on the CPU: to read one off a GPU would have it wait."""
+        loss = self._loss() if self._loss is not None else None
+        if type(loss) is not torch.Tensor or loss.numel() != 1 or loss.device.type != "cpu":
+            return None
+        return float(loss.detach())
 
     def say_once(self, text: str) -> None:
         """Log ``text``, the first time."""

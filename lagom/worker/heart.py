@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lagom.worker import stacks
@@ -33,11 +35,13 @@ class Heart:
         self._thread = threading.get_ident()
         self._at: tuple[int, int] | None = None
         self._since = 0.0
+        self._last = (0.0, 0.0, 0.0)
         self._children: str | None = None
 
     def beat_for(self, session: Session) -> None:
         """Begin to beat."""
         self._session = session
+        self._last = (time.monotonic(), 0.0, 0.0)
         threading.Thread(target=self._beat, name="lagom-heart", daemon=True).start()
 
     def last_word(self, report: Message) -> None:
@@ -61,9 +65,19 @@ class Heart:
                 except OSError:
                     return
 
-    @staticmethod
-    def _progress(session: Session) -> Message:
-        return {"type": "progress", **session.progress()}
+    def _progress(self, session: Session) -> Message:
+        now, progress = time.monotonic(), session.progress()
+        samples, data_s = progress["samples"] or 0, progress.pop("data_s") or 0
+        before, samples_before, data_before = self._last
+        passed = max(now - before, 1e-3)
+        self._last = now, samples, data_s
+        return {
+            "type": "progress",
+            **progress,
+            "rate": round((samples - samples_before) / passed, 1),
+            "data": round(min(1.0, (data_s - data_before) / passed), 3),
+            "memory": memory(session.device.type),
+        }
 
     def _quiet_s(self, session: Session) -> float:
         """Seconds for which the rank has got nowhere."""
@@ -80,3 +94,14 @@ class Heart:
         if self._children is None and self._stacks_fd is not None:
             self._children = "" if found["waits"] else stacks.of_children(self._stacks_fd)
         return {"type": "doing", **found, "children": self._children}
+
+
+def memory(device: str) -> int:
+    """Bytes that this process holds: on its GPU if it trains there, else of the machine's memory."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.memory_allocated()
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

@@ -180,9 +180,11 @@ class Watch:
             return False
         rank.tail = (rank.tail + data)[-_TAIL:]
         rank.pulse.moved()
+        # latin-1 keeps every byte, also of a character that is cut in two here.
         if rank.rank == 0:
-            # latin-1 keeps every byte, also of a character that is cut in two here.
             self._show(stream, data.decode("latin-1"))
+        elif self._plan.keeps_logs:
+            self._tell({"type": "log", "rank": rank.rank, "stream": stream, "data": data.decode("latin-1")})
         return True
 
     def say(self, text: str) -> None:

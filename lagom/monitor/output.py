@@ -1,0 +1,52 @@
+"""``Output``: what ranks write, on the driver's own standard output and error."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+from collections.abc import Callable
+
+
+class Output:
+    """Shows rank 0's as it is, or every rank's lines after its name.
+
+    Args:
+        named: show all ranks, each line after "[rank 3] ".
+        before: called before anything is written, to clear away a line of progress.
+    """
+
+    def __init__(self, named: bool, before: Callable[[], None]) -> None:
+        self._named = named
+        self._before = before
+        self._decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
+        self._begun: dict[tuple[int, str], str] = {}
+
+    def show(self, rank: int, stream: str, data: bytes) -> None:
+        """``rank`` wrote ``data`` to ``stream``, "stdout" or "stderr"; a character may be cut in two at its ends."""
+        key = rank, stream
+        if key not in self._decoders:
+            self._decoders[key] = codecs.getincrementaldecoder("utf-8")("replace")
+        text = self._decoders[key].decode(data)
+        if not self._named:
+            if rank == 0:
+                self._write(stream, text)
+            return
+        # A progress bar that renews its line would overwrite those of other ranks: each state is a line.
+        *lines, self._begun[key] = (self._begun.get(key, "") + text.replace("\r\n", "\n").replace("\r", "\n")).split(
+            "\n"
+        )
+        self._write(stream, "".join(f"[rank {rank}] {line}\n" for line in lines if line))
+
+    def close(self) -> None:
+        """Show lines that were never ended."""
+        for (rank, stream), line in self._begun.items():
+            if line:
+                self._write(stream, f"[rank {rank}] {line}\n")
+        self._begun.clear()
+
+    def _write(self, stream: str, text: str) -> None:
+        if text:
+            file = sys.stderr if stream == "stderr" else sys.stdout
+            self._before()
+            file.write(text)
+            file.flush()

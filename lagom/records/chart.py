@@ -1,0 +1,81 @@
+"""``chart``: lines over time, as SVG."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+
+_WIDTH, _HEIGHT = 500, 230
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 34, 40
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5539", "#666666")
+"""Told apart by the colour-blind too (Okabe and Ito, 2008)."""
+_MAX_POINTS = 400
+
+Points = Sequence[tuple[float, float]]
+"""Seconds and values."""
+
+
+def chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero: bool = False) -> str:
+    """An SVG element with a line for each of ``lines``, of a colour by its place; nothing where there are no points."""
+    drawn = {name: _thinned([one for one in points if math.isfinite(one[1])]) for name, points in lines.items()}
+    colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(drawn)}
+    drawn = {name: points for name, points in drawn.items() if points}
+    if not drawn:
+        return ""
+    values = [y for points in drawn.values() for _, y in points]
+    end = max(x for points in drawn.values() for x, _ in points) or 1.0
+    ticks = _ticks(0.0 if from_zero else min(values), max(values))
+    low, high = ticks[0], ticks[-1]
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = _LEFT + x / end * (_WIDTH - _LEFT - _RIGHT)
+        return across, _TOP + (high - y) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = [f'<text x="{_LEFT}" y="14" font-weight="600">{html.escape(title)}</text>']
+    for tick in ticks:
+        _, y = place(0, tick)
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}{unit}</text>')
+    for part, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
+        x, y = place(part * end, low)
+        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="{anchor}">{_number(part * end)} s</text>')
+    for number, (name, points) in enumerate(drawn.items()):
+        colour = colours[name]
+        way = " ".join("{:.1f},{:.1f}".format(*place(*one)) for one in points)
+        if len(points) == 1:
+            x, y = place(*points[0])
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
+        parts.append(f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        x = _LEFT + (number % 6) * 72
+        y = _HEIGHT - 6 - 12 * (number // 6 % 2)
+        if number < 12:
+            parts.append(f'<text x="{x}" y="{y}" fill="{colour}">{html.escape(name)}</text>')
+    inside = "".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{html.escape(title)}" font-family="system-ui, sans-serif" font-size="11">{inside}</svg>'
+    )
+
+
+def _thinned(points: Points) -> Points:
+    """Every n-th and the last, so that a page of a long run stays small."""
+    step = -(-len(points) // _MAX_POINTS)
+    return points if step < 2 else [*points[::step], points[-1]]
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers around ``low`` and ``high``, at distances of 1, 2 or 5 times a power of ten."""
+    span = (high - low) or abs(high) or 1.0
+    rough = span / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    last += first == last
+    return [number * step for number in range(first, last + 1)]
+
+
+def _number(value: float) -> str:
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.2g}"
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"

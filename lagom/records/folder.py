@@ -1,0 +1,178 @@
+"""``Records``: what is kept of a run, as text in a folder of its own: what it was, what its ranks wrote and did."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import getpass
+import json
+import logging
+import os
+import platform
+import re
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+from lagom.errors import PlanError
+from lagom.monitor.link import Message
+
+RUN, RESULT, PROGRESS = "run.json", "result.json", "progress.jsonl"
+_PACKAGES = ("torch", "pyspark", "numpy", "pyarrow", "deepspeed")
+_PARTS = 500
+"""Reports of a rank's progress are kept oftener than this part of the time that the run has taken: a long run has
+some thousands of each rank, and not a line for every second."""
+_MAX_LOG = 256 << 20
+"""Bytes of a rank's output that are kept."""
+_MAX_TEXT = 2000
+
+log = logging.getLogger("lagom")
+
+
+class Records:
+    """Writes as the run goes, so that what there is of a run that was killed can be read as well."""
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self._started = time.monotonic()
+        self._facts = {
+            **facts,
+            "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **_surroundings(),
+            "ranks": {},
+        }
+        self._logs: dict[int, IO[bytes]] = {}
+        self._sizes: dict[int, int] = {}
+        self._kept_at: dict[int, float] = {}
+        self._progress: IO[str] | None = None
+        self._write(RUN, self._facts)
+
+    def joined(self, ranks: list[int], host: str, ip: str) -> None:
+        """Ranks have been seated on a host."""
+        self._facts["ranks"] |= {str(rank): {"host": host, "ip": ip} for rank in ranks}
+        self._write(RUN, self._facts)
+
+    def wrote(self, rank: int, data: bytes) -> None:
+        """A rank wrote ``data`` to standard output or error."""
+        size = self._sizes.get(rank, 0)
+        if size < _MAX_LOG:
+            file = self._logs.get(rank)
+            if file is None:
+                file = self._logs[rank] = open(self.folder / f"rank-{rank}.log", "ab", buffering=0)  # noqa: SIM115
+            file.write(data)
+            if size + len(data) >= _MAX_LOG:
+                file.write(f"\n[lagom] more than {_MAX_LOG >> 20} MB; the rest is not kept\n".encode())
+        self._sizes[rank] = size + len(data)
+
+    def progressed(self, event: Message) -> None:
+        """A rank says how far it is."""
+        now = time.monotonic()
+        if now - self._kept_at.get(event["rank"], 0.0) < (now - self._started) / _PARTS:
+            return
+        self._kept_at[event["rank"]] = now
+        if self._progress is None:
+            self._progress = open(self.folder / PROGRESS, "a", buffering=1)  # noqa: SIM115
+        kept = {key: value for key, value in event.items() if key not in ("type", "task", "ticks")}
+        self._progress.write(json.dumps({"seconds": round(now - self._started, 3), **kept}) + "\n")
+
+    def said(self, text: str) -> None:
+        """Something that the user was told of the run."""
+        with open(self.folder / "lagom.log", "a") as file:
+            file.write(text.rstrip("\n") + "\n")
+
+    def ended(self, outcome: Mapping[str, Any]) -> None:
+        """What came of the run."""
+        self._write(RESULT, {**outcome, "seconds": round(time.monotonic() - self._started, 3)})
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        for file in self._logs.values():
+            file.close()
+        if self._progress is not None:
+            self._progress.close()
+        self._logs, self._progress = {}, None
+
+    def _write(self, name: str, what: Mapping[str, Any]) -> None:
+        partial = self.folder / f".{name}"
+        partial.write_text(json.dumps(what, indent=2, default=_short) + "\n")
+        partial.replace(self.folder / name)
+
+
+def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Mapping[str, Any]) -> Records | None:
+    """A new folder under ``run_dir``, and what writes into it; None where nothing is to be kept.
+
+    Raises:
+        PlanError: when ``run_dir`` was asked for and cannot be written to.
+    """
+    if run_dir is None or not os.fspath(run_dir):
+        return None
+    now = datetime.datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    name = re.sub(r"[^\w.-]+", "-", str(facts["name"]))[:60]
+    folder = Path(run_dir).expanduser() / f"{now}-{name}-{secrets.token_hex(3)}"
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+        return Records(folder.resolve(), facts)
+    except OSError as error:
+        text = f"run_dir is {os.fspath(run_dir)!r}, and nothing can be written there: {error}"
+        if is_default:
+            log.warning("%s; nothing is kept of this run. Set run_dir, or run_dir=None", text)
+            return None
+        raise PlanError(f"{text}; name another folder, or None to keep nothing") from error
+
+
+def _surroundings() -> dict[str, Any]:
+    user = None
+    with contextlib.suppress(Exception):  # a container's user may have no name
+        user = getpass.getuser()
+    return {
+        "driver": {
+            "host": socket.gethostname(),
+            "user": user,
+            "pid": os.getpid(),
+            "cwd": os.getcwd(),
+            "argv": sys.argv,
+        },
+        "versions": _versions(),
+        "commit": _commit(Path.cwd()),
+    }
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "lagom": str(sys.modules["lagom"].__version__)}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def _commit(folder: Path) -> str | None:
+    """What git has checked out there; read from its files, since to start git would take longer than a launch."""
+    with contextlib.suppress(OSError, StopIteration):
+        git = next(one / ".git" for one in (folder, *folder.parents) if (one / ".git").exists())
+        if git.is_file():  # of a worktree
+            git = Path(git.read_text().partition(": ")[2].strip())
+        head = (git / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head
+        common = git / (git / "commondir").read_text().strip() if (git / "commondir").exists() else git
+        name = head.removeprefix("ref: ")
+        if (common / name).exists():
+            return (common / name).read_text().strip()
+        packed = (common / "packed-refs").read_text().splitlines()
+        return next(line.split()[0] for line in packed if line.endswith(f" {name}"))
+    return None
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # a foreign __repr__ may do anything
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"

@@ -1,0 +1,146 @@
+"""``report``: one HTML page about a run, from what was kept of it; it loads nothing from anywhere."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lagom.records.chart import chart
+from lagom.records.folder import PROGRESS, RESULT, RUN
+
+_TAIL = 16_384  # bytes of each rank's output that the page shows
+_MAX_RANKS = 16  # whose lines and output it shows; the rest is in the folder
+_CHARTS = (
+    ("loss", "Loss of the rank's share of a batch", 1.0, ""),
+    ("rate", "Samples per second", 1.0, ""),
+    ("data", "Time spent waiting for data", 100.0, " %"),
+    ("memory", "Memory", 1e-9, " GB"),
+)
+
+Events = Mapping[int, Sequence[Mapping[str, Any]]]
+"""Reports of progress, by rank."""
+
+
+def report(folder: Path) -> str:
+    """The page; what a run that was cut short has not left is not on it.
+
+    Raises:
+        ValueError: when ``folder`` holds no run.
+    """
+    run = _loaded(folder / RUN)
+    if not run:
+        raise ValueError(f"{folder} holds no records of a run: there is no {RUN} in it")
+    result = _loaded(folder / RESULT)
+    events = _events(folder / PROGRESS)
+    charts = ""
+    for key, title, factor, unit in _CHARTS:
+        lines = {f"rank {rank}": _series(own, key, factor) for rank, own in events.items()}
+        charts += chart(title, lines, unit, from_zero=key != "loss")
+    said = _tail(folder / "lagom.log")
+    logs = sorted(folder.glob("rank-*.log"), key=lambda path: int(path.stem.partition("-")[2]))
+    parts = [
+        f"<h1>{_text(run['name'])}</h1><p>{_text(_headline(run, result))}</p>",
+        _outcome(result),
+        f"<div class=charts>{charts}</div>" if events else "<p>No rank has told of its progress.</p>",
+        _slowest(events),
+        _section("What lagom said", said) if said else "",
+        *(_section(f"Output of {path.stem.replace('-', ' ')}", _tail(path)) for path in logs[:_MAX_RANKS]),
+        _table("Settings", run.get("config", {})),
+        _table("Versions", run.get("versions", {})),
+        _table("Ranks", {f"rank {rank}": f"{one['host']} ({one['ip']})" for rank, one in run.get("ranks", {}).items()}),
+        _table("Driver", {**run.get("driver", {}), "commit": run.get("commit"), "started": run.get("started")}),
+    ]
+    title = _text(f"lagom: {run['name']}")
+    return f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>{_STYLE}<body>{''.join(parts)}\n"
+
+
+def _headline(run: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    size = run.get("world_size", "?")
+    where = f"{size} rank{'s' * (size != 1)} on {run.get('where', '?')}, begun {run.get('started', '?')}"
+    lasted = f", {result['seconds']:.2f} s" if "seconds" in result else ""
+    return where + lasted + (f". {run['description']}" if run.get("description") else "")
+
+
+def _outcome(result: Mapping[str, Any]) -> str:
+    if not result:
+        return "<p class=bad>It has no end: it is still going on, or its driver was killed.</p>"
+    if result["outcome"] == "returned":
+        return f"<p class=good>Result</p><pre>{_text(_shown(result['value']))}</pre>"
+    text = f"{result['error']}: {result['message']}"
+    return f"<p class=bad>{_text(text)}</p>" + (
+        f"<pre>{_text(result['traceback'])}</pre>" if result.get("rank") is not None else ""
+    )
+
+
+def _slowest(events: Events) -> str:
+    """Which rank waited longest for data, if that is worth a word."""
+    shares = {rank: sum(one.get("data") or 0 for one in own) / len(own) for rank, own in events.items() if own}
+    rank = max(shares, key=lambda one: shares[one], default=None)
+    if rank is None or shares[rank] < 0.1:
+        return ""
+    return f"<p>Rank {rank} waited {shares[rank]:.0%} of its time for data, more than any other.</p>"
+
+
+def _events(path: Path) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:  # the last line of a driver that was killed
+                continue
+            found.setdefault(event["rank"], []).append(event)
+    return {rank: found[rank] for rank in sorted(found)[:_MAX_RANKS]}
+
+
+def _series(events: Sequence[Mapping[str, Any]], key: str, factor: float) -> list[tuple[float, float]]:
+    return [(one["seconds"], one[key] * factor) for one in events if one.get(key) is not None]
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _tail(path: Path) -> str:
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _TAIL))
+        text = file.read().decode(errors="replace")
+    # Of a line that renews itself, as a progress bar does, its last state.
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    return ("…\n" if size > _TAIL else "") + "\n".join(lines).strip("\n")
+
+
+def _section(title: str, text: str) -> str:
+    return f"<details open><summary>{_text(title)}</summary><pre>{_text(text)}</pre></details>"
+
+
+def _table(title: str, rows: Mapping[str, Any]) -> str:
+    cells = "".join(f"<tr><th>{_text(key)}</th><td>{_text(_shown(value))}</td></tr>" for key, value in rows.items())
+    return f"<details><summary>{_text(title)}</summary><table>{cells}</table></details>" if rows else ""
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+_STYLE = """<style>
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em;
+  color: #222; background: #fff }
+h1 { font-size: 1.5em; margin-bottom: 0 }
+pre { background: #f5f5f5; padding: .7em; overflow-x: auto; font-size: 13px; margin: .4em 0 }
+.good { color: #1a6b2f; font-weight: 600; margin-bottom: 0 } .bad { color: #a3131c; font-weight: 600 }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: 1em; margin: 1em 0 }
+summary { cursor: pointer; font-weight: 600; margin-top: .8em }
+th { text-align: left; padding-right: 1.5em; font-weight: 500; vertical-align: top; white-space: nowrap }
+td { font-family: ui-monospace, monospace; font-size: 13px; word-break: break-word }
+</style>"""

@@ -1,0 +1,235 @@
+"""What is kept of a run: its folder, what stands in it, and the page made from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lagom
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.errors import PlanError, RankError
+from lagom.records import folder as module
+from lagom.records.chart import chart
+from lagom.records.folder import Records, records
+from lagom.records.report import report
+from lagom.result import Result
+
+
+def train(fails: bool) -> dict[str, float]:
+    model = nn.Linear(2, 1)
+    data = TensorDataset(torch.ones(64, 2))
+    for number, (x,) in enumerate(DataLoader(data, batch_size=8)):
+        loss = model(x).mean()
+        loss.backward()
+        print(f"batch {number}")
+        if fails and number == 3 and lagom.rank() == 1:
+            raise RuntimeError("the <disk> is full")
+    os.write(2, b"from C\n")
+    return {"loss": float(loss.detach())}
+
+
+def run(tmp_path: Path, fails: bool = False, **settings: Any) -> Result:
+    given: dict[str, Any] = {"world_size": 2, "launcher": "local", "run_dir": tmp_path, "name": "a run", **settings}
+    config = TorchDistributedConfig(hparams={"fails": fails}, **given)
+    return experiment.lagom(train, config)
+
+
+def only(folder: Path) -> Path:
+    (found,) = folder.iterdir()
+    return found
+
+
+def loaded(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_a_run_leaves_its_settings_versions_ranks_output_progress_and_result(tmp_path: Path) -> None:
+    result = run(tmp_path, seed=7, description="of a test")
+    folder = result.run_dir
+    assert folder == only(tmp_path)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    facts = loaded(folder / "run.json")
+    assert facts["config"]["seed"] == facts["seed"] == 7
+    assert facts["config"]["hparams"] == {"fails": False}
+    assert facts["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert facts["versions"]["lagom"] == lagom.__version__
+    assert facts["driver"]["argv"] == sys.argv
+    assert set(facts["ranks"]) == {"0", "1"}
+    assert re.fullmatch("[0-9a-f]{40}", facts["commit"])
+    for rank in range(2):
+        lines = (folder / f"rank-{rank}.log").read_text().splitlines()
+        assert sorted(lines) == sorted([*(f"batch {number}" for number in range(8)), "from C"])
+    events = [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
+    assert {event["rank"] for event in events} == {0, 1}
+    assert all(event["memory"] > 10**7 for event in events)
+    ends = {event["rank"]: (event["epoch"], event["step"], event["samples"]) for event in events}
+    assert ends == {0: (1, 8, 32), 1: (1, 8, 32)}
+    ended = loaded(folder / "result.json")
+    assert (ended["outcome"], ended["value"]) == ("returned", result.value)
+    assert ended["per_rank"] == list(result.per_rank)
+
+
+def test_a_run_that_fails_leaves_its_error_and_what_ranks_wrote(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the <disk> is full"):
+        run(tmp_path, fails=True)
+    ended = loaded(only(tmp_path) / "result.json")
+    assert (ended["outcome"], ended["error"], ended["message"]) == ("raised", "RuntimeError", "the <disk> is full")
+    assert ended["rank"] == 1
+    assert "in train" in ended["traceback"]
+    assert "batch 3" in (only(tmp_path) / "rank-1.log").read_text()
+    page = report(only(tmp_path))
+    assert "the &lt;disk&gt; is full" in page
+    assert "<disk>" not in page
+
+
+def test_runs_have_folders_of_their_own_and_none_is_touched(tmp_path: Path) -> None:
+    first = run(tmp_path).run_dir
+    assert first is not None
+    before = {path.name: path.read_bytes() for path in first.iterdir()}
+    second = run(tmp_path).run_dir
+    assert second != first
+    assert {path.name: path.read_bytes() for path in first.iterdir()} == before
+
+
+def test_nothing_is_kept_where_nothing_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    result = run(tmp_path, run_dir=None)
+    assert result.run_dir is None
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="run_dir=None"):
+        result.report()
+
+
+def test_the_environment_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAGOM_RUN_DIR", str(tmp_path))
+    assert TorchDistributedConfig().run_dir == str(tmp_path)
+    monkeypatch.delenv("LAGOM_RUN_DIR")
+    assert TorchDistributedConfig().run_dir == "~/.lagom/runs"
+
+
+def test_a_folder_that_cannot_be_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match=r"run_dir is '.*file/runs'.*name another folder"):
+        run(tmp_path, run_dir=tmp_path / "file" / "runs")
+    with pytest.raises(ValueError, match="run_dir is 3"):
+        TorchDistributedConfig(run_dir=3)  # type: ignore[arg-type]
+
+
+def test_a_default_that_cannot_be_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    assert records(tmp_path / "file" / "runs", True, {"name": "x"}) is None
+    assert "nothing is kept of this run" in caplog.text
+
+
+def test_a_rank_that_writes_without_end_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_LOG", 1 << 20)
+    kept = records(tmp_path, False, {"name": "../a b"})
+    assert kept is not None
+    assert kept.folder.parent == tmp_path
+    for _ in range(40):
+        kept.wrote(3, b"x" * (1 << 16))
+    kept.close()
+    text = (kept.folder / "rank-3.log").read_bytes()
+    assert len(text) < (1 << 20) + (1 << 16)
+    assert text.endswith(b"more than 1 MB; the rest is not kept\n")
+
+
+def test_a_long_run_does_not_keep_every_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    kept = records(tmp_path, False, {"name": "x"})
+    assert kept is not None
+    for _ in range(100_000):
+        now[0] += 1.0
+        kept.progressed({"rank": 0, "samples": 1})
+    kept.close()
+    assert 500 < len((kept.folder / "progress.jsonl").read_text().splitlines()) < 5000
+
+
+class Page(HTMLParser):
+    """What a page would load from elsewhere, and whether its elements are closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [str(value) for name, value in attrs if name in ("src", "href")] + [tag] * (tag == "script")
+        if tag not in ("meta", "line", "polyline", "circle", "html", "body"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+
+def test_the_report_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
+    result = run(tmp_path, description="to <see>")
+    page = result.report()
+    assert page == result.run_dir / "report.html"  # type: ignore[operator]
+    text = page.read_text()
+    read = Page(text)
+    assert not read.loads
+    assert not read.open
+    assert "to &lt;see&gt;" in text
+    for shown in ("a run", "2 ranks on this machine", "Samples per second", "Output of rank 1", "batch 7", "commit"):
+        assert shown in text
+    assert result.report(tmp_path / "other.html").read_text() == text
+
+
+def test_a_run_that_was_cut_short_has_a_report_too(tmp_path: Path) -> None:
+    kept = Records(tmp_path, {"name": "x", "world_size": 1})
+    kept.progressed({"rank": 0, "samples": 1, "loss": float("nan"), "rate": 1.0})
+    kept.close()
+    with (tmp_path / "progress.jsonl").open("a") as file:
+        file.write('{"seconds": 1')
+    assert "It has no end" in report(tmp_path)
+    with pytest.raises(ValueError, match="holds no records"):
+        report(tmp_path / "nowhere")
+
+
+def test_a_chart_has_a_line_for_each_and_round_numbers_at_its_side() -> None:
+    drawn = chart("Loss", {"rank 0": [(0.0, 0.31), (2.0, 0.17)], "rank 1": [(1.0, float("nan"))]}, " %")
+    assert drawn.count("<polyline") == 1
+    assert ">0.15 %<" in drawn
+    assert ">0.35 %<" in drawn
+    assert ">2 s<" in drawn
+    assert chart("Loss", {"rank 0": []}) == ""
+    assert chart("Loss", {"rank 0": [(0.0, 0.0)]}).count("<circle") == 1
+    assert len(chart("Loss", {"rank 0": [(float(i), float(i)) for i in range(100_000)]})) < 20_000
+
+
+def test_all_ranks_are_shown_with_their_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, log="all")
+    out, err = capfd.readouterr()
+    for rank in range(2):
+        assert [line for line in out.splitlines() if line.startswith(f"[rank {rank}]")] == [
+            f"[rank {rank}] batch {number}" for number in range(8)
+        ]
+        assert f"[rank {rank}] from C\n" in err
+    run(tmp_path)
+    assert capfd.readouterr().out.splitlines() == [f"batch {number}" for number in range(8)]
+
+
+def test_ranks_that_die_are_told_of(tmp_path: Path) -> None:
+    def dies() -> None:
+        os._exit(3)
+
+    with pytest.raises(RankError):
+        experiment.lagom(dies, TorchDistributedConfig(launcher="local", world_size=1, run_dir=tmp_path))
+    assert loaded(only(tmp_path) / "result.json")["error"] == "RankError"
