@@ -98,6 +98,9 @@ RULES = {
     "lagom.experiment": Rule(always=(*_DRIVER_SIDE, "lagom.launchers", "lagom.verify"), later=("pyspark",)),
     "lagom.cli": Rule(always=(*_DRIVER_SIDE, "lagom.experiment"), later=("pyspark",)),
     "lagom.compat": Rule(always=("lagom", "torch", "numpy"), later=("pyarrow", "pyspark")),
+    # Beside petastorm, which brings them.
+    "lagom.compat.petastorm": Rule(always=("lagom", "torch", "numpy", "pyarrow"), later=("fsspec", "packaging")),
+    "lagom.worker.compatible": Rule(),
 }
 """By module; the longest name that covers a module counts. Nothing but compat may import compat."""
 

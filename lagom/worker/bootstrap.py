@@ -19,6 +19,7 @@ from lagom.patching.rehearsal import numbered_parameters, rehearse
 from lagom.patching.session import Session
 from lagom.plan import Plan
 from lagom.signature import arguments
+from lagom.worker.compatible import compatible
 from lagom.worker.device import rank_device, threads
 from lagom.worker.environment import environment, torchrun_variables
 from lagom.worker.out_of_memory import OutOfMemoryTold
@@ -69,6 +70,7 @@ def run(
             stack.enter_context(cut_short(session))
             leaves = stack.enter_context(numbered_parameters())
         stack.enter_context(patched(session))
+        stack.enter_context(compatible())
         call = load()  # inside the patches: modules that arrive by pickle are seen as they are made
         stack.enter_context(seeded(plan.seed, call["random"]))
         provided = dict(call["provided"]) | {"reporter": Reporter(session)}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import importlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lagom.data import ParquetDataset, ParquetLoader
+from tests.data.write_rows import image, schema
 from tests.integration import programs
 
 WRITTEN = Path(__file__).parent.parent / "data" / "petastorm_0_12_1"
@@ -104,3 +107,47 @@ def test_a_program_of_maggys_shape_trains_on_paths(spark: Any, tmp_path: Path) -
     for ours, theirs in zip(first["seen"], second["seen"], strict=True):
         assert sorted(ours + theirs) == list(range(20))
         assert len(ours) == len(theirs) == 10
+
+
+def test_what_petastorm_materialised_trains_its_own_programs_and_others(spark: Any, tmp_path: Path) -> None:
+    importlib.import_module("lagom.compat.petastorm")
+    from petastorm.etl.dataset_metadata import materialize_dataset
+    from petastorm.unischema import dict_to_spark_row
+
+    rows = schema()
+    url = f"file://{tmp_path}/table"
+    with materialize_dataset(spark, url, rows, row_group_size_mb=1):
+        made = spark.sparkContext.parallelize(range(20), 3).map(lambda n: {"id": np.int64(n), "image": image(n)})
+        encoded = made.map(lambda row: dict_to_spark_row(rows, row))
+        spark.createDataFrame(encoded, rows.as_spark_schema()).write.parquet(url)
+
+    def train(module: Any, train_set: Any) -> Any:
+        import torch
+        from petastorm import make_reader
+        from petastorm.pytorch import DataLoader
+
+        from lagom import PetastormDataLoader
+
+        model = module(6, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        seen: list[set[int]] = []
+
+        def epoch(loader: Any) -> None:
+            seen.append(set())
+            for batch in loader:
+                seen[-1] |= set(batch["id"].tolist())
+                optimizer.zero_grad()
+                model(batch["image"].flatten(1)).square().mean().backward()
+                optimizer.step()
+
+        with DataLoader(make_reader(train_set, workers_count=2), batch_size=3) as loader:
+            epoch(loader)
+        epoch(PetastormDataLoader(train_set, batch_size=3))
+        return {"seen": seen, "weight": model.weight.sum().item()}
+
+    result = programs.run(train, 2, module=torch.nn.Linear, train_set=url)
+    first, second = result.per_rank
+    assert first["weight"] == second["weight"]
+    for ours, theirs in zip(first["seen"], second["seen"], strict=True):
+        assert ours | theirs == set(range(20))
+        assert not ours & theirs

@@ -1,0 +1,1 @@
+"""Other people's APIs, served by lagom or made to work beside it; nothing else in lagom imports this."""

@@ -1,0 +1,151 @@
+"""What is changed in modules of petastorm's once they have run: shards in a lagom run, and where it opens pickles."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from . import travel
+from .finder import view
+
+
+def mend(module: ModuleType) -> None:
+    """Change what has to be changed in ``module``, which is petastorm's and has just run."""
+    for change in _CHANGES.get(module.__name__, ()):
+        change(module)
+
+
+def _place() -> Any:
+    """Where this process stands in a lagom run that shares work out; None in no such run."""
+    place = sys.modules.get("lagom.worker.place")
+    found = None if place is None else place._place
+    if found is None or found.world_size == 1:
+        return None
+    distributed = sys.modules.get("torch.distributed")
+    # A program that is distributed by itself sees to its shards.
+    return None if distributed is not None and distributed.is_initialized() else found
+
+
+def _shard_readers(module: Any) -> None:
+    """Readers give each rank its row groups, unless the program says which."""
+    for name in ("make_reader", "make_batch_reader"):
+        setattr(module, name, _sharded(getattr(module, name)))
+
+
+def _sharded(make: Any) -> Any:
+    told = inspect.signature(make)
+
+    @functools.wraps(make)
+    def made(*args: Any, **options: Any) -> Any:
+        place = _place()
+        if place is not None:
+            given = told.bind_partial(*args, **options).arguments
+            if given.get("cur_shard") is None and given.get("shard_count") is None:
+                options |= {"cur_shard": place.rank, "shard_count": place.world_size}
+        return make(*args, **options)
+
+    return made
+
+
+def _weigh_batches(module: Any) -> None:
+    """Batches of petastorm's loaders count as those of a data set that shards itself."""
+    plain = module.LoaderBase.__iter__
+
+    def iterated(self: Any) -> Any:
+        batches = plain(self)
+        return batches if _place() is None else iter(_loader(batches))
+
+    module.LoaderBase.__iter__ = iterated
+
+
+def _loader(batches: Any) -> Any:
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Shard(IterableDataset[Any]):
+        """One pass of a loader of petastorm's."""
+
+        lagom_sharded = True
+
+        def __iter__(self) -> Any:
+            return batches
+
+    return DataLoader(Shard(), batch_size=None, collate_fn=lambda batch: batch)
+
+
+def _ship_to_executors(module: Any) -> None:
+    """Spark's executors, which run functions that name petastorm, import it as this process does."""
+    plain = module._init_spark
+
+    @functools.wraps(plain)
+    def init_spark(spark: Any, *args: Any, **options: Any) -> Any:
+        travel.ship(spark)
+        return plain(spark, *args, **options)
+
+    module._init_spark = init_spark
+
+
+def _start_processes(module: Any) -> None:
+    """Processes of a pool, which begin as new interpreters, import petastorm as this one does."""
+
+    def popen(args: list[str], executable: str) -> Any:
+        path = os.pathsep.join(filter(None, [travel.archive(), os.environ.get("PYTHONPATH")]))
+        return subprocess.Popen(args, executable=executable, env={**os.environ, "PYTHONPATH": path})
+
+    module.subprocess = SimpleNamespace(Popen=popen)
+
+
+_BUILTINS = ("object", "set", "frozenset", "list", "dict", "tuple", "int", "float", "complex", "bool", "str", "bytes")
+_SCHEMAS = ("petastorm.unischema", "petastorm.codecs", "petastorm.etl.rowgroup_indexers")
+_OTHERS = (
+    ("collections", "OrderedDict"),
+    ("collections", "defaultdict"),
+    ("decimal", "Decimal"),
+    ("copyreg", "_reconstructor"),
+    ("copy_reg", "_reconstructor"),
+    ("pyspark.serializers", "_restore"),
+    ("numpy.core.multiarray", "scalar"),
+    ("numpy._core.multiarray", "scalar"),
+)
+
+
+def _open_only_schemas(module: Any) -> None:
+    """Pickles of data sets may name what schemas and indexes are made of; petastorm itself admits all of builtins."""
+    import numpy as np
+
+    kind = module.RestrictedUnpickler
+    plain = kind.find_class
+
+    def find_class(self: Any, package: str, name: str) -> Any:
+        if package == "numpy":
+            found = getattr(view("numpy"), name, None)
+            if found is bool:
+                found = np.bool_
+            if isinstance(found, type) and (found is np.dtype or issubclass(found, np.generic)):
+                return found
+        elif (
+            (package in ("builtins", "__builtin__") and name in _BUILTINS)
+            or (package == "pyspark.sql.types" and name.endswith("Type") and name.isidentifier())
+            or (package, name) in _OTHERS
+        ):
+            return plain(self, package, name)
+        elif package in _SCHEMAS and name.isidentifier():
+            found = plain(self, package, name)
+            if isinstance(found, type) and found.__module__ == package:
+                return found
+        raise module.pickle.UnpicklingError(f"a data set's pickle names {package}.{name}, which is no part of a schema")
+
+    kind.find_class = find_class
+
+
+_CHANGES: dict[str, tuple[Any, ...]] = {
+    "petastorm.reader": (_shard_readers,),
+    "petastorm.pytorch": (_weigh_batches,),
+    "petastorm.etl.dataset_metadata": (_ship_to_executors,),
+    "petastorm.etl.legacy": (_open_only_schemas,),
+    "petastorm.workers_pool.exec_in_new_process": (_start_processes,),
+}

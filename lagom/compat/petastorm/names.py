@@ -1,0 +1,66 @@
+"""Names that pyarrow, numpy and Python had when petastorm was written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import legacy
+from .finder import view
+
+
+def added(name: str, own: dict[str, Any]) -> dict[str, Any]:
+    """What petastorm's view of the module ``name`` has beside, or in place of, what is in it: ``own``."""
+    found: dict[str, Any] = _ADDED[name]()
+    return {key: value for key, value in found.items() if key not in own or key in _INSTEAD.get(name, ())}
+
+
+def _pyarrow() -> dict[str, Any]:
+    return {
+        "filesystem": view("pyarrow.filesystem"),
+        "hdfs": view("pyarrow.hdfs"),
+        "parquet": view("pyarrow.parquet"),
+        "LocalFileSystem": legacy.local_type(),
+        "localfs": legacy.local_type()(),
+    }
+
+
+def _parquet() -> dict[str, Any]:
+    kinds = (legacy.ParquetDataset, legacy.ParquetDatasetPiece, legacy.ParquetPartitions, legacy.PartitionSet)
+    for kind in kinds:
+        # By this name it is found where a pickle of one arrives.
+        kind.__module__ = view("pyarrow.parquet").__name__
+    return {kind.__name__: kind for kind in kinds}
+
+
+def _numpy() -> dict[str, Any]:
+    import numpy as np
+
+    return {
+        "unicode_": np.str_,
+        "string_": np.bytes_,
+        "float_": np.float64,
+        "bool": bool,
+        "int": int,
+        "float": float,
+        "object": object,
+        "str": str,
+    }
+
+
+def _version() -> dict[str, Any]:
+    from packaging.version import Version
+
+    return {"LooseVersion": Version}
+
+
+_ADDED = {
+    "pyarrow": _pyarrow,
+    "pyarrow.parquet": _parquet,
+    "pyarrow.filesystem": lambda: {"LocalFileSystem": legacy.local_type()},
+    "pyarrow.hdfs": lambda: {"HadoopFileSystem": legacy.HadoopFileSystem, "connect": legacy.connect},
+    "numpy": _numpy,
+    "distutils": lambda: {"version": view("distutils.version")},
+    "distutils.version": _version,
+}
+_INSTEAD = {"pyarrow": ("parquet",), "pyarrow.parquet": ("ParquetDataset",)}
+"""Names that today's module has for something else."""

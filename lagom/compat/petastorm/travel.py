@@ -1,0 +1,62 @@
+"""Takes this package to processes that begin anew and may have no lagom: Spark's Python workers, petastorm's pools."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import pkgutil
+import shutil
+import sys
+import tempfile
+import weakref
+import zipfile
+from typing import Any
+
+from .finder import SHIM
+
+_FILES = ("__init__", "finder", "legacy", "mending", "names", "travel")
+_NAME = "_lagom_petastorm"
+_STAND_IN = f'''"""Stands for petastorm, before it on sys.path; imports the real one in the way that lagom does."""
+
+import importlib
+import sys
+
+importlib.import_module("{_NAME}")
+del sys.modules["petastorm"]
+importlib.import_module("petastorm")
+'''
+_shipped: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def ship(spark: Any) -> None:
+    """Have the Python workers of ``spark``, a session that is no Connect one, import petastorm as this process does."""
+    context = spark.sparkContext
+    if context not in _shipped:
+        before = list(sys.path)
+        context.addPyFile(archive())
+        sys.path[:] = before  # it is for the workers; here petastorm is installed
+        _shipped.add(context)
+
+
+@functools.cache
+def archive() -> str:
+    """The path of an archive that, on ``sys.path``, has ``import petastorm`` work; it lives as long as this process."""
+    for entry in sys.path:
+        if os.path.basename(entry) == SHIM and os.path.exists(entry):
+            return entry
+    folder = tempfile.mkdtemp(prefix="lagom-petastorm-")
+    atexit.register(_removed, folder, os.getpid())
+    path = os.path.join(folder, SHIM)
+    with zipfile.ZipFile(path, "w") as made:
+        made.writestr("petastorm/__init__.py", _STAND_IN)
+        for name in _FILES:
+            source = pkgutil.get_data(__package__ or _NAME, f"{name}.py")
+            assert source is not None
+            made.writestr(f"{_NAME}/{name}.py", source)
+    return path
+
+
+def _removed(folder: str, pid: int) -> None:
+    if os.getpid() == pid:  # a forked process has inherited the call
+        shutil.rmtree(folder, ignore_errors=True)
