@@ -29,6 +29,9 @@ from tests.data.tables import numbers
 from tests.data.write_rows import image, schema, write
 from tests.ranks import alone, run_ranks
 
+# What petastorm makes tensors of; torch says so once in a process.
+pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+
 
 def rows(reader: Any) -> list[int]:
     with reader:
@@ -69,7 +72,6 @@ def test_folders_stand_for_columns_and_filters_choose_them(tmp_path: Path) -> No
         make_batch_reader(url, filters=[("id", "=", 20)])
 
 
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_loaders_of_petastorm_give_tensors(tmp_path: Path) -> None:
     from petastorm import TransformSpec, make_batch_reader, make_reader
     from petastorm.pytorch import BatchedDataLoader, DataLoader

@@ -79,14 +79,25 @@ def _loader(batches: Any) -> Any:
 
 def _ship_to_executors(module: Any) -> None:
     """Spark's executors, which run functions that name petastorm, import it as this process does."""
-    plain = module._init_spark
+    name, parameter = _JOBS[module.__name__]
+    plain = getattr(module, name)
+    told = inspect.signature(plain)
 
     @functools.wraps(plain)
-    def init_spark(spark: Any, *args: Any, **options: Any) -> Any:
-        travel.ship(spark)
-        return plain(spark, *args, **options)
+    def shipping(*args: Any, **options: Any) -> Any:
+        spark = told.bind(*args, **options).arguments[parameter]
+        travel.ship(getattr(spark, "sparkContext", spark))
+        return plain(*args, **options)
 
-    module._init_spark = init_spark
+    setattr(module, name, shipping)
+
+
+_JOBS = {
+    "petastorm.etl.dataset_metadata": ("_init_spark", "spark"),
+    "petastorm.etl.rowgroup_indexing": ("build_rowgroup_index", "spark_context"),
+    "petastorm.spark_utils": ("dataset_as_rdd", "spark_session"),
+}
+"""Functions that run jobs of Spark's, or come before them, and which argument is the session or context."""
 
 
 def _start_processes(module: Any) -> None:
@@ -145,7 +156,7 @@ def _open_only_schemas(module: Any) -> None:
 _CHANGES: dict[str, tuple[Any, ...]] = {
     "petastorm.reader": (_shard_readers,),
     "petastorm.pytorch": (_weigh_batches,),
-    "petastorm.etl.dataset_metadata": (_ship_to_executors,),
+    **dict.fromkeys(_JOBS, (_ship_to_executors,)),
     "petastorm.etl.legacy": (_open_only_schemas,),
     "petastorm.workers_pool.exec_in_new_process": (_start_processes,),
 }

@@ -39,6 +39,7 @@ def _numpy() -> dict[str, Any]:
         "unicode_": np.str_,
         "string_": np.bytes_,
         "float_": np.float64,
+        "in1d": lambda values, among: np.isin(values, among).ravel(),
         "bool": bool,
         "int": int,
         "float": float,

@@ -29,9 +29,8 @@ importlib.import_module("petastorm")
 _shipped: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def ship(spark: Any) -> None:
-    """Have the Python workers of ``spark``, a session that is no Connect one, import petastorm as this process does."""
-    context = spark.sparkContext
+def ship(context: Any) -> None:
+    """Have the Python workers of a SparkContext import petastorm as this process does."""
     if context not in _shipped:
         before = list(sys.path)
         context.addPyFile(archive())
