@@ -13,6 +13,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
 from lagom.errors import RankError, RankTraceback, StallError
 from lagom.launchers import choose
+from lagom.launchers.frames import handed_over
 from lagom.launchers.protocol import Outcome
 from lagom.monitor.link import Message
 from lagom.plan import Plan, plan
@@ -53,6 +54,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
     launcher = choose(config.launcher)
     name = getattr(train, "__name__", "lagom")
     the_plan = plan(config, launcher.cluster(), name, already_distributed=_is_distributed(train, provided))
+    provided = handed_over(provided)
     call = {"function": train, "provided": provided, "random": _random(config)}
     if config.verify and the_plan.world_size > 1 and not the_plan.already_distributed:
         show(verify(launcher, the_plan, call))

@@ -82,7 +82,10 @@ RULES = {
     "lagom.strategies.deepspeed": Rule(always=_TORCH_SIDE, later=("deepspeed",)),
     "lagom.data": Rule(always=(*_FACTS, "torch", "numpy"), later=("pyarrow", "fsspec", "cv2", "PIL", "pandas")),
     "lagom.data.shard": Rule(always=("numpy",)),
+    # What the driver sends in place of a DataFrame.
+    "lagom.data.frame": Rule(later=("lagom.data", "fsspec")),
     "lagom.launchers": Rule(always=_DRIVER_SIDE, later=("lagom.worker", "torch", "cloudpickle")),
+    "lagom.launchers.frames": Rule(always=("lagom.errors",), later=("lagom.data.frame", "numpy", "pyarrow")),
     "lagom.launchers.spark": _SPARK_SIDE,
     "lagom.launchers.spark_session": _SPARK_SIDE,
     "lagom.memory": Rule(always=(*_TORCH_SIDE, "lagom.worker.place"), later=("lagom.launchers",)),

@@ -30,7 +30,8 @@ class TorchDistributedConfig:
     module: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
     """A module class, a factory that returns a module, or a list of these (GANs, actor-critic)."""
     train_set: Any = field(default=None, repr=False)
-    """A ``Dataset``, or a callable that makes one on the rank; a string reaches the function unchanged."""
+    """A ``Dataset``, a callable that makes one on the rank, or a Spark DataFrame, which becomes a
+    ``lagom.data.ParquetDataset``; a string reaches the function unchanged."""
     test_set: Any = field(default=None, repr=False)
     """Like ``train_set``."""
     dataset: Sequence[Any] | None = field(default=None, repr=False)
