@@ -6,19 +6,21 @@ import contextlib
 import datetime
 import functools
 import getpass
+import itertools
 import json
 import logging
 import os
 import platform
 import re
+import reprlib
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Concatenate, ParamSpec
 
 from lagom.errors import PlanError
 from lagom.monitor.link import Message
@@ -30,9 +32,27 @@ _PARTS = 500
 some thousands of each rank, and not a line for every second."""
 _MAX_LOG = 256 << 20
 """Bytes of a rank's output that are kept."""
-_MAX_TEXT = 2000
+_MAX_TEXT = 20_000  # characters
+_MAX_ITEMS = 200  # of a list or a dict
 
 log = logging.getLogger("lagom")
+P = ParamSpec("P")
+
+
+def _harmless(method: Callable[Concatenate[Records, P], None]) -> Callable[Concatenate[Records, P], None]:
+    """A full disk is no reason for a run to fail: it is said, and nothing more is kept."""
+
+    @functools.wraps(method)
+    def guarded(self: Records, /, *args: P.args, **options: P.kwargs) -> None:
+        if self.broken:
+            return
+        try:
+            method(self, *args, **options)
+        except Exception as error:
+            self.broken = True
+            log.warning("nothing more is kept of this run in %s: %s: %s", self.folder, type(error).__name__, error)
+
+    return guarded
 
 
 class Records:
@@ -40,6 +60,7 @@ class Records:
 
     def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
         self.folder = folder
+        self.broken = False
         self._started = time.monotonic()
         self._facts = {
             **facts,
@@ -53,23 +74,27 @@ class Records:
         self._progress: IO[str] | None = None
         self._write(RUN, self._facts)
 
+    @_harmless
     def joined(self, ranks: list[int], host: str, ip: str) -> None:
         """Ranks have been seated on a host."""
         self._facts["ranks"] |= {str(rank): {"host": host, "ip": ip} for rank in ranks}
         self._write(RUN, self._facts)
 
+    @_harmless
     def wrote(self, rank: int, data: bytes) -> None:
         """A rank wrote ``data`` to standard output or error."""
         size = self._sizes.get(rank, 0)
-        if size < _MAX_LOG:
-            file = self._logs.get(rank)
-            if file is None:
-                file = self._logs[rank] = open(self.folder / f"rank-{rank}.log", "ab", buffering=0)  # noqa: SIM115
-            file.write(data)
-            if size + len(data) >= _MAX_LOG:
-                file.write(f"\n[lagom] more than {_MAX_LOG >> 20} MB; the rest is not kept\n".encode())
         self._sizes[rank] = size + len(data)
+        if size >= _MAX_LOG:
+            return
+        file = self._logs.get(rank)
+        if file is None:
+            file = self._logs[rank] = open(self.folder / f"rank-{rank}.log", "ab", buffering=0)  # noqa: SIM115
+        file.write(data)
+        if size + len(data) >= _MAX_LOG:
+            file.write(f"\n[lagom] more than {_MAX_LOG >> 20} MB; the rest is not kept\n".encode())
 
+    @_harmless
     def progressed(self, event: Message) -> None:
         """A rank says how far it is."""
         now = time.monotonic()
@@ -81,15 +106,18 @@ class Records:
         kept = {key: value for key, value in event.items() if key not in ("type", "task", "ticks")}
         self._progress.write(json.dumps({"seconds": round(now - self._started, 3), **kept}) + "\n")
 
+    @_harmless
     def said(self, text: str) -> None:
         """Something that the user was told of the run."""
         with open(self.folder / "lagom.log", "a") as file:
             file.write(text.rstrip("\n") + "\n")
 
+    @_harmless
     def ended(self, outcome: Mapping[str, Any]) -> None:
         """What came of the run."""
         self._write(RESULT, {**outcome, "seconds": round(time.monotonic() - self._started, 3)})
 
+    @_harmless
     def close(self) -> None:
         """Nothing more is written."""
         for file in self._logs.values():
@@ -100,7 +128,7 @@ class Records:
 
     def _write(self, name: str, what: Mapping[str, Any]) -> None:
         partial = self.folder / f".{name}"
-        partial.write_text(json.dumps(what, indent=2, default=_short) + "\n")
+        partial.write_text(json.dumps(as_json(what), indent=2) + "\n")
         partial.replace(self.folder / name)
 
 
@@ -170,9 +198,21 @@ def _commit(folder: Path) -> str | None:
     return None
 
 
-def _short(value: object) -> str:
+def as_json(value: Any, depth: int = 6) -> Any:
+    """``value`` as JSON has it, with what it has no word for as text; of what is large, a part."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT] + "…"
+    if depth and isinstance(value, Mapping):
+        items = list(itertools.islice(value.items(), _MAX_ITEMS))
+        left = {"…": f"{len(value) - len(items)} more"} if len(value) > len(items) else {}
+        return {str(as_json(key, 0)): as_json(item, depth - 1) for key, item in items} | left
+    if depth and isinstance(value, (list, tuple)):
+        more = [f"… {len(value) - _MAX_ITEMS} more"] if len(value) > _MAX_ITEMS else []
+        return [as_json(item, depth - 1) for item in value[:_MAX_ITEMS]] + more
     try:
-        text = repr(value)
+        text = reprlib.repr(value) if isinstance(value, (Mapping, list, tuple, set, bytes)) else repr(value)
     except Exception:  # a foreign __repr__ may do anything
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from html.parser import HTMLParser
@@ -22,7 +23,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, RankError
 from lagom.records import folder as module
 from lagom.records.chart import chart
-from lagom.records.folder import Records, records
+from lagom.records.folder import Records, as_json, records
 from lagom.records.report import report
 from lagom.result import Result
 
@@ -145,6 +146,33 @@ def test_a_rank_that_writes_without_end_does_not_fill_the_disk(tmp_path: Path, m
     text = (kept.folder / "rank-3.log").read_bytes()
     assert len(text) < (1 << 20) + (1 << 16)
     assert text.endswith(b"more than 1 MB; the rest is not kept\n")
+
+
+def test_a_disk_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = records(tmp_path, False, {"name": "x"})
+    assert kept is not None
+    shutil.rmtree(kept.folder)
+    for _ in range(3):
+        kept.wrote(0, b"x")
+        kept.ended({})
+    kept.close()
+    assert caplog.text.count("nothing more is kept of this run") == 1
+
+
+def test_what_is_large_or_strange_is_kept_in_part() -> None:
+    class Strange:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    kept = as_json({"list": list(range(10**6)), (1, 2): Strange(), "nan": float("nan"), "tensor": torch.zeros(10**6)})
+    assert kept["list"][:3] == [0, 1, 2]
+    assert kept["list"][-1] == "… 999800 more"
+    assert kept["(1, 2)"] == "<Strange>"
+    assert kept["tensor"].startswith("tensor([0., 0.")
+    assert len(json.dumps(kept)) < 10_000
+    deep: list[Any] = []
+    deep.append(deep)
+    json.dumps(as_json(deep))
 
 
 def test_a_long_run_does_not_keep_every_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
