@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import posixpath
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+from lagom.data import delta
 from lagom.errors import DataError, LagomError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lagom.data.unischema import Field
+
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
-_LOGS = {
-    "_delta_log": "a Delta table",
-    ".hoodie": "a Hudi table",
-}
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,24 @@ def arrow() -> Any:
     return pa
 
 
-def located(sources: list[str], filesystem: Any = None) -> tuple[Any, str | None, list[File]]:
-    """Where ``sources`` are, which are folders or files by path or URL.
+@dataclass(frozen=True)
+class Location:
+    """Where a data set is."""
 
-    Returns:
-        The file system, the folder if there is one source only and it is one, and all files in order of their names.
+    home: Any
+    """The file system, pyarrow's."""
+    folder: str | None
+    """If there is one source only, and it is a folder."""
+    files: list[File]
+    """In order of their names."""
+    kinds: Mapping[str, Field]
+    """Of columns that folders stand for, where something says what they are."""
+    names: list[str] | None
+    """Of all columns, where something beside the files says them."""
+
+
+def located(sources: list[str], filesystem: Any = None) -> Location:
+    """Where ``sources`` are, which are folders or files by path or URL.
 
     Raises:
         DataError: when there is none, or a folder belongs to a format whose log says which files are current.
@@ -56,12 +71,23 @@ def located(sources: list[str], filesystem: Any = None) -> tuple[Any, str | None
     for source, (other, _) in zip(sources, places, strict=True):
         if not other.equals(home):
             raise ValueError(f"{source} and {sources[0]} are in two file systems; a data set is in one")
+    tables = [delta.snapshot(home, path.rstrip("/")) for _, path in places]
+    table = tables[0]
+    if len(tables) > 1 and any(tables):
+        raise ValueError(f"{sources} are Delta tables, which are read one at a time")
+    if table is not None:
+        folder = table.folder
+        told = [File(f"{folder}/{name}", name, size, values) for name, size, values in table.files()]
+        if not told:
+            raise DataError(f"{sources[0]} has no rows: no file of this Delta table is current")
+        told.sort(key=lambda file: file.name)
+        return Location(home, folder, told, table.kinds(), table.names())
     files = [file for source, (_, path) in zip(sources, places, strict=True) for file in _files(home, path, source)]
     for file in files:
         if not file.size:
             raise DataError(f"{file.path} is empty: it was not written to its end, and is no Parquet file")
     is_folder = len(places) == 1 and files[0].path != places[0][1]
-    return home, places[0][1] if is_folder else None, files
+    return Location(home, places[0][1] if is_folder else None, files, {}, None)
 
 
 def _place(source: str, filesystem: Any) -> tuple[Any, str]:
@@ -101,6 +127,7 @@ def _files(home: Any, path: str, source: str) -> list[File]:
     if info.type == fs.FileType.File:
         return [File(path, posixpath.basename(path), info.size, ())]
     path = path.rstrip("/")
+    _refuse_parts(home, path, source)
     try:
         infos = home.get_file_info(fs.FileSelector(path, recursive=True))
     except OSError as error:
@@ -122,13 +149,25 @@ def _hidden(name: str) -> bool:
     return any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in name.split("/"))
 
 
-def _refuse_tables(names: set[str], source: str) -> None:
-    for log, what in _LOGS.items():
-        if log in {name.split("/")[0] for name in names}:
+def _refuse_parts(home: Any, path: str, source: str) -> None:
+    """Of a Delta table, whose log stands above."""
+    from pyarrow import fs
+
+    while "=" in posixpath.basename(path):
+        path = posixpath.dirname(path)
+        if home.get_file_info(f"{path}/{delta.LOG}").type == fs.FileType.Directory:
             raise DataError(
-                f"{source} is {what}: its folder holds files that are no longer current, which only its log tells; "
-                "have Spark write the current rows as Parquet, or give the list of current files"
+                f"{source} is a part of the Delta table {path}, whose log tells which of its files are current; name "
+                "the table, and the part by filters="
             )
+
+
+def _refuse_tables(names: set[str], source: str) -> None:
+    if ".hoodie" in {name.split("/")[0] for name in names}:
+        raise DataError(
+            f"{source} is a Hudi table: its folder holds files that are no longer current, which only its log tells; "
+            "have Spark write the current rows as Parquet, or give the list of current files"
+        )
     if any(name.startswith("metadata/") and name.endswith(".metadata.json") for name in names):
         raise DataError(
             f"{source} is an Iceberg table: its folder holds files that are no longer current, which only its metadata "

@@ -125,19 +125,24 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
         ValueError: when a column is asked for that is not there.
     """
     arrow()
-    home, folder, files = located(list(sources), filesystem)
-    schema = unischema.found(home, folder) if folder is not None else None
+    where = located(list(sources), filesystem)
+    home, files = where.home, where.files
+    schema = unischema.found(home, where.folder) if where.folder is not None else None
     with ThreadPoolExecutor(_THREADS) as pool:
         footers = list(pool.map(lambda file: Footer(home, file), files))
     partitions = partitions_of(files)
     if columns is None:
         check_names(files, footers)
         columns = [name for name in footers[0].schema.names if name not in partitions] + partitions
+        if absent := [name for name in where.names or () if name not in columns]:
+            raise DataError(
+                f"column {absent[0]!r} of {sources[0]} is in none of its files; say columns=[...] without it"
+            )
     if not columns:
         raise ValueError("columns is empty; name at least one")
 
     def named(name: str) -> Any:
-        return common_field(name, files, footers, partitions, schema or {})
+        return common_field(name, files, footers, partitions, {**where.kinds, **(schema or {})})
 
     expression, used = _expression(filters)
     chosen = list(dict.fromkeys(columns))

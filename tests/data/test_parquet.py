@@ -273,13 +273,10 @@ def test_what_is_no_data_set_is_said(tmp_path: Path) -> None:
         ParquetLoader(good, 0)
     with pytest.raises(ValueError, match="batches of its own"):
         ParquetLoader(good, 2, sampler=[1])
-    for log in ("_delta_log", ".hoodie"):
-        (good / log).mkdir()
-        (good / log / "0.json").write_text("{}")
-        with pytest.raises(DataError, match="no longer current"):
-            ParquetDataset(good)
-        (good / log / "0.json").unlink()
-        (good / log).rmdir()
+    (good / ".hoodie").mkdir()
+    with pytest.raises(DataError, match="no longer current"):
+        ParquetDataset(good)
+    (good / ".hoodie").rmdir()
     (good / "metadata").mkdir()
     (good / "metadata" / "v1.metadata.json").write_text("{}")
     with pytest.raises(DataError, match="Iceberg"):
