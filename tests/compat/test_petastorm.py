@@ -38,7 +38,8 @@ def rows(reader: Any) -> list[int]:
         return sorted(int(row.id) for row in reader)
 
 
-def test_readers_of_all_kinds_read_what_petastorm_wrote(tmp_path: Path) -> None:
+def test_readers_of_all_kinds_read_what_petastorm_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "")  # opencv, where it is installed, sets it and leaves it
     from petastorm import make_reader
     from petastorm.predicates import in_lambda
 
