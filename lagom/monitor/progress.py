@@ -1,4 +1,4 @@
-"""How far a run is, for a person: one line that renews itself in a terminal, a line now and then in a log."""
+"""How far a run is, for a person: a line or a table that renews itself, or a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lagom.monitor.link import Message
+from lagom.monitor.notebook import Table, left, notebook
 
-_TERMINAL_S = 0.2
+_TERMINAL_S = 0.5
 _LOG_S = 10.0
 _SHOWN = 4  # ranks
 _WAITS = 0.1  # share of its time that a rank may wait for data without a word of it
@@ -27,7 +28,9 @@ class Progress:
         self._ranks: dict[int, Message] = {}
         self._hosts: dict[str, list[int]] = {}
         self._said_waiting = False
-        self._live = sys.stderr.isatty()
+        display = notebook()
+        self._table = Table(display) if display is not None else None
+        self._live = sys.stderr.isatty() or self._table is not None
         self._shown_at = time.monotonic() if not self._live else 0.0
         self._line = ""
 
@@ -74,6 +77,8 @@ class Progress:
 
     def close(self) -> None:
         """Leave the last state standing."""
+        if self._table is not None and self._ranks:
+            self._renew()
         if self._line:
             sys.stderr.write("\n")
             sys.stderr.flush()
@@ -85,7 +90,9 @@ class Progress:
         return f"{ranks} on {self._where} ({hosts})"
 
     def _renew(self) -> None:
-        if not self._live:
+        if self._table is not None:
+            self._table.show(f"{self._name} on {self._where}", self._ranks, f"lagom: {self._text()}")
+        elif not self._live:
             sys.stderr.write(f"lagom: {self._text()}\n")
         else:
             self.clear()
@@ -99,7 +106,7 @@ class Progress:
         last = min(self._ranks, key=lambda rank: (self._ranks[rank].get("samples", 0), rank))
         shown = [self._rank_text(rank) for rank in first + [last] * (last not in first)]
         more = len(self._ranks) - len(shown)
-        return " | ".join(shown) + (f" | and {more} more ranks" if more else "")
+        return " | ".join(shown) + (f" | and {more} more ranks" if more else "") + left(self._ranks)
 
     def _rank_text(self, rank: int) -> str:
         event = self._ranks[rank]

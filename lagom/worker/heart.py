@@ -36,6 +36,8 @@ class Heart:
         self._at: tuple[int, int] | None = None
         self._since = 0.0
         self._last = (0.0, 0.0, 0.0)
+        self._begun = (-1.0, 0.0, 0.0)
+        self._steps_s = 0.0
         self._children: str | None = None
 
     def beat_for(self, session: Session) -> None:
@@ -75,9 +77,18 @@ class Heart:
             "type": "progress",
             **progress,
             "rate": round((samples - samples_before) / passed, 1),
+            "steps_s": self._speed(now, progress["epoch"] or 0, progress["step"] or 0),
             "data": round(min(1.0, (data_s - data_before) / passed), 3),
             "memory": memory(session.device.type),
         }
+
+    def _speed(self, now: float, epoch: float, step: float) -> float:
+        """Steps a second since this epoch was first told of; at that time, those of the epoch before."""
+        if epoch != self._begun[0]:
+            self._begun = epoch, now, step
+        elif now > self._begun[1] and step > self._begun[2]:
+            self._steps_s = round((step - self._begun[2]) / (now - self._begun[1]), 4)
+        return self._steps_s
 
     def _quiet_s(self, session: Session) -> float:
         """Seconds for which the rank has got nowhere."""
