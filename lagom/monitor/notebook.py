@@ -66,6 +66,8 @@ def left(ranks: Mapping[int, Message]) -> str:
         if not steps or not speed:
             return ""
         slowest = max(slowest, (steps - step) / speed)
+    if slowest < 1:
+        return ""
     minutes, seconds = divmod(round(slowest), 60)
     hours, minutes = divmod(minutes, 60)
     return ", this epoch ends in " + (f"{hours}:{minutes:02}" if hours else f"{minutes}") + f":{seconds:02}"

@@ -41,7 +41,9 @@ class Progress:
             if sum(map(len, self._hosts.values())) == self._world_size:
                 self._say(f"lagom: {self._name}: {self._topology()}")
         elif event["type"] == "progress":
-            self._ranks[event["rank"]] = event
+            before = self._ranks.get(event["rank"], {})
+            # A loss is there to be read only as long as the program keeps it.
+            self._ranks[event["rank"]] = event | {"loss": event.get("loss") or before.get("loss")}
             if time.monotonic() - self._shown_at >= (_TERMINAL_S if self._live else _LOG_S):
                 self._shown_at = time.monotonic()
                 self._renew()
