@@ -1,12 +1,12 @@
-"""Bytes that a rank holds with Adam in float32: lagom at each zero_lvl, and ZeroRedundancyOptimizer by hand.
+"""Bytes that a rank holds with Adam in float32: lagom at each zero_lvl, and torch's own by hand.
 
     python -m benchmarks.zero_memory [--million 100] [--world-size 2]
 
 The model is an MLP with about that many million parameters. What is held is counted by going through all tensors that
 are alive, of some size: parameters, what a backward has added, which is gradients, and the rest, which is the
-optimizer's state. It is counted before and after the third backward. The peak is what the process takes at most in
-the third forward, backward and step (VmHWM), less what it took before the model was made. Formulas are for N ranks, in
-bytes per parameter.
+optimizer's state. It is counted before and after the third backward. Peaks are what the process takes at most (VmHWM)
+while the model is made, and in the third forward, backward and step, less what it took before the model was made.
+Formulas are for N ranks, in bytes per parameter.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ FORMULAS: Mapping[str, Callable[[int], tuple[float, float, float]]] = {
     "zero_lvl=0": lambda n: (4, 4, 8),
     "zero_lvl=1": lambda n: (4, 4, 8 / n),
     "zero_lvl=2": lambda n: (4, 4 / n, 8 / n),
+    "zero_lvl=3": lambda n: (4 / n, 4 / n, 8 / n),
     "ZeroRedundancyOptimizer": lambda n: (4, 4, 8 / n),
+    "FSDP2": lambda n: (4 / n, 4 / n, 8 / n),
 }
 """Bytes per parameter of parameters, gradients and the rest."""
 LAYERS = 6
 BATCH = 8
+Figures = tuple[int, int, int, int, int]
+"""Bytes of parameters, gradients and the rest, and at both peaks."""
 TOLERANCE = 0.1
 
 
@@ -45,64 +49,93 @@ def main(argv: Sequence[str] | None = None) -> int:
     width = int((args.million * 1e6 / LAYERS) ** 0.5)
     count = sum(p.numel() for p in model(width, device="meta").parameters())
     print(f"{count / 1e6:.1f} million parameters, {args.world_size} ranks; MB")
-    print(f"{'':26}{'parameters':>12}{'gradients':>12}{'other':>12}{'in all':>12}{'formula':>12}{'peak':>12}")
+    columns = ("parameters", "gradients", "other", "in all", "formula", "made at", "peak")
+    print(" " * 26 + "".join(f"{column:>12}" for column in columns))
     held = True
     for name, formula in FORMULAS.items():
         rows = measured(name, width, args.world_size)
         wanted = sum(formula(args.world_size)) * count / 1e6
         for rank, row in enumerate(rows):
-            *parts, peak = (value / 1e6 for value in row)
-            figures = "".join(f"{value:12.1f}" for value in (*parts, sum(parts), wanted, peak))
+            *parts, made, peak = (value / 1e6 for value in row)
+            figures = "".join(f"{value:12.1f}" for value in (*parts, sum(parts), wanted, made, peak))
             print(f"{name + f', rank {rank}':26}{figures}")
             held &= not name.startswith("zero_lvl") or abs(sum(parts) / wanted - 1) <= TOLERANCE
     print(f"{'holds' if held else 'MISSED'}: lagom is within {TOLERANCE:.0%} of the formula on every rank")
     return 0 if held else 1
 
 
-def measured(name: str, width: int, world_size: int) -> Sequence[tuple[int, int, int, int]]:
-    """Bytes of parameters, gradients and the rest, and at the peak, by rank."""
-    by_hand = not name.startswith("zero_lvl")
+def measured(name: str, width: int, world_size: int) -> Sequence[Figures]:
+    """Bytes of parameters, gradients and the rest, and at both peaks, by rank."""
+    by_hand = BY_HAND.get(name)
     config = TorchDistributedConfig(
         hparams={"width": width},
         world_size=world_size,
         launcher="local",
-        zero_lvl=0 if by_hand else int(name[-1]),
+        zero_lvl=0 if by_hand is not None else int(name[-1]),
     )
-    rows: Sequence[tuple[int, int, int, int]] = experiment.lagom(zero_by_hand if by_hand else train, config).per_rank
+    rows: Sequence[Figures] = experiment.lagom(by_hand or train, config).per_rank
     return rows
 
 
-def train(width: int) -> tuple[int, int, int, int]:
+def train(width: int) -> Figures:
     """The loop that anybody would write."""
-    base = _status("VmRSS")
+    base = _start()
     network = model(width)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
     return _steps(network, optimizer, base)
 
 
-def zero_by_hand(width: int) -> tuple[int, int, int, int]:
+def zero_by_hand(width: int) -> Figures:
     """The same, distributed by hand; on lagom's ranks, from which it steps back with the first line."""
     torch.distributed.init_process_group("gloo")
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    base = _status("VmRSS")
+    base = _start()
     network = nn.parallel.DistributedDataParallel(model(width), gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(network.parameters(), optimizer_class=torch.optim.Adam, lr=1e-4)
     return _steps(network, optimizer, base)
 
 
-def _steps(network: nn.Module, optimizer: Any, base: int) -> tuple[int, int, int, int]:
+def fsdp_by_hand(width: int) -> Figures:
+    """The same, with every layer and the whole wrapped by hand."""
+    torch.distributed.init_process_group("gloo")
+    from torch.distributed.fsdp import fully_shard
+
+    base = _start()
+    network = model(width)
+    for layer in network:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(network)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
+    return _steps(network, optimizer, base)
+
+
+BY_HAND: Mapping[str, Callable[[int], Figures]] = {
+    "ZeroRedundancyOptimizer": zero_by_hand,
+    "FSDP2": fsdp_by_hand,
+}
+
+
+def _start() -> int:
+    """Bytes that the process takes; VmHWM starts anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _steps(network: nn.Module, optimizer: Any, base: int) -> Figures:
+    made = _status("VmHWM") - base
     for number in range(3):
         optimizer.zero_grad()
         parameters, before = _held(network)
         if number == 2:
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+            _start()
         x = torch.randn(BATCH, next(network.parameters()).shape[1])
         network(x).square().mean().backward()
         _, after = _held(network)
         optimizer.step()
     rest = before if after > before else before - parameters  # DDP's buckets are there before the backward, too
-    return parameters, after - rest, rest, _status("VmHWM") - base
+    return parameters, after - rest, rest, made, _status("VmHWM") - base
 
 
 def model(width: int, device: str = "cpu") -> nn.Sequential:
@@ -113,19 +146,26 @@ def model(width: int, device: str = "cpu") -> nn.Sequential:
 
 def _held(network: nn.Module) -> tuple[int, int]:
     """Bytes of parameters, and of all other tensors that are no activations."""
-    parameters = list(network.parameters())
+    parameters = [_local(p) for p in network.parameters()]
     # Where autograd has them: to read Parameter.grad would put a gradient together.
     slot: Any = vars(torch._C.TensorBase)["grad"]
-    gradients = [gradient for p in parameters if (gradient := slot.__get__(p)) is not None]
+    gradients = [_local(gradient) for p in network.parameters() if (gradient := slot.__get__(p)) is not None]
     every = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.numel() > BATCH * 10_000]
+    parts = [one for one in every if one.dtype == torch.uint8]  # of parameters, with zero_lvl=3
     counted: set[int] = set()
-    return _bytes(parameters, counted), _bytes([*gradients, *every], counted)
+    return _bytes([*parameters, *parts], counted), _bytes([*gradients, *every], counted)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """What this rank has of one of FSDP2's."""
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
 
 
 def _bytes(tensors: Iterable[torch.Tensor], counted: set[int]) -> int:
     total = 0
     for tensor in tensors:
-        storage = tensor.untyped_storage()
+        storage = torch._C.TensorBase.untyped_storage(tensor)  # the method would put a parameter together
         if storage.data_ptr() not in counted:
             counted.add(storage.data_ptr())
             total += storage.nbytes()

@@ -130,7 +130,6 @@ _WHERE = {"spark": "Spark", "local": "this machine", "inline": "this process"}
 
 def _refuse_unbuilt(config: TorchDistributedConfig) -> None:
     unbuilt = [
-        (config.zero_lvl > 2, f"zero_lvl={config.zero_lvl}", "zero_lvl=2, which shards gradients and optimizer state"),
         (config.backend != "torch", f"backend={config.backend!r}", "backend='torch'"),
     ]
     for asked, setting, instead in unbuilt:

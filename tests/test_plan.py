@@ -23,7 +23,6 @@ def local(slots: int, **more: Any) -> Cluster:
 @pytest.mark.parametrize(
     ("setting", "instead"),
     [
-        ({"zero_lvl": 3}, "zero_lvl=2"),
         ({"backend": "deepspeed"}, "backend='torch'"),
     ],
 )

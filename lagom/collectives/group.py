@@ -192,6 +192,16 @@ class Group:
             self._serving(tensor).allgather([theirs], [tensor]).wait()
         return theirs
 
+    def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """The contiguous ``part`` of every rank, in rank order, in a contiguous ``whole``; bytes, all as many."""
+        assert whole.numel() == part.numel() * self.world_size
+        with _naming("all_gather"):
+            near = self._connected() if part.device.type == "cpu" else None
+            if near:
+                near.all_gather(part.data_ptr(), whole.data_ptr(), part.nbytes)
+                return
+            self._serving(part)._allgather_base(whole, part).wait()
+
     def exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
         """What all ranks gave, ``head`` and ``body`` in one, in rank order; lengths may differ.
 
@@ -203,15 +213,16 @@ class Group:
             rows = self._exchange(head, body)
         return rows
 
-    def ask(self, what: bytes) -> None:
+    def ask(self, what: bytes) -> bool:
         """Have all ranks ``serve`` what this one asks for, in the exchange that each comes to next. See Note [Asking].
 
-        When this returns the others have begun, and this rank is to take part.
+        When this returns the others have begun, and this rank is to take part. Gives whether all have asked for it.
         """
         while True:
-            asked = _asked(self._exchange(_ASK + what))
+            rows = self._exchange(_ASK + what)
+            asked = _asked(rows)
             if asked == what:
-                return
+                return all(row == rows[self.rank] for row in rows)
             assert asked is not None
             assert self.serve is not None
             self.serve(asked)

@@ -88,6 +88,9 @@ class _Backwards:
             with self._inside():
                 return self._original(outputs, *args, **options)
         self._session.tell_weights(outputs, leaves)
+        if self._session.weights is not None:
+            for leaf in leaves:
+                self._session.weights.adopt(leaf)
         if self.accumulation.keeps(leaves, create_graph=bool(args[2])):
             return self._kept(leaves, outputs, args, options)
         if (gradients := self._session.gradients) is None:
@@ -155,6 +158,8 @@ class _Backwards:
             pending.finish()
             if self._session.gradients is not None:
                 self._session.gradients.keep_parts(pending.fresh)
+        if self._session.weights is not None:
+            self._session.weights.rest()
         self._session.trained()
         return result
 

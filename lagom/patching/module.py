@@ -48,6 +48,8 @@ def _numbered(session: Session, make: Callable[..., torch.Tensor]) -> Callable[.
     def patched_new(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
         parameter = make(cls, *args, **kwargs)
         session.leaves.created(parameter)
+        if session.weights is not None:
+            session.weights.adopt(parameter)
         return parameter
 
     return patched_new

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lagom.patching.gradient import parted_gradients
 from lagom.patching.replace import replaced
+from lagom.patching.weights import sharded_weights
 from lagom.strategies.zero.optimizers import Optimizers
 
 if TYPE_CHECKING:
@@ -36,11 +37,16 @@ def sharded_steps(session: Session) -> Iterator[None]:
         if session.plan.zero_lvl > 1:
             session.gradients = stack.enter_context(parted_gradients(session))
             session.replicate.overlap.part = session.gradients.keep_part_early
+        if session.plan.zero_lvl > 2:
+            assert session.gradients is not None
+            weights = stack.enter_context(sharded_weights(session))
+            session.gradients.parts_of = weights.parts
         optimizers = session.optimizers = Optimizers(
             session.group,
             session.frame,
             session.watch,
             session.gradients,
+            session.weights,
             is_own=session.replicate.keeps_own,
             say=session.say_once,
             name=session.name_of,

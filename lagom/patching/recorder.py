@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from lagom.strategies.draws import Kind, drawn, draws, shape_of
+from lagom.strategies.zero.unit import storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -94,7 +95,7 @@ class Recorder(TorchDispatchMode):
     def _note(self, tensor: Tensor) -> None:
         # The reference keeps the address from being used again, not the numbers.
         if tensor.layout == torch.strided:
-            self._of_input.setdefault(_storage(tensor), StorageWeakRef(tensor.untyped_storage()))
+            self._of_input.setdefault(_storage(tensor), StorageWeakRef(storage_of(tensor)))
 
 
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -137,7 +138,7 @@ class BlockRecorder(Recorder):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+    return storage_of(tensor)._cdata if tensor.layout == torch.strided else 0
 
 
 def _is_written(argument: Argument) -> bool:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lagom.plan import Plan
     from lagom.strategies.zero.gradients import Gradients
     from lagom.strategies.zero.optimizers import Optimizers
+    from lagom.strategies.zero.weights import Weights
 
 log = logging.getLogger("lagom")
 
@@ -100,6 +101,8 @@ class Session:
     """With ``zero_lvl``."""
     gradients: Gradients | None = field(default=None, init=False)
     """With ``zero_lvl=2``."""
+    weights: Weights | None = field(default=None, init=False)
+    """With ``zero_lvl=3``."""
     _open: list[weakref.ref[Pass]] = field(default_factory=list, init=False)
     _last: Share | None = field(default=None, init=False)
     _evaluating: weakref.ref[Pass] | None = field(default=None, init=False)

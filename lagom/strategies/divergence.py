@@ -58,6 +58,8 @@ class Watch:
         synchronised: Mapping[Any, None],
         name: Callable[[torch.Tensor | None], str],
     ) -> None:
+        self.sums: Callable[[Mapping[Any, torch.Tensor]], dict[Any, tuple[str, int]]] = checksums
+        """Of parameters."""
         self.reached: set[int] = set()
         """Numbers of the leaves that some backward of this run reached."""
         self._differentiated: set[int] = set()
@@ -192,7 +194,7 @@ class Watch:
 
     def _changed(self) -> None:
         """Watch parameters that change although no backward reaches them, as with gradients that torch.func gives."""
-        now = checksums(self._leaves.parameters())
+        now = self.sums(self._leaves.parameters())
         self._differentiated.update(number for number in now if self._seen.get(number, now[number]) != now[number])
         self._seen = now
 
@@ -212,7 +214,7 @@ class Watch:
             leaf = self._leaves.tensor(number)
             if leaf is not None:
                 found[number] = leaf
-        return checksums(found)
+        return self.sums(found)
 
     def _compare(self, rows: list[Row]) -> None:
         values = [row.values or {} for row in rows]

@@ -9,7 +9,6 @@ import torch
 
 from lagom.errors import DivergenceError
 from lagom.strategies.averaging import Averager, real
-from lagom.strategies.checksum import digest
 from lagom.strategies.frame import signature
 from lagom.strategies.layout import Entry, Layout
 from lagom.strategies.leaves import Likeness
@@ -142,6 +141,10 @@ class Replicate:
         self._watch.agreed()
         return True
 
+    def tell_by(self, digest: Callable[[torch.Tensor], bytes]) -> None:
+        """Have ``digest`` tell the values of leaves that are reached for the first time."""
+        self._verified.digest = digest
+
     def keeps_own(self, leaf: torch.Tensor) -> bool:
         """Whether ``leaf`` is data, whose gradient is not averaged."""
         return self._leaves.known(leaf) in self._verified.local
@@ -168,6 +171,7 @@ class Replicate:
         besides += self._watch.identity(layout.numbers, new=layout.is_new)
         if not (layout.unseen or besides):
             return layout.signature
+        digest = self._verified.digest
         unseen = [self._leaves.tensor(number) for number in sorted(layout.unseen)]
         return signature(layout.signature + besides + b"".join(digest(leaf) for leaf in unseen if leaf is not None))
 

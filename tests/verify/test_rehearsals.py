@@ -449,4 +449,4 @@ def test_a_notebook_gets_a_table() -> None:
 
 def test_what_cannot_be_planned_is_said_before_a_rehearsal() -> None:
     with pytest.raises(PlanError):
-        experiment.lagom(train, configured(verify=True, zero_lvl=3))
+        experiment.lagom(train, configured(verify=True, backend="deepspeed"))

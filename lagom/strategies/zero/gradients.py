@@ -47,6 +47,8 @@ class _Entry:
         self.was_shown = False
         """Whether the gradient was in parts and has been put together, by this rank at least."""
         self.stays_whole = False
+        self.is_given = False
+        """Whether the parts are those of the parameter, whatever optimizer steps it."""
 
 
 class Gradients:
@@ -71,6 +73,8 @@ class Gradients:
         self._is_raw = False
         self._is_parted = False
         self._is_over = False
+        self.parts_of: Callable[[torch.Tensor], list[tuple[int, int]] | None] | None = None
+        """First and last element of each rank's part of a parameter that is shared out itself, with ``zero_lvl=3``."""
 
     def num_bytes(self) -> int:
         """Of the parts that this rank has, apart from whole gradients."""
@@ -90,8 +94,13 @@ class Gradients:
                 parts[piece.param].append(_Part(owner, piece.start, piece.end))
         for parameter, own_parts in zip(parameters, parts, strict=True):
             entry = _Entry(number, own_parts, self._group.rank)
+            entry.is_given = self.parts_of is not None and self.parts_of(parameter) is not None
             before = self._entries.get(parameter)
-            if before is not None:
+            if before is not None and before.is_given:
+                if before.parts == own_parts:
+                    continue  # whoever steps it
+                self.read(parameter)
+            elif before is not None:
                 assert not before.is_cut
                 entry.stays_whole = before.stays_whole or before.number != number
                 if entry.stays_whole:
@@ -131,12 +140,22 @@ class Gradients:
             self._early.append((entry, self._cut(leaf, entry)))
 
     def _can_be_cut(self, leaf: torch.Tensor) -> _Entry | None:
-        entry: _Entry | None = self._entries.get(leaf)
+        entry: _Entry | None = self._entries.get(leaf) or self._given(leaf)
         gradient = _slot.__get__(leaf)
         if self._is_over or entry is None or gradient is None or entry.stays_whole:
             return None
         able = gradient.layout == torch.strided and not gradient.requires_grad and is_dense(leaf)
         return entry if able else None
+
+    def _given(self, leaf: torch.Tensor) -> _Entry | None:
+        """Of a parameter that is shared out itself, before any optimizer has stepped it."""
+        parts = None if self.parts_of is None else self.parts_of(leaf)
+        if parts is None:
+            return None
+        given = [_Part(owner, start, end) for owner, (start, end) in enumerate(parts) if start < end]
+        entry = self._entries[leaf] = _Entry(-1, given, self._group.rank)
+        entry.is_given = True
+        return entry
 
     def _cut(self, leaf: torch.Tensor, entry: _Entry) -> torch.Tensor | None:
         gradient = _slot.__get__(leaf)

@@ -19,6 +19,7 @@ from lagom.strategies.zero.flat import is_dense
 from lagom.strategies.zero.gradients import ASK
 from lagom.strategies.zero.probe import Kind, Nature, nature_of
 from lagom.strategies.zero.sharded import Parted, Sharded, refuse
+from lagom.strategies.zero.weights import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from lagom.strategies.divergence import Watch
     from lagom.strategies.frame import Frame
     from lagom.strategies.zero.gradients import Gradients
+    from lagom.strategies.zero.weights import Weights
 
 _FIRST = "the first optimizer.step()"
 _BEFORE = "optimizer.step()"
@@ -51,6 +53,7 @@ class Optimizers:
 
     Args:
         gradients: keeps parts of gradients; None where they stay whole.
+        weights: has parts of parameters; None where they are whole.
         is_own: whether a parameter is this rank's own, and not equal on all ranks.
         say: logs a line, once.
         name: what to call a parameter in an error.
@@ -62,6 +65,7 @@ class Optimizers:
         frame: Frame,
         watch: Watch,
         gradients: Gradients | None = None,
+        weights: Weights | None = None,
         *,
         is_own: Callable[[torch.Tensor], bool],
         say: Callable[[str], None],
@@ -71,6 +75,7 @@ class Optimizers:
         self._frame = frame
         self._watch = watch
         self._gradients = gradients
+        self._weights = weights
         self._is_own = is_own
         self._say = say
         self._name = name
@@ -165,7 +170,11 @@ class Optimizers:
             sharded = None
         if found.nature.kind is Kind.COUPLED:
             return None
-        if sharded is None or any(p.grad is not None and self._can_be(p) for p in sharded.idle):
+        if (
+            sharded is None
+            or not sharded.is_current
+            or any(self._has_gradient(p) and self._can_be(p) for p in sharded.idle)
+        ):
             sharded = self._share(optimizer, found, sharded)
         if any(self._is_own(p) for p in sharded.parameters):
             raise LagomError(
@@ -200,6 +209,11 @@ class Optimizers:
                 f"{name} is not shared out over the ranks, but stepped whole on each: what it makes of a parameter "
                 "depends on others, on random numbers, or could not be found out. That is right, and saves no memory"
             )
+        elif nature.kind is Kind.BY_PARAMETER and self._weights is not None:
+            raise LagomError(
+                f"{name} steps by whole parameters (it factors them, or uses their norms), but with zero_lvl=3 each "
+                "rank has a part of every parameter; use zero_lvl=2, or an optimizer that steps element by element"
+            )
         elif nature.kind is Kind.BY_PARAMETER:
             self._say(f"{name} steps by whole parameters; each rank steps some, and holds their state")
         found = self._found[optimizer] = _Found(number, nature, every)
@@ -209,21 +223,30 @@ class Optimizers:
         """Whether ``p`` can be shared out."""
         if is_lazy(p) or not p.numel() or not is_dense(p) or self._is_own(p):
             return False
+        if self._weights is not None and self._weights.unit(p) is not None and self._weights.parts(p) is None:
+            return False  # a part of another parameter
+        if self._gradients is not None and self._gradients.part(p)[0]:
+            return True
         return p.grad is None or not p.grad.is_sparse
+
+    def _has_gradient(self, p: torch.Tensor) -> bool:
+        return p.grad is not None if self._gradients is None else self._gradients.is_there(p)
 
     def _share(self, optimizer: Optimizer, found: _Found, before: Sharded | None) -> Sharded:
         """Share out what has gradients; the second time all, since more of it may have some later."""
-        state = self.state(optimizer)
+        state, weights = self.state(optimizer), self._weights
         every = [p for group in optimizer.param_groups for p in group["params"]]
-        able = [p for p in every if self._can_be(p) and (p.grad is not None or before is not None or p in state)]
-        sharded = Sharded(self._group, self._frame, found.number, found.nature, optimizer, able, self._gradients)
+        able = [p for p in every if self._can_be(p) and (self._has_gradient(p) or before is not None or p in state)]
+        sharded = Sharded(
+            self._group, self._frame, found.number, found.nature, optimizer, able, self._gradients, weights
+        )
         # A parameter that no backward has reached has been compared with the other ranks' nowhere.
-        sums = repr([checksums(dict(enumerate(able))), sharded.identity])
+        sums = repr([(checksums if weights is None else weights.sums)(dict(enumerate(able))), sharded.identity])
         if not self._frame.exchange(signature(_FIRST.encode() + sums.encode())):
             self._apart(_FIRST)
         self._sharded[optimizer] = self._by_number[found.number] = sharded
         if self._gradients is not None:
-            self._gradients.show(able)
+            self._gradients.show(p for p in able if weights is None or weights.parts(p) is None)
             self._gradients.assign(found.number, able, sharded.pieces)
         weakref.finalize(optimizer, self._gone.append, found.number).atexit = False
         return sharded
@@ -245,10 +268,13 @@ class Optimizers:
             sums = checksums(sharded.whole_gradients())
         # Before the exchange: what dies later may still be there on another rank.
         gone, self._gone[:] = list(self._gone), []
+        gone_units = [] if self._weights is None else self._weights.gone()
         if not self._frame.exchange(signature(repr((_BEFORE, sharded.steps(), sharded.clock, sums)).encode())):
             self._apart(_BEFORE, sharded, sums)
         for number in gone:
             self._by_number.pop(number, None)
+        if self._weights is not None:
+            self._weights.forget(gone_units)
 
     def _with_closure(
         self, optimizer: Optimizer, sharded: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -289,7 +315,12 @@ class Optimizers:
         )
 
     def _serve(self, asked: bytes) -> None:
-        kind, number, clock = asked.split()[0], *map(int, asked.split()[1:])
+        kind, *rest = asked.split()
+        if kind == WEIGHTS:
+            assert self._weights is not None
+            self._weights.serve(rest[0], int(rest[1]), int(rest[2]))
+            return
+        number, clock = map(int, rest)
         if kind == ASK:
             assert self._gradients is not None
             self._gradients.serve(number, clock)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lagom.collectives.group import Group
     from lagom.strategies.frame import Frame
     from lagom.strategies.zero.gradients import Gradients
+    from lagom.strategies.zero.weights import Weights
 
 
 class Parted:
@@ -62,6 +63,7 @@ class Sharded:
         nature: what of it can be stepped apart, never ``Kind.COUPLED``.
         parameters: what is shared out; the others are stepped whole on every rank.
         gradients: has parts of gradients; None where they are whole.
+        weights: has parts of parameters; None where they are whole.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Sharded:
         optimizer: Optimizer,
         parameters: list[torch.Tensor],
         gradients: Gradients | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.number = number
         self.parameters = parameters
@@ -83,9 +86,21 @@ class Sharded:
         self._group = group
         self._frame = frame
         self.every = [p for group in optimizer.param_groups for p in group["params"]]
+        self._weights = weights
+        self._given = {} if weights is None else {i: x for i, p in enumerate(parameters) if (x := weights.parts(p))}
+        """Parts of what is shared out already, by place."""
         deal = by_element if nature.kind is Kind.ELEMENTWISE else by_parameter
-        self.pieces = deal([p.numel() for p in parameters], group.world_size)
-        self._own = [(piece, _stand_in(piece, parameters[piece.param])) for piece in self.pieces[group.rank]]
+        sizes = [0 if i in self._given else p.numel() for i, p in enumerate(parameters)]
+        self._dealt = deal(sizes, group.world_size)
+        """Pieces of what is whole, of each rank."""
+        self.pieces = [
+            sorted([*dealt, *(Piece(i, *x[r]) for i, x in self._given.items() if x[r][0] < x[r][1])])
+            for r, dealt in enumerate(self._dealt)
+        ]
+        self._own = [
+            (piece, _stand_in(piece, parameters[piece.param], given=piece.param in self._given))
+            for piece in self.pieces[group.rank]
+        ]
         place = {id(p) for p in parameters}
         lists = {id(p): [p] for p in self.every if id(p) not in place}
         for piece, stand_in in self._own:
@@ -107,6 +122,13 @@ class Sharded:
         self._changes_gradients = nature.changes_gradients
         self._published: dict[str, bytes] = {}
 
+    @property
+    def is_current(self) -> bool:
+        """Whether what is shared out already is what was."""
+        return self._weights is None or all(
+            self._weights.parts(p) == self._given.get(i) for i, p in enumerate(self.parameters)
+        )
+
     def steps(self) -> bytes:
         """Equal on ranks that are about to make the same step."""
         if self._gradients is not None:
@@ -123,15 +145,21 @@ class Sharded:
         finally:
             self._swap_back(optimizer)
             self._whole = []
+            self._have_stepped()
 
     @contextmanager
     def left(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside ``swapped``, as outside of it for a while; gradients may be others afterwards."""
         self._swap_back(optimizer)
+        self._have_stepped()
         try:
             yield
         finally:
             self._swap(optimizer)
+
+    def _have_stepped(self) -> None:
+        if self._weights is not None:
+            self._weights.stepped([self.parameters[i] for i in self._given])
 
     def _swap(self, optimizer: Optimizer) -> None:
         if self._gradients is None:
@@ -139,21 +167,25 @@ class Sharded:
                 _ = parameter.grad  # of all, on all ranks: to read it may be an exchange. See Note [Accumulation]
         elif self._changes_gradients:
             self._gradients.keep_parts(self.parameters)
+        if self._weights is not None:
+            self._weights.settle(self.parameters)
         for group, own in zip(optimizer.param_groups, self._lists, strict=True):
             group["params"] = own
         for piece, stand_in in self._partial:
             parameter = self.parameters[piece.param]
-            line = flat(parameter)[piece.start : piece.end]
+            line = _shaped(self._line(piece, parameter), parameter)
             if stand_in.data_ptr() != line.data_ptr() or stand_in.dtype != line.dtype:
-                stand_in.data = line
+                with nullcontext() if self._weights is None else self._weights.own():
+                    stand_in.data = line
             is_cut, part = self._part(parameter)
             if is_cut:
-                stand_in.grad = part
+                stand_in.grad = None if part is None else _shaped(part, parameter)
                 continue
             gradient = parameter.grad
             if self._changes_gradients and gradient is not None and gradient.stride() != parameter.stride():
                 gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient.to_dense())
-            stand_in.grad = None if gradient is None else flat_like(gradient, parameter)[piece.start : piece.end]
+            part = None if gradient is None else flat_like(gradient, parameter)[piece.start : piece.end]
+            stand_in.grad = None if part is None else _shaped(part, parameter)
         for _, stand_in in self._own:
             is_cut, part = self._part(stand_in)
             if is_cut and part is not None:
@@ -162,6 +194,11 @@ class Sharded:
                 with self._raw():
                     stand_in.grad = lent
         vars(optimizer)["state"] = self.part
+
+    def _line(self, piece: Piece, parameter: torch.Tensor) -> torch.Tensor:
+        if self._weights is not None and piece.param in self._given:
+            return self._weights.line(parameter, piece)
+        return flat(parameter)[piece.start : piece.end]
 
     def _part(self, parameter: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
         return (False, None) if self._gradients is None else self._gradients.part(parameter)
@@ -189,7 +226,10 @@ class Sharded:
     def publish(self, place: str) -> bool:
         """Have all ranks get this one's pieces, if all are at ``place``; a collective."""
         if self._publisher is None or not self._publisher.is_current:
-            self._publisher = Publisher(self._group, self._frame, self.parameters, self.pieces)
+            whole = [i for i in range(len(self.parameters)) if i not in self._given]
+            number = {i: number for number, i in enumerate(whole)}
+            pieces = [[p._replace(param=number[p.param]) for p in part] for part in self._dealt]
+            self._publisher = Publisher(self._group, self._frame, [self.parameters[i] for i in whole], pieces)
         signed = self._published.get(place)
         if signed is None:
             signed = self._published[place] = signature(place.encode() + self.identity)
@@ -214,7 +254,7 @@ class Sharded:
             parameter = self.parameters[piece.param]
             if parameter in whole:
                 state = whole[parameter]
-                is_all = stand_in is parameter or not isinstance(state, dict)
+                is_all = piece.end - piece.start == parameter.numel() or not isinstance(state, dict)
                 part[stand_in] = state if is_all else cut(state, parameter, piece)
         self.part = part
         self._order = [id(key) for key in whole]
@@ -254,16 +294,22 @@ class Sharded:
         return sum(value.nbytes for values in held for value in values if isinstance(value, torch.Tensor))
 
 
+def _shaped(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """What of ``parameter`` a rank steps: in its shape, if that is all of it."""
+    return line.as_strided(parameter.shape, parameter.stride()) if len(line) == parameter.numel() else line
+
+
 def refuse(group: Group) -> NoReturn:
     """Take part in another rank's ``whole`` without having anything of it."""
     group.all_gather_bytes(pickle.dumps(None))
     raise LagomError("another rank asked for the state of an optimizer that this one does not have")
 
 
-def _stand_in(piece: Piece, parameter: torch.Tensor) -> torch.Tensor:
-    if (piece.start, piece.end) == (0, parameter.numel()):
+def _stand_in(piece: Piece, parameter: torch.Tensor, *, given: bool) -> torch.Tensor:
+    if not given and (piece.start, piece.end) == (0, parameter.numel()):
         return parameter
-    line = flat(parameter)[piece.start : piece.end]
+    # What is shared out already gets its memory when it is stepped.
+    line = parameter.detach().new_empty(0) if given else flat(parameter)[piece.start : piece.end]
     kind = nn.Parameter if isinstance(parameter, nn.Parameter) else torch.Tensor
     # Not by the constructor, which numbers parameters alike on all ranks.
     found: torch.Tensor = torch.Tensor._make_subclass(kind, line, parameter.requires_grad)
