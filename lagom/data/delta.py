@@ -135,9 +135,12 @@ def snapshot(home: Any, folder: str) -> Snapshot | None:
     from pyarrow import fs
 
     log = f"{folder}/{LOG}"
-    if home.get_file_info(log).type != fs.FileType.Directory:
-        return None
-    names = {info.path.rsplit("/", 1)[-1] for info in home.get_file_info(fs.FileSelector(log))}
+    try:
+        if home.get_file_info(log).type != fs.FileType.Directory:
+            return None
+        names = {info.path.rsplit("/", 1)[-1] for info in home.get_file_info(fs.FileSelector(log))}
+    except OSError as error:
+        raise DataError(f"{folder} cannot be reached: {error}") from error
     found = Snapshot(folder)
     start, parts = _last_checkpoint(names)
     commits = sorted(int(matched[1]) for name in names if (matched := _COMMIT.fullmatch(name)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -97,6 +98,9 @@ def _place(source: str, filesystem: Any) -> tuple[Any, str]:
         if not isinstance(filesystem, fs.FileSystem):
             filesystem = fs.PyFileSystem(fs.FSSpecHandler(filesystem))
         return filesystem, source
+    # As Spark calls them.
+    source = re.sub(r"^s3[an]://", "s3://", source)
+    source = re.sub(r"^dbfs:/+", "/dbfs/", source)
     scheme = urlsplit(source).scheme
     if len(scheme) < 2:  # none, or a drive
         import os
@@ -127,8 +131,8 @@ def _files(home: Any, path: str, source: str) -> list[File]:
     if info.type == fs.FileType.File:
         return [File(path, posixpath.basename(path), info.size, ())]
     path = path.rstrip("/")
-    _refuse_parts(home, path, source)
     try:
+        _refuse_parts(home, path, source)
         infos = home.get_file_info(fs.FileSelector(path, recursive=True))
     except OSError as error:
         raise DataError(f"{source} cannot be listed: {error}") from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,6 +87,7 @@ class ParquetDataset(Dataset[Any]):
         self.transform: Callable[[Rows], Any] | None = None
         """What is made of rows before a loader collates them."""
         self._reader: tuple[int, Reader] | None = None
+        self._pid = os.getpid()
 
     @property
     def columns(self) -> list[str]:
@@ -149,11 +152,18 @@ class ParquetDataset(Dataset[Any]):
     def _reading(self) -> Reader:
         # A forked process has none of the threads of the one that it was forked from.
         if self._reader is None or self._reader[0] != os.getpid():
-            self._reader = os.getpid(), Reader(self.table, self._leaves, self.window_bytes)
+            table = self.table
+            if self._pid != os.getpid():
+                # Nor may it share their connections to a store.
+                table = replace(table, home=pickle.loads(pickle.dumps(table.home)))
+            self._reader = os.getpid(), Reader(table, self._leaves, self.window_bytes)
         return self._reader[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _pid=os.getpid())
 
 
 def _steps(index: NDArray[np.int64]) -> range | None:
