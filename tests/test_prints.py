@@ -64,7 +64,7 @@ def shown(folder: Path, *python: str) -> tuple[str, list[str]]:
     return done.stdout, [line for line in lines if not line.startswith("lagom: ")]
 
 
-@pytest.mark.parametrize("world_size", ["1", "2", "3"])
+@pytest.mark.parametrize("world_size", ["2", *(pytest.param(size, marks=pytest.mark.soak) for size in ("1", "3"))])
 def test_prints_logs_and_progress_bars_are_shown_once(world_size: str, tmp_path: Path) -> None:
     plain = shown(tmp_path / "plain")
     found = shown(tmp_path / "shared", "-m", "lagom.cli", "run", "--master", "local", "-n", world_size)

@@ -49,7 +49,7 @@ def test_a_script_that_spawns_its_ranks_gives_the_same(tmp_path: Path) -> None:
     assert alone == wanted
 
 
-@pytest.mark.soak_on("local-cluster")
+@pytest.mark.soak
 @pytest.mark.parametrize("spark", ["local[2]", "local-cluster"], indirect=True)
 def test_on_spark_it_is_torchruns_world_too(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -66,8 +66,9 @@ EVERYTHING_IN_MAIN = """
 
 @pytest.mark.parametrize(
     "session",
-    [pytest.param(CLASSIC, id="classic"), pytest.param(REMOTE, id="connect", marks=pytest.mark.soak)],
+    [pytest.param(CLASSIC, id="classic"), pytest.param(REMOTE, id="connect")],
 )
+@pytest.mark.soak  # the notebook below runs the same text
 def test_everything_in_main_travels(tmp_path: Path, session: str) -> None:
     assert "equal" in run_script(tmp_path, session, EVERYTHING_IN_MAIN)
 
