@@ -1,4 +1,4 @@
-"""``lagom run SCRIPT``: a script file, as it is, on every rank."""
+"""``lagom run SCRIPT``: a script file, as it is, on every rank; and ``lagom doctor``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.config.torch_distributed import RUN_DIR, Batches, Evaluation, Log
+from lagom.config.torch_distributed import RUN_DIR, Batches, Evaluation, Launcher, Log
 from lagom.errors import LagomError, RankError, RankTraceback, StallError, VerificationError
 from lagom.script import Script
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status, which is the script's own."""
     args = _parser().parse_args(argv)
     try:
-        return _run(args)
+        return int(args.command(args))
     except VerificationError as error:
         print(f"lagom: {error}", file=sys.stderr)
         return 3
@@ -63,6 +63,18 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from lagom.doctor.visit import as_json, shown, visit
+
+    launcher: Launcher = "local" if args.master in (None, "local") else "spark"
+    config = TorchDistributedConfig(world_size=args.n, launcher=launcher, run_dir=None)
+    if launcher == "spark":
+        _session(args.master, args.n)
+    found = visit(config)
+    print(as_json(found) if args.json else shown(found))
+    return int(any(one.level == "fail" for one in found))
+
+
 def _failed(error: BaseException) -> int:
     """Say of a failure what python would have said of the script's own."""
     cause = error.__cause__
@@ -98,12 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lagom", description="Ordinary PyTorch programs on many ranks, unchanged.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a script on every rank", description="Run a script on every rank.")
-    run.add_argument("-n", "-np", type=int, metavar="N", help="number of ranks; one per core or task slot if not given")
-    run.add_argument(
-        "--master",
-        help="where: local (processes of this machine; the default), spark (Spark on this machine), "
-        "a Spark master such as spark://host:7077, or sc://host for Spark Connect",
-    )
+    _add_place(run)
     run.add_argument("--zero", type=int, default=0, metavar="LEVEL", help="what is sharded: 0 nothing (the default)")
     run.add_argument("--mixed-precision", choices=("bf16", "fp16"), help="what forwards compute in")
     run.add_argument("--batches", choices=get_args(Batches), default="split", help="what a rank sees of a batch")
@@ -126,9 +133,24 @@ def _parser() -> argparse.ArgumentParser:
         "--stall-timeout", type=float, default=60.0, metavar="S", help="name ranks that get nowhere so long"
     )
     run.add_argument("--timeout", type=float, metavar="S", help="end the run when a rank gets nowhere so long")
+    run.set_defaults(command=_run)
     run.add_argument("script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    text = "Look around on every rank: versions, GPUs, memory, exchanges, addresses; say what is wrong and what to do."
+    doctor = commands.add_parser("doctor", help="say whether runs can be expected to work", description=text)
+    doctor.set_defaults(command=_doctor)
+    _add_place(doctor)
+    doctor.add_argument("--json", action="store_true", help="for machines")
     return parser
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "-np", type=int, metavar="N", help="number of ranks; one per core or slot if not given")
+    parser.add_argument(
+        "--master",
+        help="where: local (processes of this machine; the default), spark (Spark on this machine), "
+        "a Spark master such as spark://host:7077, or sc://host for Spark Connect",
+    )
 
 
 if __name__ == "__main__":

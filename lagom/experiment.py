@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -11,11 +11,10 @@ from typing import Any
 from lagom.aggregate import aggregate
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
-from lagom.errors import RankError, RankTraceback, StallError
+from lagom.errors import RankTraceback
 from lagom.launchers import choose
+from lagom.launchers.failure import raise_failure
 from lagom.launchers.frames import handed_over
-from lagom.launchers.protocol import Outcome
-from lagom.monitor.link import Message
 from lagom.plan import Plan, plan
 from lagom.recognise import is_distributed
 from lagom.records.folder import Records
@@ -60,7 +59,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
         show(verify(launcher, the_plan, call))
     with _kept(config, the_plan, launcher.where()) as records:
         outcomes = launcher.run(the_plan, call, records)
-        _raise_failure(outcomes)
+        raise_failure(outcomes)
         loaded = [outcome.load() for outcome in outcomes]
         values = [outcome["value"] for outcome in loaded]
         value = aggregate(values, [outcome["samples"] for outcome in loaded])
@@ -124,39 +123,3 @@ def _random(config: TorchDistributedConfig) -> dict[str, Any] | None:
     from lagom.worker.random_states import random_states
 
     return random_states()
-
-
-def _raise_failure(outcomes: Sequence[Outcome]) -> None:
-    failed = [outcome for outcome in outcomes if not outcome.report["ok"] and not outcome.report.get("stopped")]
-    if failed:
-        # A lost connection is what the others see of a rank that failed.
-        first = min(
-            failed, key=lambda outcome: (bool(outcome.report.get("consequence")), outcome.report.get("order", 0))
-        )
-        raise _exception(_error(first), first.report)
-    if stopped := [outcome.rank for outcome in outcomes if not outcome.report["ok"]]:
-        raise RankError(f"rank {stopped[0]} was stopped before the function returned, and nobody said why", stopped[0])
-
-
-def _error(outcome: Outcome) -> BaseException | None:
-    try:
-        error = outcome.load().get("error")
-    except Exception:  # its class is not here, or cannot be made from what was pickled
-        return None
-    return error if isinstance(error, BaseException) else None
-
-
-def _exception(error: BaseException | None, report: Message) -> BaseException:
-    """The rank's own exception, its traceback as the cause; or a RankError that says what happened."""
-    rank = report["rank"]
-    if error is None:
-        if "exit" in report:
-            what = f"rank {rank} called sys.exit({report['exit']!r})"
-        elif "died" in report or report["error"] == "StallError":
-            what = report["message"]
-        else:
-            what = f"rank {rank} raised {report['error']}: {report['message']}"
-        kind = StallError if report.get("error") == "StallError" else RankError
-        error = kind(what, rank, report.get("exit"))
-    error.__cause__ = RankTraceback(rank, report["traceback"])
-    return error

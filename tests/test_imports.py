@@ -99,7 +99,12 @@ RULES = {
     "lagom.worker.rendezvous": Rule(always=("lagom.errors", "lagom.monitor")),
     "lagom.worker.spec": Rule(always=("lagom.plan",)),
     "lagom.experiment": Rule(always=(*_DRIVER_SIDE, "lagom.launchers", "lagom.verify"), later=("pyspark",)),
-    "lagom.cli": Rule(always=(*_DRIVER_SIDE, "lagom.experiment"), later=("pyspark",)),
+    "lagom.cli": Rule(always=(*_DRIVER_SIDE, "lagom.experiment"), later=("pyspark", "lagom.doctor")),
+    "lagom.doctor": Rule(always=("lagom", *_DRIVER_SIDE, "lagom.launchers")),
+    # Runs on ranks.
+    "lagom.doctor.examination": Rule(
+        always=("lagom", "lagom.worker.place"), later=("torch", "lagom.collectives", "lagom.memory")
+    ),
     "lagom.compat": Rule(always=("lagom", "torch", "numpy"), later=("pyarrow", "pyspark")),
     # Beside petastorm, which brings them.
     "lagom.compat.petastorm": Rule(always=("lagom", "torch", "numpy", "pyarrow"), later=("fsspec", "packaging")),

@@ -1,0 +1,1 @@
+"""``lagom doctor``: whether runs can be expected to work here, and what to do where not."""

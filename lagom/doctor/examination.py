@@ -1,0 +1,104 @@
+"""``examine``: what a rank finds where it stands; runs on every rank, and returns plain values."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lagom
+from lagom.worker.place import rank
+
+_SMALL, _LARGE = 4096, 16 << 20  # bytes
+_TURNS = 50
+_DIAL_S = 3.0
+
+
+def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
+    """Facts about this rank's process and host, and how its exchanges with the others do.
+
+    Args:
+        reporter: leads to the run's session.
+        address: where the driver listens for this; None where it has no address.
+    """
+    import torch
+
+    from lagom.collectives.native import native
+    from lagom.memory.room import room
+
+    session = reporter._session
+    cuda = torch.cuda.is_available()
+    return {
+        "rank": rank(),
+        "local_rank": session.local_rank,
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lagom": lagom.__version__,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "ranks_here": session.local_world_size,
+        "memory": room(session.local_world_size, gpus=False).num_bytes,
+        "gpu": _gpu(torch) if cuda else None,
+        "nvidia": shutil.which("nvidia-smi") is not None,
+        "cuda_build": torch.version.cuda,
+        "compiled": native() is not None,
+        "compiler": shutil.which("g++") or shutil.which("clang++") or shutil.which("c++"),
+        "shared": _free("/dev/shm"),
+        "scratch": _free(tempfile.gettempdir()),
+        "reaches_driver": None if address is None else _reaches(address),
+        **_exchanges(session),
+    }
+
+
+def _gpu(torch: Any) -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"name": found.name, "memory": found.total_memory, "uuid": str(getattr(found, "uuid", ""))}
+
+
+def _free(folder: str) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free if Path(folder).is_dir() else None
+    except OSError:
+        return None
+
+
+def _reaches(address: tuple[str, int]) -> str:
+    """Empty when it does, else why not."""
+    try:
+        with socket.create_connection(address, timeout=_DIAL_S):
+            return ""
+    except OSError as error:
+        return str(error)
+
+
+def _exchanges(session: Any) -> dict[str, Any]:
+    """How long exchanges between the ranks take, and how far this rank's clock is from rank 0's."""
+    import torch
+
+    group = session.group
+    if group is None:
+        return {"latency_s": None, "bytes_s": None, "way": "none", "clock_s": 0.0}
+    small, large = (torch.zeros(size // 4) for size in (_SMALL, _LARGE))
+    way = "shared memory" if group._connected() else "gloo"
+    latency = _seconds(lambda: group.all_reduce(small), _TURNS)
+    seconds = _seconds(lambda: group.all_reduce(large), 5)
+    group.barrier()
+    now = time.time()
+    clock = now - float(group.all_gather_bytes(str(now).encode())[0])
+    return {"latency_s": latency, "bytes_s": _LARGE / seconds, "way": way, "clock_s": clock}
+
+
+def _seconds(exchange: Any, turns: int) -> float:
+    """Median of single exchanges; the first connects."""
+    exchange()
+    times = []
+    for _ in range(turns):
+        start = time.perf_counter()
+        exchange()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[turns // 2]

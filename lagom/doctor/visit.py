@@ -1,0 +1,87 @@
+"""``visit``: a run that does nothing but look around."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lagom
+from lagom.config import TorchDistributedConfig
+from lagom.doctor.examination import examine
+from lagom.doctor.findings import Finding, findings
+from lagom.launchers import choose
+from lagom.launchers.failure import raise_failure
+from lagom.plan import plan
+
+_MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
+
+
+def visit(config: TorchDistributedConfig) -> list[Finding]:
+    """Run on every rank of ``config``, and say what was found; what keeps a run from starting is a finding as well."""
+    found = [_here()]
+    try:
+        launcher = choose(config.launcher)
+        the_plan = plan(config, launcher.cluster(), "doctor")
+        where = f"{launcher.where()}, {the_plan.world_size} ranks"
+    except Exception as error:
+        return [*found, Finding("fail", "cluster", f"{type(error).__name__}: {error}", "see the message")]
+    found.append(Finding("pass", "cluster", where))
+    try:
+        with _listening(launcher) as address:
+            provided = {"hparams": {"address": address}}
+            start = time.monotonic()
+            outcomes = launcher.run(the_plan, {"function": examine, "provided": provided, "random": None})
+            seconds = time.monotonic() - start
+            raise_failure(outcomes)
+    except Exception as error:
+        return [*found, Finding("fail", "launch", f"{type(error).__name__}: {error}", "see the message")]
+    found += findings([outcome.load()["value"] for outcome in outcomes], seconds)
+    if address is None and the_plan.launcher == "spark":
+        remedy = "runs work, and show nothing until they end"
+        found.append(Finding("warn", "driver", "this session knows no address of it (Spark Connect)", remedy))
+    return found
+
+
+def shown(found: Sequence[Finding]) -> str:
+    """A line for each finding, and one below it where there is something to do."""
+    width = max(len(one.what) for one in found)
+    lines = []
+    for one in found:
+        lines.append(f"{_MARKS[one.level]}  {one.what:{width}}  {one.found}")
+        if one.remedy:
+            lines.append(f"      {'':{width}}  -> {one.remedy}")
+    return "\n".join(lines)
+
+
+def as_json(found: Sequence[Finding]) -> str:
+    """For machines: a list of objects with level, what, found and remedy."""
+    return json.dumps([one.as_json() for one in found], indent=2)
+
+
+def _here() -> Finding:
+    parts = [f"lagom {lagom.__version__}", f"Python {platform.python_version()}"]
+    parts += [name for name in ("torch", "pyspark", "pyarrow") if importlib.util.find_spec(name) is not None]
+    missing = [] if importlib.util.find_spec("torch") is not None else ["torch"]
+    found = ", ".join(parts) + ("" if shutil.which("java") else ", no Java")
+    if missing:
+        return Finding("warn", "this process", f"{found}; no torch", "only launcher='spark' works without")
+    return Finding("pass", "this process", found)
+
+
+@contextmanager
+def _listening(launcher: Any) -> Iterator[tuple[str, int] | None]:
+    """An address of this process that executors would have to reach; None where ranks are its children."""
+    facts = getattr(launcher, "_facts", None)
+    if facts is None or facts.bind is None:
+        yield None
+        return
+    with socket.create_server((facts.bind, 0)) as server:
+        bound = server.getsockname()
+        yield (facts.advertise or bound[0], bound[1])

@@ -1,0 +1,46 @@
+"""``raise_failure``: of what became of ranks, the error that the caller gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lagom.errors import RankError, RankTraceback, StallError
+from lagom.launchers.protocol import Outcome
+from lagom.monitor.link import Message
+
+
+def raise_failure(outcomes: Sequence[Outcome]) -> None:
+    """Raise what the first rank that failed raised, if any did; see ``experiment.lagom`` for the kinds of errors."""
+    failed = [outcome for outcome in outcomes if not outcome.report["ok"] and not outcome.report.get("stopped")]
+    if failed:
+        # A lost connection is what the others see of a rank that failed.
+        first = min(
+            failed, key=lambda outcome: (bool(outcome.report.get("consequence")), outcome.report.get("order", 0))
+        )
+        raise _exception(_error(first), first.report)
+    if stopped := [outcome.rank for outcome in outcomes if not outcome.report["ok"]]:
+        raise RankError(f"rank {stopped[0]} was stopped before the function returned, and nobody said why", stopped[0])
+
+
+def _error(outcome: Outcome) -> BaseException | None:
+    try:
+        error = outcome.load().get("error")
+    except Exception:  # its class is not here, or cannot be made from what was pickled
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+def _exception(error: BaseException | None, report: Message) -> BaseException:
+    """The rank's own exception, its traceback as the cause; or a RankError that says what happened."""
+    rank = report["rank"]
+    if error is None:
+        if "exit" in report:
+            what = f"rank {rank} called sys.exit({report['exit']!r})"
+        elif "died" in report or report["error"] == "StallError":
+            what = report["message"]
+        else:
+            what = f"rank {rank} raised {report['error']}: {report['message']}"
+        kind = StallError if report.get("error") == "StallError" else RankError
+        error = kind(what, rank, report.get("exit"))
+    error.__cause__ = RankTraceback(rank, report["traceback"])
+    return error

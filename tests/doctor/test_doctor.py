@@ -1,0 +1,131 @@
+"""``lagom doctor``: what it looks at, what it says, and its exit status."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lagom import cli
+from lagom.config import TorchDistributedConfig
+from lagom.doctor import visit as module
+from lagom.doctor.findings import Finding, findings
+from lagom.doctor.visit import shown, visit
+from lagom.errors import PlanError
+from lagom.launchers import choose
+
+
+def fact(rank: int, **more: Any) -> dict[str, Any]:
+    """What a rank of a healthy cluster finds."""
+    return {
+        "rank": rank,
+        "local_rank": rank,
+        "host": "a",
+        "python": "3.11.7",
+        "torch": "2.13.0",
+        "lagom": "0.1.0",
+        "cores": 8,
+        "ranks_here": 2,
+        "memory": 16 << 30,
+        "gpu": None,
+        "nvidia": False,
+        "cuda_build": None,
+        "compiled": True,
+        "compiler": "/usr/bin/g++",
+        "shared": 8 << 30,
+        "scratch": 50 << 30,
+        "reaches_driver": "",
+        "latency_s": 2e-5,
+        "bytes_s": 5e9,
+        "way": "shared memory",
+        "clock_s": 0.0,
+    } | more
+
+
+def said(*facts: dict[str, Any], seconds: float = 1.0) -> dict[str, Finding]:
+    return {one.what: one for one in findings(facts, seconds)}
+
+
+def gpu(uuid: str) -> dict[str, Any]:
+    return {"gpu": {"name": "H100", "memory": 80 << 30, "uuid": uuid}, "nvidia": True, "cuda_build": "13.0"}
+
+
+def test_a_healthy_cluster_passes() -> None:
+    found = said(fact(0), fact(1))
+    assert {one.level for one in found.values()} == {"pass"}
+    assert not any(one.remedy for one in found.values())
+    assert found["exchanges"].found == "shared memory: 4 KB take 20 us, 16 MB go at 5.00 GB/s"
+    assert found["hosts"].found == "a: 2 ranks"
+    one = said(fact(0, way="none", latency_s=None, bytes_s=None, reaches_driver=None))
+    assert not {"exchanges", "clocks", "driver"} & one.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "level", "found", "remedy"),
+    [
+        ({"torch": "2.12.0", "host": "b"}, "versions", "warn", "torch: 2.13.0 on a, 2.12.0 on b", "install the same"),
+        ({"nvidia": True}, "GPUs", "warn", "a has NVIDIA GPUs, and ranks there see none", "CUDA build of torch"),
+        (gpu("x"), "GPUs", "fail", "ranks [0] have none", "give every task a GPU"),
+        ({"ranks_here": 9}, "cores", "warn", "a has 9 ranks on 8 cores", "fewer ranks"),
+        ({"memory": 500 << 20}, "memory", "warn", "524 MB", "memoryOverhead"),
+        ({"reaches_driver": "timed out"}, "driver", "warn", "a cannot reach it: timed out", "spark.driver.host"),
+        ({"scratch": 10 << 20}, "disk", "warn", "10 MB", "TMPDIR"),
+        ({"compiled": False}, "compiled part", "warn", "not on a", "C++ compiler"),
+        ({"compiler": None}, "C++ compiler", "warn", "none on a", "apt-get install g++"),
+        ({"clock_s": -7.5, "host": "b"}, "clocks", "warn", "b is -7.5 s off", "NTP"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_said_with_a_remedy(
+    changes: dict[str, Any], what: str, level: str, found: str, remedy: str
+) -> None:
+    one = said(fact(0), fact(1, **changes))[what]
+    assert one.level == level
+    assert found in one.found
+    assert remedy in one.remedy
+
+
+def test_gpus_that_ranks_share_are_counted() -> None:
+    assert said(fact(0, **gpu("x")), fact(1, **gpu("y")))["GPUs"].found == "H100: one for each rank"
+    shared = said(fact(0, **gpu("x")), fact(1, **gpu("x")))["GPUs"]
+    assert (shared.level, shared.found) == ("warn", "H100: 2 ranks share 1")
+
+
+def test_gloo_on_one_host_and_a_slow_launch_are_said() -> None:
+    found = said(*(fact(rank, way="gloo") for rank in range(2)), seconds=30.0)
+    assert found["exchanges"].level == found["launch"].level == "warn"
+    across = said(fact(0, way="gloo"), fact(1, way="gloo", host="b"))
+    assert across["exchanges"].level == "pass"
+
+
+def test_it_runs_on_every_rank_and_its_exit_status_says_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "-n", "2", "--json"]) == 0
+    found = {one["what"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found["cluster"]["found"] == "this machine, 2 ranks"
+    assert found["launch"]["found"].startswith("2 ranks ran and came back in")
+    assert found["hosts"]["found"].endswith(": 2 ranks")
+    assert "4 KB take" in found["exchanges"]["found"]
+    assert {one["level"] for one in found.values()} <= {"pass", "warn"}
+
+
+@pytest.mark.parametrize("fails", ["cluster", "launch"])
+def test_what_keeps_a_run_from_starting_is_a_line_too(
+    fails: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Launcher:
+        def cluster(self) -> Any:
+            if fails == "cluster":
+                raise PlanError("there are no slots")
+            return choose("local").cluster()
+
+        def where(self) -> str:
+            return "nowhere"
+
+        def run(self, *_: Any) -> Any:
+            raise PlanError("executors have different versions of torch")
+
+    monkeypatch.setattr(module, "choose", lambda kind: Launcher() if kind == "spark" else choose(kind))
+    found = visit(TorchDistributedConfig(launcher="spark", world_size=1))
+    assert (found[-1].level, found[-1].what) == ("fail", fails)
+    assert "PlanError: " in found[-1].found
+    assert f"FAIL  {fails}" in shown(found)
