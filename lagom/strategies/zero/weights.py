@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from lagom.errors import DivergenceError, LagomError
 from lagom.strategies.checksum import checksums, digest, sum_of_bits
 from lagom.strategies.zero.flat import is_dense
+from lagom.strategies.zero.memory import give_back_memory
 from lagom.strategies.zero.unit import Stamp, Unit, storage_of
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class Weights:
         self._num_made[number] = self._num_made.get(number, 0) + 1
         unit = Unit(b"%d.%d" % (number, self._num_made[number]), tensor, self._group.world_size)
         self._sweep()
-        self._let_go(coming=unit.num_bytes)
+        if self._let_go(coming=unit.num_bytes):
+            give_back_memory()
         self.units[unit.place] = self._by_key[unit.key] = self._whole[unit.place] = unit
         self._num_whole += unit.num_bytes
         self._num_bytes += unit.num_bytes
@@ -282,17 +284,17 @@ class Weights:
         del self._whole[unit.place]
         self._num_whole -= unit.num_bytes
 
-    def _let_go(self, coming: int = 0, keep: Sequence[Unit] = ()) -> None:
+    def _let_go(self, coming: int = 0, keep: Sequence[Unit] = ()) -> bool:
+        """Make room for what is ``coming``; whether anything had to go."""
         room = max(ROOM, self._num_bytes // SHARE_KEPT) - coming
-        if self._num_whole <= room:
-            return
+        before = self._num_whole
         for unit in list(self._whole.values()):
-            if unit.is_held or unit in keep or not unit.is_alive:
-                continue
-            self._settle(unit)
-            self._free(unit)
             if self._num_whole <= room:
-                return
+                break
+            if not (unit.is_held or unit in keep or not unit.is_alive):
+                self._settle(unit)
+                self._free(unit)
+        return self._num_whole < before
 
     def _settle(self, unit: Unit) -> None:
         if not unit.is_whole:
