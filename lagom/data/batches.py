@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import Sampler
 
 from lagom.data.shard import Epoch, Order, Positions
+from lagom.data.streams import MOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +22,8 @@ _UNSHUFFLED_BYTES = 8 << 20
 """Of rows that are decoded at a time where they are not shuffled."""
 _ROUNDS = 4
 """Of shuffled rows in memory: handed out, read, mixed, and decoded for the next round."""
+_TOLD_BYTES = 64 << 20
+"""Beyond the setting, that are worth a warning."""
 _numbers = itertools.count()
 
 
@@ -53,8 +57,8 @@ class Batches(Sampler[Any]):
         self._counts = table.counts
         self._num_rows = sum(self._counts)
         self._streams = streams if shuffle else 1
-        one = window_bytes // _ROUNDS if shuffle else min(window_bytes // _ROUNDS, _UNSHUFFLED_BYTES)
-        self._window = max(1, one // (table.row_bytes * self._streams))
+        rounds = _left_of(window_bytes, table, streams) if shuffle else min(window_bytes, _ROUNDS * _UNSHUFFLED_BYTES)
+        self._window = max(1, rounds // (_ROUNDS * table.row_bytes * self._streams))
         self._seed = seed
         self.epoch = 0
         """The one that comes next."""
@@ -131,6 +135,21 @@ class Batches(Sampler[Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Two copies that came by pickle are two things that are passed over.
         self.__dict__.update(state, _source=next(_numbers))
+
+
+def _left_of(window_bytes: int, table: Table, streams: int) -> int:
+    """Of a process's memory, what is left for rows once ``streams`` row groups are being decoded."""
+    decoded = min(MOST, max(table.counts, default=0)) * table.row_bytes
+    decoding = streams * (table.page_bytes + decoded)
+    least = window_bytes // 4
+    if decoding > window_bytes - least and decoding > _TOLD_BYTES:
+        warnings.warn(
+            f"window_bytes is {window_bytes >> 20} MB, and to decode {streams} row groups of this table at a time "
+            f"takes {decoding >> 20} MB: a process that reads all of them needs {(decoding + least) >> 20} MB. Use fewer "
+            "streams=, smaller row groups or fewer columns, or raise window_bytes",
+            stacklevel=4,
+        )
+    return max(window_bytes - decoding, least)
 
 
 class Pass:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from lagom.data.files import File
     from lagom.data.unischema import Field
 
+_PAGE_BYTES = 1 << 20
+"""Of a page, about, as writers make them."""
 _PAGE = 1 << 16
 """Bytes that are read ahead in a column chunk."""
 
@@ -65,6 +67,20 @@ class Footer:
         rows = self.metadata.num_rows
         widths = {name: types.width(self.schema.field(name).type) for name in names}
         return sum(rows * width if width else stored[name] for name, width in widths.items())
+
+    def page_bytes(self, names: set[str]) -> int:
+        """Of a page of each of these columns, as it is stored and decoded; of the row group where they are largest."""
+        most = 0
+        for index in range(self.metadata.num_row_groups):
+            group = self.metadata.row_group(index)
+            columns = [group.column(number) for number in range(group.num_columns)]
+            sizes = [
+                min(column.total_uncompressed_size, _PAGE_BYTES)
+                for column in columns
+                if column.path_in_schema.split(".")[0] in names
+            ]
+            most = max(most, 2 * sum(sizes))
+        return most
 
 
 def partitions_of(files: list[File]) -> list[str]:

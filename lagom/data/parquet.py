@@ -43,8 +43,8 @@ class ParquetDataset(Dataset[Any]):
             or a dict of these by column.
         ragged: what becomes of lists of different lengths: "error", "pad" (zeros, to the longest of a batch), "list"
             (a list of tensors), or a dict of these by column.
-        window_bytes: memory for rows that are shuffled together, in a process; the pages that are being decoded come on
-            top of it, of one row group for each stream. More mixes better.
+        window_bytes: memory of a process for rows that are shuffled together, and for the pages that are being decoded,
+            of one row group for each stream. More mixes better.
         streams: places of the table that a shuffled batch is drawn from at the same time, at least; ranks whose
             number divides it read every row group once.
         filesystem: one of pyarrow's or fsspec's; then ``source`` is a path in it.

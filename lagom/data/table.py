@@ -50,6 +50,8 @@ class Table:
     """Of all rows before the filter, decoded; an estimate by types and by what footers say."""
     num_stored: int
     """Rows before the filter."""
+    page_bytes: int
+    """Of the pages that are open where one row group is being decoded, at most."""
     schema: Mapping[str, unischema.Field] | None
     """Petastorm's, where it wrote the files."""
 
@@ -161,6 +163,7 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
         groups=tuple(group for group in groups if group.num_rows),
         num_bytes=sum(footer.num_bytes(set(chosen) - set(partitions)) for footer in footers),
         num_stored=sum(group.num_rows for group in groups),
+        page_bytes=max(footer.page_bytes({*chosen, *used} - set(partitions)) for footer in footers),
         schema=schema,
     )
     if expression is not None:

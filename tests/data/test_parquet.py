@@ -184,6 +184,35 @@ def test_resuming_is_as_if_it_had_never_stopped(
             table.close()
 
 
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(LAYOUTS, st.integers(1, 5), st.integers(40, 2000), st.integers(1, 8), st.integers(0, 5))
+def test_workers_change_neither_batches_nor_states(
+    layout: list[list[int]], batch_size: int, window_bytes: int, streams: int, stop: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        numbers(Path(folder), layout)
+        found = []
+        for num_workers in (0, 2):
+            dataset = ParquetDataset(folder, window_bytes=window_bytes, streams=streams)
+            loader = ParquetLoader(dataset, batch_size, True, seed=5, num_workers=num_workers)
+            first = rows(loader)
+            part = []
+            for number, batch in enumerate(loader):
+                part.append(batch["row"].tolist())
+                if number == stop:
+                    break
+            state = loader.state_dict()
+            other = ParquetLoader(dataset, batch_size, True, num_workers=num_workers)
+            other.load_state_dict(state)
+            found.append((first, part, state, rows(other)))
+            dataset.close()
+        assert found[0] == found[1]
+        first, part, state, rest = found[0]
+        assert sorted(flat(first)) == list(range(sum(map(sum, layout))))
+        if state["epoch"] == 1:  # else the second epoch had come to its end
+            assert sorted(flat(part) + flat(rest)) == sorted(flat(first))
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_that_workers_fetched_ahead_do_not_count_as_seen(tmp_path: Path, num_workers: int) -> None:
     dataset = ParquetDataset(numbers(tmp_path, [[20, 20]]))
