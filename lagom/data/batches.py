@@ -145,8 +145,8 @@ def _left_of(window_bytes: int, table: Table, streams: int) -> int:
     if decoding > window_bytes - least and decoding > _TOLD_BYTES:
         warnings.warn(
             f"window_bytes is {window_bytes >> 20} MB, and to decode {streams} row groups of this table at a time "
-            f"takes {decoding >> 20} MB: a process that reads all of them needs {(decoding + least) >> 20} MB. Use fewer "
-            "streams=, smaller row groups or fewer columns, or raise window_bytes",
+            f"takes {decoding >> 20} MB: a process that reads all of them needs {(decoding + least) >> 20} MB. Use "
+            "fewer streams=, smaller row groups or fewer columns, or raise window_bytes",
             stacklevel=4,
         )
     return max(window_bytes - decoding, least)
