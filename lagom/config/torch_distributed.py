@@ -44,8 +44,7 @@ class TorchDistributedConfig:
     """Where ranks run: "spark"; "local", processes on this machine; "inline", one rank in this very
     process, for a debugger; "auto", Spark when a session is active and local otherwise."""
     zero_lvl: int = 0
-    """What is sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. 3 is not
-    built yet."""
+    """What is sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     backend: Backend = "torch"
     """Who does the sharding."""
     deepspeed_config: Mapping[str, Any] | None = None
