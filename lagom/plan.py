@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lagom.config import TorchDistributedConfig
-from lagom.config.torch_distributed import Batches, Collectives, Evaluation, Log, MixedPrecision
+from lagom.config.torch_distributed import Backend, Batches, Collectives, Evaluation, Log, MixedPrecision
 from lagom.errors import PlanError
 
 
@@ -70,6 +72,8 @@ class Plan:
     timeout_s: float | None = None
     zero_lvl: int = 0
     """What is sharded over the ranks."""
+    backend: Backend = "torch"
+    deepspeed_config: Mapping[str, Any] | None = None
     mixed_precision: MixedPrecision = False
     collectives: Collectives = "auto"
     already_distributed: bool = False
@@ -91,7 +95,6 @@ def plan(
     Raises:
         PlanError: when it cannot fit, with the remedy.
     """
-    _refuse_unbuilt(config)
     ranks_per_slot = max(1, cluster.gpus_per_slot)
     room = cluster.slots * ranks_per_slot
     world_size = config.world_size or room
@@ -119,6 +122,8 @@ def plan(
         stall_timeout_s=float(config.stall_timeout_s),
         timeout_s=None if config.timeout_s is None else float(config.timeout_s),
         zero_lvl=config.zero_lvl,
+        backend=config.backend,
+        deepspeed_config=config.deepspeed_config,
         mixed_precision=config.mixed_precision,
         collectives=config.collectives,
         already_distributed=already_distributed,
@@ -126,12 +131,3 @@ def plan(
 
 
 _WHERE = {"spark": "Spark", "local": "this machine", "inline": "this process"}
-
-
-def _refuse_unbuilt(config: TorchDistributedConfig) -> None:
-    unbuilt = [
-        (config.backend != "torch", f"backend={config.backend!r}", "backend='torch'"),
-    ]
-    for asked, setting, instead in unbuilt:
-        if asked:
-            raise PlanError(f"{setting} is not built yet in this version of lagom; use {instead}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lagom.collectives.group import Group
-from lagom.config.torch_distributed import Batches, Collectives, Evaluation, MixedPrecision
+from lagom.config.torch_distributed import Backend, Batches, Collectives, Evaluation, MixedPrecision
 from lagom.errors import CollectiveError
 from lagom.patching import patched
 from lagom.patching.disk import own_disk
@@ -54,6 +55,8 @@ def run_ranks(
     patches: bool = True,
     always_slices: bool = True,
     collectives: Collectives = COLLECTIVES,
+    backend: Backend = "torch",
+    deepspeed_config: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """Run ``function(session)`` on every rank; the results in rank order.
 
@@ -61,6 +64,7 @@ def run_ranks(
     not pay. Everything dies after 60 s.
     """
     plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm, collectives, zero_lvl, mixed_precision)
+    plan = dataclasses.replace(plan, backend=backend, deepspeed_config=deepspeed_config)
     with tempfile.TemporaryDirectory() as host_dir:
         ports = _CONTEXT.SimpleQueue()
         pipes, processes = [], []

@@ -54,6 +54,8 @@ class Net:
         ({"hb_interval": float("inf")}, "inf", "more than 0"),
         ({"hb_interval": "1"}, "'1'", "seconds"),
         ({"hb_interval": True}, "True", "seconds"),
+        ({"backend": "deepspeed", "verify": True}, "verify", "backend='torch'"),
+        ({"backend": "deepspeed", "mixed_precision": "fp16"}, "fp16", "deepspeed_config"),
         ({"deepspeed_config": {}}, "deepspeed_config", "backend='deepspeed'"),
         ({"deepspeed_config": 3, "backend": "deepspeed"}, "3", "dict"),
         ({"name": 3}, "3", "str"),

@@ -79,7 +79,8 @@ RULES = {
     "lagom.collectives": Rule(always=("lagom.errors", "torch", "numpy"), later=("lagom._native",)),
     "lagom.patching": Rule(always=(*_TORCH_SIDE, "lagom.data.shard", "lagom.recognise", "lagom.worker.place")),
     "lagom.strategies": Rule(always=_TORCH_SIDE),
-    "lagom.strategies.deepspeed": Rule(always=_TORCH_SIDE, later=("deepspeed",)),
+    "lagom.strategies.deepspeed": Rule(always=_TORCH_SIDE),
+    "lagom.strategies.deepspeed.loading": Rule(always=_FACTS, later=("deepspeed",)),
     "lagom.data": Rule(always=(*_FACTS, "torch", "numpy"), later=("pyarrow", "fsspec", "cv2", "PIL", "pandas")),
     "lagom.data.shard": Rule(always=("numpy",)),
     # What the driver sends in place of a DataFrame.
@@ -142,7 +143,7 @@ def test_every_module_imports_only_what_its_rule_allows() -> None:
         ("lagom.launchers.local", "class A:\n    import torch"),
         ("lagom.patching.dataloader", "from lagom.launchers.spark import SparkLauncher"),
         ("lagom.strategies.zero", "def f():\n    import deepspeed"),
-        ("lagom.strategies.deepspeed", "import deepspeed"),
+        ("lagom.strategies.deepspeed.loading", "import deepspeed"),
         ("lagom.worker.bootstrap", "def f():\n    from lagom import experiment"),
         ("lagom.worker.task", "import lagom.errors"),
         ("lagom.experiment", "import importlib\nimportlib.import_module('torch')"),
@@ -164,7 +165,7 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
         ("lagom.launchers.local", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("lagom.launchers.spark", "from pyspark.sql import SparkSession"),
         ("lagom.launchers.local", "from lagom.launchers.protocol import Launcher"),
-        ("lagom.strategies.deepspeed", "def f():\n    import deepspeed"),
+        ("lagom.strategies.deepspeed.loading", "def f():\n    import deepspeed"),
     ],
 )
 def test_an_allowed_import_is_not(module: str, source: str) -> None:

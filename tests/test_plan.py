@@ -20,17 +20,9 @@ def local(slots: int, **more: Any) -> Cluster:
     return Cluster(launcher="local", slots=slots, oversubscribe=True, **more)
 
 
-@pytest.mark.parametrize(
-    ("setting", "instead"),
-    [
-        ({"backend": "deepspeed"}, "backend='torch'"),
-    ],
-)
-def test_what_is_not_built_is_refused_rather_than_ignored(setting: dict[str, Any], instead: str) -> None:
-    with pytest.raises(PlanError) as raised:
-        plan(TorchDistributedConfig(**setting), local(2))
-    assert instead in str(raised.value)
-    assert next(iter(setting)) in str(raised.value)
+def test_deepspeed_has_all_levels_and_its_own_settings() -> None:
+    found = plan(TorchDistributedConfig(backend="deepspeed", zero_lvl=3, deepspeed_config={"a": 1}), local(2))
+    assert (found.backend, found.zero_lvl, found.deepspeed_config) == ("deepspeed", 3, {"a": 1})
 
 
 def test_all_slots_are_taken_when_no_number_is_asked_for() -> None:

@@ -46,9 +46,9 @@ class TorchDistributedConfig:
     zero_lvl: int = 0
     """What is sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     backend: Backend = "torch"
-    """Who does the sharding."""
+    """Who does the sharding: "torch" is lagom itself; "deepspeed" drives DeepSpeed's engine, at stage ``zero_lvl``."""
     deepspeed_config: Mapping[str, Any] | None = None
-    """Passed through to DeepSpeed."""
+    """Passed through to DeepSpeed: offloading, its optimizers, bf16 and fp16, accumulation, clipping."""
     mixed_precision: MixedPrecision = False
     """Forwards in "bf16", or in "fp16" with gradients scaled; True: bf16 where the device has it, else fp16."""
     batches: Batches = "split"
@@ -103,6 +103,7 @@ class TorchDistributedConfig:
         self._check_data()
         self._check_numbers()
         self._check_texts()
+        self._check_deepspeed()
 
     def _check_module(self) -> None:
         modules = self.module if isinstance(self.module, (list, tuple)) else [self.module]
@@ -149,6 +150,16 @@ class TorchDistributedConfig:
             raise ValueError(f"run_dir is {self.run_dir!r}; want the path of a folder, or None to keep nothing")
         if not isinstance(self.description, str):
             raise ValueError(f"description is {self.description!r}; want a str")
+
+    def _check_deepspeed(self) -> None:
+        if self.backend == "deepspeed":
+            if self.verify:
+                raise ValueError("verify=True compares gradients, which DeepSpeed keeps; verify with backend='torch'")
+            if self.mixed_precision == "fp16":
+                raise ValueError(
+                    "mixed_precision='fp16' scales losses by itself; with backend='deepspeed' set "
+                    "deepspeed_config={'fp16': {'enabled': True}}, or mixed_precision='bf16'"
+                )
         if self.deepspeed_config is None:
             return
         if not isinstance(self.deepspeed_config, Mapping):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lagom.patching.backward import synchronised_backward
 from lagom.patching.batchnorm import whole_batch_statistics
 from lagom.patching.dataloader import dealt_loaders
+from lagom.patching.engine import driven_by_deepspeed
 from lagom.patching.files import shared_files
 from lagom.patching.joined import joinable
 from lagom.patching.module import own_forwards, reentrant_checkpoints, tracked_modules
@@ -44,9 +45,10 @@ def patched(session: Session) -> Iterator[None]:
         if distributed:
             stack.enter_context(spawned_ranks(session))
             stack.enter_context(tracked_modules(session))
-            stack.enter_context(synchronised_backward(session))
-            if session.plan.zero_lvl:
-                stack.enter_context(sharded_steps(session))
+            if session.plan.backend == "torch":
+                stack.enter_context(synchronised_backward(session))
+                if session.plan.zero_lvl:
+                    stack.enter_context(sharded_steps(session))
             if session.plan.sync_batchnorm:
                 stack.enter_context(whole_batch_statistics(session))
         if distributed or session.plan.rehearsal is not None:
@@ -55,6 +57,10 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(own_forwards(session, streams))
         if precision is not None:
             stack.enter_context(precision.forwards())
+        if session.plan.backend == "deepspeed":
+            if not distributed:
+                stack.enter_context(tracked_modules(session))
+            stack.enter_context(driven_by_deepspeed(session))
         stack.enter_context(dealt_loaders(session, streams))
         yield
         if session.watch is not None and session.frame is not None and not session.joined:

@@ -112,6 +112,8 @@ class Session:
     _progress: dict[str, int | None] = field(default_factory=lambda: {"epoch": 0, "step": 0, "steps": None}, init=False)
     _said: set[str] = field(default_factory=set, init=False)
     is_probing: bool = field(default=False, init=False)
+    shares_forwards: bool = field(default=True, init=False)
+    """False where a forward of blocks is not to be had: DeepSpeed's third stage gathers parameters by its own hooks."""
 
     def __post_init__(self) -> None:
         self.common = CommonStreams(self.plan.seed)
@@ -246,7 +248,7 @@ class Session:
 
     def slices(self, module: nn.Module) -> bool:
         """Whether a call of ``module`` is one that the ranks may share out by rows: all have the same input."""
-        if not self.distributed or self.depth or self.is_probing:
+        if not self.distributed or self.depth or self.is_probing or not self.shares_forwards:
             return False
         evaluates = not (torch.is_grad_enabled() and module.training)
         if evaluates and self.plan.evaluation != "gathered":

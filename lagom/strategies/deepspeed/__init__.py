@@ -1,0 +1,1 @@
+"""DeepSpeed behind programs that know nothing of it; the only place that imports it."""

@@ -1,0 +1,108 @@
+"""``Engine``: one of DeepSpeed's, with the module and optimizer that the program holds."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from lagom.errors import LagomError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+class Engine:
+    """One of DeepSpeed's, with the module and optimizer that the program holds."""
+
+    def __init__(self, engine: Any, module: nn.Module, optimizer: Optimizer | None, stage: int) -> None:
+        self._engine = engine
+        self.module = module
+        self.optimizer = optimizer
+        self.leaves = [p for p in module.parameters() if p.requires_grad]
+        self.num_backwards = 0
+        """Since the last step."""
+        self._stage = stage
+        self._reached: set[int] = set()
+        enabled = engine.fp16_enabled(), engine.bfloat16_enabled()
+        self.dtype = torch.float16 if enabled[0] else torch.bfloat16 if enabled[1] else None
+        """What the engine has turned the module's parameters into."""
+
+    def scale(self) -> float:
+        """What the root of a backward is multiplied by: a loss scale, and accumulation that the engine counts."""
+        one = torch.ones((), requires_grad=True) * 1.0
+        engine = self._engine
+        if hasattr(engine.optimizer, "scale_if_loss"):
+            one = engine.optimizer.scale_if_loss(one)
+        elif engine.torch_autocast_z0_gradscaler is not None:
+            one = engine.torch_autocast_z0_gradscaler.scale(one)
+        return float(one.detach()) / int(engine.gradient_accumulation_steps())
+
+    @contextmanager
+    def around_backward(self, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+        """What ``engine.backward(loss)`` does before and after autograd runs."""
+        engine = self._engine
+        self._reached.update(map(id, leaves))
+        self.num_backwards += 1
+        if hasattr(engine.optimizer, "clear_backward_seen_flag"):
+            engine.optimizer.clear_backward_seen_flag()
+        engine._running_engine_backward_count += 1
+        engine._running_engine_backward = True
+        try:
+            if not engine.managed_gradient_accumulation():
+                engine._unmanaged_backward_count += 1
+            engine._backward_prologue()
+            yield
+            engine._backward_epilogue()
+        finally:
+            engine._running_engine_backward_count -= 1
+            engine._running_engine_backward = engine._running_engine_backward_count > 0
+
+    def unreached(self) -> int:
+        """How many parameters no backward has reached since the last step."""
+        return sum(id(p) not in self._reached for p in self.leaves)
+
+    def step(self) -> None:
+        """The engine's own; where it counts accumulation, not every call is a step."""
+        self._take_changes()
+        counts = self._engine.managed_gradient_accumulation()
+        is_step = self._engine.is_gradient_accumulation_boundary() if counts else True
+        self._engine.step()
+        if is_step:
+            self.num_backwards = 0
+            self._reached.clear()
+
+    @torch.no_grad()
+    def _take_changes(self) -> None:
+        """Copy what the program has changed in parameters into the numbers that DeepSpeed steps."""
+        zero = self._engine.optimizer
+        if self._stage not in (1, 2) or not hasattr(zero, "parallel_partitioned_bit16_groups"):
+            return
+        for number, master in enumerate(zero.single_partition_of_fp32_groups):
+            own = zero.parallel_partitioned_bit16_groups[number][dist.get_rank(zero.real_dp_process_group[number])]
+            if own.shape != master.shape or own.device != master.device:
+                continue  # kept on a disk, or padded otherwise
+            changed = own != master.to(own.dtype)
+            if bool(changed.any()):
+                master[changed] = own[changed].to(master.dtype)
+
+    def close(self) -> None:
+        """Take its hooks off the module, which cannot be pickled where its parameters are in parts."""
+        self._engine.destroy()
+        if self._stage == 3:
+            for module in self.module.modules():
+                vars(module)["__reduce_ex__"] = functools.partial(refuse_parts, type(module).__name__)
+
+
+def refuse_parts(name: str, *_: object) -> NoReturn:
+    """Instead of pickling or copying a module without its numbers."""
+    raise LagomError(
+        f"a {name} is copied, saved or returned whose parameters DeepSpeed has in parts (zero_lvl=3); take its "
+        "state_dict(), which is whole, or use another level"
+    )

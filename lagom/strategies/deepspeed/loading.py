@@ -1,0 +1,114 @@
+"""``load`` and ``settings``: DeepSpeed imported without its noise, and configured for a loop of one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lagom.errors import LagomError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import ModuleType
+
+REMEDY = "pip install 'lagom-spark[deepspeed]' on the driver and on every executor, or use backend='torch'"
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
+
+def settings(config: Mapping[str, Any] | None, zero_lvl: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """DeepSpeed's own configuration: the user's, ``zero_lvl`` for a stage, and what an unmodified loop needs.
+
+    Without ``gradient_accumulation_steps`` the program says by its step when it has accumulated enough.
+    """
+    found = copy.deepcopy(dict(config or {}))
+    zero = dict(found.get("zero_optimization") or {})
+    if zero.get("stage", zero_lvl) != zero_lvl:
+        say(f"deepspeed_config asks for stage {zero['stage']} and zero_lvl is {zero_lvl}, which counts")
+    found["zero_optimization"] = zero | {"stage": zero_lvl}
+    for key in (*_BATCH_KEYS, "gradient_accumulation_steps"):
+        if found.get(key) == "auto":
+            del found[key]
+    if "gradient_accumulation_steps" not in found:
+        found.setdefault("managed_gradient_accumulation", False)
+    if not any(key in found for key in _BATCH_KEYS):
+        found["train_micro_batch_size_per_gpu"] = 1  # it sizes nothing but reports: loaders are the program's
+    # What the optimizer does is found out by trying it.
+    found.setdefault("zero_allow_untested_optimizer", True)
+    found.setdefault("zero_force_ds_cpu_optimizer", False)
+    found.setdefault("steps_per_print", 1 << 60)
+    found.setdefault("gradient_clipping", 0.0)  # which DeepSpeed sets to 1
+    return found
+
+
+def load(device: str) -> Any:
+    """Import DeepSpeed for the type of ``device``; what that sets in the environment is put back.
+
+    Raises:
+        LagomError: when it is not installed, or cannot be imported.
+    """
+    wanted = {"DS_ACCELERATOR": device, "DS_LOG_LEVEL": "warning"}
+    with environment(**(wanted | {key: os.environ[key] for key in wanted if key in os.environ})):
+        try:
+            with _quietly(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                import deepspeed
+
+                # It is imported with the first engine, and brings along torch's compiler.
+                import deepspeed.runtime.zero.muon.muon_optimizer
+        except ImportError as error:
+            raise LagomError(
+                f"backend='deepspeed' needs DeepSpeed, which does not import: {error}; {REMEDY}"
+            ) from error
+    deepspeed.utils.logger.setLevel("WARNING")
+    return deepspeed
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def as_imported(module: ModuleType) -> Iterator[None]:
+    """Afterwards ``module`` keeps no process group of this run for the next one in this process."""
+    kept = {name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, (dict, type(None)))}
+    try:
+        yield
+    finally:
+        vars(module).update({name: value for name, value in kept.items() if not name.startswith("__")})
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what compilers say that an import tries out: whether libraries for some ops are there."""
+    sys.stderr.flush()
+    before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(nowhere)
