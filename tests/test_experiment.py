@@ -34,7 +34,7 @@ class Ranks:
     def where(self) -> str:
         return "nowhere"
 
-    def run(self, plan: Plan, call: Mapping[str, Any]) -> list[Outcome]:
+    def run(self, plan: Plan, call: Mapping[str, Any], records: Any = None) -> list[Outcome]:
         self.calls.append((plan, call))
         return self.outcomes
 
