@@ -99,6 +99,8 @@ class _Joining:
         _check(session, asked)
         if not session.joined:
             session.at("init_process_group()")  # the others must be here, too
+            if session.weights is not None:
+                session.weights.end()
         timeout = asked.get("timeout")
         store = _connected(session, timeout if isinstance(timeout, timedelta) else None)
         # A program may destroy its group and make another one: keys of the last must not be found then.

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adafactor, Adam, AdamW
@@ -255,6 +256,53 @@ def _looks(session: Session) -> Any:
 
 def test_what_is_done_with_a_model_besides_training() -> None:
     same(_looks, (LEVEL, 2))
+
+
+def test_parameters_that_share_memory() -> None:
+    """With a parameter of the same memory, and of a part of it, and with views that are kept."""
+
+    def train(_: Session) -> Any:
+        model = _net()
+        model.twin = nn.Parameter(model.norm.weight.data)
+        model.first = nn.Parameter(model.place.data[:2])
+        view, late = model.place.detach()[1:], model.norm.bias.view(-1)
+        optimizer = SGD(model.parameters(), 0.1)
+        for tokens in _tokens(2):
+            optimizer.zero_grad()
+            (model(tokens).mean() + model.twin.square().mean() + model.first.norm()).backward()
+            optimizer.step()
+        with torch.no_grad():
+            view.mul_(1.1)
+        return _weights(model), view.clone(), late.detach().clone()
+
+    same(train, (LEVEL, 2))
+
+
+def test_a_stale_graph_is_noticed() -> None:
+    def train(_: Session) -> None:
+        model = _net()
+        optimizer = SGD(model.parameters(), 0.1)
+        loss = model(_tokens(1)[0]).square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    run_ranks(2, train, zero_lvl=LEVEL)
+
+
+def test_a_program_that_joins_has_its_model_whole() -> None:
+    def train(_: Session) -> Any:
+        model = _net()
+        dist.init_process_group("gloo")
+        whole = [storage_of(p).nbytes() >= p.nbytes for p in model.parameters()]
+        return all(whole), _weights(model)
+
+    def plain(_: Session) -> Any:
+        return True, _weights(_net())
+
+    for found in run_ranks(2, train, zero_lvl=LEVEL):
+        close(found, alone(plain))
 
 
 def test_an_array_of_a_parameter_follows_and_is_followed() -> None:

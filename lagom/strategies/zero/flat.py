@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch.nn.parameter import is_lazy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -16,6 +22,21 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Ids of those dense ones among ``tensors`` that have memory in common with another of them."""
+    found: set[int] = set()
+    together: list[int] = []
+    reached = 0
+    for start, end, key in sorted(
+        (t.data_ptr(), t.data_ptr() + t.nbytes, id(t)) for t in tensors if not is_lazy(t) and t.numel() and is_dense(t)
+    ):
+        together = [*together, key] if start < reached else [key]
+        reached = max(reached, end)
+        if len(together) > 1:
+            found.update(together)
+    return found
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

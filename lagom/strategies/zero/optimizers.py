@@ -15,7 +15,7 @@ from lagom.errors import DivergenceError, LagomError
 from lagom.strategies.checksum import checksums
 from lagom.strategies.divergence import INTERVAL
 from lagom.strategies.frame import signature
-from lagom.strategies.zero.flat import is_dense
+from lagom.strategies.zero.flat import is_dense, overlapping
 from lagom.strategies.zero.gradients import ASK
 from lagom.strategies.zero.probe import Kind, Nature, nature_of
 from lagom.strategies.zero.sharded import Parted, Sharded, refuse
@@ -86,6 +86,8 @@ class Optimizers:
         self._by_number: dict[int, Sharded] = {}
         """Also of optimizers that are gone here: another rank may be at a place where it still has them."""
         self._gone: list[int] = []
+        self._overlapping: set[int] = set()
+        """Ids of parameters that have elements in common with others, which several ranks would step."""
         self._num = 0
         self._num_steps = 0
         self._next_check = 1
@@ -193,6 +195,13 @@ class Optimizers:
         before: _Found | None,
     ) -> _Found:
         """Find out what can be stepped apart, on all ranks."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._weights is not None:
+            for p in parameters:
+                if self._weights.parts(p) is None:
+                    self._weights.release(p)  # a part of another parameter's memory
+            parameters = [p for p in parameters if self._weights.parts(p) is None]
+        self._overlapping.update(overlapping(parameters))
         number = self._num if before is None else before.number
         self._num += before is None
         known = not (set(kwargs) - {"closure"} or len(args) > 1) and "state" in vars(optimizer)
@@ -221,10 +230,8 @@ class Optimizers:
 
     def _can_be(self, p: torch.Tensor) -> bool:
         """Whether ``p`` can be shared out."""
-        if is_lazy(p) or not p.numel() or not is_dense(p) or self._is_own(p):
+        if id(p) in self._overlapping or is_lazy(p) or not p.numel() or not is_dense(p) or self._is_own(p):
             return False
-        if self._weights is not None and self._weights.unit(p) is not None and self._weights.parts(p) is None:
-            return False  # a part of another parameter
         if self._gradients is not None and self._gradients.part(p)[0]:
             return True
         return p.grad is None or not p.grad.is_sparse

@@ -53,6 +53,8 @@ class Weights:
         """Whether what is done with tensors is lagom's own."""
         self._by_key: dict[bytes, Unit] = {}
         """Also of what is gone here: another rank may be at a place where it still has it."""
+        self._released: dict[int, Unit] = {}
+        """Those that stay whole, by the address of their storage, which is theirs as long as they are here."""
         self._num_made: dict[int, int] = {}
         self._whole: dict[int, Unit] = {}
         """Those that are, in the order in which they became so."""
@@ -68,7 +70,12 @@ class Weights:
         if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda") or not self._may_meet():
             return
         storage = storage_of(tensor)
-        if storage._cdata in self.units or storage.nbytes() != tensor.nbytes or not is_dense(tensor):
+        if (
+            storage._cdata in self.units
+            or storage._cdata in self._released
+            or storage.nbytes() != tensor.nbytes
+            or not is_dense(tensor)
+        ):
             return
         if not storage.resizable() or storage.is_shared():
             return
@@ -125,6 +132,14 @@ class Weights:
                 tensor = tensors[key]
                 found[key] = (f"{tensor.dtype} {tuple(tensor.shape)} {stamp.num_steps}", stamp.total)
         return found
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Share out no more what ``tensor`` has its memory in; a collective, unless it is whole."""
+        unit = self.unit(tensor)
+        if unit is not None:
+            self.need([unit])
+            self._forget(unit)
+            self._released[unit.place] = unit
 
     def need(self, units: Sequence[Unit], blank: Sequence[Unit] = ()) -> None:
         """Make all of these whole, but for the values of ``blank``, which are overwritten.
@@ -317,12 +332,15 @@ class Weights:
             return int(sum_of_bits(unit.bytes(unit.num_bytes)))
 
     def _sweep(self) -> None:
-        for place, unit in list(self.units.items()):
+        for unit in list(self.units.values()):
             if not unit.is_alive:
-                del self.units[place]
-                self._num_bytes -= unit.num_bytes
-                if self._whole.pop(place, None) is not None:
-                    self._num_whole -= unit.num_bytes
+                self._forget(unit)
+
+    def _forget(self, unit: Unit) -> None:
+        del self.units[unit.place]
+        self._num_bytes -= unit.num_bytes
+        if self._whole.pop(unit.place, None) is not None:
+            self._num_whole -= unit.num_bytes
 
     @contextmanager
     def own(self) -> Iterator[None]:
