@@ -121,6 +121,8 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
             return original(module, *args, **kwargs)
         forwards.inside = True
         try:
+            if session.weights is not None:
+                session.weights.begin()
             if on_cuda and session.live:
                 follow_input(module, args, kwargs, session.device)
             share = session.uses((args, kwargs)) if session.distributed and torch.is_grad_enabled() else None

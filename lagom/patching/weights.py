@@ -84,13 +84,13 @@ def sharded_weights(session: Session) -> Iterator[Weights]:
         stack.enter_context(replaced(Tensor, "__deepcopy__", _deepcopied(weights, vars(Tensor)["__deepcopy__"])))
         stack.enter_context(replaced(Tensor, "data", _data(weights)))
         stack.enter_context(replaced(threading.Thread, "_bootstrap_inner", _in_thread(weights)))
-        stack.enter_context(_Uses(weights))
+        stack.enter_context(Uses(weights))
         yield weights
         if not session.joined:
             weights.end()
 
 
-class _Uses(TorchDispatchMode):
+class Uses(TorchDispatchMode):
     """Sees each operation before it runs. See Note [Parts of parameters]."""
 
     supports_higher_order_operators = True
@@ -189,7 +189,7 @@ def _in_thread(weights: Weights) -> Callable[[threading.Thread], None]:
     original = vars(threading.Thread)["_bootstrap_inner"]
 
     def run(self: threading.Thread) -> None:
-        with _Uses(weights):
+        with Uses(weights):
             original(self)
 
     return run

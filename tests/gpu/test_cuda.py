@@ -15,11 +15,14 @@ from lagom import experiment
 from lagom.collectives.group import Group
 from lagom.config import TorchDistributedConfig
 from lagom.launchers.local import visible_gpus
+from lagom.patching.weights import Uses
 from lagom.strategies.divergence import Watch
 from lagom.strategies.frame import Frame
 from lagom.strategies.leaves import Leaves, Likeness
 from lagom.strategies.pending import Pending
 from lagom.strategies.replicate import Replicate
+from lagom.strategies.zero.unit import storage_of
+from lagom.strategies.zero.weights import Weights
 from tests.programs import scaled
 
 pytestmark = pytest.mark.gpu
@@ -114,6 +117,40 @@ def test_gradients_on_the_gpu_are_averaged_by_nccl() -> None:
         assert all(parameter.grad is not None and parameter.grad.tolist() == [2, 2, 2] for parameter in parameters)
     finally:
         nccl.shutdown()
+
+
+def test_parameters_on_the_gpu_are_let_go_of_and_gathered_by_nccl() -> None:
+    """With ``zero_lvl=3``, on the one rank that there is: their memory is the device's again while nothing needs it."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), 0, 1, timedelta(seconds=60))
+    nccl: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), 0, 1, dist.ProcessGroupNCCL.Options())
+    group = Group(gloo, 0, 1, device_group=nccl)
+    try:
+        look_at_weights(Weights(group, Leaves(), lambda: True, print), "cuda")
+    finally:
+        nccl.shutdown()
+
+
+def look_at_weights(weights: Weights, device: str) -> None:
+    parameter = torch.nn.Parameter(torch.randn(512, 512, device=device))
+    kept = parameter.detach().clone()
+    weights.adopt(parameter)
+    weights.rest()
+    assert storage_of(parameter).nbytes() == 0
+    x = torch.randn(8, 512, device=device)
+    with Uses(weights):
+        found = torch.nn.functional.linear(x, parameter)
+        weights.rest()
+        assert storage_of(parameter).nbytes() == 0
+        found.square().mean().backward()  # on the device's thread, where there is one
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter.mul_(2)
+        weights.rest()
+        assert torch.equal(parameter.detach(), 2 * kept)
+    other = kept.clone().requires_grad_()
+    torch.nn.functional.linear(x, other).square().mean().backward()
+    assert torch.equal(parameter.grad, other.grad)  # type: ignore[arg-type]
 
 
 def test_mixed_precision_with_a_scaler_gives_the_numbers_of_a_plain_run() -> None:

@@ -258,6 +258,32 @@ def test_what_is_done_with_a_model_besides_training() -> None:
     same(_looks, (LEVEL, 2))
 
 
+def test_what_is_used_again_and_again_is_made_whole_a_few_times() -> None:
+    def train(session: Session) -> int:
+        assert session.weights is not None
+        torch.set_default_dtype(torch.float64)
+        cell = nn.RNNCell(16, 16)
+        calls, ask = [], session.weights._group.ask
+
+        def counted(what: bytes) -> bool:
+            calls.append(what)
+            return ask(what)
+
+        session.weights._group.ask = counted  # type: ignore[method-assign]
+
+        class Unrolled(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                state = x
+                for _ in range(30):
+                    state = cell(x, state)
+                return state
+
+        Unrolled()(torch.randn(4, 16)).sum().backward()
+        return len(calls)
+
+    assert all(count <= 2 * 4 * weights.TIMES for count in run_ranks(2, train, zero_lvl=LEVEL))
+
+
 def test_parameters_that_share_memory() -> None:
     """With a parameter of the same memory, and of a part of it, and with views that are kept."""
 

@@ -30,6 +30,8 @@ LEAST = 1 << 12
 """Elements of a parameter from which it is shared out: an exchange for fewer costs more than they take."""
 ROOM = 4 << 20
 """Bytes of whole parameters that are kept for the next use, at least."""
+TIMES = 3
+"""Of being made whole in one forward or backward, from which a parameter is kept until that has ended."""
 SHARE_KEPT = 16
 """One of so many bytes of all parameters is kept."""
 
@@ -62,6 +64,10 @@ class Weights:
         """Their bytes."""
         self._num_bytes = 0
         """Of all."""
+        self._times: dict[Unit, int] = {}
+        """How often each has been made whole since ``begin``."""
+        self._more = 0
+        """Bytes to be kept besides, of those that are needed again and again."""
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Share out a parameter from now on, if that can be; it stays whole for the moment."""
@@ -200,8 +206,14 @@ class Weights:
         if tensors:
             torch.autograd.graph.increment_version([t for t in tensors if self.unit(t) is not None])
 
+    def begin(self) -> None:
+        """A forward or a backward does."""
+        self._times.clear()
+        self._more = 0
+
     def rest(self) -> None:
         """Nothing is needed for the moment: a backward has ended."""
+        self.begin()
         for unit in list(self._whole.values()):
             if unit.is_alive and not unit.is_held:
                 self._settle(unit)
@@ -259,6 +271,9 @@ class Weights:
         self._whole.clear()
 
     def _make_whole(self, unit: Unit) -> None:
+        self._times[unit] = self._times.get(unit, 0) + 1
+        if self._times[unit] == TIMES:
+            self._more += unit.room
         self._has_memory(unit)
         try:
             self._fill(unit)
@@ -301,7 +316,7 @@ class Weights:
 
     def _let_go(self, coming: int = 0, keep: Sequence[Unit] = ()) -> bool:
         """Make room for what is ``coming``; whether anything had to go."""
-        room = max(ROOM, self._num_bytes // SHARE_KEPT) - coming
+        room = max(ROOM, self._num_bytes // SHARE_KEPT) + self._more - coming
         before = self._num_whole
         for unit in list(self._whole.values()):
             if self._num_whole <= room:
