@@ -17,6 +17,7 @@ from lagom.memory.needs import Level, size
 from lagom.memory.planned import levels_of
 from lagom.memory.room import Room, room
 from lagom.memory.state import stepped
+from lagom.strategies.zero.unit import storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -92,7 +93,8 @@ def held(session: Session) -> Held:
     gradients = [gradient for p in parameters if (gradient := _slot.__get__(p)) is not None]
     kept = sum(_state(session, one) for one in optimizers)
     parts = session.gradients.num_bytes() if session.gradients is not None else 0
-    return Held(_bytes(parameters), _bytes(gradients) + parts, kept)
+    weights = session.weights.num_bytes() if session.weights is not None else 0
+    return Held(_bytes(parameters) + weights, _bytes(gradients) + parts, kept)
 
 
 def _parameters(alive: Iterable[Any]) -> list[torch.Tensor]:
@@ -115,8 +117,8 @@ def _state(session: Session, optimizer: Optimizer) -> int:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-    return sum(storages.values())
+    storages = map(storage_of, tensors)  # the method of the tensor would put a parameter together
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
 def _told(session: Session, wanted: int) -> str:

@@ -25,6 +25,7 @@ from lagom.errors import DivergenceError, LagomError
 from lagom.patching.session import Session
 from lagom.strategies.zero import weights
 from lagom.strategies.zero.unit import storage_of
+from lagom.worker.out_of_memory import held
 from tests.patching.test_optimizer import OPTIMIZERS, close, same, trained
 from tests.ranks import RankFailedError, alone, run_ranks
 
@@ -302,6 +303,20 @@ def test_parameters_that_share_memory() -> None:
         return _weights(model), view.clone(), late.detach().clone()
 
     same(train, (LEVEL, 2))
+
+
+def test_what_a_rank_holds_is_counted_without_the_others() -> None:
+    """As when one has run out of memory, and the others know nothing of it."""
+
+    def train(session: Session) -> Any:
+        model = _net()
+        model(_tokens(1)[0]).mean().backward()
+        counted = held(session) if session.rank == 0 else None
+        return counted, sum(p.nbytes for p in model.parameters())
+
+    counted, whole = run_ranks(2, train, zero_lvl=LEVEL)[0]
+    assert whole / 2 <= counted.parameters < 0.6 * whole
+    assert counted.gradients < 0.6 * whole
 
 
 def test_a_stale_graph_is_noticed() -> None:

@@ -206,6 +206,10 @@ class Weights:
         if tensors:
             torch.autograd.graph.increment_version([t for t in tensors if self.unit(t) is not None])
 
+    def num_bytes(self) -> int:
+        """Of the parts that this rank holds."""
+        return sum(unit.shard.nbytes for unit in self._by_key.values() if unit.shard is not None)
+
     def begin(self) -> None:
         """A forward or a backward does."""
         self._times.clear()
