@@ -53,7 +53,7 @@ def test_an_absurd_allocation_comes_home_with_its_rank_and_what_was_held() -> No
     assert "larger than the memory" in text
 
 
-@pytest.mark.parametrize(("zero_lvl", "parts"), [(0, (1, 1, 2)), (2, (1, 0.5, 1))])
+@pytest.mark.parametrize(("zero_lvl", "parts"), [(0, (1, 1, 2)), (2, (1, 0.5, 1)), (3, (0.5, 0.5, 1))])
 def test_what_is_held_is_counted_without_being_put_together(zero_lvl: int, parts: tuple[float, ...]) -> None:
     def found(session: Session) -> tuple[int, ...]:
         before = held(session)
@@ -70,8 +70,9 @@ def test_what_is_held_is_counted_without_being_put_together(zero_lvl: int, parts
     ("world_size", "zero_lvl", "room", "says"),
     [
         (2, 1, 12, "zero_lvl=2 would fit: 4 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
-        (2, 0, 7, "zero_lvl=2 would need less, which may not be enough"),
-        (2, 2, 7, "More ranks or larger machines, smaller batches"),
+        (2, 0, 7, "zero_lvl=3 would need less, which may not be enough"),
+        (2, 2, 9.5, "zero_lvl=3 would fit: 2 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
+        (2, 3, 7, "More ranks or larger machines, smaller batches"),
         (1, 0, 14, "world_size=2 with zero_lvl=1 would fit"),
     ],
 )
