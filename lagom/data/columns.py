@@ -76,6 +76,10 @@ class Leaf:
         import pyarrow as pa
         import pyarrow.compute as pc
 
+        dtype = types.as_stored(column.type)
+        if dtype is not None and self.codec is None and self.nulls != "mask" and not column.null_count and len(column):
+            # Most columns of most tables.
+            return {self.path: Dense(lists.writable(lists.view(column, dtype)))}
         array = column if len(self.path) == 1 else pc.struct_field(column, list(self.path[1:]))
         if isinstance(array.type, pa.BaseExtensionType):
             array = array.storage

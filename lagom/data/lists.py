@@ -48,11 +48,11 @@ def dense(array: Any, kind: Any, fill: int | float, *, strict: bool, depth: int 
         array = array.fill_null(pa.scalar(fill).cast(array.type))
     found: NDArray[Any] = array.to_numpy(zero_copy_only=False)
     if not found.flags.writeable and found.dtype == wanted and found.ndim == 1 and len(found):
-        found = _view(array, wanted)
+        found = view(array, wanted)
     return found
 
 
-def _view(array: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+def view(array: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     """The memory of an Arrow array of numbers, writable where Arrow says that it may be written to."""
     values = array.buffers()[1]
     return np.frombuffer(values, dtype, len(array), array.offset * dtype.itemsize)

@@ -27,6 +27,18 @@ if TYPE_CHECKING:
     from lagom.data.values import Span
 
 
+_generation = 0
+"""How many forks lie between this process and one that was started: cheaper to ask than for its id."""
+
+
+def _forked() -> None:
+    global _generation  # of this process
+    _generation += 1
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 class ParquetDataset(Dataset[Any]):
     """Rows of Parquet files, in the order of the files' names.
 
@@ -87,7 +99,7 @@ class ParquetDataset(Dataset[Any]):
         self.transform: Callable[[Rows], Any] | None = None
         """What is made of rows before a loader collates them."""
         self._reader: tuple[int, Reader] | None = None
-        self._pid = os.getpid()
+        self._generation = _generation
 
     @property
     def columns(self) -> list[str]:
@@ -141,7 +153,7 @@ class ParquetDataset(Dataset[Any]):
 
     def close(self) -> None:
         """End threads that read ahead."""
-        if self._reader is not None and self._reader[0] == os.getpid():
+        if self._reader is not None and self._reader[0] == _generation:
             self._reader[1].close()
         self._reader = None
 
@@ -151,19 +163,19 @@ class ParquetDataset(Dataset[Any]):
 
     def _reading(self) -> Reader:
         # A forked process has none of the threads of the one that it was forked from.
-        if self._reader is None or self._reader[0] != os.getpid():
+        if self._reader is None or self._reader[0] != _generation:
             table = self.table
-            if self._pid != os.getpid():
+            if self._generation != _generation:
                 # Nor may it share their connections to a store.
                 table = replace(table, home=pickle.loads(pickle.dumps(table.home)))
-            self._reader = os.getpid(), Reader(table, self._leaves, self.window_bytes)
+            self._reader = _generation, Reader(table, self._leaves, self.window_bytes)
         return self._reader[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _pid=os.getpid())
+        self.__dict__.update(state, _generation=_generation)
 
 
 def _steps(index: NDArray[np.int64]) -> range | None:
