@@ -81,7 +81,7 @@ class TorchDistributedConfig:
     """Seconds between two reports of progress from a rank."""
     stall_timeout_s: float = 60.0
     """A rank that gets nowhere for so many seconds (no batch, forward, backward or output) is named, with its Python
-    stack and the ranks that wait for it."""
+    stack and the ranks that wait for it; math.inf: never."""
     timeout_s: float | None = None
     """A rank that gets nowhere for so many seconds ends the run, with a StallError; None: none does."""
 
@@ -137,9 +137,10 @@ class TorchDistributedConfig:
             raise ValueError(f"launcher='inline' is one rank in this process, but world_size is {self.world_size}")
         if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**32):
             raise ValueError(f"seed is {self.seed!r}; want an int from 0 to 2**32 - 1, or None")
-        for name in ("hb_interval", "stall_timeout_s"):
-            if not _is_seconds(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; want seconds, more than 0")
+        if not _is_seconds(self.hb_interval):
+            raise ValueError(f"hb_interval is {self.hb_interval!r}; want seconds, more than 0 and finite")
+        if not _is_seconds(self.stall_timeout_s) and self.stall_timeout_s != math.inf:
+            raise ValueError(f"stall_timeout_s is {self.stall_timeout_s!r}; want seconds, more than 0, or math.inf")
         if self.timeout_s is not None and not _is_seconds(self.timeout_s):
             raise ValueError(f"timeout_s is {self.timeout_s!r}; want seconds, more than 0, or None for no limit")
 

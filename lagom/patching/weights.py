@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lagom.errors import LagomError
 from lagom.patching.replace import replaced
 from lagom.strategies.zero.unit import Unit
 from lagom.strategies.zero.weights import Weights
@@ -78,6 +79,11 @@ def sharded_weights(session: Session) -> Iterator[Weights]:
         for name in ("numpy", "data_ptr", "untyped_storage"):
             stack.enter_context(replaced(Tensor, name, _held(weights, vars(torch._C.TensorBase)[name])))
         stack.enter_context(replaced(Tensor, "__dlpack__", _held(weights, vars(Tensor)["__dlpack__"], for_good=True)))
+        for owner, name in ((torch, "to_dlpack"), (torch._C, "_to_dlpack"), (torch.utils.dlpack, "to_dlpack")):
+            stack.enter_context(replaced(owner, name, _held(weights, vars(owner)[name], for_good=True)))
+        for name in ("apply_", "map_", "map2_"):
+            stack.enter_context(replaced(Tensor, name, _changing(weights, vars(torch._C.TensorBase)[name])))
+        stack.enter_context(replaced(Tensor, "share_memory_", _shared(weights, vars(Tensor)["share_memory_"])))
         stack.enter_context(replaced(Tensor, "tolist", _whole(weights, vars(torch._C.TensorBase)["tolist"])))
         stack.enter_context(replaced(Tensor, "__repr__", _whole(weights, vars(Tensor)["__repr__"])))
         stack.enter_context(replaced(Tensor, "__reduce_ex__", _copied(weights, vars(Tensor)["__reduce_ex__"])))
@@ -95,9 +101,11 @@ class Uses(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, *, apart: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = weights
+        self._apart = apart
+        """In a thread that does not train, below which a parameter may be let go of at any time."""
         self._written: dict[Any, tuple[int | str, ...]] = {}
 
     @classmethod
@@ -109,19 +117,28 @@ class Uses(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         weights = self._weights
+        if self._apart:
+            if weights.units and function not in _NO_VALUES:
+                _refuse_apart(weights, [*_tensors(args), *_tensors(kwargs.values())])
+            return function(*args, **kwargs)
         if not weights.units or weights.is_busy or function in _NO_VALUES:
             return function(*args, **kwargs)
         written = self._written.get(function)
         if written is None:
             written = self._written[function] = _written(function)
         given = [*_tensors(args), *_tensors(kwargs.values())] if kwargs else [*_tensors(args)]
+        blank: list[Unit] = []
         if any(map(_is_low, given)):
             # All that it uses, lest one is let go of for another.
-            weights.need(_units(weights, given), self._blank(function, args))
+            blank = weights.need(_units(weights, given), self._blank(function, args))
         if not written:
             return function(*args, **kwargs)
         changed = _units(weights, _tensors(_at(args, kwargs, written)))
-        result = function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException:
+            weights.unchanged(blank)  # as where shapes do not match, and the program leaves that one out
+            raise
         weights.changed(changed)
         return result
 
@@ -185,14 +202,52 @@ def _at(args: Sequence[Any], kwargs: dict[str, Any], written: tuple[int | str, .
 
 
 def _in_thread(weights: Weights) -> Callable[[threading.Thread], None]:
-    """A thread in which using a parameter that is not whole is an error, and not the end of the process."""
+    """A thread in which using a parameter is an error, and not the end of the process."""
     original = vars(threading.Thread)["_bootstrap_inner"]
 
     def run(self: threading.Thread) -> None:
-        with Uses(weights):
+        with Uses(weights, apart=True):
             original(self)
 
     return run
+
+
+def _refuse_apart(weights: Weights, tensors: Iterable[Tensor]) -> None:
+    if _units(weights, tensors):
+        raise LagomError(
+            "a parameter is used in another thread than the one that trains; with zero_lvl=3 it is whole only where "
+            "training needs it: use it, or a copy of its numbers, in the thread that trains, or use zero_lvl=2"
+        )
+
+
+def _changing(weights: Weights, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that writes to its tensor past torch's operations."""
+
+    @functools.wraps(original)
+    def method(self: Tensor, *args: Any) -> Any:
+        units = _units(weights, _tensors([self, *args]))
+        if not units:
+            return original(self, *args)
+        weights.need(units)
+        try:
+            return original(self, *args)
+        finally:
+            weights.changed(_units(weights, [self]))
+
+    return method
+
+
+def _shared(weights: Weights, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def share_memory_(self: Tensor) -> Any:
+        if _unit(weights, self) is not None:
+            raise LagomError(
+                "share_memory() would have other processes see a parameter of which, with zero_lvl=3, each rank has a "
+                "part; share clones of its tensors, or use zero_lvl=2"
+            )
+        return original(self)
+
+    return share_memory_
 
 
 def _held(weights: Weights, original: Callable[..., Any], *, for_good: bool = False) -> Callable[..., Any]:

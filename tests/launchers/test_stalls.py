@@ -146,7 +146,7 @@ def test_what_is_said_of_many_ranks() -> None:
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({"stall_timeout_s": 0}, "stall_timeout_s is 0; want seconds, more than 0"),
+        ({"stall_timeout_s": 0}, "stall_timeout_s is 0; want seconds, more than 0, or math.inf"),
         ({"timeout_s": -1.0}, "timeout_s is -1.0; want seconds, more than 0, or None"),
         ({"timeout_s": True}, "timeout_s is True"),
     ],

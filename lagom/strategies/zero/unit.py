@@ -19,7 +19,7 @@ class Stamp(NamedTuple):
     """Which values a parameter has: where it is equal on two ranks, their parts are of the same."""
 
     total: int
-    """Of all bits, after the last change that was made to the whole."""
+    """A digest of all bits, after the last change that was made to the whole."""
     num_steps: int
     """Of optimizers since then."""
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lagom.errors import DivergenceError, LagomError
-from lagom.strategies.checksum import checksums, digest, sum_of_bits
+from lagom.strategies.checksum import checksums, digest
 from lagom.strategies.zero.flat import is_dense
 from lagom.strategies.zero.memory import give_back_memory
 from lagom.strategies.zero.unit import Stamp, Unit, storage_of
@@ -147,15 +147,15 @@ class Weights:
             self._forget(unit)
             self._released[unit.place] = unit
 
-    def need(self, units: Sequence[Unit], blank: Sequence[Unit] = ()) -> None:
-        """Make all of these whole, but for the values of ``blank``, which are overwritten.
+    def need(self, units: Sequence[Unit], blank: Sequence[Unit] = ()) -> list[Unit]:
+        """Make all of these whole, but for the values of ``blank``, which are overwritten: those that were not whole.
 
         Raises:
             DivergenceError: on all ranks, where another rank cannot give its part, or has other values.
         """
         missing = [unit for unit in dict.fromkeys(units) if not unit.is_whole]
         if not missing:
-            return
+            return []
         if not self._may_meet():
             raise LagomError(
                 "a parameter is used where the other ranks cannot be reached, in another thread or process; with "
@@ -168,6 +168,13 @@ class Weights:
                 unit.is_changed = True
             else:
                 self._make_whole(unit)
+        return [unit for unit in missing if unit in blank]
+
+    def unchanged(self, units: Iterable[Unit]) -> None:
+        """What was to be overwritten was not: the parts have the values still."""
+        for unit in units:
+            if unit.is_whole:
+                self._free(unit)
 
     def changed(self, units: Iterable[Unit]) -> None:
         """The whole has got other values."""
@@ -339,7 +346,7 @@ class Weights:
         if unit.is_changed:
             with self.own():
                 whole = unit.bytes(unit.num_bytes)
-                total = int(sum_of_bits(whole))
+                total = _told(whole)
                 if unit.shard is None:
                     unit.shard = torch.zeros(unit.chunk, dtype=torch.uint8, device=whole.device)
                 first, last = unit.part(self._group.rank)
@@ -348,7 +355,7 @@ class Weights:
 
     def _total(self, unit: Unit) -> int:
         with self.own():
-            return int(sum_of_bits(unit.bytes(unit.num_bytes)))
+            return _told(unit.bytes(unit.num_bytes))
 
     def _sweep(self) -> None:
         for unit in list(self.units.values()):
@@ -370,6 +377,11 @@ class Weights:
                 yield
         finally:
             self.is_busy = before
+
+
+def _told(line: torch.Tensor) -> int:
+    """Of all bits, each at its place: rows that change places are other values, which a sum would not tell."""
+    return int.from_bytes(digest(line), "little")
 
 
 _APART = (
