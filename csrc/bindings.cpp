@@ -82,7 +82,9 @@ nb::list exchange(Communicator& self, nb::bytes head, nb::object body) {
 // Where the averages of the parts of a body go, kept from call to call.
 struct Sections {
     std::vector<lagom::Section> all;
-    Sections(const std::vector<std::tuple<size_t, size_t, int, uintptr_t>>& given, size_t size) {
+    size_t size;
+    Sections(const std::vector<std::tuple<size_t, size_t, int, uintptr_t>>& given, size_t size)
+        : size(size) {
         for (const auto& [start, count, type, total] : given) {
             const Type kind = type_of(type);
             if (kind > Type::bf16 || start > size || count > (size - start) / lagom::size_of(kind))
@@ -107,11 +109,19 @@ bool average(Communicator& self, nb::bytes head, uintptr_t body, size_t size, co
     return self.average({head.c_str(), head.size()}, view(body, size), sections.all);
 }
 
+bool average_in_place(Communicator& self, nb::bytes head, const std::vector<uintptr_t>& numbers, const Sections& sections) {
+    if (numbers.size() != sections.all.size()) throw lagom::Failure("there are other numbers than sections");
+    const nb::gil_scoped_release released;
+    static_assert(sizeof(uintptr_t) == sizeof(void*));
+    return self.average_in_place({head.c_str(), head.size()}, sections.size, sections.all,
+                                 reinterpret_cast<void* const*>(numbers.data()));
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a rank ends by os._exit
-    module.attr("VERSION") = 1;  // of what is bound here; lagom/collectives/native.py asks for it
+    module.attr("VERSION") = 2;  // of what is bound here; lagom/collectives/native.py asks for it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -161,6 +171,7 @@ NB_MODULE(_native, module) {
             self.all_to_all(at(in), to, at(out), from); }, Released())
         .def("exchange", &exchange, "head"_a, "body"_a.none())
         .def("average", &average)
+        .def("average_in_place", &average_in_place)
         .def("rows", &rows)
         .def("room", &Communicator::room)
         .def("send", [](Communicator& self, uintptr_t data, size_t bytes, int type, int to, uint64_t tag) {

@@ -224,15 +224,11 @@ void Communicator::all_to_all(const void* in, const std::vector<uint64_t>& to, v
     copy(static_cast<char*>(out) + target, static_cast<const char*>(in) + source, to[rank_]);
 }
 
-void Communicator::exchange_rows(std::string_view head, std::string_view body) {
-    const size_t piece = segment_.slot_bytes(), own = head.size() + body.size();
+// `write` puts what is from `start` on, a slot full at most, into this rank's slot; `own` bytes in all.
+template <class Write>
+void Communicator::exchange_rows(std::string_view head, size_t own, const Write& write) {
+    const size_t piece = segment_.slot_bytes();
     begin(EXCHANGE, Type::u8, Op::sum, -1, own);
-    const auto write = [&](size_t start) {
-        const size_t end = std::min(own, start + piece);
-        if (start < head.size()) copy(slot(rank_), head.data() + start, std::min(end, head.size()) - start);
-        const size_t from = std::max(start, head.size());
-        if (from < end) copy(slot(rank_) + (from - start), body.data() + (from - head.size()), end - from);
-    };
     write(0);
     meet();
     size_t longest = 0;
@@ -258,6 +254,21 @@ void Communicator::exchange_rows(std::string_view head, std::string_view body) {
     }
 }
 
+void Communicator::exchange_rows(std::string_view head, std::string_view body) {
+    exchange_rows(head, head.size() + body.size(), [&](size_t start) {
+        const size_t end = std::min(head.size() + body.size(), start + segment_.slot_bytes());
+        if (start < head.size()) copy(slot(rank_), head.data() + start, std::min(end, head.size()) - start);
+        const size_t from = std::max(start, head.size());
+        if (from < end) copy(slot(rank_) + (from - start), body.data() + (from - head.size()), end - from);
+    });
+}
+
+bool Communicator::all_gave(std::string_view head, size_t size) const {
+    for (int k = 0; k < size_; ++k)
+        if (k != rank_ && (rows_[k].size != size || std::memcmp(rows_[k].data, head.data(), head.size()) != 0)) return false;
+    return true;
+}
+
 const std::vector<Row>& Communicator::exchange(std::string_view head, std::string_view body) {
     const Turn turn(*this);
     exchange_rows(head, body);
@@ -268,15 +279,32 @@ bool Communicator::average(std::string_view head, std::string_view body, const s
     const Turn turn(*this);
     if (head.size() + body.size() > segment_.slot_bytes()) throw Failure("too much for a slot");
     exchange_rows(head, body);
-    for (int k = 0; k < size_; ++k)
-        if (k != rank_ && (rows_[k].size != head.size() + body.size() ||
-                           std::memcmp(rows_[k].data, head.data(), head.size()) != 0))
-            return false;
+    if (!all_gave(head, head.size() + body.size())) return false;
     std::vector<const void*> sources(size_);
     for (const Section& section : sections) {
         for (int k = 0; k < size_; ++k)
             sources[k] = (k == rank_ ? body.data() : rows_[k].data + head.size()) + section.start;
         mean(section.type, sources.data(), size_, section.total, section.count);
+    }
+    return true;
+}
+
+bool Communicator::average_in_place(std::string_view head, size_t size, const std::vector<Section>& sections,
+                                    void* const* numbers) {
+    const Turn turn(*this);
+    if (head.size() + size > segment_.slot_bytes()) throw Failure("too much for a slot");
+    exchange_rows(head, head.size() + size, [&](size_t) {
+        copy(slot(rank_), head.data(), head.size());
+        for (size_t i = 0; i < sections.size(); ++i)
+            copy(slot(rank_) + head.size() + sections[i].start, numbers[i], sections[i].count * size_of(sections[i].type));
+    });
+    if (!all_gave(head, head.size() + size)) return false;
+    std::vector<const void*> sources(size_);
+    for (size_t i = 0; i < sections.size(); ++i) {
+        // This rank's from the slot, too: two tensors may share their memory, and one may have its mean already.
+        for (int k = 0; k < size_; ++k)
+            sources[k] = (k == rank_ ? slot(rank_) : rows_[k].data) + head.size() + sections[i].start;
+        reduce(sections[i].type, Op::average, sources.data(), size_, numbers[i], nullptr, sections[i].count);
     }
     return true;
 }

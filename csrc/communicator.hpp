@@ -53,6 +53,8 @@ class Communicator {
     // The same exchange. When all gave the same head: fills each total with the mean over the ranks of its section of
     // the bodies, which are as long as `body`, and says true.
     bool average(std::string_view head, std::string_view body, const std::vector<Section>& sections);
+    // As `average`, of a body of `size` bytes whose sections are at `numbers`, and become the means there.
+    bool average_in_place(std::string_view head, size_t size, const std::vector<Section>& sections, void* const* numbers);
     // What the ranks gave in the exchange or the average before.
     const std::vector<Row>& rows() const { return rows_; }
     // Bytes that `average` can take.
@@ -97,6 +99,9 @@ class Communicator {
     void check_calls();
     void check_root(int root) const;
     void exchange_rows(std::string_view head, std::string_view body);
+    template <class Write>
+    void exchange_rows(std::string_view head, size_t own, const Write& write);
+    bool all_gave(std::string_view head, size_t size) const;
     char* slot(int rank) { return segment_.slot(step_, rank); }
     char* next_slot(int rank) { return segment_.slot(step_ + 1, rank); }
 

@@ -133,6 +133,16 @@ struct Rank {
         }
         expect(right, "average", rank, count);
         expect(size == 1 || !all.average(std::string(32, char('a' + rank)), body, sections), "disagreement", rank, count);
+        // The same in place, of two parts that share the middle.
+        std::vector<float> own = mine;
+        const size_t part = count - count / 3;
+        const std::vector<Section> parts{{0, part, Type::f32, nullptr}, {part * 4, part, Type::f32, nullptr}};
+        void* const places[] = {own.data(), own.data() + count / 3};
+        expect(all.average_in_place(std::string(32, 's'), part * 8, parts, places), "agreement in place", rank, count);
+        expect(own == total, "average in place", rank, count);
+        expect(size == 1 || !all.average_in_place(std::string(32, char('a' + rank)), part * 8, parts, places),
+               "disagreement in place", rank, count);
+        expect(own == total, "nothing changed", rank, count);
     }
 
     void run(int rounds) {

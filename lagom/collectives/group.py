@@ -249,28 +249,55 @@ class Group:
             packed: what this rank gives, at its address now.
             sections: start in ``packed``, the numbers there, and where their averages go.
         """
-        with _naming("exchange"):
-            near = self._connected()
-        if not near or packed.nbytes > near.room() // 2:
+        near = self._with_room(packed.nbytes)
+        if near is None:
             return None
         places = [(start, own.numel(), TYPES[own.dtype], total.data_ptr()) for start, own, total in sections]
         prepared = native().Sections(places, packed.nbytes)
         address, size = packed.data_ptr(), packed.nbytes
 
-        def once(signed: bytes) -> bool:
-            with _naming("exchange"):
-                return near.average(signed, address, size, prepared)
-
         def average(signed: bytes) -> bool:
-            while not once(signed):
-                asked = _asked(near.rows()) if self.serve is not None else None
-                if asked is None:
-                    return False
-                assert self.serve is not None
-                self.serve(asked)
-            return True
+            return self._agreed(near, lambda: near.average(signed, address, size, prepared))
 
         return average
+
+    def averaging_in_place(
+        self, size: int, sections: Sequence[tuple[int, int, torch.dtype]]
+    ) -> Callable[[bytes, Sequence[int]], bool] | None:
+        """A function that does the same with numbers at addresses that are given with each call, and become averages.
+
+        Args:
+            size: bytes that would be packed.
+            sections: start there, how many numbers, and of which type.
+        """
+        near = self._with_room(size)
+        if near is None:
+            return None
+        prepared = native().Sections([(start, count, TYPES[dtype], 0) for start, count, dtype in sections], size)
+
+        def average(signed: bytes, addresses: Sequence[int]) -> bool:
+            return self._agreed(near, lambda: near.average_in_place(signed, addresses, prepared))
+
+        return average
+
+    def _with_room(self, size: int) -> Communicator | None:
+        with _naming("exchange"):
+            near = self._connected()
+        return near if near and size <= near.room() // 2 else None
+
+    def _agreed(self, near: Communicator, average: Callable[[], bool]) -> bool:
+        """What ``average`` says when nobody asks for anything instead."""
+        while True:
+            try:
+                if average():
+                    return True
+            except (RuntimeError, OSError) as error:
+                raise _named("exchange", error) from error
+            asked = _asked(near.rows()) if self.serve is not None else None
+            if asked is None:
+                return False
+            assert self.serve is not None
+            self.serve(asked)
 
     def _connected(self) -> Communicator | Literal[False]:
         """The communicator of this host, if all ranks are there; the first call is a collective."""
@@ -352,7 +379,11 @@ def _naming(operation: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        raise CollectiveError(f"{operation} failed, as a rule because another rank is gone: {error}") from error
+        raise _named(operation, error) from error
+
+
+def _named(operation: str, error: Exception) -> CollectiveError:
+    return CollectiveError(f"{operation} failed, as a rule because another rank is gone: {error}")
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

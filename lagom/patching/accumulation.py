@@ -81,6 +81,11 @@ class Accumulation:
                 self._batches.append(self._session.position)
             return keeps
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a backward that finds no gradients is one like any other."""
+        return not (self._watches or self._owed or self._batches or self._num_failed)
+
     def keep(self, leaves: Iterable[Tensor]) -> None:
         """A backward adds to ``leaves``, and on this rank only."""
         self._owed.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
@@ -145,7 +150,7 @@ class Accumulation:
 
     def close(self) -> None:
         """Gradients are torch's again."""
-        self._over = True
+        self._over, self._watches = True, False
         self._patches.close()
 
     def _fits(self, leaf: Tensor) -> bool:

@@ -15,7 +15,8 @@ from lagom.patching.recorder import NotByRowsError
 from lagom.patching.replace import replaced
 from lagom.strategies.grads import Grads, is_averaged
 from lagom.strategies.leaves import reached
-from lagom.strategies.pending import Hooks, run_hooks
+from lagom.strategies.pending import Hooks, beside, run_hooks
+from lagom.strategies.steady import Steady
 from lagom.strategies.whole_batch import passes_gather
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from lagom.patching.session import Session
     from lagom.strategies.pending import Pending
+    from lagom.strategies.steady import Course
 
 
 @contextmanager
@@ -68,6 +70,9 @@ class _Backwards:
         self._grads = Grads(session.group, session.leaves, session.watch, session.replicate)
         self._pending: Pending | None = None
         self._keeps = False
+        self._steady = Steady()
+        self._running: Sequence[Tensor] = ()
+        """What a steady backward reaches, while it runs."""
         self.accumulation = Accumulation(session, self._replicate)
         if session.plan.zero_lvl > 1:
             self.accumulation.close()  # to keep whole gradients for later is what the level is there to avoid
@@ -77,9 +82,14 @@ class _Backwards:
         if self._session.is_probing:
             raise NotByRowsError("runs a backward")
         # Now: the graph is freed by the backward.
-        leaves = [leaf for leaf in reached(outputs, args[3]) if leaf not in self._session.repeated]
+        leaves = reached(outputs, args[3])
+        if self._may_be_steady and not args[2] and (course := self._steady.begun(leaves)) is not None:
+            return self._again(course, leaves, outputs, args, options)
+        leaves = [leaf for leaf in leaves if leaf not in self._session.repeated]
         if self._session.depth:
             with self.accumulation.busy():
+                if self._running:
+                    self._pending, self._running = self._began(self._running), ()
                 if self._pending is not None:
                     self._replicate.overlap.accumulates_inside(leaves)
                     self._pending.expect(leaves)
@@ -122,6 +132,57 @@ class _Backwards:
         self._session.trained()
         return result
 
+    @property
+    def _may_be_steady(self) -> bool:
+        session = self._session
+        overlaps = self._replicate.overlap.may_start
+        return not (session.depth or overlaps) and session.gradients is None and self.accumulation.is_idle
+
+    def _again(
+        self,
+        course: Course,
+        leaves: Sequence[Tensor],
+        outputs: Sequence[Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Any:
+        """As ``_averaged``, where all is as it was. See Note [Steady backwards]."""
+        session = self._session
+        session.tell_weights(outputs, leaves)
+        gradients, hooks = session.terms.weighted(outputs, args[0], session.weight)
+        self._running = leaves
+        session.depth += 1
+        try:
+            result = self._original(outputs, gradients, *args[1:], **options)
+        except BaseException:
+            pending = self._pending or self._began(leaves)
+            self._pending = None
+            pending.undo()
+            pending.ran()
+            self.accumulation.failed()
+            raise
+        finally:
+            session.depth -= 1
+            self._running = ()
+            for hook in hooks:
+                hook.remove()
+        inner, self._pending = self._pending, None
+        found = course.gradients(leaves) if inner is None else None
+        differs = found is not None
+        if found is not None and self._replicate.reduce_again(course.layout, found, beside([session.position])):
+            session.began = session.began or "a backward ran"
+            session.trained()
+            return result
+        pending = inner or self._began(leaves)
+        pending.ran()
+        self._finish(pending, create_graph=False, differs=differs)
+        return result
+
+    def _began(self, leaves: Sequence[Tensor]) -> Pending:
+        pending = self.accumulation.pending()
+        pending.began(leaves)
+        return pending
+
     def _averaged(
         self, leaves: list[Tensor], outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
@@ -149,12 +210,18 @@ class _Backwards:
         if not pending.leaves:
             self.accumulation.failed(pending.num_failed)
             return result
+        self._finish(pending, create_graph=bool(args[2]))
+        if self._replicate.settled is not None and pending.is_plain and self._may_be_steady and not args[2]:
+            self._steady.note(pending.leaves, self._replicate.settled)
+        return result
+
+    def _finish(self, pending: Pending, *, create_graph: bool, differs: bool = False) -> None:
         self._session.began = self._session.began or "a backward ran"
-        with torch.set_grad_enabled(bool(args[2])):
+        with torch.set_grad_enabled(create_graph):
             if any(leaf.grad is not None and leaf.grad.requires_grad for leaf in pending.leaves):
                 self._grads.accumulated(pending)
             else:
-                self._replicate.reduce(pending)
+                self._replicate.reduce(pending, differs=differs)
             self.accumulation.reduced(pending)
             pending.finish()
             if self._session.gradients is not None:
@@ -162,7 +229,6 @@ class _Backwards:
         if self._session.weights is not None:
             self._session.weights.rest()
         self._session.trained()
-        return result
 
     def returned(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """``torch.autograd.grad``: gradients of parameters are averaged, unless it is a part of a backward."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lagom.strategies.buckets import land, launch
-from lagom.strategies.layout import Entry, Layout
+from lagom.strategies.layout import Entry, Layout, lies_plainly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,13 +54,8 @@ class Averager:
 
     def average(self, layout: Layout, gradients: Sequence[torch.Tensor], signed: bytes) -> bool:
         """Average ``gradients`` in place if all ranks gave the same ``signed``; otherwise nothing has changed."""
-        framed = [gradients[i] for i in layout.framed]
-        if framed:
-            torch._foreach_copy_(layout.parcel.mine, framed)
-        if not self._frame.average(layout.parcel, signed):
+        if not self._average_framed(layout, [gradients[i] for i in layout.framed], signed):
             return False
-        if framed:
-            torch._foreach_copy_(framed, layout.parcel.averages)
         world_size = self._group.world_size
         # All at once: a collective leaves much of the time to others.
         moving = [
@@ -71,6 +66,19 @@ class Averager:
             land(one, self._group.wait, world_size)
         for i in layout.sparse:
             self._average_sparse(gradients[i])
+        return True
+
+    def _average_framed(self, layout: Layout, framed: list[torch.Tensor], signed: bytes) -> bool:
+        if layout.framed_as_they_are and all(map(lies_plainly, framed)):
+            agreed = self._frame.average_in_place(layout.parcel, [one.data_ptr() for one in framed], signed)
+            if agreed is not None:
+                return agreed
+        if framed:
+            torch._foreach_copy_(layout.parcel.mine, framed)
+        if not self._frame.average(layout.parcel, signed):
+            return False
+        if framed:
+            torch._foreach_copy_(framed, layout.parcel.averages)
         return True
 
     def _average_sparse(self, gradient: torch.Tensor) -> None:

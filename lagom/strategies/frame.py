@@ -55,6 +55,12 @@ class Frame:
             parcel.average(rows)
         return rows is not None
 
+    def average_in_place(self, parcel: Parcel, addresses: Sequence[int], signed: bytes) -> bool | None:
+        """Average tensors like those of ``parcel``, each contiguous at its address; None where it cannot be done."""
+        if parcel.in_place is None:
+            parcel.in_place = parcel.prepare_in_place(self._group)
+        return parcel.in_place(signed, addresses) if parcel.in_place else None
+
     def sum(self, numbers: torch.Tensor, signed: bytes) -> bool:
         """Sum ``numbers``, contiguous float64 on the CPU, over the ranks, in place, if all gave the same signature."""
         flat = numbers.view(-1)
@@ -103,7 +109,17 @@ class Parcel:
         self.packed = memory(packed) if kinds else None
         self.averaging: Callable[[bytes], bool] | Literal[False] | None = None
         """Does all of it at once, where the group can; None: not asked yet."""
+        self.in_place: Callable[[bytes, Sequence[int]], bool] | Literal[False] | None = None
+        """The same of tensors where they are."""
         self._memory = packed
+
+    def prepare_in_place(self, group: Group) -> Callable[[bytes, Sequence[int]], bool] | Literal[False]:
+        """What ``in_place`` should be; False where means take another type than what is averaged."""
+        if any(one.dtype.itemsize < 4 for one in self.mine):
+            return False
+        origin = self._memory.data_ptr()
+        sections = [(one.data_ptr() - origin if one.numel() else 0, one.numel(), one.dtype) for one in self.mine]
+        return group.averaging_in_place(self._memory.nbytes, sections) or False
 
     def prepare(self, group: Group) -> Callable[[bytes], bool] | Literal[False]:
         """What ``averaging`` should be."""

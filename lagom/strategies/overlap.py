@@ -62,6 +62,11 @@ class Overlap:
         """Whether a bucket is being filled, which reads gradients."""
         return self._running is not None and self._running.is_launching
 
+    @property
+    def may_start(self) -> bool:
+        """Whether a backward may begin with an exchange."""
+        return bool(self._known)
+
     def agreed(self, layout: Layout) -> None:
         """A backward had ``layout`` on all ranks, and did not overlap."""
         if layout.on_cpu < WORTH or not self._group.overlaps:

@@ -49,6 +49,15 @@ class Pending:
                 if not self._over:
                     self._hooks.keep_back(leaf)
 
+    def began(self, leaves: Iterable[torch.Tensor]) -> None:
+        """The backward is at work on ``leaves`` already, which had no gradients and no hooks before."""
+        self._before.update((id(leaf), (leaf, None)) for leaf in leaves)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no leaf had a gradient or a hook before, and nothing is owed."""
+        return not (self._owed or self._hooks.any) and all(before is None for _, before in self._before.values())
+
     @property
     def leaves(self) -> list[torch.Tensor]:
         """Those expected."""
@@ -62,7 +71,7 @@ class Pending:
     @property
     def besides(self) -> bytes:
         """What is to be the same on all ranks, besides gradients."""
-        return self.habits if not any(self.batches) else b"%s %s" % (self.habits, repr(self.batches).encode())
+        return beside(self.batches, self.habits)
 
     def differed(self) -> None:
         """Ranks have other habits."""
@@ -105,6 +114,11 @@ class Pending:
         for key, (leaf, before) in self._before.items():
             if key not in self._owed:
                 leaf.grad = before
+
+
+def beside(batches: Sequence[int | None], habits: bytes = b"") -> bytes:
+    """What is to be the same on all ranks, besides gradients: which batches they are of, and what is learnt."""
+    return habits if not any(batches) else b"%s %s" % (habits, repr(batches).encode())
 
 
 class Hooks:

@@ -67,6 +67,8 @@ class Replicate:
         self._averager = Averager(group, frame, self._forget)
         self.overlap = Overlap(group, leaves, watch, frame)
         self._inputs: set[int] = set()
+        self.settled: Layout | None = None
+        """Of the last reduction, where the ranks agreed at once."""
 
     def start(self, pending: Pending) -> None:
         """A backward is about to run, and the large ones among its gradients may travel while it does.
@@ -80,13 +82,17 @@ class Replicate:
         self.overlap.start([n for n, _ in shared], [leaf for _, leaf in shared], plain)
 
     @torch.no_grad()
-    def reduce(self, pending: Pending) -> None:
+    def reduce(self, pending: Pending, *, differs: bool = False) -> None:
         """Average ``leaf.grad`` over the ranks, in place; a collective unless nothing was reached.
+
+        Args:
+            differs: the ranks have tried (``reduce_again``), and do not agree on what there is.
 
         Raises:
             DivergenceError: on all ranks, when a leaf had other values on other ranks at its first backward, or
                 parameters differ since.
         """
+        self.settled = None
         running = self.overlap.end()
         reached = Reached([], [])
         for leaf in pending.leaves:
@@ -96,18 +102,29 @@ class Replicate:
                     number = self._number(leaf)
                 if number not in self._verified.local:
                     reached.numbers.append(number)
-                    reached.gradients.append(real(leaf.grad))
+                    reached.gradients.append(real(_resolved(leaf)))
         if running is not None:
             self._watch.step()
             self._reduce_rest(reached, running, pending)
         elif reached.numbers:
-            self._watch.step()
-            kind = _place(_BACKWARD, pending)
-            while reached.numbers and not self.average(kind, reached, pending.besides):
-                reached = self._union(kind, reached, pending)
+            if not differs:
+                self._watch.step()
+            kind, tries = _place(_BACKWARD, pending), 0
+            while reached.numbers and (differs or not self.average(kind, reached, pending.besides)):
+                reached, differs, tries = self._union(kind, reached, pending), False, tries + 1
             if reached.numbers:
                 pending.agreed()
-                self.overlap.agreed(self._averager.layout(kind, *reached))
+                layout = self._averager.layout(kind, *reached)
+                self.overlap.agreed(layout)
+                self.settled = layout if not tries else None
+
+    def reduce_again(self, layout: Layout, gradients: Sequence[torch.Tensor], besides: bytes) -> bool:
+        """As ``reduce``, of what a reduction before had; False where the ranks do not agree, and have still to."""
+        self._watch.step()
+        if not self._averager.average(layout, gradients, self._signature(layout, besides)):
+            return False
+        self._watch.agreed()
+        return True
 
     def _reduce_rest(self, reached: Reached, running: Running, pending: Pending) -> None:
         """What did not travel during the backward."""
@@ -208,6 +225,14 @@ class Replicate:
         elif dense and leaf.grad.is_sparse:
             leaf.grad = leaf.grad.to_dense()
         return real(leaf.grad)
+
+
+def _resolved(leaf: torch.Tensor) -> torch.Tensor:
+    """Its gradient, whose memory has the numbers themselves, and not their negatives or conjugates."""
+    assert leaf.grad is not None
+    if leaf.grad.is_neg() or leaf.grad.is_conj():
+        leaf.grad = leaf.grad.resolve_conj().resolve_neg()
+    return leaf.grad
 
 
 def _place(kind: str, pending: Pending) -> str:
