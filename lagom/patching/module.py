@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,6 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.device import follow_input
 from lagom.patching.passes import tensors
@@ -81,7 +81,8 @@ class _Forwards:
         self.session = session
         self.streams = streams
         self.inside = False
-        self._called = WeakIdKeyDictionary()
+        self._called: dict[int, weakref.ref[nn.Module]] = {}
+        """By id: modules may be equal to others, or have no hash."""
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -103,10 +104,20 @@ class _Forwards:
             and session.share is not None
         ):
             return False
-        if isinstance(function, nn.Module) and function not in self._called:
-            self._called[function] = None
-            return False
-        return True
+        return not isinstance(function, nn.Module) or self._was_called(function)
+
+    def _was_called(self, module: nn.Module) -> bool:
+        """Whether it was before; from now on it has been."""
+        key = id(module)
+        if (ref := self._called.get(key)) is not None and ref() is module:
+            return True
+
+        def forget(gone: weakref.ref[nn.Module]) -> None:
+            if self._called.get(key) is gone:
+                del self._called[key]
+
+        self._called[key] = weakref.ref(module, forget)
+        return False
 
 
 def _called(forwards: _Forwards) -> Callable[..., Any]:
@@ -125,10 +136,14 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
                 session.weights.begin()
             if on_cuda and session.live:
                 follow_input(module, args, kwargs, session.device)
-            share = session.uses((args, kwargs)) if session.distributed and torch.is_grad_enabled() else None
+            data = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
+            share = session.uses(data) if session.distributed and torch.is_grad_enabled() else None
             if slicer is not None and session.slices(module):
                 return slicer.call(module, args, kwargs)
-            with streams.in_forward() if forwards.draws_own(module) else nullcontext():
+            if forwards.draws_own(module):
+                with streams.in_forward():
+                    outputs = original(module, *args, **kwargs)
+            else:
                 outputs = original(module, *args, **kwargs)
             if share is not None:
                 session.terms.note(tensors(outputs), share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from lagom.patching.terms import share_behind
 from lagom.strategies.leaves import Leaves, Likeness, multiplied
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class Provenance:
@@ -26,8 +27,8 @@ class Provenance:
     def __init__(self, world_size: int, leaves: Leaves) -> None:
         self._world_size = world_size
         self._leaves = leaves
-        self._shares = WeakIdKeyDictionary()
-        """By tensor, of the batches that the program has seen."""
+        self._shares: dict[int, tuple[weakref.ref[torch.Tensor], Share]] = {}
+        """By id, of the batches that the program has seen; gone with their tensors."""
         self._weights = WeakIdKeyDictionary()
         """Leaves that are no Parameters and that samples are multiplied with."""
         self._perturbations = WeakIdKeyDictionary()
@@ -47,18 +48,25 @@ class Provenance:
     def remember(self, data: Any, share: Share) -> None:
         """Keep in mind whose share the tensors of a batch are: it may be trained on later, and more than once."""
         for tensor in tensors(data):
-            self._shares[tensor] = share
+            self._shares[id(tensor)] = _Ref(tensor, self._forget), share
             if tensor.is_floating_point() and tensor.numel() > len(tensor):
                 self._shapes.add(tensor.shape)
 
     def share(self, data: Any) -> Share | None:
         """The share of the batch that ``data`` comes from, directly, as a view, or through a model."""
         for tensor in tensors(data):
-            share: Share | None = self._shares.get(tensor if tensor._base is None else tensor._base)
-            share = share or share_behind(tensor)
+            base = tensor if tensor._base is None else tensor._base
+            entry = self._shares.get(id(base))
+            share = entry[1] if entry is not None and entry[0]() is base else share_behind(tensor)
             if share is not None:
                 return share
         return None
+
+    def _forget(self, ref: weakref.ref[torch.Tensor]) -> None:
+        assert isinstance(ref, _Ref)
+        # A newer tensor may have got the same id.
+        if (entry := self._shares.get(ref.key)) is not None and entry[0] is ref:
+            del self._shares[ref.key]
 
     def check_rows(self, data: Any, share: Share | None) -> None:
         """Make sure that ``data``, made of who knows what, can come from the batch of ``share``.
@@ -103,6 +111,16 @@ class Provenance:
         if share is None or not leaf.dim() or leaf.shape[0] != max(share.num_mine, 1) or leaf in self._weights:
             return Likeness.NONE
         return Likeness.SHAPE if leaf.shape in self._shapes else Likeness.ROWS
+
+
+class _Ref(weakref.ref[torch.Tensor]):
+    """To a tensor, whose id it remembers."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, tensor: torch.Tensor, callback: Callable[[weakref.ref[torch.Tensor]], None]) -> None:
+        super().__init__(tensor, callback)  # type: ignore[call-arg]
+        self.key = id(tensor)
 
 
 _TRAINED_ON = (

@@ -115,21 +115,11 @@ class OwnStreams:
         self._torch = torch.Generator().manual_seed(self._seed).get_state()
         self._random = random.Random(self._seed).getstate()
 
-    @contextmanager
-    def in_forward(self) -> Iterator[None]:
+    def in_forward(self) -> _InForward:
         """Swap torch's streams, of the device too."""
         if self._torch is None:
             self._start()
-        common = torch.default_generator.get_state()
-        torch.default_generator.set_state(self._torch)
-        on_device = self._swap_device()
-        try:
-            yield
-        finally:
-            self._torch = torch.default_generator.get_state()
-            torch.default_generator.set_state(common)
-            if on_device is not None:
-                torch.cuda.default_generators[self._device.index or 0].graphsafe_set_state(on_device)
+        return _InForward(self)
 
     @contextmanager
     def in_fetch(self) -> Iterator[None]:
@@ -144,6 +134,21 @@ class OwnStreams:
         finally:
             self._random = random.getstate()
             random.setstate(common)
+
+    def swap(self) -> tuple[torch.Tensor, Any]:
+        """From now on draws are the rank's own; what ``swap_back`` needs."""
+        generator = torch.default_generator
+        common = generator.get_state()
+        generator.set_state(self._torch)
+        return common, self._swap_device()
+
+    def swap_back(self, common: torch.Tensor, on_device: Any) -> None:
+        """From now on draws are common again."""
+        generator = torch.default_generator
+        self._torch = generator.get_state()
+        generator.set_state(common)
+        if on_device is not None:
+            torch.cuda.default_generators[self._device.index or 0].graphsafe_set_state(on_device)
 
     def _swap_device(self) -> Any:
         if self._device.type != "cuda":
@@ -175,3 +180,18 @@ class OwnStreams:
             np.random.mtrand.set_bit_generator(common)
             if kept["has_gauss"]:
                 np.random.set_state(kept)
+
+
+class _InForward:
+    """``OwnStreams.in_forward``; a generator would take as long as the swapping."""
+
+    __slots__ = ("_common", "_streams")
+
+    def __init__(self, streams: OwnStreams) -> None:
+        self._streams = streams
+
+    def __enter__(self) -> None:
+        self._common = self._streams.swap()
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.swap_back(*self._common)

@@ -52,9 +52,15 @@ class Averager:
             self._layouts[kind, entries] = found
         return found
 
-    def average(self, layout: Layout, gradients: Sequence[torch.Tensor], signed: bytes) -> bool:
-        """Average ``gradients`` in place if all ranks gave the same ``signed``; otherwise nothing has changed."""
-        if not self._average_framed(layout, [gradients[i] for i in layout.framed], signed):
+    def average(
+        self, layout: Layout, gradients: Sequence[torch.Tensor], signed: bytes, *, lie_plainly: bool = False
+    ) -> bool:
+        """Average ``gradients`` in place if all ranks gave the same ``signed``; otherwise nothing has changed.
+
+        Args:
+            lie_plainly: all of them do, it is known.
+        """
+        if not self._average_framed(layout, [gradients[i] for i in layout.framed], signed, lie_plainly):
             return False
         world_size = self._group.world_size
         # All at once: a collective leaves much of the time to others.
@@ -68,8 +74,8 @@ class Averager:
             self._average_sparse(gradients[i])
         return True
 
-    def _average_framed(self, layout: Layout, framed: list[torch.Tensor], signed: bytes) -> bool:
-        if layout.framed_as_they_are and all(map(lies_plainly, framed)):
+    def _average_framed(self, layout: Layout, framed: list[torch.Tensor], signed: bytes, lie_plainly: bool) -> bool:
+        if layout.framed_as_they_are and (lie_plainly or all(map(lies_plainly, framed))):
             agreed = self._frame.average_in_place(layout.parcel, [one.data_ptr() for one in framed], signed)
             if agreed is not None:
                 return agreed

@@ -110,15 +110,16 @@ def reached(
     if only:
         return leaves + [variable(node) for node in pending if type(node) is ACCUMULATE]
     seen = set(pending)
+    leaves += [variable(node) for node in pending if type(node) is ACCUMULATE]
     while pending:
-        node = pending.pop()
-        if type(node) is ACCUMULATE:
-            leaves.append(variable(node))
-            continue
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
+        for node, _ in pending.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if type(node) is ACCUMULATE:
+                leaves.append(node.variable)  # type: ignore[attr-defined]
+            else:
+                pending.append(node)
     return leaves
 
 

@@ -119,9 +119,13 @@ class Replicate:
                 self.settled = layout if not tries else None
 
     def reduce_again(self, layout: Layout, gradients: Sequence[torch.Tensor], besides: bytes) -> bool:
-        """As ``reduce``, of what a reduction before had; False where the ranks do not agree, and have still to."""
+        """As ``reduce``, of what a reduction before had; False where the ranks do not agree, and have still to.
+
+        Args:
+            gradients: they lie plainly in memory.
+        """
         self._watch.step()
-        if not self._averager.average(layout, gradients, self._signature(layout, besides)):
+        if not self._averager.average(layout, gradients, self._signature(layout, besides), lie_plainly=True):
             return False
         self._watch.agreed()
         return True

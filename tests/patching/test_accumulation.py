@@ -38,9 +38,9 @@ class _Count:
         self.each: list[int] = [0]
         original = Averager.average
 
-        def average(averager: Averager, *args: Any) -> bool:
+        def average(averager: Averager, *args: Any, **options: Any) -> bool:
             self.each[-1] += 1
-            return original(averager, *args)
+            return original(averager, *args, **options)
 
         Averager.average = average  # type: ignore[method-assign,assignment]  # in a forked process
 
