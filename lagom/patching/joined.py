@@ -41,9 +41,9 @@ def joinable(session: Session) -> Iterator[None]:
     original = distributed_c10d.init_process_group
     was_initialized = dist.is_initialized()
     excepthook = sys.excepthook  # init_process_group sets its own
-    joining = _Joining(session, original)
-    patched = joining.patched()
     with ExitStack() as stack:
+        joining = _Joining(session, original, stack)
+        patched = joining.patched()
         for module in list(sys.modules.values()):
             # Also modules that imported it by its name.
             if getattr(module, "__dict__", {}).get("init_process_group") is original:
@@ -70,7 +70,7 @@ def joinable(session: Session) -> Iterator[None]:
 class _Joining:
     """Serves the program's calls of ``init_process_group``."""
 
-    def __init__(self, session: Session, original: Callable[..., None]) -> None:
+    def __init__(self, session: Session, original: Callable[..., None], stack: ExitStack) -> None:
         self.over = False
         """The run has ended: who still holds the patched function gets torch's."""
         self._session = session
@@ -78,6 +78,7 @@ class _Joining:
         self._signature = inspect.signature(original)
         self._pid = os.getpid()
         self._num = 0
+        self._stack = stack
 
     def patched(self) -> Callable[..., None]:
         @functools.wraps(self._original)
@@ -107,10 +108,21 @@ class _Joining:
         prefixed = dist.PrefixStore(f"joined/{self._num}", store)
         self._num += 1
         rest = {key: value for key, value in asked.items() if key not in ("init_method", "store", "rank", "world_size")}
-        if process_group.NAME in str(asked.get("backend") or "").lower():
+        backend = asked.get("backend")
+        if process_group.NAME in str(backend or "").lower():
             process_group.register()
+        elif backend is None and session.device.type == "cpu" and session.plan.collectives == "auto":
+            self._share_memory()
         self._original(**rest, store=prefixed, rank=session.rank, world_size=session.world_size)
         _kept.append(dist.group.WORLD)
+
+    def _share_memory(self) -> None:
+        """Groups whose backend is not named exchange CPU tensors through memory, to the end of the run."""
+        process_group.register()
+        defaults = dist.Backend.default_device_backend_map
+        if defaults["cpu"] != process_group.NAME:
+            ours = {**defaults, "cpu": process_group.NAME}
+            self._stack.enter_context(replaced(dist.Backend, "default_device_backend_map", ours))
 
 
 def _is_fake(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -204,6 +216,9 @@ def _wait_for_all(session: Session) -> None:
 # is how ranks find each other: whatever address, file or store the program names, it was meant for another launcher,
 # so they meet in lagom's store. Rank and world size are lagom's; a program that asks for others is told so, since it
 # has split its data or its work by them. At world size 1 the call is left to torch altogether.
+#
+# A program that names no backend gets torch's default for its device. On the CPU that is "lagom", which is gloo where
+# ranks share no host. One that says "gloo" gets gloo: it may want what only that has.
 #
 # From then on the program does itself what lagom does for others, so all patches are off (session.live is False): a
 # loader gives what its sampler says, a backward reduces nothing, BatchNorm is the rank's own, forwards draw from the

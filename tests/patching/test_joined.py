@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lagom.collectives.process_group import SharedProcessGroup
 from lagom.patching import patched
 from lagom.patching.session import Session
 from tests.ranks import RankFailedError, run_ranks, session_alone
@@ -106,6 +107,29 @@ def test_however_it_is_asked_for_it_is_lagoms_world(how: str) -> None:
     wanted = run_ranks(2, by_hand(torchrun), patches=False)
     for mine, theirs in zip(run_ranks(2, by_hand(JOINS[how])), wanted, strict=True):
         assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("backend", "collectives", "shared"), [(None, "auto", True), ("gloo", "auto", False), (None, "gloo", False)]
+)
+def test_a_backend_that_is_not_named_shares_memory(
+    backend: str | None, collectives: Literal["auto", "gloo"], shared: bool
+) -> None:
+    def program(session: Session) -> tuple[list[bool], list[float], str]:
+        defaults = dict(dist.Backend.default_device_backend_map)
+        with patched(session):
+            dist.init_process_group(backend)
+            groups = [dist.group.WORLD, dist.new_group(), dist.new_group([0])]
+            kinds = [isinstance(group, SharedProcessGroup) for group in groups[: 3 - session.rank]]
+            number = torch.tensor([session.rank + 1.0])
+            dist.all_reduce(number, group=groups[1])
+        assert dist.Backend.default_device_backend_map == defaults
+        return kinds, number.tolist(), defaults["cpu"]
+
+    first, second = run_ranks(2, program, patches=False, collectives=collectives)
+    assert set(first[0] + second[0]) == {shared}
+    assert first[1] == second[1] == [3.0]
+    assert first[2] == "gloo"
 
 
 def test_variables_that_the_program_sets_for_itself_need_not_lead_anywhere() -> None:
