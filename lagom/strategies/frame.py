@@ -62,9 +62,13 @@ class Frame:
         return parcel.in_place(signed, addresses) if parcel.in_place else None
 
     def sum(self, numbers: torch.Tensor, signed: bytes) -> bool:
-        """Sum ``numbers``, contiguous float64 on the CPU, over the ranks, in place, if all gave the same signature."""
+        """Sum ``numbers``, contiguous float64, over the ranks, in place, if all gave the same signature.
+
+        Those on a GPU follow in an exchange of their own: to send them along would wait for all that is under way
+        there.
+        """
         flat = numbers.view(-1)
-        travels = 0 < flat.nbytes <= self.room
+        travels = 0 < flat.nbytes <= self.room and flat.is_cpu
         rows = self.gather(memory(flat) if travels else None, signed)
         if rows is None:
             return False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,8 +15,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from lagom.collectives.group import Group
 from lagom.errors import DivergenceError
+from lagom.patching import patched
+from lagom.patching.replace import replaced
 from lagom.patching.session import Session
+from lagom.strategies.frame import Frame
 from tests.ranks import alone, run_ranks
 
 Program = Callable[[Session], dict[str, Tensor]]
@@ -397,3 +403,54 @@ def test_a_rank_whose_rows_are_all_filtered_out_takes_part() -> None:
     for mean, var, _ in results:
         torch.testing.assert_close(mean, expected.mean(0))
         torch.testing.assert_close(var, expected.var(0))
+
+
+@contextmanager
+def as_on_gpus(session: Session) -> Iterator[None]:
+    """The patches, with statistics that cannot travel along with a message, as those on GPUs."""
+    init = Frame.__init__
+
+    def without_room(self: Frame, group: Group, size: int = 0) -> None:
+        init(self, group, 0)
+
+    with replaced(Frame, "__init__", without_room), patched(session):
+        yield
+
+
+def test_on_gpus_an_exchange_begins_with_a_message_which_may_ask_for_something_else() -> None:
+    def run(session: Session) -> tuple[Tensor, list[Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        x = torch.randn(24, 2).double()
+        states = []
+        for i, (batch,) in enumerate(DataLoader(TensorDataset(x), batch_size=6)):
+            optimizer.zero_grad()
+            if i and session.rank == 0:  # the other rank is in the first exchange of its forward meanwhile
+                states.append(copy.deepcopy(optimizer.state_dict()["state"]))
+            model(batch).square().mean().backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in (*model.parameters(), *model.buffers())]), states
+
+    def run_as_on_gpus(session: Session) -> tuple[Tensor, list[Any]]:
+        with as_on_gpus(session):
+            return run(session)
+
+    weights, states = alone(run)
+    found = run_ranks(2, run_as_on_gpus, patches=False, zero_lvl=1)
+    for mine, _ in found:
+        torch.testing.assert_close(mine, weights, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found[0][1], states, rtol=0, atol=1e-12)
+
+
+def test_on_gpus_too_different_layers_are_an_error() -> None:
+    def run(session: Session) -> str:
+        with as_on_gpus(session):
+            layers = [nn.BatchNorm1d(2) for _ in range(2)]
+            (x,) = next(iter(DataLoader(TensorDataset(torch.randn(4, 2)), batch_size=4)))
+            with pytest.raises(DivergenceError, match="another layer in place of a BatchNorm") as caught:
+                layers[session.rank](x)
+        return str(caught.value)
+
+    first, second = run_ranks(2, run, patches=False)
+    assert first == second
