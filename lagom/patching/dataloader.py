@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -249,7 +248,7 @@ def _yielding(session: Session) -> Any:
         if current.training:
             if share is not None:
                 if not current.own:
-                    share = replace(share, step=current.step + 1)
+                    share = share.on(current.step + 1)
                 if not torch.is_grad_enabled():
                     session.say_once(_GOES_ON)
                 session.provenance.remember(data, share)

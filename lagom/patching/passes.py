@@ -23,6 +23,10 @@ class Share:
     step: int | None = field(default=None, compare=False)
     """Which batch of its pass, from 1 on, where that is the same on all ranks."""
 
+    def on(self, step: int) -> Share:
+        """The same of a known batch."""
+        return Share(self.num_mine, self.num_all, self.even, step)
+
     def weight(self, world_size: int) -> float:
         """What the root of a backward is multiplied by, so that the average over ranks is the mean of the batch."""
         return world_size * self.num_mine / self.num_all

@@ -49,8 +49,9 @@ class Provenance:
         """Keep in mind whose share the tensors of a batch are: it may be trained on later, and more than once."""
         for tensor in tensors(data):
             self._shares[id(tensor)] = _Ref(tensor, self._forget), share
-            if tensor.is_floating_point() and tensor.numel() > len(tensor):
-                self._shapes.add(tensor.shape)
+            shape = tensor.shape
+            if shape not in self._shapes and tensor.is_floating_point() and tensor.numel() > len(tensor):
+                self._shapes.add(shape)
 
     def share(self, data: Any) -> Share | None:
         """The share of the batch that ``data`` comes from, directly, as a view, or through a model."""
