@@ -94,6 +94,11 @@ class Group:
         """Whether every rank has a GPU to itself."""
         return self._device is not None and self._device is not self._cpu
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether what is on the CPU is exchanged through memory; not before the first exchange."""
+        return bool(self._near)
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a contiguous ``tensor`` over the ranks, in place."""
         self.wait(self.all_reduce_later(tensor))

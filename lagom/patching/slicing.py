@@ -176,6 +176,7 @@ class Slicer:
             self._group.world_size,
             candidate.device,
             training=torch.is_grad_enabled(),
+            shares_memory=self._group.shares_memory,
         )
 
     def _sliced(self, candidate: Candidate, finding: Finding) -> Any:

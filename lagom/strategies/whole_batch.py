@@ -25,22 +25,24 @@ ALWAYS = False
 """Slice whether it pays or not: for tests and benchmarks."""
 _SPEED = {"cpu": 5e10, "cuda": 2e13}
 """Operations per second of a rank that is kept busy, roughly."""
-_LATENCY = {"cpu": 1.5e-3, "cuda": 5e-5}
-"""Seconds that an exchange takes, however small."""
-_BANDWIDTH = {"cpu": 5e8, "cuda": 2e10}
+_LATENCY = {"memory": 4e-4, "cpu": 1.5e-3, "cuda": 5e-5}
+"""Seconds that slicing and its exchange take, however small: through shared memory, over gloo, on GPUs."""
+_BANDWIDTH = {"memory": 2e9, "cpu": 5e8, "cuda": 2e10}
 """Bytes per second of an exchange."""
 
 
-def pays(flops: float, num_bytes: float, world_size: int, device: torch.device, *, training: bool) -> bool:
+def pays(
+    flops: float, num_bytes: float, world_size: int, device: torch.device, *, training: bool, shares_memory: bool
+) -> bool:
     """Whether slicing a forward of ``flops``, whose outputs are ``num_bytes``, saves more time than it takes.
 
     By constants, not by measuring: all ranks must decide alike, and each run as the one before.
     """
-    kind = device.type
     if ALWAYS:
         return True
-    saved = flops * (3 if training else 1) * (1 - 1 / world_size) / _SPEED[kind]
-    return saved > _LATENCY[kind] + num_bytes / _BANDWIDTH[kind]
+    saved = flops * (3 if training else 1) * (1 - 1 / world_size) / _SPEED[device.type]
+    way = "memory" if shares_memory and device.type == "cpu" else device.type
+    return saved > _LATENCY[way] + num_bytes / _BANDWIDTH[way]
 
 
 @dataclass(frozen=True)

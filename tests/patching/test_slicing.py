@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from lagom.config.torch_distributed import Collectives
 from lagom.errors import DivergenceError
 from lagom.patching.probe import Candidate, Finding, probe
 from lagom.patching.session import Session
@@ -439,6 +440,18 @@ def test_what_does_not_pay_is_not_sliced() -> None:
         assert rows == [8, 8]
         assert wide == [2048, 2048, 1024, 1024, 1024]
         assert said == ["Noting runs whole on every rank: to exchange its outputs would take longer than slicing saves"]
+
+
+@pytest.mark.parametrize(("collectives", "blocks"), [("auto", [512, 512, 256, 256, 256, 256]), ("gloo", [512] * 3)])
+def test_through_shared_memory_less_is_enough_to_pay(collectives: Collectives, blocks: list[int]) -> None:
+    def program(_: Session) -> list[int]:
+        rows: list[int] = []
+        module = rows_seen(nn.Linear(2048, 16).double(), rows).requires_grad_(False)
+        for (x,) in DataLoader(TensorDataset(torch.randn(1536, 2048, dtype=torch.float64)), batch_size=512):
+            module(x)
+        return rows
+
+    assert run_ranks(2, program, batches="whole", always_slices=False, collectives=collectives) == [blocks] * 2
 
 
 def test_metrics_of_an_evaluation_are_those_of_one_machine() -> None:
