@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from lagom.collectives.aside import Aside, Done
+from lagom.collectives.asking import Asking, naming
 from lagom.collectives.hosts import hosts
 from lagom.collectives.meeting import connected
 from lagom.collectives.native import OPERATIONS, TYPES, native
 from lagom.collectives.shared import SEVERAL_HOSTS, shared
-from lagom.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
 
@@ -30,8 +29,6 @@ TIMEOUT_S = 30 * 60.0
 """How long a rank waits for another; torch's own default for gloo."""
 _kept: list[dist.ProcessGroup] = []
 """Groups that threads of gloo may still hold tensors of: to destroy one then can deadlock, so a rank never does."""
-_ASK = b"lagom asks for:\0"
-"""How a message begins that is no part of an exchange."""
 _FIRST = 4096 - 8
 """Bytes that travel along with their own length, so that a short message takes one exchange."""
 _SUM = OPERATIONS["sum"]
@@ -39,7 +36,7 @@ _SUM = OPERATIONS["sum"]
 log = logging.getLogger("lagom")
 
 
-class Group:
+class Group(Asking):
     """All ranks of a run, in order.
 
     The process groups are made directly, never registered as torch's default one, so that
@@ -69,6 +66,7 @@ class Group:
         shares_memory: bool = True,
         among: Callable[[str, int, int], dist.ProcessGroup] | None = None,
     ) -> None:
+        super().__init__()
         self.rank = rank
         self.world_size = world_size
         self._cpu = process_group
@@ -76,8 +74,6 @@ class Group:
         self._ip = ip
         self._mesh: Mesh | None = None
         self._another = another
-        self.serve: Callable[[bytes], None] | None = None
-        """Takes part in what another rank has asked for."""
         self._aside: dist.ProcessGroup | None = None
         self._shares_memory = shares_memory
         self._near: Communicator | Literal[False] | None = None
@@ -106,7 +102,7 @@ class Group:
     def all_reduce_later(self, tensor: torch.Tensor) -> Work:
         """Begin to sum a contiguous ``tensor`` over the ranks, in place."""
         assert tensor.is_contiguous()
-        with _naming("all_reduce"):
+        with naming("all_reduce"):
             near = self._connected() if tensor.device.type == "cpu" and tensor.dtype in TYPES else None
             if near:
                 near.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], _SUM)
@@ -124,13 +120,13 @@ class Group:
     def open_aside(self) -> None:
         """Connect for ``all_reduce_aside``, the first time; a collective then."""
         assert self._another is not None
-        with _naming("connecting"):
+        with naming("connecting"):
             near = self._connected()
         if near or self._hosts_aside is not None:
             if self._thread is None:
                 self._thread = Aside("lagom-all-reduce")
         elif self._aside is None:
-            with _naming("connecting"):
+            with naming("connecting"):
                 self._aside = self._another()
             _kept.append(self._aside)
 
@@ -142,18 +138,18 @@ class Group:
         if self._thread is not None and self._hosts_aside is not None:
             return self._thread.later(partial(self._hosts_aside.all_reduce, tensor))
         assert self._aside is not None
-        with _naming("all_reduce"):
+        with naming("all_reduce"):
             return self._aside.allreduce([tensor])
 
     def wait(self, work: Work) -> None:
         """Until ``work`` is done."""
-        with _naming("all_reduce"):
+        with naming("all_reduce"):
             work.wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite a contiguous ``tensor`` with the one of rank ``root``."""
         assert tensor.is_contiguous()
-        with _naming("broadcast"):
+        with naming("broadcast"):
             near = self._connected() if tensor.device.type == "cpu" else None
             if near:
                 near.broadcast(tensor.data_ptr(), tensor.nbytes, root)
@@ -162,7 +158,7 @@ class Group:
 
     def broadcast_later(self, tensor: torch.Tensor, root: int) -> dist.Work:
         """Begin to overwrite a contiguous ``tensor`` with the one of rank ``root``."""
-        with _naming("broadcast"):
+        with naming("broadcast"):
             return self._serving(tensor).broadcast(tensor, root)
 
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
@@ -187,7 +183,7 @@ class Group:
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The contiguous ``tensor`` of every rank, in rank order; all of one shape."""
         assert tensor.is_contiguous()
-        with _naming("all_gather"):
+        with naming("all_gather"):
             near = self._connected() if tensor.device.type == "cpu" else None
             if near:
                 found = tensor.new_empty((self.world_size, *tensor.shape))
@@ -200,47 +196,22 @@ class Group:
     def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """The contiguous ``part`` of every rank, in rank order, in a contiguous ``whole``; bytes, all as many."""
         assert whole.numel() == part.numel() * self.world_size
-        with _naming("all_gather"):
+        with naming("all_gather"):
             near = self._connected() if part.device.type == "cpu" else None
             if near:
                 near.all_gather(part.data_ptr(), whole.data_ptr(), part.nbytes)
                 return
             self._serving(part)._allgather_base(whole, part).wait()
 
-    def exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
-        """What all ranks gave, ``head`` and ``body`` in one, in rank order; lengths may differ.
-
-        Fast for what is small. Views are valid until the next call; in this rank's own place is ``head`` alone.
-        """
-        rows = self._exchange(head, body)
-        while self.serve is not None and (asked := _asked(rows)) is not None:
-            self.serve(asked)
-            rows = self._exchange(head, body)
-        return rows
-
-    def ask(self, what: bytes) -> bool:
-        """Have all ranks ``serve`` what this one asks for, in the exchange that each comes to next. See Note [Asking].
-
-        When this returns the others have begun, and this rank is to take part. Gives whether all have asked for it.
-        """
-        while True:
-            rows = self._exchange(_ASK + what)
-            asked = _asked(rows)
-            if asked == what:
-                return all(row == rows[self.rank] for row in rows)
-            assert asked is not None
-            assert self.serve is not None
-            self.serve(asked)
-
     def _exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
-        with _naming("exchange"):
+        with naming("exchange"):
             near = self._connected()
             if near:
                 return near.exchange(head, body)
         if self._mesh is None:
-            with _naming("connecting"):
+            with naming("connecting"):
                 self._mesh = connected(self.rank, self.world_size, self._ip, self._first_gather, TIMEOUT_S)
-        with _naming("exchange"):
+        with naming("exchange"):
             return self._mesh.exchange(head, body)
 
     def averaging(
@@ -262,7 +233,7 @@ class Group:
         address, size = packed.data_ptr(), packed.nbytes
 
         def average(signed: bytes) -> bool:
-            return self._agreed(near, lambda: near.average(signed, address, size, prepared))
+            return self._agreed(near.rows, lambda: near.average(signed, address, size, prepared))
 
         return average
 
@@ -281,28 +252,14 @@ class Group:
         prepared = native().Sections([(start, count, TYPES[dtype], 0) for start, count, dtype in sections], size)
 
         def average(signed: bytes, addresses: Sequence[int]) -> bool:
-            return self._agreed(near, lambda: near.average_in_place(signed, addresses, prepared))
+            return self._agreed(near.rows, lambda: near.average_in_place(signed, addresses, prepared))
 
         return average
 
     def _with_room(self, size: int) -> Communicator | None:
-        with _naming("exchange"):
+        with naming("exchange"):
             near = self._connected()
         return near if near and size <= near.room() // 2 else None
-
-    def _agreed(self, near: Communicator, average: Callable[[], bool]) -> bool:
-        """What ``average`` says when nobody asks for anything instead."""
-        while True:
-            try:
-                if average():
-                    return True
-            except (RuntimeError, OSError) as error:
-                raise _named("exchange", error) from error
-            asked = _asked(near.rows()) if self.serve is not None else None
-            if asked is None:
-                return False
-            assert self.serve is not None
-            self.serve(asked)
 
     def _connected(self) -> Communicator | Literal[False]:
         """The communicator of this host, if all ranks are there; the first call is a collective."""
@@ -353,7 +310,7 @@ class Group:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        with _naming("barrier"):
+        with naming("barrier"):
             near = self._connected()
             if near:
                 near.barrier()
@@ -367,28 +324,8 @@ class Group:
         return self._device
 
 
-def _asked(rows: Sequence[memoryview | bytes]) -> bytes | None:
-    """What the first of the ranks that ask for something asks for."""
-    for row in rows:
-        if row[: len(_ASK)] == _ASK:
-            return bytes(row[len(_ASK) :])
-    return None
-
-
 def _sum(near: Communicator, tensor: torch.Tensor) -> None:
     near.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], _SUM)
-
-
-@contextmanager
-def _naming(operation: str) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        raise _named(operation, error) from error
-
-
-def _named(operation: str, error: Exception) -> CollectiveError:
-    return CollectiveError(f"{operation} failed, as a rule because another rank is gone: {error}")
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
@@ -397,15 +334,6 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 def _as_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.numpy().data)
-
-
-# Note [Asking]
-#
-# A rank may need what another one holds (the state of an optimizer that is shared out) at a place of the program that
-# the others do not come to: a checkpoint in a branch of rank 0's. It says so in a message to all, which each of the
-# others reads where it stands in, or comes to, an exchange of its own; at the latest the one at the program's end. They
-# take part in what was asked for, and then begin their exchange again. Exchanges of all kinds begin with messages, so
-# nothing waits for anything else, and no thread is needed. Where several ranks ask, the first is served first.
 
 
 # Note [Shared memory]
