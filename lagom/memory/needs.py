@@ -20,8 +20,8 @@ class Level:
     gradients: int
     state: int
     """The optimizer's."""
-    built: bool
-    """This version of lagom has the level."""
+    possible: bool
+    """The optimizer can be used there: at level 3 not if it steps by whole parameters."""
 
     @property
     def held(self) -> int:
@@ -61,7 +61,7 @@ class MemoryPlan:
     @property
     def zero_lvl(self) -> int | None:
         """The lowest level that fits, which is the fastest; None when none does."""
-        return next((one.zero_lvl for one in self.levels if one.built and self.fits(one.zero_lvl)), None)
+        return next((one.zero_lvl for one in self.levels if one.possible and self.fits(one.zero_lvl)), None)
 
     def __repr__(self) -> str:
         rows = [_HEAD, *(self._row(one) for one in self.levels)]
@@ -82,7 +82,7 @@ class MemoryPlan:
 
     def _row(self, one: Level) -> tuple[str, ...]:
         parts = (one.parameters, one.buffers, one.gradients, one.state, self.activations)
-        fits = ("yes" if self.fits(one.zero_lvl) else "no") if one.built else "not built yet"
+        fits = ("yes" if self.fits(one.zero_lvl) else "no") if one.possible else f"not with {self.optimizer}"
         return str(one.zero_lvl), *map(size, parts), size(self.needed(one.zero_lvl)), fits
 
     def _title(self) -> str:
@@ -97,7 +97,7 @@ class MemoryPlan:
         room = f"a rank has {size(self.memory)} ({self.where}){left}"
         if (level := self.zero_lvl) is not None:
             return f"zero_lvl={level} fits: {room}"
-        lowest = min(self.needed(one.zero_lvl) for one in self.levels if one.built)
+        lowest = min(self.needed(one.zero_lvl) for one in self.levels if one.possible)
         return (
             f"nothing fits: at least {size(int(lowest / (1 - HEADROOM)))} are wanted, and {room}; take more ranks, "
             "smaller batches, mixed_precision, or larger machines"

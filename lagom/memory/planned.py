@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lagom.config import TorchDistributedConfig
-from lagom.errors import LagomError, PlanError
+from lagom.errors import LagomError
 from lagom.memory.activations import activations
 from lagom.memory.needs import Level, MemoryPlan
 from lagom.memory.room import Room, room
 from lagom.memory.shapes import built
 from lagom.memory.state import Stepped, stepped
-from lagom.plan import Cluster, plan
+from lagom.plan import plan
 from lagom.strategies.zero.cut import Piece, by_element, by_parameter
 from lagom.strategies.zero.probe import Kind
+from lagom.strategies.zero.weights import LEAST
 from lagom.worker.place import world_size as ranks_of_run
 
 if TYPE_CHECKING:
@@ -95,15 +95,6 @@ def _ranks() -> int:
     return plan(TorchDistributedConfig(), choose("auto").cluster()).world_size
 
 
-@functools.cache
-def _is_built(zero_lvl: int) -> bool:
-    try:
-        plan(TorchDistributedConfig(zero_lvl=zero_lvl), Cluster(launcher="local", slots=1))
-    except PlanError:
-        return False
-    return True
-
-
 def levels_of(
     found: Sequence[Stepped], parameters: Sequence[torch.Tensor], num_ranks: int, buffers: int = 0
 ) -> list[Level]:
@@ -120,32 +111,45 @@ def _level(
     zero_lvl: int, found: Sequence[Stepped], parameters: Sequence[torch.Tensor], num_ranks: int, buffers: int
 ) -> Level:
     shared = {id(p) for one in found for p in one.parameters}
-    whole = sum(p.nbytes for p in parameters if id(p) not in shared)
+    held = sum(_part(p, num_ranks) if zero_lvl > 2 else p.nbytes for p in parameters)
     trained = sum(p.nbytes for p in parameters if p.requires_grad and id(p) not in shared)
-    rows = [[whole, trained, 0] for _ in range(num_ranks)]
+    rows = [[held, trained, 0] for _ in range(num_ranks)]
     for one in found:
-        for row, mine in zip(rows, _dealt(one, zero_lvl > 0, num_ranks), strict=True):
-            stepped_here = sum(_bytes(piece, one) for piece in mine)
-            held = sum(p.nbytes for p in one.parameters)
-            row[0] += stepped_here if zero_lvl > 2 else held
-            row[1] += stepped_here if zero_lvl > 1 else held
+        for row, mine in zip(rows, _dealt(one, zero_lvl, num_ranks), strict=True):
+            own = sum(_bytes(piece, one) for piece in mine)
+            row[1] += own if zero_lvl > 1 else sum(p.nbytes for p in one.parameters)
             row[2] += one.whole + sum(_state(piece, one) for piece in mine)
-    parts = max(rows, key=sum)
+    most = max(rows, key=sum)
     return Level(
         zero_lvl=zero_lvl,
-        parameters=parts[0],
+        parameters=most[0],
         buffers=buffers,
-        gradients=parts[1],
-        state=parts[2],
-        built=_is_built(zero_lvl),
+        gradients=most[1],
+        state=most[2],
+        possible=zero_lvl < 3 or all(one.kind is not Kind.BY_PARAMETER for one in found),
     )
 
 
-def _dealt(one: Stepped, apart: bool, num_ranks: int) -> list[list[Piece]]:
+def _part(p: torch.Tensor, num_ranks: int) -> int:
+    return -(-p.numel() // num_ranks) * p.element_size() if p.numel() >= LEAST else p.nbytes
+
+
+def _dealt(one: Stepped, zero_lvl: int, num_ranks: int) -> list[list[Piece]]:
+    """What each rank steps."""
     sizes = [p.numel() for p in one.parameters]
-    if not apart or one.kind is Kind.COUPLED:
+    if not zero_lvl or one.kind is Kind.COUPLED:
         return [[Piece(i, 0, size) for i, size in enumerate(sizes)]] * num_ranks
-    return (by_element if one.kind is Kind.ELEMENTWISE else by_parameter)(sizes, num_ranks)
+    if one.kind is Kind.BY_PARAMETER:
+        return by_parameter(sizes, num_ranks)
+    if zero_lvl < 3:
+        return by_element(sizes, num_ranks)
+    dealt = by_element([0 if size >= LEAST else size for size in sizes], num_ranks)
+    for i, size in enumerate(sizes):
+        if size >= LEAST:  # each of these is cut by itself
+            chunk = -(-size // num_ranks)
+            for rank, mine in enumerate(dealt):
+                mine.append(Piece(i, min(rank * chunk, size), min((rank + 1) * chunk, size)))
+    return dealt
 
 
 def _bytes(piece: Piece, one: Stepped) -> int:

@@ -17,6 +17,7 @@ from lagom.memory import MemoryPlan, plan_memory
 from lagom.memory.activations import activations, by_steps
 from lagom.memory.room import cgroup_limits, room
 from lagom.patching.session import Session
+from lagom.strategies.zero.unit import storage_of
 from tests.ranks import run_ranks
 
 WIDTH = 512
@@ -70,7 +71,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "zero_lvl"), [("adam", 0), ("adam", 1), ("adam", 2), ("sgd", 2), ("adafactor", 2), ("signs", 1)]
+    ("name", "zero_lvl"), [("adam", 0), ("adam", 1), ("adam", 2), ("adam", 3), ("adafactor", 2), ("signs", 3)]
 )
 def test_ranks_hold_what_was_planned(name: str, zero_lvl: int) -> None:
     plan = plan_memory(Network, optimizer=OPTIMIZERS[name], world_size=2)
@@ -124,6 +125,12 @@ def test_a_state_that_is_no_tensor_of_the_parameters_shape_is_counted() -> None:
     held = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     assert plan.levels[0].state == held
     assert plan.shared_out == "by whole parameter"
+
+
+def test_a_level_that_the_optimizer_cannot_have_does_not_fit() -> None:
+    plan = plan_memory(lambda: nn.Linear(300, 200), optimizer=torch.optim.Adafactor, world_size=2, memory=10)
+    assert [level.possible for level in plan.levels] == [True, True, True, False]
+    assert "not with Adafactor" in repr(plan)
 
 
 def test_lbfgs_keeps_its_history_whole_on_every_rank() -> None:
@@ -239,7 +246,7 @@ def test_it_is_a_public_name() -> None:
 def _held(make: Callable[[Any], torch.optim.Optimizer], session: Session) -> int:
     """Bytes of all tensors that came alive since the module was made, after the third backward."""
     gc.collect()
-    known = {one.untyped_storage().data_ptr() for one in _alive()}
+    known = {storage_of(one).data_ptr() for one in _alive()}
     network = Network()
     optimizer = make(network.parameters())
     x = torch.randn(4, WIDTH)
@@ -253,7 +260,7 @@ def _held(make: Callable[[Any], torch.optim.Optimizer], session: Session) -> int
     gradients = [gradient for p in network.parameters() if (gradient := slot.__get__(p)) is not None]
     sizes: dict[int, int] = {}
     for one in [*_alive(), *gradients]:
-        storage = one.untyped_storage()
+        storage = storage_of(one)
         if storage.data_ptr() not in known and one is not x:
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
