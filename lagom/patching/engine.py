@@ -97,10 +97,12 @@ class Driver:
                 f"{len(able)} optimizers step parameters of this {type(module).__name__}; DeepSpeed's engine drives "
                 "one: put them into groups of one optimizer, or use backend='torch'"
             )
-        if able:
-            self.engines.start(self._whole(able[0]), able[0], self.step_of(able[0]))
-        elif "optimizer" in (self.session.plan.deepspeed_config or {}):
-            self.engines.start(module, None, None)
+        # What is computed for it is no part of a checkpoint that this forward may be in.
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+            if able:
+                self.engines.start(self._whole(able[0]), able[0], self.step_of(able[0]))
+            elif "optimizer" in (self.session.plan.deepspeed_config or {}):
+                self.engines.start(module, None, None)
         for one in [one for one in self.session.modules if type(one).__module__.startswith("deepspeed.")]:
             del self.session.modules[one]  # the engine is a module, too, and none of the program's
 

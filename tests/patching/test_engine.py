@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lagom
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
 from lagom.errors import DivergenceError, LagomError
 from lagom.patching.session import Session
 from lagom.strategies.deepspeed.loading import load
@@ -421,3 +425,43 @@ def test_nothing_is_compiled_and_no_compiler_is_needed() -> None:
         return "trained"
 
     assert run_ranks(2, program, backend="deepspeed", zero_lvl=2) == ["trained"] * 2
+
+
+@pytest.mark.parametrize("zero_lvl", [0, 2, 3])
+def test_models_one_after_another_and_checkpoints_that_repeat_forwards(zero_lvl: int) -> None:
+    def program(_: Session) -> list[dict[str, torch.Tensor]]:
+        found = []
+        for fold in range(2):
+            torch.manual_seed(fold)
+            x = torch.randn(24, 6)
+            network = Network()
+            optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
+            for (inputs,) in DataLoader(TensorDataset(x), batch_size=8):
+                inner = torch.utils.checkpoint.checkpoint(network.inner, inputs, use_reentrant=False)
+                network.head(inner).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append({key: value.clone() for key, value in network.state_dict().items()})
+        return found
+
+    wanted = alone(program)
+    for row in run_ranks(2, program, backend="deepspeed", zero_lvl=zero_lvl):
+        for fold, state in enumerate(wanted):
+            for key, value in state.items():
+                assert torch.allclose(row[fold][key], value, rtol=0, atol=1e-6), (fold, key)
+
+
+@pytest.mark.soak
+def test_a_rank_that_fails_ends_the_run_with_its_own_error() -> None:
+    def train() -> None:
+        network = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        for number in range(3):
+            if number == 2 and lagom.rank() == 1:
+                raise KeyError("of rank 1 alone")
+            network(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    config = TorchDistributedConfig(launcher="local", world_size=2, backend="deepspeed", zero_lvl=2)
+    with pytest.raises(KeyError, match="of rank 1 alone"):
+        experiment.lagom(train, config)
