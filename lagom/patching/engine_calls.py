@@ -85,7 +85,7 @@ def _own(driver: Driver, name: str) -> Callable[..., Any]:
     def patched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         engines = driver.engines
         engine = engines.of(self) if driver.session.live and not engines.inside else None
-        if engine is None or engines.stage == 0:
+        if engine is None or not engine.keeps_gradients:
             return original(self, *args, **kwargs)
         if name != "zero_grad":
             raise LagomError(

@@ -465,3 +465,24 @@ def test_a_rank_that_fails_ends_the_run_with_its_own_error() -> None:
     config = TorchDistributedConfig(launcher="local", world_size=2, backend="deepspeed", zero_lvl=2)
     with pytest.raises(KeyError, match="of rank 1 alone"):
         experiment.lagom(train, config)
+
+
+def test_gradients_of_level_0_are_there_and_are_those_of_all_ranks() -> None:
+    def program(_: Session) -> tuple[torch.Tensor, list[float]]:
+        torch.manual_seed(3)
+        x = torch.randn(43, 6)
+        network = Network()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
+        norms = []
+        for number, (inputs,) in enumerate(DataLoader(TensorDataset(x), batch_size=8)):
+            network(inputs).square().mean().backward()
+            if number % 2:
+                norms.append(float(nn.utils.clip_grad_norm_(network.parameters(), 0.1)))
+                optimizer.step()
+                optimizer.zero_grad()
+        return network.head.weight.detach().clone(), norms
+
+    weight, norms = alone(program)
+    for found, seen in run_ranks(2, program, backend="deepspeed"):
+        assert torch.allclose(found, weight, rtol=0, atol=1e-6)
+        assert seen == pytest.approx(norms, rel=1e-5)

@@ -34,6 +34,13 @@ class Engine:
         self.dtype = torch.float16 if enabled[0] else torch.bfloat16 if enabled[1] else None
         """What the engine has turned the module's parameters into."""
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients, and the state of the optimizer, are not where one process has them."""
+        engine = self._engine
+        averages = engine.managed_gradient_accumulation() and engine.gradient_accumulation_steps() == 1
+        return self._stage > 0 or self.dtype is not None or not averages
+
     def scale(self) -> float:
         """What the root of a backward is multiplied by: a loss scale, and accumulation that the engine counts."""
         one = torch.ones((), requires_grad=True) * 1.0

@@ -166,7 +166,7 @@ class Engines:
     def dirty(self, leaf: torch.Tensor) -> bool:
         """Whether ``leaf`` has a gradient that only DeepSpeed can give."""
         found = self._by_leaf.get(leaf)
-        return found is not None and bool(found.num_backwards) and self.stage > 0
+        return found is not None and bool(found.num_backwards) and found.keeps_gradients
 
     def backward(self, leaves: Sequence[torch.Tensor]) -> Engine | None:
         """The engine for a backward that reaches ``leaves``; None where it reaches none of any.

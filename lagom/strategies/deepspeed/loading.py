@@ -32,7 +32,8 @@ def settings(config: Mapping[str, Any] | None, zero_lvl: int, say: Callable[[str
     for key in (*_BATCH_KEYS, "gradient_accumulation_steps"):
         if found.get(key) == "auto":
             del found[key]
-    if "gradient_accumulation_steps" not in found:
+    if "gradient_accumulation_steps" not in found and zero_lvl:
+        # At level 0 each backward averages what is there, whose first part is an average already: as often as it likes.
         found.setdefault("managed_gradient_accumulation", False)
     if not any(key in found for key in _BATCH_KEYS):
         found["train_micro_batch_size_per_gpu"] = 1  # it sizes nothing but reports: loaders are the program's
