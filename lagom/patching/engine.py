@@ -17,6 +17,7 @@ from lagom.patching.precision import dtype_of
 from lagom.patching.replace import replaced
 from lagom.strategies.deepspeed.engines import Engines
 from lagom.strategies.deepspeed.loading import settings
+from lagom.strategies.grads import is_averaged
 from lagom.strategies.leaves import reached
 
 if TYPE_CHECKING:
@@ -138,8 +139,8 @@ class Driver:
                 return original(outputs, *args, **options)
             leaves = reached(outputs, args[3])
             engine = self.engines.backward(leaves)
+            self._refuse_undriven(leaves)
             if engine is None:
-                self._refuse_late(leaves)
                 return original(outputs, *args, **options)
             session.at("backward()")
             session.began = session.began or "a backward ran"
@@ -173,14 +174,17 @@ class Driver:
                 "averages them in backward() only; use backend='torch'"
             )
 
-    def _refuse_late(self, leaves: Sequence[Tensor]) -> None:
-        stepped = {id(p) for one in self.optimizers for p in _parameters(one)}
-        if any(id(leaf) in stepped for leaf in leaves):
-            raise LagomError(
-                "a backward reaches parameters that DeepSpeed does not drive yet: it begins with the first training "
-                "forward after the optimizer was made. Make the optimizer before, and call the module rather than its "
-                "functions, or use backend='torch'"
-            )
+    def _refuse_undriven(self, leaves: Sequence[Tensor]) -> None:
+        session = self.session
+        shared_out = session.share is not None or session.plan.batches == "whole"
+        for leaf in leaves if session.world_size > 1 else ():
+            if not self.engines.drives([leaf]) and is_averaged(leaf, session.likeness(leaf), shared_out=shared_out):
+                raise LagomError(
+                    f"a backward reaches {session.name_of(leaf)}, which DeepSpeed does not drive, so that its gradient "
+                    "would be this rank's own: make the optimizer before the first training forward, and call the "
+                    "module rather than its functions; freeze what is not trained (requires_grad_(False)); or use "
+                    "backend='torch', which averages all gradients"
+                )
 
     def step(self, engine: Any) -> None:
         """``optimizer.step()`` of the program."""

@@ -486,3 +486,28 @@ def test_gradients_of_level_0_are_there_and_are_those_of_all_ranks() -> None:
     for found, seen in run_ranks(2, program, backend="deepspeed"):
         assert torch.allclose(found, weight, rtol=0, atol=1e-6)
         assert seen == pytest.approx(norms, rel=1e-5)
+
+
+def test_gradients_that_nobody_would_average_are_an_error() -> None:
+    def by_hand(network: nn.Module) -> None:
+        network(torch.randn(4, 6)).sum().backward()
+
+    def by_function(network: nn.Module) -> None:
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        nn.functional.linear(torch.randn(4, 6), network.inner[0].weight).sum().backward()  # type: ignore[index,union-attr]
+        optimizer.step()
+
+    def program(session: Session) -> list[str]:
+        texts = []
+        for does in (by_hand, by_function):
+            with pytest.raises(LagomError) as caught:
+                does(Network())
+            texts.append(str(caught.value))
+        x = torch.randn(4, 6, requires_grad=True)  # a rank's own input is no such thing
+        frozen = Network().requires_grad_(False)
+        frozen(x).sum().backward()
+        assert x.grad is not None
+        return texts
+
+    for row in run_ranks(2, program, backend="deepspeed", zero_lvl=1):
+        assert all("DeepSpeed does not drive" in text for text in row)

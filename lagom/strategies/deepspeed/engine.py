@@ -93,11 +93,12 @@ class Engine:
             return
         for number, master in enumerate(zero.single_partition_of_fp32_groups):
             own = zero.parallel_partitioned_bit16_groups[number][dist.get_rank(zero.real_dp_process_group[number])]
-            if own.shape != master.shape or own.device != master.device:
-                continue  # kept on a disk, or padded otherwise
-            changed = own != master.to(own.dtype)
+            if own.shape != master.shape:
+                continue  # kept elsewhere
+            now = own.to(master.device)
+            changed = now != master.to(own.dtype)
             if bool(changed.any()):
-                master[changed] = own[changed].to(master.dtype)
+                master[changed] = now[changed].to(master.dtype)
 
     def close(self) -> None:
         """Take its hooks off the module, which cannot be pickled where its parameters are in parts."""
