@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lagom.data.columns import Codec, Where
+    from lagom.data.memory import Memory
     from lagom.data.unischema import Field
     from lagom.data.values import Path, Values
 
@@ -69,7 +70,7 @@ class Saved:
         """One array for all rows, without a loop, where their headers are equal; else an array for each."""
         ragged = None in self.field.shape
         if not ragged and not array.null_count:
-            whole = _alike(_Buffers(array), self.field)
+            whole = _alike(_Buffers(array), self.field, where.memory)
             if whole is not None:
                 return Dense(whole)
 
@@ -216,8 +217,8 @@ class _Buffers:
         self.data = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
 
 
-def _alike(cells: _Buffers, field: Field) -> NDArray[Any] | None:
-    """Cells with one header as one array; None where headers differ, or are wrong."""
+def _alike(cells: _Buffers, field: Field, memory: Memory | None) -> NDArray[Any] | None:
+    """Cells with one header as one array, in ``memory``; None where headers differ, or are wrong."""
     lengths = np.diff(cells.offsets)
     if not len(lengths) or (lengths != lengths[0]).any():
         return None
@@ -235,7 +236,10 @@ def _alike(cells: _Buffers, field: Field) -> NDArray[Any] | None:
     size = int(np.prod(shape)) * dtype.itemsize
     if start + size != lengths[0] or (matrix[:, :start] != matrix[0, :start]).any():
         return None
-    body = np.ascontiguousarray(matrix[:, start:]).view(dtype)
+    empty = np.empty if memory is None else memory.empty
+    bare = empty((len(lengths), size), np.dtype(np.uint8))
+    np.copyto(bare, matrix[:, start:])
+    body = bare.view(dtype)
     if is_fortran:
         body = np.ascontiguousarray(body.reshape(len(lengths), *shape[::-1]).transpose(0, *range(len(shape), 0, -1)))
     assert field.dtype is not None

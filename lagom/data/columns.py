@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from lagom.data.memory import Memory
     from lagom.data.table import Table
 
 Policy = str | int | float
@@ -40,6 +41,8 @@ class Where:
     """Of the row group, in the table."""
     first: int
     """The row of the group that is row 0 here."""
+    memory: Memory | None = None
+    """For what is made of them."""
 
     def error(self, path: Path, row: int, why: str) -> DataError:
         """The error for one row of a column."""

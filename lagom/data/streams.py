@@ -63,7 +63,7 @@ class Source:
 
     def convert(self, batch: Any, group: int, first: int) -> Block:
         """The rows of a record batch, the first of which is row ``first`` of row group number ``group``."""
-        where = Where(self.table, group, first)
+        where = Where(self.table, group, first, self.memory)
         found: dict[Path, Any] = {}
         for number, (_, leaves) in enumerate(self._leaves):
             column = batch.column(number)

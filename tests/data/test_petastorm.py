@@ -200,7 +200,9 @@ def test_an_array_of_another_shape_than_the_schema_says_is_named() -> None:
         return pa.array(made, pa.binary())
 
     def converted(array: Any) -> Any:
-        where = type("Where", (), {"error": lambda self, path, at, why: DataError(f"row {at}: {why}")})()
+        where = type(
+            "Where", (), {"memory": None, "error": lambda self, path, at, why: DataError(f"row {at}: {why}")}
+        )()
         codec: Any = codecs.codec(field, "error")
         return codec.convert(array, ("a",), where).batch()
 
