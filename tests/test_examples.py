@@ -37,6 +37,7 @@ def test_example_runs(name: str, launcher: str, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(110)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "scalar_field" else [pytest.mark.soak]) for name in TINY]
 )

@@ -61,7 +61,7 @@ def test_a_frame_trains_as_its_rows_do(spark: Any) -> None:
 @LOCAL
 def test_files_are_used_again_for_the_same_plan_over_the_same_files(spark: Any, tmp_path: Path) -> None:
     source = str(tmp_path / "source")
-    spark.range(10).write.parquet(source)
+    spark.range(0, 10, 1, 1).write.parquet(source)
 
     def url(frame: Any) -> str:
         return str(handed_over({"train_set": frame, "hparams": {}})["train_set"].url)
@@ -70,15 +70,15 @@ def test_files_are_used_again_for_the_same_plan_over_the_same_files(spark: Any, 
         first = url(spark.read.parquet(source).where("id > 3"))
         assert url(spark.read.parquet(source).where("id > 3")) == first
         assert url(spark.read.parquet(source).where("id > 4")) != first
-        spark.range(20).write.mode("overwrite").parquet(source)
+        spark.range(0, 20, 1, 1).write.mode("overwrite").parquet(source)
         second = url(spark.read.parquet(source).where("id > 3"))
         assert second != first
         assert spark.read.parquet(second).count() == 16
-        made = spark.createDataFrame([(1,), (2,)], ["a"])
+        made = spark.range(0, 2, 1, 1)
         assert url(made) == url(made)
         paths = [Path(one.url.removeprefix("file://")) for one in frames._frames]
         assert len(paths) == frames._KEPT
-        url(spark.range(3))
+        url(spark.range(0, 3, 1, 1))
         assert not paths[0].exists()
         assert paths[1].exists()
         paths.append(paths[1].parent)
