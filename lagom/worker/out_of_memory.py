@@ -143,7 +143,7 @@ def _advice(session: Session, wanted: int, limit: Room, others: int) -> str:
         smaller += " or mixed_precision='bf16' would need less for activations"
     with contextlib.suppress(Exception):  # any third party's optimizer
         ranks = session.world_size
-        able = [one for one in _levels(max(ranks, 2)) if one.built and one.zero_lvl > session.plan.zero_lvl]
+        able = [one for one in _levels(max(ranks, 2)) if one.possible and one.zero_lvl > session.plan.zero_lvl]
         fitting = [one for one in able if one.held + others + wanted <= limit.num_bytes]
         if fitting and ranks > 1:
             return f"zero_lvl={fitting[0].zero_lvl} would fit: {_of(fitting[0])}; {smaller}"
