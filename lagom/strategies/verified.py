@@ -81,5 +81,6 @@ class Verified:
         return (
             f"{name} had different values on different ranks when it was first trained; draw initial values from "
             "torch's, numpy's or random's global generators, which lagom starts equal on all ranks, and not from "
-            "the time, the process or a generator of your own without a fixed seed"
+            "the time, the process or a generator of your own without a fixed seed; and make the same "
+            "parameters on all ranks, which are told apart by the order in which they were made"
         )
