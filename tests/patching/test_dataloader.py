@@ -179,7 +179,9 @@ def test_progress_counts() -> None:
         return session.progress()
 
     expected = {"epoch": 2, "step": 3, "steps": 3, "loss": None}
-    assert run_ranks(1, run) == [{**expected, "samples": 10}]
+    (told,) = run_ranks(1, run)
+    assert 0 < told.pop("data_s") < 60
+    assert told == {**expected, "samples": 10, "ticks": 2 * (3 + 5)}
     assert [result["samples"] for result in run_ranks(2, run)] == [6, 4]
 
 

@@ -70,6 +70,40 @@ def test_numbers_are_those_of_one_process(program: Any) -> None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def two_losses(session: Session) -> list[torch.Tensor]:
+    """Both made before the first step, which leaves alone what has no gradient."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 300)).double() for _ in range(2)]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1, momentum=0.9)
+    for _ in range(3):
+        losses = [model(torch.ones(4, 96, dtype=torch.float64)).pow(2).mean() for model in models]
+        for loss in losses:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return [value for model in models for value in whole(model)]
+
+
+def changed_before_backward(session: Session) -> None:
+    """To step between a loss and its backward is torch's error, at each level."""
+    model = trained()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = (model(torch.ones(4, 96, dtype=torch.float64)).pow(2).mean() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    second.backward()
+
+
+@pytest.mark.parametrize("zero_lvl", [1, 2, 3])
+def test_what_a_step_leaves_alone_counts_as_unchanged(zero_lvl: int) -> None:
+    wanted = alone(two_losses)
+    for found in run_ranks(2, two_losses, zero_lvl=zero_lvl):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    with pytest.raises(RankFailedError, match="modified by an inplace operation"):
+        run_ranks(2, changed_before_backward, zero_lvl=zero_lvl)
+
+
 def test_other_threads_and_processes_are_refused() -> None:
     def program(session: Session) -> list[str]:
         model = trained()

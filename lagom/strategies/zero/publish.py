@@ -45,7 +45,8 @@ class Publisher:
         self._group = group
         self._frame = frame
         self._parameters = list(parameters)
-        self._lines = [flat(p) for p in parameters]
+        # Of ``data``, which counts no versions: who calls knows which parameters have changed.
+        self._lines = [flat(p.data) for p in parameters]
         self._alone: list[tuple[int, torch.Tensor]] = []
         small: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
         for owner, part in enumerate(pieces):
@@ -71,7 +72,10 @@ class Publisher:
 
     @torch.no_grad()
     def publish(self, signed: bytes) -> bool:
-        """Send and receive, if all ranks gave the same ``signed``; otherwise nothing has changed."""
+        """Send and receive, if all ranks gave the same ``signed``; otherwise nothing has changed.
+
+        Versions of the parameters, by which autograd knows that they have changed, stay as they are.
+        """
         rank = self._group.rank
         # Kept only where it is little.
         all_packed = self._framed if self._rows is not None else [_packed(*one) for one in self._small]
@@ -93,8 +97,6 @@ class Publisher:
         for packed in all_packed:
             if packed.owner != rank:
                 torch._foreach_copy_(packed.places, packed.parts)
-        if others := [place for owner, place in self._alone if owner != rank]:
-            torch.autograd.graph.increment_version(others)  # a view's is its parameter's
         return True
 
     def _rows_of_frame(self) -> list[tuple[torch.Tensor, memoryview | None]] | None:

@@ -159,7 +159,8 @@ class Sharded:
 
     def _have_stepped(self) -> None:
         if self._weights is not None:
-            self._weights.stepped([self.parameters[i] for i in self._given])
+            given = [self.parameters[i] for i in self._given]
+            self._weights.stepped(given, changed=[p for p in given if self._has_gradient(p)])
 
     def _swap(self, optimizer: Optimizer) -> None:
         if self._gradients is None:
@@ -233,15 +234,23 @@ class Sharded:
         signed = self._published.get(place)
         if signed is None:
             signed = self._published[place] = signature(place.encode() + self.identity)
-        return self._publisher.publish(signed) and (
-            not self._changes_gradients or self._gradients is not None or self._publish_gradients(signed)
-        )
+        if not self._publisher.publish(signed):
+            return False
+        if changed := [p for i, p in enumerate(self.parameters) if i not in self._given and self._has_gradient(p)]:
+            torch.autograd.graph.increment_version(changed)
+        return not self._changes_gradients or self._gradients is not None or self._publish_gradients(signed)
+
+    def _has_gradient(self, parameter: torch.Tensor) -> bool:
+        """What has none is not stepped: a graph that has saved it may still run backward."""
+        return parameter.grad is not None if self._gradients is None else self._gradients.is_there(parameter)
 
     def _publish_gradients(self, signed: bytes) -> bool:
         present = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
         place = {i: number for number, i in enumerate(present)}
         pieces = [[p._replace(param=place[p.param]) for p in part if p.param in place] for part in self.pieces]
-        return Publisher(self._group, self._frame, list(present.values()), pieces).publish(signed)
+        gradients = list(present.values())
+        torch.autograd.graph.increment_version(gradients)
+        return Publisher(self._group, self._frame, gradients, pieces).publish(signed)
 
     def take(self, whole: Any) -> None:
         """Keep of an optimizer's ``whole`` state what is this rank's."""

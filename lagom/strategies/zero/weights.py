@@ -195,8 +195,8 @@ class Weights:
             if (unit := self.unit(tensor)) is not None:
                 self._settle(unit)
 
-    def stepped(self, tensors: Sequence[torch.Tensor]) -> None:
-        """An optimizer has changed the parts of ``tensors``."""
+    def stepped(self, tensors: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
+        """An optimizer has stepped the parts of ``tensors``; those that had gradients are ``changed``."""
         found = dict.fromkeys(unit for tensor in tensors if (unit := self.unit(tensor)) is not None)
         for unit in found:
             unit.stamp = unit.stamp._replace(num_steps=unit.stamp.num_steps + 1)
@@ -210,8 +210,8 @@ class Weights:
                 unit.seen = self._total(unit)
             else:
                 self._free(unit)
-        if tensors:
-            torch.autograd.graph.increment_version([t for t in tensors if self.unit(t) is not None])
+        if changed:
+            torch.autograd.graph.increment_version([t for t in changed if self.unit(t) is not None])
 
     def num_bytes(self) -> int:
         """Of the parts that this rank holds."""
