@@ -13,7 +13,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
 from lagom.errors import RankTraceback
 from lagom.launchers import choose
-from lagom.launchers.failure import raise_failure
+from lagom.launchers.failure import message_of, raise_failure
 from lagom.launchers.frames import handed_over
 from lagom.plan import Plan, plan
 from lagom.recognise import is_distributed
@@ -87,7 +87,7 @@ def _kept(config: TorchDistributedConfig, the_plan: Plan, where: str) -> Iterato
     except BaseException as error:
         if records is not None:
             cause = error.__cause__ if isinstance(error.__cause__, RankTraceback) else None
-            told = {"error": type(error).__name__, "message": str(error)}
+            told = {"error": type(error).__name__, "message": message_of(error)}
             records.ended({"outcome": "raised", **told, "rank": cause.rank if cause else None, "traceback": str(cause)})
         raise
     finally:

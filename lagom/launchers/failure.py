@@ -44,3 +44,11 @@ def _exception(error: BaseException | None, report: Message) -> BaseException:
         error = kind(what, rank, report.get("exit"))
     error.__cause__ = RankTraceback(rank, report["traceback"])
     return error
+
+
+def message_of(error: BaseException) -> str:
+    """Its text."""
+    try:
+        return str(error)
+    except Exception as failure:  # a foreign __str__ may do anything
+        return f"(its message fails with {type(failure).__name__})"

@@ -62,13 +62,13 @@ class OutOfMemoryTold:
 
 def wanted_bytes(error: BaseException) -> int | None:
     """What could not be had; 0 where the error does not say; None where it is about something else."""
-    text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
-        found = _CUDA.search(text)
+        found = _CUDA.search(str(error))
         return int(float(found[1]) * _UNITS.get(found[2], 1)) if found else 0
     if isinstance(error, MemoryError):
         return 0
-    found = _CPU.search(text) if isinstance(error, RuntimeError) else None
+    # Not of any exception: a foreign __str__ may do anything.
+    found = _CPU.search(str(error)) if type(error) is RuntimeError else None
     return int(found[1]) if found else None
 
 

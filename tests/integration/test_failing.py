@@ -49,6 +49,7 @@ def test_error_arrives_while_another_rank_waits_for_gradients(spark: Any) -> Non
     assert "on rank 1" in str(caught.value.__cause__)
 
 
+@pytest.mark.soak_on("standalone", "connect")
 def test_a_rank_that_is_stuck_is_named_and_ended(spark: Any) -> None:
     with pytest.raises(StallError, match="rank 1 made no progress for 2 s") as caught:
         programs.run(programs.be_stuck, 2, stall_timeout_s=1.0, timeout_s=2.0)

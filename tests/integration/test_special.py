@@ -117,7 +117,7 @@ def test_another_version_of_python_is_named(spark: Any, monkeypatch: pytest.Monk
 
 
 @on("local[4]")
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None:
     result = programs.run(programs.train, world_size, module=programs.Net, train_set=programs.points())
     wanted = programs.plain_weights()

@@ -20,7 +20,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, VerificationError
 from lagom.launchers import choose
 from lagom.launchers.local import LocalLauncher
-from lagom.plan import Plan, plan
+from lagom.plan import Cluster, Plan, plan
 from lagom.result import Result
 from lagom.verify.rehearsals import verify
 from lagom.verify.verification import Verification
@@ -390,9 +390,9 @@ def test_one_rank_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Plan] = []
     run = LocalLauncher.run
 
-    def noted(self: LocalLauncher, plan: Plan, call: Any) -> Any:
+    def noted(self: LocalLauncher, plan: Plan, call: Any, records: Any = None) -> Any:
         plans.append(plan)
-        return run(self, plan, call)
+        return run(self, plan, call, records)
 
     monkeypatch.setattr(LocalLauncher, "run", noted)
     experiment.lagom(train, configured(1, verify=True))
@@ -447,6 +447,8 @@ def test_a_notebook_gets_a_table() -> None:
     assert re.search(r"<td[^>]*>losses</td>", text)
 
 
-def test_what_cannot_be_planned_is_said_before_a_rehearsal() -> None:
-    with pytest.raises(PlanError):
-        experiment.lagom(train, configured(verify=True, backend="deepspeed"))
+def test_what_cannot_be_planned_is_said_before_a_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalLauncher, "cluster", lambda _: Cluster(launcher="local", slots=1))
+    monkeypatch.setattr(LocalLauncher, "run", lambda *_: pytest.fail("it began to rehearse"))
+    with pytest.raises(PlanError, match="has 1 task slots"):
+        experiment.lagom(train, configured(2, verify=True))
