@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from tests import leaks
 
@@ -47,3 +49,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+class _ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Which of several processes runs what: a file's tests in one of them, and all that start Spark in one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "Spark" if nodeid.startswith("tests/integration/") else nodeid.split("::", 1)[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
+    """See ``_ByFile``: each kind of Spark is started once, and fixtures of a file are made once."""
+    return _ByFile(config, log)

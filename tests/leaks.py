@@ -44,6 +44,11 @@ def rng_state() -> tuple[bytes, str, str]:
     return torch.get_rng_state().numpy().tobytes(), repr(numpy.random.get_state()), repr(random.getstate())
 
 
+def shared_memory_files() -> set[str]:
+    """What has a name in /dev/shm, but for what Python and torch put there for other tests at the same time."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "psm_", "torch_"))}
+
+
 def _differences(before: State, after: State) -> dict[str, list[str]]:
     changed = {}
     for name in before:

@@ -22,6 +22,7 @@ from lagom.collectives.native import OPERATIONS, TYPES, native
 from lagom.collectives.shared import shared
 from lagom.errors import CollectiveError
 from lagom.patching.session import Session
+from tests.leaks import shared_memory_files
 from tests.ranks import RankFailedError, run_ranks
 
 if native() is None:
@@ -311,13 +312,13 @@ def test_a_process_forked_from_a_rank_neither_holds_the_memory_nor_speaks_for_it
 
 def test_nothing_is_left_and_nobody_else_finds_the_memory() -> None:
     def run(session: Session) -> Any:
-        before = set(os.listdir("/dev/shm"))
+        before = shared_memory_files()
         open_before = len(os.listdir("/proc/self/fd"))
         near = communicator(session)
         near.barrier()
         lines = Path("/proc/self/maps").read_text().splitlines()
         mapped = [line.split()[5:] for line in lines if "memfd:" in line]
-        named = set(os.listdir("/dev/shm")) - before
+        named = shared_memory_files() - before
         near.barrier()
         del near
         return mapped, named, len(os.listdir("/proc/self/fd")) - open_before

@@ -21,6 +21,7 @@ from lagom.collectives.native import native
 from lagom.collectives.shared import shared
 from lagom.errors import CollectiveError
 from lagom.patching.session import Session
+from tests.leaks import shared_memory_files
 from tests.ranks import run_ranks
 
 if native() is None:
@@ -65,9 +66,9 @@ def test_where_memory_files_are_forbidden_a_file_without_a_name_serves() -> None
         near.all_reduce(one.data_ptr(), len(one), 1, 0)
         maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/#" in line]
         near.barrier()
-        return one.sum().item(), ["(deleted)" in line for line in maps], os.listdir("/dev/shm")
+        return one.sum().item(), ["(deleted)" in line for line in maps], shared_memory_files()
 
-    before = os.listdir("/dev/shm")
+    before = shared_memory_files()
     assert run_ranks(2, run, patches=False) == [(2e6, [True], before)] * 2
 
 
