@@ -11,6 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+
+from examples import mnist_data
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -26,7 +29,33 @@ WITH_SPARK = ("petastorm",)
 
 
 def test_every_example_is_run_here() -> None:
-    assert sorted(path.stem for path in EXAMPLES.glob("[!_]*.py")) == sorted(TINY)
+    assert sorted(path.stem for path in EXAMPLES.glob("[!_]*.py")) == sorted([*TINY, "mnist_data"])
+
+
+def test_made_images_are_files_in_mnists_format_and_can_be_told_apart(tmp_path: Path) -> None:
+    raw = mnist_data.write(tmp_path / "data", num_train=2000, num_test=500)
+    # As torchvision names them; magic number, then the shape, in big-endian.
+    assert (raw / "train-images-idx3-ubyte").read_bytes()[:16].hex() == "00000803" + "000007d0" + "0000001c" * 2
+    assert (raw / "t10k-labels-idx1-ubyte").read_bytes()[:8].hex() == "00000801" + "000001f4"
+    train, test = (mnist_data.MNIST(tmp_path / "data", train=part, download=True) for part in (True, False))
+    assert (len(train), len(test), sorted(set(test.targets.tolist()))) == (2000, 500, list(range(10)))
+    image, label = train[7]
+    assert (image.shape, image.dtype, type(label)) == ((1, 28, 28), torch.float32, int)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(train.data / 255), train.targets).backward()
+        optimizer.step()
+    assert (model(test.data / 255).argmax(1) == test.targets).double().mean() > 0.8
+
+
+def test_made_images_are_equal_for_equal_seeds(tmp_path: Path) -> None:
+    folders = [mnist_data.write(tmp_path / name, 50, 20, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    one, same, other = ([path.read_bytes() for path in sorted(folder.iterdir())] for folder in folders)
+    assert one == same
+    assert one != other
+    assert len(one) == 4
 
 
 @pytest.mark.parametrize("name", [name for name in TINY if name not in WITH_SPARK])
