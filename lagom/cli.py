@@ -52,6 +52,7 @@ def _run(args: argparse.Namespace) -> int:
         verify=args.verify,
         seed=args.seed,
         log=args.log,
+        timeline=args.timeline_file or args.timeline,
         run_dir=args.run_dir or None,
         stall_timeout_s=args.stall_timeout,
         timeout_s=args.timeout,
@@ -129,6 +130,8 @@ def _parser() -> argparse.ArgumentParser:
         default=os.environ.get("LAGOM_RUN_DIR", RUN_DIR),
         help="where each run gets a folder of records, %(default)s if not given; '' keeps nothing",
     )
+    run.add_argument("--timeline", action="store_true", help="keep a trace of what all ranks do, in the run's folder")
+    run.add_argument("--timeline-file", metavar="FILE", help="write that trace here, too")
     run.add_argument(
         "--stall-timeout", type=float, default=60.0, metavar="S", help="name ranks that get nowhere so long"
     )

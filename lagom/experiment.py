@@ -92,6 +92,8 @@ def _kept(config: TorchDistributedConfig, the_plan: Plan, where: str) -> Iterato
         raise
     finally:
         if records is not None:
+            if the_plan.timeline:
+                records.merge_timelines(None if isinstance(config.timeline, bool) else config.timeline)
             records.close()
 
 

@@ -76,6 +76,8 @@ class Plan:
     deepspeed_config: Mapping[str, Any] | None = None
     mixed_precision: MixedPrecision = False
     collectives: Collectives = "auto"
+    timeline: bool = False
+    """What ranks do is noted."""
     already_distributed: bool = False
     """The program is written for torchrun: its ranks find the variables that torchrun sets."""
     rehearsal: Rehearsal | None = None
@@ -126,6 +128,7 @@ def plan(
         deepspeed_config=config.deepspeed_config,
         mixed_precision=config.mixed_precision,
         collectives=config.collectives,
+        timeline=bool(config.timeline),
         already_distributed=already_distributed,
     )
 

@@ -29,6 +29,7 @@ _TORCH_SIDE = (
     *_FACTS,
     "lagom.plan",
     "lagom.verify.record",
+    "lagom.monitor.spans",
     "lagom.collectives",
     "lagom.patching",
     "lagom.strategies",

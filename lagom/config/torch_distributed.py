@@ -77,6 +77,9 @@ class TorchDistributedConfig:
     run_dir: str | os.PathLike[str] | None = field(default_factory=lambda: os.environ.get("LAGOM_RUN_DIR", RUN_DIR))
     """Each run gets a folder of its own here, with its settings, versions, ranks, their output, progress and result as
     text; None: nothing is kept. The environment variable LAGOM_RUN_DIR replaces the default."""
+    timeline: bool | str | os.PathLike[str] = False
+    """A trace of what all ranks do, for chrome://tracing or Perfetto, as "timeline.json" in the run's folder; a path
+    writes it there as well. It has the first 100 steps, and samples of later ones."""
     hb_interval: float = 1.0
     """Seconds between two reports of progress from a rank."""
     stall_timeout_s: float = 60.0
@@ -149,6 +152,10 @@ class TorchDistributedConfig:
             raise ValueError(f"name is {self.name!r}; want a str, or None for the function's name")
         if self.run_dir is not None and not isinstance(self.run_dir, (str, os.PathLike)):
             raise ValueError(f"run_dir is {self.run_dir!r}; want the path of a folder, or None to keep nothing")
+        if not isinstance(self.timeline, (bool, str, os.PathLike)):
+            raise ValueError(f"timeline is {self.timeline!r}; want True, False or the path of a file to write")
+        if self.timeline and (self.run_dir is None or not os.fspath(self.run_dir)):
+            raise ValueError("timeline is kept in the run's folder, but run_dir is None; name a folder there")
         if not isinstance(self.description, str):
             raise ValueError(f"description is {self.description!r}; want a str")
 

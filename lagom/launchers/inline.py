@@ -12,8 +12,15 @@ from typing import Any
 from lagom.errors import PlanError
 from lagom.launchers.local import visible_gpus
 from lagom.launchers.protocol import Outcome
+from lagom.monitor.spans import Spans
 from lagom.plan import Cluster, Plan
 from lagom.records.folder import Records
+
+
+def _keep_timeline(spans: Spans, records: Records) -> None:
+    for block in spans.blocks(last=True):
+        records.timed(block | {"rank": 0})
+
 
 _running = threading.RLock()  # a call inside a call, in one thread, undoes its patches in order
 
@@ -44,6 +51,11 @@ class InlineLauncher:
         with contextlib.ExitStack() as stack:
             stack.callback(_running.release)
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lagom-"))
-            value, samples = bootstrap.run(plan, Place(), lambda: call, Path(folder))
+
+            def watch(session: Any) -> None:
+                if session.spans is not None and records is not None:
+                    stack.callback(_keep_timeline, session.spans, records)
+
+            value, samples = bootstrap.run(plan, Place(), lambda: call, Path(folder), watch=watch)
         outcome = {"value": value, "samples": samples}
         return [Outcome(rank=0, report={"ok": True, "rank": 0}, load=lambda: outcome)]

@@ -141,6 +141,9 @@ class Run:
             if self._records is not None:
                 self._records.wrote(event["rank"], data)
             self._output.show(event["rank"], event["stream"], data)
+        elif event["type"] == "timeline":
+            if self._records is not None:
+                self._records.timed(event)
         elif event["type"] == "dropped":
             self._progress.warn(f"{event['messages']} pieces of output were dropped: the driver could not keep up")
         elif event["type"] == "stalls":

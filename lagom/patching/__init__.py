@@ -16,6 +16,7 @@ from lagom.patching.optimizer import sharded_steps
 from lagom.patching.own_ranks import spawned_ranks
 from lagom.patching.precision import Precision
 from lagom.patching.random import OwnStreams
+from lagom.patching.timing import timed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +63,8 @@ def patched(session: Session) -> Iterator[None]:
                 stack.enter_context(tracked_modules(session))
             stack.enter_context(driven_by_deepspeed(session))
         stack.enter_context(dealt_loaders(session, streams))
+        if session.spans is not None:
+            stack.enter_context(timed(session, session.spans))
         yield
         if session.watch is not None and session.frame is not None and not session.joined:
             session.watch.end(session.frame)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from lagom.collectives.group import Group
+    from lagom.monitor.spans import Spans
     from lagom.patching.probe import BatchStatistics
     from lagom.patching.slicing import Region
     from lagom.plan import Plan
@@ -56,6 +57,8 @@ class Session:
     """A directory that the ranks of this host share during the run."""
     store: Store | None
     """A torch Store that all ranks reach, for what is no collective."""
+    spans: Spans | None = None
+    """Where what the program does is noted; None where no timeline is wanted."""
 
     live: bool = field(default=True, init=False)
     """False in processes forked from the rank, such as loader workers: patches do nothing there; and once joined."""

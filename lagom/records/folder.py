@@ -14,6 +14,7 @@ import platform
 import re
 import reprlib
 import secrets
+import shutil
 import socket
 import sys
 import time
@@ -24,6 +25,8 @@ from typing import IO, Any, Concatenate, ParamSpec
 
 from lagom.errors import PlanError
 from lagom.monitor.link import Message
+from lagom.monitor.spans import unpacked
+from lagom.records.timeline import TIMELINES, merge
 
 RUN, RESULT, PROGRESS = "run.json", "result.json", "progress.jsonl"
 _PACKAGES = ("torch", "pyspark", "numpy", "pyarrow", "deepspeed")
@@ -105,6 +108,22 @@ class Records:
             self._progress = open(self.folder / PROGRESS, "a", buffering=1)  # noqa: SIM115
         kept = {key: value for key, value in event.items() if key not in ("type", "task", "ticks")}
         self._progress.write(json.dumps({"seconds": round(now - self._started, 3), **kept}) + "\n")
+
+    @_harmless
+    def timed(self, event: Message) -> None:
+        """A rank says what it has done, from when to when."""
+        (self.folder / TIMELINES).mkdir(exist_ok=True)
+        with open(self.folder / TIMELINES / f"rank-{int(event['rank'])}.jsonl", "a") as file:
+            file.write(unpacked(event["data"]) + "\n")
+
+    @_harmless
+    def merge_timelines(self, also: str | os.PathLike[str] | None = None) -> None:
+        """The ranks' timelines become one, which is written to ``also`` as well."""
+        if not (self.folder / TIMELINES).exists():
+            return
+        path = merge(self.folder)
+        if also is not None:
+            shutil.copyfile(path, Path(also).expanduser())
 
     @_harmless
     def said(self, text: str) -> None:

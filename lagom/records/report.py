@@ -10,6 +10,7 @@ from typing import Any
 
 from lagom.records.chart import chart
 from lagom.records.folder import PROGRESS, RESULT, RUN
+from lagom.records.picture import timeline_section
 
 _TAIL = 16_384  # bytes of each rank's output that the page shows
 _MAX_RANKS = 16  # whose lines and output it shows; the rest is in the folder
@@ -46,6 +47,7 @@ def report(folder: Path) -> str:
         _outcome(result),
         f"<div class=charts>{charts}</div>" if events else "<p>No rank has told of its progress.</p>",
         _slowest(events),
+        timeline_section(folder),
         _section("What lagom said", said) if said else "",
         *(_section(f"Output of {path.stem.replace('-', ' ')}", _tail(path)) for path in logs[:_MAX_RANKS]),
         _table("Settings", run.get("config", {})),

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from lagom.monitor.spans import Spans
 from lagom.patching import patched
 from lagom.patching.cut import cut_short
 from lagom.patching.random import seed_everything
@@ -64,6 +65,7 @@ def run(
             local_world_size=place.local_world_size,
             device=device,
             host_dir=host_dir,
+            spans=Spans(place.rank) if plan.timeline and plan.rehearsal is None else None,
         )
         watch(session)
         if plan.rehearsal is not None:

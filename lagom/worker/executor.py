@@ -95,6 +95,8 @@ def _as_text(report: Message, fd: int) -> str:
     size = os.fstat(fd).st_size
     error = os.pread(fd, size, 0) if size <= _MAX_FAILURE else b""
     summary = {key: report[key] for key in report if key != "traceback"} | {"traceback": report["traceback"][-20_000:]}
+    if "output" in summary:  # a timeline has no room here
+        summary["output"] = [said for said in summary["output"] if said["type"] != "timeline"]
     return f"rank {report['rank']}: {report['error']}: {report['message']}\n" + failure_text(json.dumps(summary), error)
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from lagom.worker import stacks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from lagom.monitor.link import Link, Message
     from lagom.patching.session import Session
     from lagom.plan import Plan
@@ -51,6 +53,8 @@ class Heart:
         with self._lock, contextlib.suppress(OSError):
             if self._session is not None:
                 self._control.send(self._progress(self._session))
+                for block in _timeline(self._session, last=True):
+                    self._control.send(block)
             self._control.send(report)
 
     def _beat(self) -> None:
@@ -64,6 +68,8 @@ class Heart:
                     if doing is not None:
                         self._control.offer(doing)
                     self._control.offer(self._progress(self._session))
+                    for block in _timeline(self._session):
+                        self._control.offer(block)
                 except OSError:
                     return
 
@@ -105,6 +111,10 @@ class Heart:
         if self._children is None and self._stacks_fd is not None:
             self._children = "" if found["waits"] else stacks.of_children(self._stacks_fd)
         return {"type": "doing", **found, "children": self._children}
+
+
+def _timeline(session: Session, *, last: bool = False) -> Iterable[Message]:
+    return session.spans.blocks(last=last) if session.spans is not None else ()
 
 
 def memory(device: str) -> int:

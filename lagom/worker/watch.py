@@ -53,6 +53,8 @@ class Watch:
         self._link = link
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
+        self._timelines: dict[int, list[Message]] = {}
+        """What no link has carried, by rank; ``Spans`` bounds it."""
         self.unsaid: list[Message] = []
         """What rank 0 wrote while there was no link, to travel with the results."""
         if link is not None:
@@ -85,10 +87,13 @@ class Watch:
         return [rank.report or _stopped(rank.rank) for rank in self._ranks]
 
     def with_unsaid(self, reports: Sequence[Message]) -> list[Message]:
-        """``reports``, rank 0's with its output that no link has carried."""
-        return [
-            report | {"output": self.unsaid} if report["rank"] == 0 and self.unsaid else report for report in reports
-        ]
+        """``reports``, rank 0's with its output, and each with its timeline, that no link has carried."""
+        found = []
+        for report in reports:
+            output = self.unsaid if report["rank"] == 0 else []
+            output = [*output, *self._timelines.get(report["rank"], [])]
+            found.append(report | {"output": output} if output else report)
+        return found
 
     def end_all(self) -> None:
         """End every rank with all its children, and take in what they said last."""
@@ -140,6 +145,8 @@ class Watch:
                     self._tell_failure(rank)
             elif message["type"] == "doing":
                 rank.pulse.doing = message
+            elif message["type"] == "timeline":
+                self._keep_timeline(message | {"rank": rank.rank})
             else:
                 rank.pulse.heard(int(message["ticks"]))
                 self._tell(message | {"rank": rank.rank})
@@ -167,6 +174,12 @@ class Watch:
         if pulse.doing is not None and time.monotonic() - pulse.heard_at < 2 * self._look_s + self._plan.hb_interval:
             return pulse.doing
         return {"stack": stacks.told(rank.pid, rank.stacks), "line": "", "waits": False}
+
+    def _keep_timeline(self, block: Message) -> None:
+        if self._link is not None:
+            self._tell(block)
+        else:
+            self._timelines.setdefault(block["rank"], []).append(block)
 
     def _read(self, rank: Forked, stream: str) -> bool:
         fd = rank.stdout if stream == "stdout" else rank.stderr

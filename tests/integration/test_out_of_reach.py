@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,6 +60,16 @@ def test_results_and_output_come_with_the_job(spark: Any, capfd: pytest.CaptureF
     shown = capfd.readouterr()
     assert shown.out == "rank 0 speaks\n"
     assert "no live output or progress" in shown.err
+
+
+@pytest.mark.usefixtures("out_of_reach")
+def test_a_timeline_comes_with_the_job(spark: Any, tmp_path: Path) -> None:
+    result = programs.run(
+        programs.train, 2, module=programs.Net, train_set=programs.points(), timeline=True, run_dir=tmp_path
+    )
+    assert result.run_dir is not None
+    events = json.loads((result.run_dir / "timeline.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["name"] == "backward"} == {0, 1}
 
 
 @pytest.mark.usefixtures("behind_a_wall")

@@ -1,0 +1,80 @@
+"""``Recorded``: what one rank has noted of its time, as it lies in a run's folder."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lagom.monitor.spans import COLLECTIVE, Span
+
+APART = frozenset(("broadcast", "broadcast_object_list", "gather", "reduce", "scatter"))
+"""Exchanges that may end on a rank before all have come to them; all others do not."""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """Times are nanoseconds of the clock ``clock``."""
+
+    rank: int
+    host: str = ""
+    clock: str = ""
+    thread: int = 0
+    """The program's own."""
+    wall_ns: int = 0
+    """Time of day when ``clock`` showed ``clock_ns``."""
+    clock_ns: int = 0
+    totals: Mapping[str, int] = field(default_factory=dict)
+    """Time in each phase of the whole run."""
+    steps: int = 0
+    elapsed: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+
+def loaded(folder: Path, ranks: Sequence[int] | None = None) -> list[Recorded]:
+    """Of all ``*.jsonl`` in ``folder``, by rank; a line that was cut off is left out."""
+    found = []
+    for path in folder.glob("rank-*.jsonl"):
+        rank = int(path.stem.partition("-")[2])
+        if ranks is None or rank in ranks:
+            found.append(_read(path, rank))
+    return sorted(found, key=lambda one: one.rank)
+
+
+def _read(path: Path, rank: int) -> Recorded:
+    found = Recorded(rank)
+    with path.open() as file:
+        for line in file:
+            try:
+                block: dict[str, Any] = json.loads(line)
+            except ValueError:
+                continue
+            for name in ("host", "clock", "thread", "wall_ns", "clock_ns", "totals", "steps", "elapsed"):
+                setattr(found, name, block[name])
+            found.spans.extend(Span(*span) for span in block["spans"])
+    return found
+
+
+def exchanges(found: Sequence[Recorded], *, together: bool = True) -> dict[tuple[str, int], dict[int, Span]]:
+    """Exchanges by stream and number, and in them the span of each rank that has one; with two ranks and more.
+
+    Args:
+        together: only those in which all wait for all.
+    """
+    by_key: dict[tuple[str, int], dict[int, Span]] = defaultdict(dict)
+    for one in found:
+        for span in one.spans:
+            if span.kind == COLLECTIVE and span.number >= 0 and span.stream:
+                by_key[span.stream, span.number][one.rank] = span
+    return {
+        key: spans
+        for key, spans in by_key.items()
+        if len(spans) > 1 and (not together or not any(_ends_early(span.name) for span in spans.values()))
+    }
+
+
+def _ends_early(name: str) -> bool:
+    return name in APART or name.endswith("(begun)")

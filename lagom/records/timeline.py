@@ -1,0 +1,165 @@
+"""``merge``: one trace over all ranks, as Chrome and Perfetto show it, from what each has noted of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lagom.monitor import spans as kinds
+from lagom.monitor.spans import Span
+from lagom.records.clocks import Offset, offsets
+from lagom.records.recorded import Recorded, exchanges, loaded
+from lagom.records.shares import Wait, summary
+
+TIMELINES = "timelines"
+"""Folder of what each rank has noted, in that of a run."""
+TRACE, SUMMARY = "timeline.json", "timeline-summary.json"
+MAX_RANKS = 64
+"""Whose rows a trace has: at most some 300 MB, which is what a browser can show."""
+_LEAST_NS = 2_000
+"""Of waiting in an exchange that is shown."""
+
+
+def merge(folder: Path, target: Path | None = None, ranks: Sequence[int] | None = None) -> Path:
+    """Write one trace of all ranks of the run in ``folder``; returns its path.
+
+    Args:
+        target: of the trace; None: "timeline.json" in ``folder``, with a summary beside it.
+        ranks: only these.
+
+    Raises:
+        ValueError: when there is nothing to make it from.
+    """
+    found = loaded(folder / TIMELINES, ranks)
+    if not found:
+        raise ValueError(f"{folder} holds no timeline: run with timeline=True")
+    clocks = offsets(found)
+    waits = waited(found, clocks)
+    told = summary(found, waits)
+    path = target or folder / TRACE
+    if target is None:
+        (folder / SUMMARY).write_text(json.dumps(told, indent=1) + "\n")
+    notes = {"summary": told, "clocks": [_told(one, clocks[one.clock]) for one in found], "ranks": len(found)}
+    with path.open("w") as file:
+        file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(notes) + ',\n"traceEvents": [\n')
+        file.write(",\n".join(_events(found[:MAX_RANKS], clocks, waits)))
+        file.write("\n]}\n")
+    return path
+
+
+def _told(one: Recorded, offset: Offset) -> dict[str, Any]:
+    known = None if offset.within is None else round(offset.within / 1000, 3)
+    return {
+        "rank": one.rank,
+        "host": one.host,
+        "ahead_us": round(offset.of(one.clock_ns) / 1000, 3),
+        "within_us": known,
+    }
+
+
+def waited(found: Sequence[Recorded], clocks: dict[str, Offset]) -> dict[tuple[str, int], Wait]:
+    """Who came last to each exchange, and when, by the common clock."""
+    offset_of = {one.rank: clocks[one.clock] for one in found}
+    waits = {}
+    for key, spans in exchanges(found).items():
+        starts = {rank: span.start - offset_of[rank].of(span.start) for rank, span in spans.items()}
+        ends = [span.end - offset_of[rank].of(span.end) for rank, span in spans.items()]
+        last = max(starts, key=lambda rank: starts[rank])
+        slack = sum(offset_of[rank].within or 0.0 for rank in spans)
+        # Otherwise they are not the same: a rank has left one out.
+        if starts[last] <= min(ends) + slack + 1000:
+            waits[key] = Wait(
+                last, starts[last], {rank: (starts[rank], spans[rank].end - spans[rank].start) for rank in spans}
+            )
+    return waits
+
+
+class _Row(NamedTuple):
+    """A thread of the trace."""
+
+    number: int
+    name: str
+
+
+class _Rows:
+    """Threads of one rank, numbered as they are shown: steps, program, loader, collectives, others."""
+
+    _ORDER = ("steps", "program", "loader")
+
+    def __init__(self) -> None:
+        self.names = list(self._ORDER)
+        self._busy: dict[int, list[int]] = {}
+
+    def of(self, span: Span, thread: int) -> int:
+        """The number of the row that ``span`` goes to."""
+        if span.kind == kinds.STEP:
+            return 0
+        if span.kind == kinds.FETCH and span.thread == thread:
+            return 2
+        if span.kind == kinds.COLLECTIVE:
+            return self._free(f"collectives{' of ' + span.stream if span.stream not in ('', 'ranks') else ''}", span)
+        if span.kind == kinds.ACTIVITY:
+            return self._free(span.stream, span)
+        if span.thread == thread:
+            return 1
+        return self._free(f"thread {span.thread}", span)
+
+    def _free(self, name: str, span: Span) -> int:
+        """A row of ``name`` that has no span of which this one would have to be cut."""
+        for count in range(1, 1000):
+            number = self._number(name if count == 1 else f"{name} ({count})")
+            ends = self._busy.setdefault(number, [])
+            while ends and ends[-1] <= span.start:
+                ends.pop()
+            if not ends or span.end <= ends[-1]:
+                ends.append(span.end)
+                return number
+        return number
+
+    def _number(self, name: str) -> int:
+        if name not in self.names:
+            self.names.append(name)
+        return self.names.index(name)
+
+
+def _events(found: Sequence[Recorded], clocks: dict[str, Offset], waits: dict[tuple[str, int], Wait]) -> Iterator[str]:
+    began = min((span.start - clocks[one.clock].of(span.start) for one in found for span in one.spans), default=0.0)
+    for one in found:
+        rows, offset = _Rows(), clocks[one.clock]
+        yield _meta(one.rank, 0, "process_name", {"name": f"rank {one.rank} ({one.host})"})
+        yield _meta(one.rank, 0, "process_sort_index", {"sort_index": one.rank})
+        # Longer ones first, so that those inside come behind them.
+        for span in sorted(one.spans, key=lambda span: (span.start, -span.end)):
+            start = span.start - offset.of(span.start) - began
+            row = rows.of(span, one.thread)
+            yield _slice(one.rank, row, span.name, span.kind, start, span.end - span.start, _args(span))
+            wait = waits.get((span.stream, span.number)) if span.kind == kinds.COLLECTIVE else None
+            if wait is not None and (waiting := wait.of(one.rank)) >= _LEAST_NS:
+                yield _slice(one.rank, row, f"waits for rank {wait.last}", "wait", start, waiting, {})
+        for number, name in enumerate(rows.names):
+            yield _meta(one.rank, number, "thread_name", {"name": name})
+            yield _meta(one.rank, number, "thread_sort_index", {"sort_index": number})
+
+
+def _args(span: Span) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if span.size:
+        found["bytes"] = span.size
+    if span.number >= 0:
+        found["number"] = span.number
+    return found
+
+
+def _slice(rank: int, row: int, name: str, kind: str, start: float, length: float, args: dict[str, Any]) -> str:
+    """A complete event; times in microseconds."""
+    told = f',"args":{json.dumps(args)}' if args else ""
+    return (
+        f'{{"ph":"X","pid":{rank},"tid":{row},"name":{json.dumps(name)},"cat":"{kind}",'
+        f'"ts":{start / 1000:.3f},"dur":{length / 1000:.3f}{told}}}'
+    )
+
+
+def _meta(rank: int, row: int, name: str, args: dict[str, Any]) -> str:
+    return json.dumps({"ph": "M", "pid": rank, "tid": row, "name": name, "args": args})

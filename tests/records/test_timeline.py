@@ -1,0 +1,277 @@
+"""The timeline: what ranks note of their time, and the one trace that is made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lagom
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.errors import RankError
+from lagom.monitor import spans as kinds
+from lagom.monitor.spans import Spans, activity, current, unpacked
+from lagom.records.folder import Records
+from lagom.records.timeline import merge
+from lagom.result import Result
+
+LATE_S = 0.05
+
+
+def train(fails: bool = False) -> float:
+    """Rank 1 comes late to every backward."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.ones(24, 4), torch.ones(24, 1))
+    for number, (x, y) in enumerate(DataLoader(data, batch_size=4)):
+        loss = nn.functional.mse_loss(model(x), y)
+        if lagom.rank() == 1:
+            time.sleep(LATE_S)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if fails and number == 3:
+            raise RuntimeError("enough")
+    with torch.no_grad():
+        for x, _ in DataLoader(data, batch_size=8):
+            model(x)
+    return float(loss.detach())
+
+
+def run(tmp_path: Path, function: Any = train, **settings: Any) -> Result:
+    given: dict[str, Any] = {"world_size": 2, "launcher": "local", "run_dir": tmp_path, "timeline": True, **settings}
+    return experiment.lagom(function, TorchDistributedConfig(**given))
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return found
+
+
+def faults(found: list[dict[str, Any]]) -> Iterator[str]:
+    """What is against the trace event format, or cannot be drawn."""
+    rows: dict[tuple[int, int], list[tuple[float, float, str]]] = defaultdict(list)
+    for event in found:
+        if event["ph"] == "M":
+            if event["name"] not in ("process_name", "process_sort_index", "thread_name", "thread_sort_index"):
+                yield f"no such metadata: {event}"
+        elif event["ph"] != "X" or event["dur"] < 0 or event["ts"] < 0 or not isinstance(event["name"], str):
+            yield f"no slice: {event}"
+        else:
+            rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+    for row, slices in rows.items():
+        open_: list[float] = []
+        for start, end, name in sorted(slices, key=lambda one: (one[0], -one[1])):
+            while open_ and open_[-1] <= start + 0.002:
+                open_.pop()
+            if open_ and end > open_[-1] + 0.002:
+                yield f"{name} in {row} ends after what it is in"
+            open_.append(end)
+
+
+def test_a_run_leaves_one_trace_in_which_slices_nest_and_the_late_rank_is_named(tmp_path: Path) -> None:
+    copy = tmp_path / "copy.json"
+    result = run(tmp_path / "runs", timeline=copy)
+    assert result.run_dir is not None
+    found = events(result.run_dir / "timeline.json")
+    assert list(faults(found)) == []
+    assert copy.read_text() == (result.run_dir / "timeline.json").read_text()
+    names = {event["args"]["name"] for event in found if event["name"] == "process_name"}
+    assert {name.partition(" (")[0] for name in names} == {"rank 0", "rank 1"}
+    for rank in range(2):
+        threads = {event["args"]["name"] for event in found if event["name"] == "thread_name" and event["pid"] == rank}
+        assert {"steps", "program", "loader", "collectives"} <= threads
+        own = [event for event in found if event["pid"] == rank and event["ph"] == "X"]
+        count = defaultdict(
+            int, {name: sum(event["name"] == name for event in own) for name in {e["name"] for e in own}}
+        )
+        assert count["backward"] == count["SGD.step"] == count["average"] == 6
+        assert count["Sequential"] == 6 + 3
+        assert count["wait for data"] == 6 + 1 + 3 + 1
+        assert all(event["args"]["bytes"] > 0 for event in own if event["name"] == "average")
+    waits = [event for event in found if event["name"] == "waits for rank 1" and event["pid"] == 0]
+    assert sum(event["dur"] > 0.6e6 * LATE_S for event in waits) >= 6
+    told = json.loads((result.run_dir / "timeline-summary.json").read_text())["ranks"]
+    assert told["0"]["shares"]["waiting"] > told["1"]["shares"]["waiting"]
+    assert told["1"]["held_up_s"] > 5 * LATE_S > told["0"]["held_up_s"]
+    assert told["0"]["steps"] == told["1"]["steps"] == 9
+    for one in told.values():
+        assert sum(one["shares"].values()) == pytest.approx(1, abs=0.01)
+    page = result.report().read_text()
+    assert "held up the others" in page
+    assert ">backward</text>" in page
+
+
+def test_a_run_that_fails_leaves_its_timeline_too(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="enough"):
+        run(tmp_path, hparams={"fails": True})
+    (folder,) = tmp_path.iterdir()
+    assert sum(event["name"] == "backward" for event in events(folder / "timeline.json")) == 8
+    alone = merge(folder, tmp_path / "alone.json", ranks=[1])
+    assert {event["pid"] for event in events(alone)} == {1}
+
+
+def test_of_a_rank_that_is_killed_there_is_what_it_had_told(tmp_path: Path) -> None:
+    def program() -> None:
+        model = nn.Linear(4, 1)
+        model(torch.ones(2, 4)).sum().backward()
+        if lagom.rank() == 1:
+            time.sleep(1.0)  # of heartbeats
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(2, 4)).sum().backward()
+
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        run(tmp_path, program, hb_interval=0.05)
+    (folder,) = tmp_path.iterdir()
+    backwards = [event["pid"] for event in events(folder / "timeline.json") if event["name"] == "backward"]
+    assert set(backwards) == {0, 1}
+    assert list(faults(events(folder / "timeline.json"))) == []
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_a_program_that_is_distributed_already_shows_its_exchanges(tmp_path: Path, backend: str | None) -> None:
+    def program() -> None:
+        dist.init_process_group(backend)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+        for _ in range(5):
+            model(torch.ones(2, 4)).sum().backward()
+            dist.all_reduce(torch.ones(250))
+
+    result = run(tmp_path, program)
+    assert result.run_dir is not None
+    found = events(result.run_dir / "timeline.json")
+    assert list(faults(found)) == []
+    name = "all_reduce" if backend == "gloo" else "allreduce"
+    sizes = [event["args"]["bytes"] for event in found if event["name"] == name and event["pid"] == 1]
+    assert sizes.count(1000) == 5
+    if backend is None:  # gloo's are C++, within the backward
+        assert len(sizes) > 5
+    assert sum(event["name"] == "backward" for event in found) == 10
+
+
+def test_one_rank_inline_leaves_torch_as_it_was(tmp_path: Path) -> None:
+    before = nn.Module.__call__, DataLoader.__iter__, torch.autograd._engine_run_backward, dist.all_reduce
+    result = run(tmp_path, launcher="inline", world_size=1)
+    assert (nn.Module.__call__, DataLoader.__iter__, torch.autograd._engine_run_backward, dist.all_reduce) == before
+    assert result.run_dir is not None
+    assert list(faults(events(result.run_dir / "timeline.json"))) == []
+
+
+def test_without_a_folder_there_is_no_timeline() -> None:
+    with pytest.raises(ValueError, match="timeline is kept in the run's folder, but run_dir is None"):
+        TorchDistributedConfig(timeline=True, run_dir=None)
+    with pytest.raises(ValueError, match="timeline is 3; want True, False or the path"):
+        TorchDistributedConfig(timeline=3)  # type: ignore[arg-type]
+
+
+class Clock:
+    """Nanoseconds that pass when told to."""
+
+    def __init__(self, now: int = 1000) -> None:
+        self.now = now
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def noted(spans: Spans) -> list[list[Any]]:
+    return [span for block in spans.blocks(last=True) for span in json.loads(unpacked(block["data"]))["spans"]]
+
+
+def test_a_long_run_keeps_its_first_steps_and_samples_of_later_ones() -> None:
+    clock = Clock()
+    spans = Spans(0, clock)
+    for _ in range(5000):
+        clock.now += 10
+        spans.batch(clock.now)
+    kept = [span[-1] for span in noted(spans) if span[0] == kinds.STEP]
+    later = [range(start, start + 20) for start in (200, 400, 800, 1600, 3200)]
+    assert kept == [*range(1, 101), *(number for part in later for number in part)]
+    for _ in range(100_000):
+        spans.backward(clock.now)
+        for _ in range(50):
+            spans.add(kinds.FETCH, "load", clock.now)
+    assert 2000 < len(noted(spans)) <= 30_000
+
+
+def test_time_is_counted_once_however_deep() -> None:
+    clock = Clock()
+    spans = Spans(0, clock)
+
+    def inner() -> None:
+        clock.now += 5
+
+    timed = spans.timed(kinds.COLLECTIVE, "exchange", inner)
+
+    def outer() -> None:
+        clock.now += 10
+        timed()
+        timed()
+
+    spans.timed(kinds.BACKWARD, "backward", outer)()
+    assert (spans.totals[kinds.BACKWARD], spans.totals[kinds.COLLECTIVE]) == (10, 10)
+    with pytest.raises(ZeroDivisionError):
+        spans.timed(kinds.FORWARD, "forward", lambda: 1 / 0)()
+    assert [span[1] for span in noted(spans)] == ["exchange", "exchange", "backward", "forward"]
+
+
+def test_an_activity_has_a_row_of_its_own(tmp_path: Path) -> None:
+    with activity("weight", "QUEUE"):  # no timeline: nothing happens
+        pass
+    spans = Spans(0)
+    with current(spans), activity("weight", "ALLREDUCE", 64):
+        pass
+    records = Records(tmp_path, {"name": "x"})
+    for block in spans.blocks(last=True):
+        records.timed(block | {"rank": 0})
+    found = events(merge(tmp_path))
+    row = next(event["tid"] for event in found if event["ph"] == "M" and event["args"].get("name") == "weight")
+    assert [event["name"] for event in found if event["ph"] == "X" and event["tid"] == row] == ["ALLREDUCE"]
+
+
+def test_clocks_of_several_hosts_are_put_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = {0: 0, 1: 7_000_000_000, 2: -3_000_000}
+    draws = random.Random(1)
+    records = Records(tmp_path, {"name": "x"})
+    clocks = {rank: Clock(10**12 + ahead[rank]) for rank in ahead}
+    ranks = {}
+    for rank, clock in clocks.items():
+        monkeypatch.setattr(kinds, "clock_id", lambda rank=rank: f"host {rank}")
+        ranks[rank] = Spans(rank, clock)
+    for number in range(50):
+        came = {rank: number * 10_000_000 + draws.randrange(3_000_000) for rank in ahead}
+        for rank, spans in ranks.items():
+            start = 10**12 + came[rank] + ahead[rank]
+            clocks[rank].now = 10**12 + max(came.values()) + ahead[rank] + draws.randrange(20_000, 60_000)
+            spans.add(kinds.COLLECTIVE, "exchange", start, 32, "ranks", number)
+    for rank, spans in ranks.items():
+        for block in spans.blocks(last=True):
+            records.timed(block | {"rank": rank})
+    told = json.loads(merge(tmp_path).read_text())["otherData"]["clocks"]
+    for one in told:
+        assert abs(one["ahead_us"] * 1000 - ahead[one["rank"]]) <= one["within_us"] * 1000
+        assert one["within_us"] < 60
+    assert list(faults(events(tmp_path / "timeline.json"))) == []
+
+
+def test_a_damaged_block_is_an_error() -> None:
+    good = next(iter(Spans(0).blocks(last=True)))["data"]
+    assert json.loads(unpacked(good))["rank"] == 0
+    for bad in ("", "not base64", good[: len(good) // 2 // 4 * 4], "A" * 400):
+        with pytest.raises(ValueError, match=r"timeline|base64|Incorrect|padding"):
+            unpacked(bad)
+    with pytest.raises(ValueError, match="too long"):
+        unpacked(good, most=10)
