@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Sampler
 
 from lagom.data.shard import Epoch, Order, Positions
-from lagom.data.streams import MOST
+from lagom.data.streams import AHEAD, MOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _UNSHUFFLED_BYTES = 8 << 20
 """Of rows that are decoded at a time where they are not shuffled."""
+_UNSHUFFLED_BLOCKS = 3 + AHEAD
+"""Of such rows in memory: handed out, some that wait, and two that are decoded."""
 _ROUNDS = 4
 """Of shuffled rows in memory: handed out, read, mixed, and decoded for the next round."""
 _TOLD_BYTES = 64 << 20
@@ -57,8 +59,11 @@ class Batches(Sampler[Any]):
         self._counts = table.counts
         self._num_rows = sum(self._counts)
         self._streams = streams if shuffle else 1
-        rounds = _left_of(window_bytes, table, streams) if shuffle else min(window_bytes, _ROUNDS * _UNSHUFFLED_BYTES)
-        self._window = max(1, rounds // (_ROUNDS * table.row_bytes * self._streams))
+        if shuffle:
+            window = _left_of(window_bytes, table, streams) // _ROUNDS
+        else:
+            window = min(window_bytes // _UNSHUFFLED_BLOCKS, _UNSHUFFLED_BYTES)
+        self._window = max(1, window // (table.row_bytes * self._streams))
         self._seed = seed
         self.epoch = 0
         """The one that comes next."""

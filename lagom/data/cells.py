@@ -11,6 +11,7 @@ from lagom.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Executor
 
     from numpy.typing import NDArray
 
@@ -75,7 +76,9 @@ class Cells:
         return out
 
     @staticmethod
-    def joined(parts: Sequence[Cells], index: NDArray[np.int64] | None, memory: Memory | None) -> Cells:
+    def joined(
+        parts: Sequence[Cells], index: NDArray[np.int64] | None, memory: Memory | None, pool: Executor | None = None
+    ) -> Cells:
         cells = [cell for part in parts for cell in part.cells]
         first = parts[0]
         taken = cells if index is None else [cells[place] for place in index]
@@ -113,7 +116,9 @@ class Encoded:
         return self.decoded().batch()
 
     @staticmethod
-    def joined(parts: Sequence[Encoded], index: NDArray[np.int64] | None, memory: Memory | None) -> Encoded:
+    def joined(
+        parts: Sequence[Encoded], index: NDArray[np.int64] | None, memory: Memory | None, pool: Executor | None = None
+    ) -> Encoded:
         import pyarrow as pa
 
         array = parts[0].array if len(parts) == 1 else pa.concat_arrays([part.array for part in parts])

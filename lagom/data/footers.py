@@ -8,19 +8,22 @@ from lagom.data import types
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from lagom.data.files import File
     from lagom.data.unischema import Field
 
-_PAGE_BYTES = 1 << 20
+PAGE_BYTES = 1 << 20
 """Of a page, about, as writers make them."""
-_PAGE = 1 << 16
-"""Bytes that are read ahead in a column chunk."""
+_BUFFER = 1 << 16
+"""Bytes that are read ahead in a column chunk that is larger than a page."""
 
 
-def open_file(home: Any, file: File, footer: Any = None) -> Any:
+def open_file(home: Any, file: File, footer: Any = None, *, whole: bool = False) -> Any:
     """The Parquet file ``file``; with ``footer``, its metadata, that is not read again.
+
+    With ``whole``, a column's part of a row group is read at once. Otherwise it is read as it is decoded, in pages: it
+    may be large, and only its beginning wanted.
 
     Raises:
         DataError: when it is not there, not as it was, or no such file.
@@ -34,9 +37,9 @@ def open_file(home: Any, file: File, footer: Any = None) -> Any:
                 f"{file.path} has {source.size()} bytes, and had {file.size} when the data set was made: it was "
                 "written again since; make the ParquetDataset anew"
             )
-        # Read as it is decoded, in pages: a column chunk may be large, and only its beginning wanted.
+        buffer = 0 if whole else _BUFFER
         return pq.ParquetFile(
-            source, metadata=footer, pre_buffer=False, buffer_size=_PAGE, coerce_int96_timestamp_unit="us"
+            source, metadata=footer, pre_buffer=False, buffer_size=buffer, coerce_int96_timestamp_unit="us"
         )
     except FileNotFoundError as error:
         raise DataError(f"{file.path} is gone; it was there when the data set was made") from error
@@ -70,17 +73,21 @@ class Footer:
 
     def page_bytes(self, names: set[str]) -> int:
         """Of a page of each of these columns, as it is stored and decoded; of the row group where they are largest."""
-        most = 0
+        sizes = [
+            sum(min(chunk.total_uncompressed_size, PAGE_BYTES) for chunk in group) for group in self._chunks(names)
+        ]
+        return 2 * max(sizes, default=0)
+
+    def chunk_bytes(self, names: set[str]) -> int:
+        """What the largest of these columns has in a row group, as it is stored."""
+        return max((chunk.total_compressed_size for group in self._chunks(names) for chunk in group), default=0)
+
+    def _chunks(self, names: set[str]) -> Iterator[list[Any]]:
+        """Of each row group, what these columns have in it."""
         for index in range(self.metadata.num_row_groups):
             group = self.metadata.row_group(index)
             columns = [group.column(number) for number in range(group.num_columns)]
-            sizes = [
-                min(column.total_uncompressed_size, _PAGE_BYTES)
-                for column in columns
-                if column.path_in_schema.split(".")[0] in names
-            ]
-            most = max(most, 2 * sum(sizes))
-        return most
+            yield [column for column in columns if column.path_in_schema.split(".")[0] in names]
 
 
 def partitions_of(files: list[File]) -> list[str]:

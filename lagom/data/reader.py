@@ -13,7 +13,7 @@ from lagom.data import values
 from lagom.data.ahead import Ahead
 from lagom.data.columns import Leaf
 from lagom.data.shard import Epoch, Lane, Order, Piece, lane
-from lagom.data.streams import MOST, Cursor, Source, blocks, decoded
+from lagom.data.streams import AHEAD, MOST, Cursor, Source, blocks, decoded
 from lagom.data.values import Span
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class _Pass:
             if self._decodes and self._source.is_encoded:
                 self._ahead = Ahead(decoded(found, self._source.table.row_bytes, at), _DECODED_AHEAD)
             else:
-                self._ahead = Ahead(found)
+                self._ahead = Ahead(found, AHEAD if self._order.is_plain else 1)
             self._first = self._last = 0
         while not self._first <= at < self._last:
             self._block = None  # before the next one comes

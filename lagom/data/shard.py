@@ -49,6 +49,11 @@ class Order:
         return sum(self.counts)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is that of the table."""
+        return self.seed is None and self.streams == 1
+
+    @property
     def round_rows(self) -> int:
         """Positions of a round: a window of every stream."""
         return self.streams * self.window

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 MOST = 1 << 16
 """Rows that are decoded at a time: fewer are slower, more take memory."""
+AHEAD = 3
+"""Blocks in the order of the table that may wait for the program, which are small."""
+_AT_ONCE = 2
+"""Windows of rows that are decoded at the same time, where row groups are so small."""
 _FOOTERS = 256
 """That are kept: of a large file, 1 MB or so."""
 _DECODED_ROWS, _DECODED_BYTES = 512, 1 << 20
@@ -136,17 +140,16 @@ def blocks(source: Source, order: Order, lane: Lane, at: int, size: int) -> Bloc
 
     Blocks in the order of the table end where batches of ``size`` rows do.
     """
-    if order.seed is None and order.streams == 1:
+    if order.is_plain:
         return _in_order(source, order, at, size)
     return _shuffled(source, order, lane, at)
 
 
 def _in_order(source: Source, order: Order, at: int, size: int) -> Blocks:
-    cursor = Cursor(source, min(MOST, order.window))
     rest: list[Block] = []
     num_rest = 0
-    for piece in order.pieces(0, at, order.num_rows):
-        for block in cursor.read(piece):
+    with closing(_row_groups(source, order, at)) as found:
+        for block in found:
             count = values.num_rows(block)
             start = 0
             if rest:
@@ -168,6 +171,33 @@ def _in_order(source: Source, order: Order, at: int, size: int) -> Blocks:
         yield at, values.joined(rest)
 
 
+def _row_groups(source: Source, order: Order, at: int) -> Generator[Block, None, None]:
+    """The rows from ``at`` on in the order of the table; small row groups are decoded by several threads."""
+    most = min(MOST, order.window)
+    pieces = deque(order.pieces(0, at, order.num_rows))
+    threads = min(torch.get_num_threads(), _AT_ONCE * order.window // max(order.counts))
+    # Arrow shares the columns of a row group out among threads.
+    if threads < 2 or len(source.table.fields) >= values.MANY:
+        cursor = Cursor(source, most)
+        for piece in pieces:
+            yield from cursor.read(piece)
+        return
+    cursors = deque(Cursor(source, most) for _ in range(threads))
+
+    def read(cursor: Cursor, piece: Piece) -> tuple[Cursor, list[Block]]:
+        return cursor, list(cursor.read(piece))
+
+    with ThreadPoolExecutor(threads) as pool:
+        reading: deque[Future[tuple[Cursor, list[Block]]]] = deque()
+        while pieces or reading:
+            while pieces and cursors:
+                reading.append(pool.submit(read, cursors.popleft(), pieces.popleft()))
+            cursor, found = reading.popleft().result()
+            cursors.append(cursor)
+            yield from found
+            del found
+
+
 def _shuffled(source: Source, order: Order, lane: Lane, at: int) -> Blocks:
     streams = range(lane.first, order.streams, lane.step)
     # What is decoded and left over is a round again at most.
@@ -176,10 +206,12 @@ def _shuffled(source: Source, order: Order, lane: Lane, at: int) -> Blocks:
     # Gathering waits for memory, and numpy lets go of the interpreter meanwhile.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for number in range(at // size, -(-order.length(lane.first) // order.window)):
-            parts: list[Block] = []
-            for stream, cursor in cursors.items():
-                for piece in order.pieces(stream, number * order.window, (number + 1) * order.window):
-                    parts += cursor.read(piece)
+
+            def window(stream: int, number: int = number) -> list[Block]:
+                pieces = order.pieces(stream, number * order.window, (number + 1) * order.window)
+                return [block for piece in pieces for block in cursors[stream].read(piece)]
+
+            parts = [block for found in pool.map(window, streams) for block in found]
             yield number * size, values.joined(parts, _mixed(order, streams, number), source.memory, pool)
             del parts
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lagom.data import unischema
 from lagom.data.files import File, arrow, located
-from lagom.data.footers import Footer, check_names, common_field, open_file, partitions_of
+from lagom.data.footers import PAGE_BYTES, Footer, check_names, common_field, open_file, partitions_of
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class Table:
     """Rows before the filter."""
     page_bytes: int
     """Of the pages that are open where one row group is being decoded, at most."""
+    chunk_bytes: int
+    """The largest part of a column in a row group, as it is stored."""
     schema: Mapping[str, unischema.Field] | None
     """Petastorm's, where it wrote the files."""
 
@@ -74,7 +76,7 @@ class Table:
 
     def open(self, file: int, footer: Any = None) -> Any:
         """The Parquet file number ``file``; ``footer`` is its metadata, if that is known."""
-        return open_file(self.home, self.files[file], footer)
+        return open_file(self.home, self.files[file], footer, whole=self.chunk_bytes <= PAGE_BYTES)
 
     def batches(self, opened: Any, group: int, most: int) -> Iterator[Any]:
         """The rows of row group number ``group``, a few at a time, as record batches of ``fields``.
@@ -148,6 +150,7 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
 
     expression, used = _expression(filters)
     chosen = list(dict.fromkeys(columns))
+    stored = {*chosen, *used} - set(partitions)
     groups = [
         Group(number, index, footer.metadata.row_group(index).num_rows)
         for number, footer in enumerate(footers)
@@ -163,7 +166,8 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
         groups=tuple(group for group in groups if group.num_rows),
         num_bytes=sum(footer.num_bytes(set(chosen) - set(partitions)) for footer in footers),
         num_stored=sum(group.num_rows for group in groups),
-        page_bytes=max(footer.page_bytes({*chosen, *used} - set(partitions)) for footer in footers),
+        page_bytes=max(footer.page_bytes(stored) for footer in footers),
+        chunk_bytes=max(footer.chunk_bytes(stored) for footer in footers),
         schema=schema,
     )
     if expression is not None:
