@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import cv2  # noqa: F401  # sets LD_LIBRARY_PATH when it is imported, and nothing else later
 import numpy
 import torch
 
