@@ -18,7 +18,7 @@ from lagom.records.folder import Records
 
 
 def _keep_timeline(spans: Spans, records: Records) -> None:
-    for block in spans.blocks(last=True):
+    for block in spans.blocks():
         records.timed(block | {"rank": 0})
 
 

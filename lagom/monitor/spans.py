@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import socket
@@ -16,18 +17,18 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 DATA, COPY, FORWARD, BACKWARD, OPTIMIZER = "data", "copy", "forward", "backward", "optimizer"
-COLLECTIVE = "collective"
-FETCH, STEP, ACTIVITY = "fetch", "step", "activity"
+COLLECTIVE, ASYNCHRONOUS = "collective", "asynchronous"
+"""Exchanges that the thread takes part in, and those that go on while it does something else."""
+STEP, ACTIVITY = "step", "activity"
 PHASES = DATA, COPY, FORWARD, BACKWARD, OPTIMIZER, COLLECTIVE
 """What the time of a program is divided into; the others are rows of their own."""
 
 FIRST, LATER = 100, 20
 """Steps that are kept: so many from the first on, and so many from the 200th, the 400th, the 800th ... on."""
 _FIRST_SPANS, _LATER_SPANS, _ALL_SPANS = 10_000, 2_000, 30_000
-"""Spans of these that are kept at most. One takes about 150 bytes in the trace."""
+"""Spans of these that are kept at most; looked at between steps and once a heartbeat. One takes about 150 bytes in the
+trace."""
 _BLOCK = 4000
-_PAUSE = 1.1
-"""Where nothing is noted, blocks with totals come when the time that has passed is so many times that of the last."""
 _LOOPS = 8
 """Backwards without a batch from a loader, after which each of them counts as a step."""
 
@@ -50,7 +51,7 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """Belongs to the thread that makes it, whose time it divides into phases. See Note [What is kept].
+    """What one rank has done. See Note [What is kept].
 
     Args:
         clock: nanoseconds, for tests.
@@ -60,72 +61,51 @@ class Spans:
         self.rank = rank
         self.clock = clock
         self.thread = get_ident()
-        self.inner = 0
-        """Nanoseconds of spans that have ended inside the one that is open."""
-        self.totals = dict.fromkeys(PHASES, 0)
-        """Nanoseconds of each phase without what is inside of it; of all steps, kept or not."""
+        """The program's own."""
         self.num_steps = 0
         self.keeps = True
-        self._begun = clock()
-        self._spans: list[Span] = []
-        self._room = _FIRST_SPANS
-        self._left = _ALL_SPANS
+        """Whether spans are noted at the time."""
+        self._spans: list[tuple[Any, ...]] = []
+        self.append = self._spans.append
+        """Takes what a ``Span`` is made of. To make one takes longer than all the rest of noting it."""
+        self._given = 0
+        self._ends_at = _FIRST_SPANS
         self._closes_at, self._opens_at = FIRST + 1, 2 * FIRST
         self._step_at = 0
         self._loops, self._patience = 0, 0
-        self._counts: dict[str, int] = {}
-        self._told = 0
+        self._counts: dict[str, Callable[[], int]] = {}
         self._header = {"rank": rank, "host": socket.gethostname(), "clock": clock_id(), "pid": os.getpid()}
         self._header |= {"thread": self.thread, "wall_ns": time.time_ns(), "clock_ns": clock()}
         _alive.add(self)
 
-    def end(
-        self, kind: str, name: str, start: int, before: int, size: int = 0, stream: str = "", number: int = -1
-    ) -> None:
-        """What began at ``start`` in the program's own thread, when ``inner`` was ``before``, is over."""
-        now = self.clock()
-        self.totals[kind] += now - start - self.inner
-        self.inner = before + now - start
-        if self.keeps:
-            self._keep(Span(kind, name, start, now, self.thread, size, stream, number))
-
-    def spend(self, kind: str, start: int, before: int) -> None:
-        """As ``end``, of time that is a part of a longer span."""
-        length = self.clock() - start
-        self.totals[kind] += length - self.inner
-        self.inner = before + length
-
     def add(self, kind: str, name: str, start: int, size: int = 0, stream: str = "", number: int = -1) -> None:
-        """Note what began at ``start`` and is over, beside what the program's own thread does."""
+        """Note what began at ``start`` and is over."""
         if self.keeps:
-            self._keep(Span(kind, name, start, self.clock(), get_ident(), size, stream, number))
+            self.append((kind, name, start, self.clock(), get_ident(), size, stream, number))
 
     def timed(self, kind: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, its calls noted."""
+        clock, append = self.clock, self.append
 
         def call(*args: Any, **options: Any) -> Any:
-            start = self.clock()
-            if get_ident() != self.thread:
-                try:
-                    return function(*args, **options)
-                finally:
-                    self.add(kind, name, start)
-            before, self.inner = self.inner, 0
+            if not self.keeps:
+                return function(*args, **options)
+            start = clock()
             try:
                 return function(*args, **options)
             finally:
-                self.end(kind, name, start, before)
+                append((kind, name, start, clock(), get_ident()))
 
         return call
 
-    def next_number(self, stream: str) -> int:
-        """Of an exchange that begins; to be asked for whether spans are kept or not."""
-        number = self._counts.get(stream, 0)
-        self._counts[stream] = number + 1
-        return number
+    def numbers(self, stream: str) -> Callable[[], int]:
+        """Gives the number of an exchange that begins; to be asked for whether spans are kept or not."""
+        if stream not in self._counts:
+            self._counts[stream] = itertools.count().__next__
+        return self._counts[stream]
 
     def batch(self, start: int) -> None:
-        """A loader gave a batch that was asked for at ``start``."""
+        """A step begins: a loader gave a batch that was asked for at ``start``."""
         self._loops, self._patience = 0, _LOOPS
         self._step(start)
 
@@ -135,45 +115,48 @@ class Spans:
         if self._loops > self._patience:
             self._step(start)
 
+    def finish(self) -> None:
+        """The program has ended, and with it its last step."""
+        self._end_step(self.clock())
+
     def _step(self, start: int) -> None:
-        if self._step_at and self.keeps:
-            self._keep(Span(STEP, f"step {self.num_steps}", self._step_at, start, self.thread, number=self.num_steps))
+        if self.keeps:
+            self._end_step(start)
+            self._step_at = start
+            self.keeps = self._given + len(self._spans) < self._ends_at
         self.num_steps += 1
-        self._step_at = start
         if self.num_steps == self._closes_at:
-            self.keeps = False
+            self.keeps, self._step_at = False, 0
         elif self.num_steps == self._opens_at:
-            self.keeps, self._room = self._left > 0, min(_LATER_SPANS, self._left)
+            self._ends_at = min(_LATER_SPANS + self._num_spans, _ALL_SPANS)
             self._closes_at, self._opens_at = self._opens_at + LATER, 2 * self._opens_at
+            self.keeps, self._step_at = self._num_spans < self._ends_at, start
 
-    def _keep(self, span: Span) -> None:
-        self._spans.append(span)
-        self._room -= 1
-        self._left -= 1
-        if self._room <= 0:
-            self.keeps = False
+    def _end_step(self, end: int) -> None:
+        if self._step_at:
+            self.append((STEP, "step", self._step_at, end, self.thread, 0, "", self.num_steps))
+            self._step_at = 0
 
-    def blocks(self, *, last: bool = False) -> Iterator[dict[str, Any]]:
-        """What has been noted since the last time, as messages; from any one thread at a time.
+    @property
+    def _num_spans(self) -> int:
+        return self._given + len(self._spans)
 
-        Args:
-            last: there will be no more, so that totals are wanted also where nothing has been noted.
-        """
-        elapsed = self.clock() - self._begun
-        if not (self._spans or last or elapsed > _PAUSE * self._told):
-            return
-        self._told = elapsed
+    def blocks(self) -> Iterator[dict[str, Any]]:
+        """What has been noted since the last time, as messages; from any one thread at a time."""
+        if self._num_spans >= self._ends_at:
+            self.keeps = False  # of a program that takes no steps
         while True:
-            # Two steps, each of which Python does at once: what is noted meanwhile comes behind.
+            # Each is done at once by Python; what is noted meanwhile comes behind.
             spans = self._spans[:_BLOCK]
             del self._spans[: len(spans)]
-            yield {"type": "timeline", "data": self._packed(spans)}
+            self._given += len(spans)
+            if spans:
+                yield {"type": "timeline", "data": self._packed(spans)}
             if len(spans) < _BLOCK:
                 return
 
-    def _packed(self, spans: list[Span]) -> str:
-        now = {"totals": dict(self.totals), "steps": self.num_steps, "elapsed": self.clock() - self._begun}
-        text = json.dumps(self._header | now | {"spans": spans}, separators=(",", ":"))
+    def _packed(self, spans: list[tuple[Any, ...]]) -> str:
+        text = json.dumps(self._header | {"steps": self.num_steps, "spans": spans}, separators=(",", ":"))
         return base64.b64encode(zlib.compress(text.encode(), 1)).decode()
 
 
@@ -237,7 +220,8 @@ _alive: weakref.WeakSet[Spans] = weakref.WeakSet()
 
 def _forget() -> None:
     for spans in list(_alive):
-        spans.keeps, spans._left = False, 0
+        spans.keeps, spans._ends_at = False, 0
+        spans._closes_at = spans._opens_at = -1
 
 
 # A loader worker is no rank.
@@ -247,4 +231,4 @@ os.register_at_fork(after_in_child=_forget)
 #
 # A run may take days, and a trace of more than some tens of MB is of no use. So the first 100 steps are kept, and then
 # 20 steps each from the 200th, the 400th, the 800th ... on: all ranks keep the same ones, since they take the same
-# steps, so that exchanges can be compared. What is divided into phases is the time of all steps.
+# steps, so that exchanges can be compared. In between, what is left of noting is to ask whether that is wanted.

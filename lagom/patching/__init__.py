@@ -54,7 +54,8 @@ def patched(session: Session) -> Iterator[None]:
                 stack.enter_context(whole_batch_statistics(session))
         if distributed or session.plan.rehearsal is not None:
             stack.enter_context(shared_files(session))
-        if distributed or session.device.type == "cuda":
+        has_forwards = distributed or session.device.type == "cuda"
+        if has_forwards:
             stack.enter_context(own_forwards(session, streams))
         if precision is not None:
             stack.enter_context(precision.forwards())
@@ -64,7 +65,7 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(driven_by_deepspeed(session))
         stack.enter_context(dealt_loaders(session, streams))
         if session.spans is not None:
-            stack.enter_context(timed(session, session.spans))
+            stack.enter_context(timed(session, session.spans, forwards=has_forwards))
         yield
         if session.watch is not None and session.frame is not None and not session.joined:
             session.watch.end(session.frame)

@@ -15,6 +15,7 @@ from lagom.patching.device import follow_input
 from lagom.patching.passes import tensors
 from lagom.patching.replace import replaced
 from lagom.patching.slicing import Slicer
+from lagom.patching.timing_forwards import timed_forward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,8 +64,11 @@ def own_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
     module's first call, in which parameters may be made, nor in a backward, where checkpoints repeat a forward.
     """
     forwards = _Forwards(session, streams)
+    call = _called(forwards)
+    if session.spans is not None:
+        call = timed_forward(session.spans, vars(nn.Module)["__call__"], call, forwards)
     with ExitStack() as stack:
-        stack.enter_context(replaced(nn.Module, "__call__", _called(forwards)))
+        stack.enter_context(replaced(nn.Module, "__call__", call))
         if session.world_size > 1:
             stack.enter_context(replaced(torch.utils.checkpoint, _CHECKPOINT, _checkpointed(forwards)))
             stack.enter_context(reentrant_checkpoints(session))

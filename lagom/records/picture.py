@@ -59,10 +59,9 @@ def share_table(summary: Mapping[str, Any]) -> str:
     rows = ""
     for rank, one in summary["ranks"].items():
         shares = "".join(f"<td>{one['shares'][name]:.1%}</td>" for name in _NAMES)
-        late = f"<td>{one['came_last']} of {summary['exchanges']}</td><td>{one['held_up_s']:.3g} s</td>"
+        late = f"<td>{one['came_last']} of {one['exchanges']}</td><td>{one['held_up_s']:.3g} s</td>"
         rows += f"<tr><th>rank {html.escape(rank)}</th>{shares}{late}</tr>"
-    note = "Who came last, and for how long others waited then, is that of the steps that are kept in the trace."
-    return f"<table>{head}{rows}</table><p>{note}</p>"
+    return f"<table>{head}{rows}</table><p>Of the steps that the trace has, but for the first.</p>"
 
 
 def picture(events: Events) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lagom.monitor.spans import COLLECTIVE, Span
+from lagom.monitor.spans import ASYNCHRONOUS, COLLECTIVE, Span
 
 APART = frozenset(("broadcast", "broadcast_object_list", "gather", "reduce", "scatter"))
 """Exchanges that may end on a rank before all have come to them; all others do not."""
@@ -27,10 +27,7 @@ class Recorded:
     wall_ns: int = 0
     """Time of day when ``clock`` showed ``clock_ns``."""
     clock_ns: int = 0
-    totals: Mapping[str, int] = field(default_factory=dict)
-    """Time in each phase of the whole run."""
     steps: int = 0
-    elapsed: int = 0
     spans: list[Span] = field(default_factory=list)
 
 
@@ -52,7 +49,7 @@ def _read(path: Path, rank: int) -> Recorded:
                 block: dict[str, Any] = json.loads(line)
             except ValueError:
                 continue
-            for name in ("host", "clock", "thread", "wall_ns", "clock_ns", "totals", "steps", "elapsed"):
+            for name in ("host", "clock", "thread", "wall_ns", "clock_ns", "steps"):
                 setattr(found, name, block[name])
             found.spans.extend(Span(*span) for span in block["spans"])
     return found
@@ -67,7 +64,7 @@ def exchanges(found: Sequence[Recorded], *, together: bool = True) -> dict[tuple
     by_key: dict[tuple[str, int], dict[int, Span]] = defaultdict(dict)
     for one in found:
         for span in one.spans:
-            if span.kind == COLLECTIVE and span.number >= 0 and span.stream:
+            if span.kind in (COLLECTIVE, ASYNCHRONOUS) and span.number >= 0 and span.stream:
                 by_key[span.stream, span.number][one.rank] = span
     return {
         key: spans

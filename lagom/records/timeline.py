@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lagom.monitor import spans as kinds
 from lagom.monitor.spans import Span
@@ -18,6 +18,8 @@ TIMELINES = "timelines"
 TRACE, SUMMARY = "timeline.json", "timeline-summary.json"
 MAX_RANKS = 64
 """Whose rows a trace has: at most some 300 MB, which is what a browser can show."""
+STEPS, PROGRAM, LOADER = range(3)
+"""Rows of a rank."""
 _LEAST_NS = 2_000
 """Of waiting in an exchange that is shown."""
 
@@ -76,13 +78,6 @@ def waited(found: Sequence[Recorded], clocks: dict[str, Offset]) -> dict[tuple[s
     return waits
 
 
-class _Row(NamedTuple):
-    """A thread of the trace."""
-
-    number: int
-    name: str
-
-
 class _Rows:
     """Threads of one rank, numbered as they are shown: steps, program, loader, collectives, others."""
 
@@ -95,15 +90,15 @@ class _Rows:
     def of(self, span: Span, thread: int) -> int:
         """The number of the row that ``span`` goes to."""
         if span.kind == kinds.STEP:
-            return 0
-        if span.kind == kinds.FETCH and span.thread == thread:
-            return 2
+            return STEPS
         if span.kind == kinds.COLLECTIVE:
             return self._free(f"collectives{' of ' + span.stream if span.stream not in ('', 'ranks') else ''}", span)
+        if span.kind == kinds.ASYNCHRONOUS:
+            return self._free("collectives under way", span)
         if span.kind == kinds.ACTIVITY:
             return self._free(span.stream, span)
         if span.thread == thread:
-            return 1
+            return PROGRAM
         return self._free(f"thread {span.thread}", span)
 
     def _free(self, name: str, span: Span) -> int:
@@ -133,8 +128,11 @@ def _events(found: Sequence[Recorded], clocks: dict[str, Offset], waits: dict[tu
         # Longer ones first, so that those inside come behind them.
         for span in sorted(one.spans, key=lambda span: (span.start, -span.end)):
             start = span.start - offset.of(span.start) - began
-            row = rows.of(span, one.thread)
-            yield _slice(one.rank, row, span.name, span.kind, start, span.end - span.start, _args(span))
+            row, length = rows.of(span, one.thread), span.end - span.start
+            name = f"step {span.number}" if span.kind == kinds.STEP else span.name
+            yield _slice(one.rank, row, name, span.kind, start, length, _args(span))
+            if row == PROGRAM and span.kind in (kinds.DATA, kinds.COPY):
+                yield _slice(one.rank, LOADER, name, span.kind, start, length, {})
             wait = waits.get((span.stream, span.number)) if span.kind == kinds.COLLECTIVE else None
             if wait is not None and (waiting := wait.of(one.rank)) >= _LEAST_NS:
                 yield _slice(one.rank, row, f"waits for rank {wait.last}", "wait", start, waiting, {})

@@ -53,7 +53,7 @@ class Heart:
         with self._lock, contextlib.suppress(OSError):
             if self._session is not None:
                 self._control.send(self._progress(self._session))
-                for block in _timeline(self._session, last=True):
+                for block in _timeline(self._session):
                     self._control.send(block)
             self._control.send(report)
 
@@ -113,8 +113,8 @@ class Heart:
         return {"type": "doing", **found, "children": self._children}
 
 
-def _timeline(session: Session, *, last: bool = False) -> Iterable[Message]:
-    return session.spans.blocks(last=last) if session.spans is not None else ()
+def _timeline(session: Session) -> Iterable[Message]:
+    return session.spans.blocks() if session.spans is not None else ()
 
 
 def memory(device: str) -> int:
