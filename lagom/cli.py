@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +15,9 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR, Batches, Evaluation, Launcher, Log
 from lagom.errors import LagomError, RankError, RankTraceback, StallError, VerificationError
+from lagom.recognise import is_driver
 from lagom.script import Script
+from lagom.worker.compatible import compatible
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +63,24 @@ def _run(args: argparse.Namespace) -> int:
     )
     if config.launcher == "spark":
         _session(args.master, args.n)
-    experiment.lagom(Script.read(path, args.arguments), config)
+    script = Script.read(path, args.arguments)
+    if is_driver(script):
+        return _drive(script, config if args.master else replace(config, launcher="auto"))
+    experiment.lagom(script, config)
+    return 0
+
+
+def _drive(script: Script, config: TorchDistributedConfig) -> int:
+    """Run a script that starts ranks by itself, here, as python does; ``config`` says what it does not."""
+    try:
+        with experiment.told(config), compatible():
+            script()
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else 1
+    except Exception as error:
+        return _failed(error)
     return 0
 
 

@@ -75,6 +75,28 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
     )
 
 
+_told: TorchDistributedConfig | None = None
+
+
+@contextmanager
+def told(config: TorchDistributedConfig) -> Iterator[None]:
+    """Meanwhile a program starts runs by itself, and ``config`` is what the command line says of them."""
+    global _told  # the one command line of this process
+    before, _told = _told, config
+    try:
+        yield
+    finally:
+        _told = before
+
+
+def what_is_told() -> dict[str, Any]:
+    """The fields that the command line has given another value than they have by default."""
+    plain = TorchDistributedConfig()
+    names = [each.name for each in fields(plain) if each.name != "name"]
+    found = {name: getattr(_told, name) for name in names} if _told is not None else {}
+    return {name: value for name, value in found.items() if value != getattr(plain, name)}
+
+
 @contextmanager
 def _kept(config: TorchDistributedConfig, the_plan: Plan, where: str) -> Iterator[Records | None]:
     """Records of the run, if they are wanted; what it raises is among them."""

@@ -6,7 +6,7 @@ import ast
 import dis
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from lagom.sources import codes, is_foreign, own_root, reached
 
 _STARTS = frozenset({"init_process_group", "init_device_mesh"})
 """What a program calls to have a process group of its own."""
+_DRIVES = ("maggy.experiment",)
+"""What a script imports to start ranks by itself."""
 
 
 def is_distributed(*values: Any) -> bool:
@@ -36,19 +38,29 @@ def is_distributed(*values: Any) -> bool:
     return _any_starts(modules)
 
 
+def is_driver(script: Script) -> bool:
+    """Whether ``script``, or a module of the user's own that it imports, starts the ranks of a run by itself."""
+    modules = [name for part in codes(script.code) for name in _imports(part)]
+    found = {*modules, *(name for _, imports in _all_read(modules) for name in imports)}
+    return not found.isdisjoint(_DRIVES)
+
+
 def _any_starts(modules: list[str]) -> bool:
-    seen: set[Path] = set()
-    while modules:
-        for package, path in _files_of(modules.pop()):
+    return any(starts for starts, _ in _all_read(modules))
+
+
+def _all_read(modules: Iterable[str]) -> Iterator[tuple[bool, tuple[str, ...]]]:
+    """What ``_read`` gives for the user's own files among ``modules``, and among what these import."""
+    waiting, seen = list(modules), set[Path]()
+    while waiting:
+        for package, path in _files_of(waiting.pop()):
             if path in seen:
                 continue
             seen.add(path)
             stat = path.stat()
             starts, imports = _read(path, package, stat.st_mtime_ns, stat.st_size)
-            if starts:
-                return True
-            modules += imports
-    return False
+            yield starts, imports
+            waiting += imports
 
 
 def _imports(code: types.CodeType) -> Iterator[str]:

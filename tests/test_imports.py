@@ -37,7 +37,9 @@ _TORCH_SIDE = (
     "numpy",
 )
 # Parts of the worker that the driver has use for; without torch, so that it need not import it.
-_SHARED = tuple(f"lagom.worker.{name}" for name in ("place", "random_states", "rendezvous", "spec", "task"))
+_SHARED = tuple(
+    f"lagom.worker.{name}" for name in ("compatible", "place", "random_states", "rendezvous", "spec", "task")
+)
 _DRIVER_SIDE = (
     *_FACTS,
     "lagom.aggregate",

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-_BY_PACKAGE = {"petastorm": "lagom.compat.petastorm"}
-"""What to import before a package; by name, as nothing here depends on it."""
+_BY_PACKAGE = {"maggy": "lagom.compat.maggy", "petastorm": "lagom.compat.petastorm"}
+"""What to import before a package; by name, as nothing here depends on it. Where it has ``installed``, it serves the
+package itself, from ``install`` to ``remove``."""
 
 
 @contextmanager
@@ -24,11 +26,27 @@ def compatible() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
+        for module in finder.installed:
+            module.remove()
 
 
 class _First(importlib.abc.MetaPathFinder):
+    def __init__(self) -> None:
+        self.installed: list[Any] = []
+        """What serves a package since the program asked for it."""
+        self._seen: set[str] = set()
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in _BY_PACKAGE or _BY_PACKAGE[name] in sys.modules:
+        home = _BY_PACKAGE.get(name)
+        if home is None or home in self._seen:
             return None
-        importlib.import_module(_BY_PACKAGE[name])
+        self._seen.add(home)  # to look further comes here again
+        module: Any = sys.modules.get(home)
+        if module is not None and (not hasattr(module, "installed") or module.installed()):
+            return None
+        module = importlib.import_module(home)
+        if hasattr(module, "install"):
+            module.install()
+            if module.installed():
+                self.installed.append(module)
         return importlib.util.find_spec(name)

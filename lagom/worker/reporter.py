@@ -13,24 +13,29 @@ class Reporter:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._steps = 0
+        self._step = -1
 
     def broadcast(self, metric: Any, step: int | None = None) -> None:
         """Report the number ``metric`` at ``step``; without a step, one more than at the last report.
 
         Raises:
-            ValueError: when ``metric`` is no number, or ``step`` does not grow.
+            ValueError: when ``metric`` is no number, or ``step`` is less than before.
         """
         value = metric.item() if hasattr(metric, "item") and getattr(metric, "size", None) is not None else metric
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ValueError(f"broadcast() got {metric!r} as metric; want a number")
-        step = self._steps if step is None else step
-        if isinstance(step, bool) or not isinstance(step, int) or step < self._steps:
-            raise ValueError(f"broadcast() got step {step!r}; want a whole number, at least {self._steps} by now")
-        self._steps = step + 1
+        step = self._step + 1 if step is None else step
+        least = max(self._step, 0)
+        if isinstance(step, bool) or not isinstance(step, int) or step < least:
+            raise ValueError(f"broadcast() got step {step!r}; want a whole number, at least {least} by now")
+        self._step = step
         self._session.reported = {"metric": float(value), "step": step}
 
-    def log(self, text: object, verbose: bool = True) -> None:
-        """Print ``text``, once over all ranks; with ``verbose=False``, nothing."""
-        if verbose:
+    def log(self, text: object, verbose: bool = True, *, jupyter: bool = False) -> None:
+        """Print ``text``, once over all ranks; with ``verbose=False``, nothing.
+
+        Args:
+            jupyter: later releases of Maggy call ``verbose`` so.
+        """
+        if verbose or jupyter:
             print(text, flush=True)

@@ -1,0 +1,131 @@
+"""``maggy.config`` and ``maggy.experiment_config``: Maggy's configs, as lagom's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from lagom import config
+from lagom.compat.maggy.search import AblationConfig, HyperparameterOptConfig, OptimizationConfig, unserved
+
+__all__ = [
+    "AblationConfig",
+    "BaseConfig",
+    "HyperparameterOptConfig",
+    "LagomConfig",
+    "OptimizationConfig",
+    "TfDistributedConfig",
+    "TorchDistributedConfig",
+]
+
+LagomConfig = config.TorchDistributedConfig
+_REST = ("hparams", "backend", "mixed_precision", "zero_lvl", "deepspeed_config", "name", "hb_interval", "description")
+_EARLIER = ("train_set", "test_set", *_REST)
+_LATER = ("dataset", *_REST)
+
+TfDistributedConfig = unserved(
+    "TfDistributedConfig", "lagom trains PyTorch; for TensorFlow there is tf.distribute.MultiWorkerMirroredStrategy"
+)
+
+
+class TorchDistributedConfig(config.TorchDistributedConfig):
+    """Maggy's, with any field of lagom's; ``batches`` is "per_rank" unless it is given.
+
+    As in Maggy, fields may be given by position, in the order of either release, and may be set afterwards.
+
+    Args:
+        module: as lagom's.
+        positional: what follows ``module`` in Maggy 1.1, where the first is a list (of data sets), else in Maggy 1.0.
+        given: any of lagom's fields. ``dataset`` may be a list of any length.
+    """
+
+    __slots__ = ("sets",)
+
+    sets: Sequence[Any] | None
+    """``dataset``, where that is no pair."""
+
+    def __init__(self, module: Any = None, *positional: Any, **given: Any) -> None:
+        names = _LATER if _is_later(positional) else _EARLIER
+        if len(positional) > len(names):
+            raise TypeError(f"TorchDistributedConfig takes {1 + len(names)} by position, not {1 + len(positional)}")
+        for name, value in zip(names, positional, strict=False):
+            if name in given:
+                raise TypeError(f"TorchDistributedConfig got {name!r} twice")
+            given[name] = value
+        given["hparams"] = given.get("hparams") or {}
+        sets = given.get("dataset")
+        if isinstance(sets, (list, tuple)) and len(sets) != 2:
+            del given["dataset"]
+        else:
+            sets = None
+        if given.get("backend", "torch") == "deepspeed":
+            given["zero_lvl"] = given.get("zero_lvl") or _stage(given.get("deepspeed_config"))
+            given["deepspeed_config"] = _with_adam_of_torch(given.get("deepspeed_config"))
+        elif given.get("deepspeed_config") is not None:
+            warnings.warn("deepspeed_config is not used: backend is 'torch'", stacklevel=2)
+            del given["deepspeed_config"]
+        given.setdefault("batches", "per_rank")
+        super().__init__(module=module, **given)
+        object.__setattr__(self, "sets", sets)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in {each.name for each in fields(self)}:
+            raise AttributeError(f"TorchDistributedConfig has no field {name!r}")
+        before = getattr(self, name)
+        object.__setattr__(self, name, value)
+        try:
+            self.__post_init__()
+        except ValueError:
+            object.__setattr__(self, name, before)
+            raise
+
+    def changed(self, given: Mapping[str, Any]) -> TorchDistributedConfig:
+        """One like this, but for the fields that are ``given``."""
+        found = TorchDistributedConfig(**{each.name: getattr(self, each.name) for each in fields(self)} | dict(given))
+        object.__setattr__(found, "sets", self.sets)
+        return found
+
+    def told(self, given: Mapping[str, Any]) -> TorchDistributedConfig:
+        """This one, with what is ``given`` for those fields that have the values they have by default."""
+        plain = TorchDistributedConfig()
+        return self.changed({n: value for n, value in given.items() if getattr(self, n) == getattr(plain, n)})
+
+    @property
+    def ds_config(self) -> Any:
+        """Maggy's name for ``deepspeed_config``."""
+        return self.deepspeed_config
+
+
+class BaseConfig(TorchDistributedConfig):
+    """Of an experiment without a module: its function runs once, as in Maggy."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str = "base", hb_interval: float = 1, description: str = "", **given: Any) -> None:
+        super().__init__(
+            **{"name": name, "hb_interval": hb_interval, "description": description, "world_size": 1, **given}
+        )
+
+
+def _is_later(positional: tuple[Any, ...]) -> bool:
+    if not positional:
+        return False
+    first, *others = positional
+    return isinstance(first, (list, tuple)) or (first is None and bool(others) and isinstance(others[0], Mapping))
+
+
+def _stage(deepspeed_config: Any) -> int:
+    zero = deepspeed_config.get("zero_optimization") if isinstance(deepspeed_config, Mapping) else None
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    return stage if isinstance(stage, int) else 0
+
+
+def _with_adam_of_torch(deepspeed_config: Any) -> Any:
+    """As in Maggy: DeepSpeed's own Adam is compiled when it is first used, which takes a compiler and minutes."""
+    optimizer = deepspeed_config.get("optimizer") if isinstance(deepspeed_config, Mapping) else None
+    if not isinstance(optimizer, Mapping) or optimizer.get("type") != "Adam":
+        return deepspeed_config
+    parameters = {"torch_adam": True, **(optimizer.get("params") or {})}
+    return {**deepspeed_config, "optimizer": {**optimizer, "params": parameters}}
