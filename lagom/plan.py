@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from lagom.config import TorchDistributedConfig
-from lagom.config.torch_distributed import Backend, Batches, Collectives, Evaluation, Log, MixedPrecision
+from lagom.config.torch_distributed import (
+    Backend,
+    Batches,
+    Collectives,
+    Compression,
+    Evaluation,
+    Log,
+    LrScaling,
+    MixedPrecision,
+    Reduction,
+)
 from lagom.errors import PlanError
 
 
@@ -78,6 +88,9 @@ class Plan:
     collectives: Collectives = "auto"
     timeline: bool = False
     """What ranks do is noted."""
+    gradient_compression: Compression | None = None
+    reduction: Reduction = "mean"
+    lr_scaling: LrScaling | None = None
     already_distributed: bool = False
     """The program is written for torchrun: its ranks find the variables that torchrun sets."""
     rehearsal: Rehearsal | None = None
@@ -129,6 +142,9 @@ def plan(
         mixed_precision=config.mixed_precision,
         collectives=config.collectives,
         timeline=bool(config.timeline),
+        gradient_compression=config.gradient_compression,
+        reduction=config.reduction,
+        lr_scaling=config.lr_scaling,
         already_distributed=already_distributed,
     )
 

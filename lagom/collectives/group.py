@@ -203,6 +203,21 @@ class Group(Asking):
                 return
             self._serving(part)._allgather_base(whole, part).wait()
 
+    def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of a contiguous ``rows``, one for each rank, the row of this rank from each of them; all of one shape."""
+        assert rows.is_contiguous()
+        assert len(rows) == self.world_size
+        found = torch.empty_like(rows)
+        with naming("all_to_all"):
+            near = self._connected() if rows.device.type == "cpu" else None
+            if near:
+                sizes = [row.nbytes for row in rows]
+                near.all_to_all(rows.data_ptr(), sizes, found.data_ptr(), sizes)
+                return found
+            out, given = (one.view(torch.uint8).view(self.world_size, -1) for one in (found, rows))
+            self._serving(rows).alltoall_base(out, given, [], []).wait()
+        return found
+
     def _exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
         with naming("exchange"):
             near = self._connected()

@@ -13,6 +13,9 @@ Backend = Literal["torch", "deepspeed"]
 Collectives = Literal["auto", "gloo"]
 Batches = Literal["split", "whole", "per_rank"]
 Evaluation = Literal["gathered", "replicated", "sharded"]
+Compression = Literal["fp16", "bf16", "powersgd"]
+Reduction = Literal["mean", "adasum"]
+LrScaling = Literal["linear"]
 Log = Literal["rank0", "all"]
 MixedPrecision = bool | Literal["bf16", "fp16"]
 
@@ -60,6 +63,14 @@ class TorchDistributedConfig:
     collectives: Collectives = "auto"
     """How ranks exchange what is on the CPU. "auto": through shared memory where all are on one host and lagom was
     installed with its compiled part, else through gloo; "gloo": through gloo."""
+    gradient_compression: Compression | None = None
+    """What gradients are on their way between ranks: "fp16" or "bf16" halve the bytes; "powersgd" sends matrices as
+    products of two thin ones. None: what they are."""
+    reduction: Reduction = "mean"
+    """What becomes of the gradients of all ranks: their "mean"; or "adasum", which adds what points different ways."""
+    lr_scaling: LrScaling | None = None
+    """"linear" multiplies the learning rates that optimizers are made with by the number of ranks, for
+    ``batches="per_rank"``, where a batch is that much larger. None: they are what the program says."""
     sync_batchnorm: bool = True
     """BatchNorm's statistics in training are those of the whole batch, not of a rank's share."""
     verify: bool = False
@@ -95,11 +106,14 @@ class TorchDistributedConfig:
             ("batches", Batches),
             ("evaluation", Evaluation),
             ("collectives", Collectives),
+            ("reduction", Reduction),
             ("log", Log),
         ):
             _one_of(name, getattr(self, name), get_args(choices))
         _one_of("sync_batchnorm", self.sync_batchnorm, (False, True))
         _one_of("verify", self.verify, (False, True))
+        _one_of("gradient_compression", self.gradient_compression, (None, *get_args(Compression)))
+        _one_of("lr_scaling", self.lr_scaling, (None, *get_args(LrScaling)))
         _one_of("zero_lvl", self.zero_lvl, (0, 1, 2, 3))
         _one_of("mixed_precision", self.mixed_precision, (False, True, "bf16", "fp16"))
         self._check_module()
@@ -107,6 +121,7 @@ class TorchDistributedConfig:
         self._check_numbers()
         self._check_texts()
         self._check_deepspeed()
+        self._check_gradients()
 
     def _check_module(self) -> None:
         modules = self.module if isinstance(self.module, (list, tuple)) else [self.module]
@@ -174,6 +189,33 @@ class TorchDistributedConfig:
             raise ValueError(f"deepspeed_config is {self.deepspeed_config!r}; want a dict, as DeepSpeed takes it")
         if self.backend != "deepspeed":
             raise ValueError("deepspeed_config is given, but backend is 'torch'; set backend='deepspeed' or drop it")
+
+    def _check_gradients(self) -> None:
+        changes = {
+            "gradient_compression": self.gradient_compression,
+            "reduction": self.reduction if self.reduction != "mean" else None,
+            "lr_scaling": self.lr_scaling,
+        }
+        asked = ", ".join(f"{name}={value!r}" for name, value in changes.items() if value is not None)
+        if asked and self.verify:
+            raise ValueError(f"verify=True compares with one process, and {asked} gives other numbers; verify without")
+        if asked and self.backend == "deepspeed":
+            raise ValueError(f"{asked} is not for backend='deepspeed', which has settings for it in deepspeed_config")
+        if self.gradient_compression == "powersgd":
+            if self.reduction == "adasum":
+                raise ValueError(
+                    "gradient_compression='powersgd' averages; with reduction='adasum' use 'fp16' or 'bf16'"
+                )
+            if self.zero_lvl > 1:
+                raise ValueError(
+                    "gradient_compression='powersgd' keeps as much as all gradients on every rank, which "
+                    f"zero_lvl={self.zero_lvl} is there to avoid; use zero_lvl=1, or 'fp16' or 'bf16'"
+                )
+            if self.mixed_precision == "fp16":
+                raise ValueError(
+                    "gradient_compression='powersgd' keeps what is lost for the next step, where the scale of "
+                    "mixed_precision='fp16' may be another; use mixed_precision='bf16'"
+                )
 
 
 def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:

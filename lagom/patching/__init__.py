@@ -16,6 +16,7 @@ from lagom.patching.optimizer import sharded_steps
 from lagom.patching.own_ranks import spawned_ranks
 from lagom.patching.precision import Precision
 from lagom.patching.random import OwnStreams
+from lagom.patching.rates import scaled_rates
 from lagom.patching.timing import timed
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def patched(session: Session) -> Iterator[None]:
                 stack.enter_context(synchronised_backward(session))
                 if session.plan.zero_lvl:
                     stack.enter_context(sharded_steps(session))
+            if session.plan.lr_scaling is not None and not session.plan.already_distributed:
+                stack.enter_context(scaled_rates(session))
             if session.plan.sync_batchnorm:
                 stack.enter_context(whole_batch_statistics(session))
         if distributed or session.plan.rehearsal is not None:

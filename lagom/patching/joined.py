@@ -100,6 +100,7 @@ class _Joining:
         _check(session, asked)
         if not session.joined:
             session.at("init_process_group()")  # the others must be here, too
+            _tell(session)
             if session.weights is not None:
                 session.weights.end()
         timeout = asked.get("timeout")
@@ -123,6 +124,14 @@ class _Joining:
         if defaults["cpu"] != process_group.NAME:
             ours = {**defaults, "cpu": process_group.NAME}
             self._stack.enter_context(replaced(dist.Backend, "default_device_backend_map", ours))
+
+
+def _tell(session: Session) -> None:
+    plan = session.plan
+    if plan.gradient_compression or plan.lr_scaling or plan.reduction != "mean":
+        session.say_once(
+            "the program is distributed by itself: gradient_compression, reduction and lr_scaling are not for it"
+        )
 
 
 def _is_fake(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from lagom.patching.terms import Terms
 from lagom.strategies.divergence import Watch
 from lagom.strategies.frame import FRAME, Frame
 from lagom.strategies.leaves import Leaves, Likeness
+from lagom.strategies.reduction import reduction
 from lagom.strategies.replicate import Replicate
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Session:
 
     live: bool = field(default=True, init=False)
     """False in processes forked from the rank, such as loader workers: patches do nothing there; and once joined."""
+    has_arrived: bool = field(default=False, init=False)
+    """What came with the program has been unpacked; from now on it is the program that makes things."""
     joined: bool = field(default=False, init=False)
     """The program has called ``init_process_group``: it is distributed by itself, and patches are off for good."""
     began: str = field(default="", init=False)
@@ -125,7 +128,10 @@ class Session:
         if self.group is not None:
             self.frame = Frame(self.group, 0 if self.device.type == "cuda" else FRAME)
             self.watch = Watch(self.group, self.leaves, self._trainable, self.synchronised, self.name_of)
-            self.replicate = Replicate(self.group, self.leaves, self.watch, self.frame, self.likeness, self.name_of)
+            reduced = reduction(self.group, self.plan.gradient_compression, self.plan.reduction == "adasum")
+            self.replicate = Replicate(
+                self.group, self.leaves, self.watch, self.frame, self.likeness, self.name_of, reduced
+            )
         _alive.add(self)
 
     @property

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lagom.strategies.buckets import land, launch
 from lagom.strategies.layout import Entry, Layout, lies_plainly
+from lagom.strategies.reduction import Mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lagom.collectives.group import Group
     from lagom.strategies.frame import Frame
+    from lagom.strategies.reduction import Reduction
 
 _MAX_LAYOUTS = 64
 
@@ -25,19 +26,25 @@ class Averager:
     Args:
         frame: of size 0 where gradients are on GPUs.
         forgotten: called when old layouts are dropped.
+        reduction: what becomes of the gradients of backwards.
     """
 
-    def __init__(self, group: Group, frame: Frame, forgotten: Callable[[], None]) -> None:
+    def __init__(self, group: Group, frame: Frame, forgotten: Callable[[], None], reduction: Reduction) -> None:
+        self._mean = Mean(group)
+        self._reduction = reduction
         self._group = group
         self._frame = frame
         self._forgotten = forgotten
         self._layouts: dict[object, Layout] = {}
 
-    def layout(self, kind: str, numbers: Sequence[int], gradients: Sequence[torch.Tensor]) -> Layout:
+    def layout(
+        self, kind: str, numbers: Sequence[int], gradients: Sequence[torch.Tensor], *, averages: bool = False
+    ) -> Layout:
         """Where ``gradients`` travel; the same object as long as the same ones are given.
 
         Args:
             kind: what is averaged; what ranks call differently is not mixed.
+            averages: they are to be averaged, whatever becomes of others.
         """
         entries = tuple(
             (number, gradient.dtype, gradient.shape, gradient.is_sparse, gradient.is_cuda)
@@ -48,7 +55,9 @@ class Averager:
             if len(self._layouts) == _MAX_LAYOUTS:
                 self._layouts.clear()
                 self._forgotten()
-            found = Layout(kind, [Entry(*parts) for parts in entries], self._frame.room)
+            reduction = self._mean if averages else self._reduction
+            room = reduction.room(self._frame.room)
+            found = Layout(kind, [Entry(*parts) for parts in entries], room, reduction)
             self._layouts[kind, entries] = found
         return found
 
@@ -62,14 +71,8 @@ class Averager:
         """
         if not self._average_framed(layout, [gradients[i] for i in layout.framed], signed, lie_plainly):
             return False
-        world_size = self._group.world_size
-        # All at once: a collective leaves much of the time to others.
-        moving = [
-            launch([gradients[i] for i in bucket.indices], self._group.all_reduce_later, world_size)
-            for bucket in layout.buckets
-        ]
-        for one in moving:
-            land(one, self._group.wait, world_size)
+        assert layout.reduction is not None
+        layout.reduction.reduce(layout, gradients)
         for i in layout.sparse:
             self._average_sparse(gradients[i])
         return True

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
-from lagom.errors import DivergenceError
+from lagom.errors import DivergenceError, LagomError
 from lagom.strategies.averaging import real
 from lagom.strategies.checksum import digest
 from lagom.strategies.leaves import ACCUMULATE, Likeness, variable
@@ -62,7 +62,16 @@ class Grads:
         return found
 
     def accumulated(self, pending: Pending) -> None:
-        """As ``Replicate.reduce``, for gradients in leaves that are to be differentiated."""
+        """As ``Replicate.reduce``, for gradients in leaves that are to be differentiated.
+
+        Raises:
+            LagomError: where gradients are not averaged, but reduced otherwise.
+        """
+        if not self._replicate.reduction.is_linear:
+            raise LagomError(
+                "a backward with create_graph=True needs averages of gradients, which can be differentiated: with "
+                "gradient_compression='powersgd' or reduction='adasum' use torch.autograd.grad, whose gradients are"
+            )
         own = {id(leaf): leaf.grad for leaf in pending.leaves if leaf.grad is not None}
         with torch.no_grad():
             for leaf in pending.leaves:
@@ -89,7 +98,7 @@ class Grads:
         with torch.no_grad():
             averages = [gradient.detach().clone() for _, gradient in present]
             reached = Reached([numbers[i] for i, _ in present], [real(average) for average in averages])
-            if not self._replicate.average(kind, reached, besides):
+            if not self._replicate.average(kind, reached, besides, averages=True):
                 return None
         results: Any = averages
         if torch.is_grad_enabled() and any(gradient.requires_grad for _, gradient in present):

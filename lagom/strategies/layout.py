@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lagom.strategies.frame import Parcel, signature
+
+if TYPE_CHECKING:
+    from lagom.strategies.reduction import Reduction
 
 ALONE = 1 << 20
 """Bytes from which a gradient travels by itself, where it is: to copy it takes longer than another exchange."""
@@ -39,9 +42,12 @@ class Layout:
         kind: what this is the exchange of.
         entries: what is reached, in the order in which its gradients will be given.
         room: bytes of gradients on the CPU that travel beside the signature.
+        reduction: what becomes of them; None for averages.
     """
 
-    def __init__(self, kind: str, entries: list[Entry], room: int) -> None:
+    def __init__(self, kind: str, entries: list[Entry], room: int, reduction: Reduction | None = None) -> None:
+        as_type = travelling if reduction is None else reduction.travelling
+        self.reduction = reduction
         self.entries = entries
         self.numbers = [entry.number for entry in entries]
         # Sorted: ranks may walk one graph in different orders.
@@ -55,16 +61,17 @@ class Layout:
         rest: dict[tuple[bool, torch.dtype], list[int]] = {}
         for i in self.order:
             entry = entries[i]
-            size = entry.shape.numel() * travelling(entry.dtype).itemsize
+            size = entry.shape.numel() * as_type(entry.dtype).itemsize
+            is_apart = entry.cuda or (reduction is not None and reduction.is_apart(entry))
             if entry.sparse:
                 self.sparse.append(i)
-            elif not entry.cuda and size <= room:
+            elif not is_apart and size <= room:
                 self.framed.append(i)
                 room -= size
             else:
                 rest.setdefault((entry.cuda, entry.dtype), []).append(i)
-        self.parcel = Parcel([(travelling(entries[i].dtype), entries[i].shape) for i in self.framed])
-        self.framed_as_they_are = all(travelling(entries[i].dtype) == entries[i].dtype for i in self.framed)
+        self.parcel = Parcel([(as_type(entries[i].dtype), entries[i].shape) for i in self.framed])
+        self.framed_as_they_are = all(as_type(entries[i].dtype) == entries[i].dtype for i in self.framed)
         """Whether what is beside the signature travels as the type that it has."""
         # A backward comes to the last parameters first.
         self.buckets = [bucket for part in rest.values() for bucket in _buckets(part[::-1], entries)]

@@ -43,8 +43,9 @@ class Overlap:
     All methods are called on all ranks in the same order.
     """
 
-    def __init__(self, group: Group, leaves: Leaves, watch: Watch, frame: Frame) -> None:
+    def __init__(self, group: Group, leaves: Leaves, watch: Watch, frame: Frame, *, allowed: bool = True) -> None:
         self._group = group
+        self._allowed = allowed
         self._leaves = leaves
         self._watch = watch
         self._frame = frame
@@ -69,7 +70,7 @@ class Overlap:
 
     def agreed(self, layout: Layout) -> None:
         """A backward had ``layout`` on all ranks, and did not overlap."""
-        if layout.on_cpu < WORTH or not self._group.overlaps:
+        if layout.on_cpu < WORTH or not self._group.overlaps or not self._allowed:
             return
         leaves = [self._leaves.tensor(number) for number in layout.numbers]
         key = _key(layout.numbers, [leaf for leaf in leaves if leaf is not None])

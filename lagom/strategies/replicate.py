@@ -13,6 +13,7 @@ from lagom.strategies.frame import signature
 from lagom.strategies.layout import Entry, Layout
 from lagom.strategies.leaves import Likeness
 from lagom.strategies.overlap import Overlap
+from lagom.strategies.reduction import Mean
 from lagom.strategies.verified import Verified
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from lagom.strategies.leaves import Leaves
     from lagom.strategies.overlap import Running
     from lagom.strategies.pending import Pending
+    from lagom.strategies.reduction import Reduction
 
 
 _BACKWARD = "a backward"
@@ -48,6 +50,7 @@ class Replicate:
         frame: the first exchange of each backward; of size 0 where gradients are on GPUs.
         likeness: tells leaves that may be data.
         name: what to call a leaf in an error.
+        reduction: what becomes of the gradients of backwards; the average if not given.
     """
 
     def __init__(
@@ -58,14 +61,16 @@ class Replicate:
         frame: Frame,
         likeness: Callable[[torch.Tensor], Likeness],
         name: Callable[[torch.Tensor | None], str],
+        reduction: Reduction | None = None,
     ) -> None:
+        self.reduction = reduction or Mean(group)
         self._watch = watch
         self._group = group
         self._leaves = leaves
         self._likeness = likeness
         self._verified = Verified(group, leaves, name)
-        self._averager = Averager(group, frame, self._forget)
-        self.overlap = Overlap(group, leaves, watch, frame)
+        self._averager = Averager(group, frame, self._forget, self.reduction)
+        self.overlap = Overlap(group, leaves, watch, frame, allowed=self.reduction.overlaps)
         self._inputs: set[int] = set()
         self.settled: Layout | None = None
         """Of the last reduction, where the ranks agreed at once."""
@@ -144,13 +149,14 @@ class Replicate:
             if self._leaves.known(leaf) in missing:
                 leaf.grad = None
 
-    def average(self, kind: str, reached: Reached, besides: bytes = b"") -> bool:
-        """Average in place, if all ranks mean the same ``kind`` of exchange and reached the same.
+    def average(self, kind: str, reached: Reached, besides: bytes = b"", *, averages: bool = False) -> bool:
+        """Reduce in place, if all ranks mean the same ``kind`` of exchange and reached the same.
 
         Args:
             besides: what else must be equal.
+            averages: average, whatever the reduction is.
         """
-        layout = self._averager.layout(kind, *reached)
+        layout = self._averager.layout(kind, *reached, averages=averages)
         if layout.is_new:
             layout.unseen = self._verified.without(layout.numbers)
         if not self._averager.average(layout, reached.gradients, self._signature(layout, besides)):
@@ -184,6 +190,7 @@ class Replicate:
         return number
 
     def _forget(self) -> None:
+        self.reduction.forget(lambda number: self._leaves.tensor(number) is not None)
         for numbers in (self._watch.reached, self._verified.local, self._inputs):
             numbers.intersection_update([number for number in numbers if self._leaves.tensor(number) is not None])
 

@@ -74,6 +74,7 @@ def run(
         stack.enter_context(patched(session))
         stack.enter_context(compatible())
         call = load()  # inside the patches: modules that arrive by pickle are seen as they are made
+        session.has_arrived = True
         stack.enter_context(seeded(plan.seed, call["random"]))
         provided = dict(call["provided"]) | {"reporter": Reporter(session)}
         positional, named = arguments(call["function"], Made(provided))
