@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+import lagom.compat.petastorm  # noqa: F401  # which writes a data set with today's pyarrow
 from lagom import config as lagom_config
 from lagom import experiment as lagom_experiment
 from lagom.compat import maggy
