@@ -65,7 +65,7 @@ def _timed(spans: Spans, name: str, size: int, stream: str, function: Callable[[
 def timed_group(group: Group, spans: Spans) -> Iterator[None]:
     """Note the exchanges of ``group``."""
     with ExitStack() as stack:
-        for name in ("broadcast", "all_gather", "all_gather_into", "barrier"):
+        for name in ("broadcast", "all_gather", "all_gather_into", "all_to_all", "barrier"):
             stack.enter_context(replaced(group, name, _of_tensors(spans, name, getattr(group, name))))
         stack.enter_context(replaced(group, "_exchange", _exchanging(spans, group._exchange)))
         averages = _Averages(spans)
