@@ -1,0 +1,307 @@
+"""Pages for people who come from elsewhere: programs in them run, and each line of their tables has a check here."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import lagom
+from lagom import experiment
+from lagom.compat import maggy
+from lagom.config import TorchDistributedConfig
+from lagom.plan import Cluster, plan
+
+ROOT = Path(__file__).parent.parent
+SET = TensorDataset(torch.arange(10.0).unsqueeze(1), torch.arange(10.0))
+Check = Callable[[], None]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs write beside themselves; names of Maggy's are gone afterwards."""
+    monkeypatch.chdir(tmp_path)
+    maggy.install()
+    yield
+    maggy.remove()
+
+
+def on(world_size: int, train: Callable[..., Any], **fields: Any) -> Any:
+    """The result of a run on this machine."""
+    return experiment.lagom(
+        train, TorchDistributedConfig(launcher="local", world_size=world_size, run_dir=None, **fields)
+    )
+
+
+@pytest.mark.parametrize("page", ["maggy", "torch_distributor"])
+def test_programs_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    program = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", program)  # where a notebook's functions live
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, page, "exec"), vars(program))
+    if page == "torch_distributor":
+        assert torch.equal(torch.load("model.pt")["weight"], vars(program)["model"].weight)
+
+
+def _tables(page: str) -> list[str]:
+    lines = (ROOT / "docs" / f"{page}.md").read_text().splitlines()
+    cells = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")]
+    return [cell for cell in cells if cell not in ("Maggy", "TorchDistributor")]
+
+
+def _maggys_names() -> None:
+    one = importlib.import_module("maggy.experiment")
+    two = importlib.import_module("maggy.experiment.experiment")
+    assert one.lagom is two.lagom
+    assert one.lagom(train_fn=lambda: 3).per_rank == (3,)
+    earlier = importlib.import_module("maggy.experiment_config").TorchDistributedConfig
+    assert importlib.import_module("maggy.config").TorchDistributedConfig is earlier
+    assert issubclass(earlier, TorchDistributedConfig)
+    assert earlier(dataset=[SET, SET], zero_lvl=3).batches == "per_rank"
+    assert earlier(train_set=SET, mixed_precision=True).mixed_precision is True
+
+
+def _maggys_loaders() -> None:
+    patching = importlib.import_module("maggy.core.patching")
+    assert issubclass(patching.MaggyDataLoader, DataLoader)
+    assert issubclass(patching.MaggyPetastormDataLoader, lagom.PetastormDataLoader)
+
+
+def _reporter_and_folder() -> None:
+    def train(reporter: Any) -> str:
+        from maggy import tensorboard
+
+        reporter.broadcast(metric=0.5, step=1)
+        reporter.log("told")
+        folder: str = tensorboard.logdir()
+        Path(folder, "events").write_text("1")
+        return folder
+
+    assert set(on(2, train).per_rank) == {os.path.abspath("training_logs")}
+    assert Path("training_logs/events").read_text() == "1"
+
+
+def _unserved(*names: str) -> Check:
+    def check() -> None:
+        for name in names:
+            module = "maggy" if name == "Searchspace" else "maggy.config"
+            with pytest.raises(NotImplementedError, match=f"{name} is not served"):
+                getattr(importlib.import_module(module), name)()
+
+    return check
+
+
+def _callbacks() -> None:
+    with pytest.raises(ImportError, match="Keras"):
+        importlib.import_module("maggy.callbacks")
+
+
+def _precision() -> None:
+    def train() -> torch.dtype:
+        inner: list[torch.dtype] = []
+        model = torch.nn.Linear(1, 1)
+        handle = model.register_forward_hook(lambda module, given, out: inner.append(out.dtype))
+        model(torch.ones(2, 1))
+        handle.remove()
+        return inner[0]
+
+    assert set(on(2, train, mixed_precision=True).per_rank) == {torch.bfloat16}
+
+
+def _zero() -> None:
+    def train() -> float:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        for x, y in DataLoader(SET, batch_size=4):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x).squeeze(1), y).backward()
+            optimizer.step()
+        return float(model.weight.detach())
+
+    plain = on(2, train).value
+    assert [on(2, train, zero_lvl=level).value for level in (1, 3)] == pytest.approx([plain] * 2, rel=1e-5)
+
+
+def _deepspeed() -> None:
+    def train() -> float:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x, y in DataLoader(SET, batch_size=4):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x).squeeze(1), y).backward()
+            optimizer.step()
+        return float(model.weight.detach())
+
+    config: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+    given = on(2, train, backend="deepspeed", zero_lvl=1, deepspeed_config=config)
+    assert given.value == pytest.approx(on(1, train).value, rel=1e-5)
+
+
+def _epochs() -> None:
+    def train() -> list[list[float]]:
+        orders = []
+        for shuffle in (False, True):
+            loader = DataLoader(SET, batch_size=5, shuffle=shuffle, num_workers=1, drop_last=True)
+            orders += [[float(y) for _, ys in loader for y in ys] for _ in range(2)]
+        return orders
+
+    plain, again, first, second = on(1, train).value
+    assert plain == again == list(range(10))
+    assert first != second
+    assert sorted(first) == sorted(second) == plain
+
+
+def _evaluation_and_results() -> None:
+    def train() -> dict[str, Any]:
+        model = torch.nn.Linear(1, 1)
+        model.eval()
+        with torch.no_grad():
+            seen = [float(y) for x, ys in DataLoader(SET, batch_size=4) for y in (model(x), ys)[1]]
+        return {"seen": seen, "rank": lagom.rank(), "tensor": torch.ones(2)}
+
+    result = on(3, train)
+    assert all(one["seen"] == list(range(10)) for one in result.per_rank)
+    assert [one["rank"] for one in result.per_rank] == [0, 1, 2]
+
+
+def _undone() -> None:
+    before = {name: vars(torch.Tensor).get(name) for name in dir(torch.Tensor)}, vars(DataLoader).copy()
+    experiment.lagom(lambda: None, TorchDistributedConfig(launcher="inline", run_dir=None))
+    assert before == ({name: vars(torch.Tensor).get(name) for name in dir(torch.Tensor)}, vars(DataLoader).copy())
+
+
+def _world_size() -> None:
+    cluster = Cluster(launcher="spark", slots=5)
+    assert plan(TorchDistributedConfig(), cluster).world_size == 5
+    assert on(2, lagom.world_size).per_rank == (2, 2)
+    assert on(2, lagom.rank).per_rank == (0, 1)
+
+
+def _gpus() -> None:
+    assert plan(TorchDistributedConfig(), Cluster(launcher="spark", slots=2, gpus_per_slot=1)).gpu
+    assert not plan(TorchDistributedConfig(), Cluster(launcher="spark", slots=2)).gpu
+
+
+def _arguments() -> None:
+    def train(learning_rate: float, epochs: int = 1) -> tuple[float, int]:
+        return learning_rate, epochs
+
+    assert on(2, train, hparams={"learning_rate": 1e-3, "epochs": 2}).value == (1e-3, 2)
+
+
+def _script() -> None:
+    Path("train.py").write_text("import sys, lagom\nprint(sys.argv[1:], lagom.world_size())\n")
+    command = [sys.executable, "-m", "lagom.cli", "run", "-n", "2", "train.py", "--epochs=2"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert done.stdout == "['--epochs=2'] 2\n"
+
+
+def _distributed_itself() -> None:
+    def train() -> Any:
+        rank, place = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        torch.distributed.init_process_group("gloo")
+        size = torch.distributed.get_world_size()
+        torch.distributed.destroy_process_group()
+        return rank, place, size, os.environ["WORLD_SIZE"]
+
+    assert on(2, train).per_rank == ((0, 0, 2, "2"), (1, 1, 2, "2"))
+    assert on(2, lambda: "RANK" in os.environ).value is False
+
+
+def _saved_once() -> None:
+    def train() -> None:
+        torch.save(torch.full((2,), float(lagom.rank())), "saved.pt")
+
+    on(2, train)
+    assert torch.load("saved.pt").tolist() == [0, 0]
+
+
+def _own_exception() -> None:
+    def train() -> None:
+        raise KeyError("a name that is missing")
+
+    with pytest.raises(KeyError, match="a name that is missing"):
+        on(2, train)
+
+
+def _modules() -> None:
+    Path("beside_the_notebook.py").write_text("def train():\n    return 7\n")
+    sys.path.insert(0, os.getcwd())
+    try:
+        assert on(2, importlib.import_module("beside_the_notebook").train).value == 7
+    finally:
+        sys.path.remove(os.getcwd())
+        del sys.modules["beside_the_notebook"]
+
+
+def _output() -> None:
+    """``tests/launchers/test_local.py`` looks at what is shown; here, that both settings are there."""
+    assert {TorchDistributedConfig().log, TorchDistributedConfig(log="all").log} == {"rank0", "all"}
+
+
+CHECKS: dict[str, dict[str, Check]] = {
+    "maggy": {
+        "`from maggy import experiment`": _maggys_names,
+        "`from maggy.experiment import experiment`": _maggys_names,
+        "`maggy.experiment_config.TorchDistributedConfig`": _maggys_names,
+        "`maggy.config.TorchDistributedConfig`": _maggys_names,
+        "`zero_lvl=1`, `2`, `3`": _zero,
+        "`mixed_precision=True`": _precision,
+        '`backend="deepspeed"`': _deepspeed,
+        "`MaggyDataLoader`": _maggys_loaders,
+        "`MaggyPetastormDataLoader`": _maggys_loaders,
+        "`reporter.broadcast`, `reporter.log`": _reporter_and_folder,
+        "`maggy.tensorboard.logdir()`": _reporter_and_folder,
+        "`lagom(train)` without a config": _maggys_names,
+        "`TfDistributedConfig`": _unserved("TfDistributedConfig"),
+        "`HyperparameterOptConfig`, `Searchspace`": _unserved("HyperparameterOptConfig", "Searchspace"),
+        "`AblationConfig`": _unserved("AblationConfig"),
+        "`maggy.callbacks`": _callbacks,
+        "GPUs only": _precision,
+        "loaders are always shuffled, and in one order for all epochs": _epochs,
+        "`num_workers`, samplers and `batch_sampler` are dropped": _epochs,
+        "the end of a test set is padded, and ranks count alike": _evaluation_and_results,
+        "a tensor that is returned is an error": _evaluation_and_results,
+        "the average of the ranks' results, alone": _evaluation_and_results,
+        "`import maggy` after a run finds a changed torch": _undone,
+    },
+    "torch_distributor": {
+        "`num_processes=2`": _world_size,
+        "`local_mode=True`": _world_size,
+        "`local_mode=False`": _world_size,
+        "`use_gpu=True`": _gpus,
+        "`run(train, 1e-3, epochs=2)`": _arguments,
+        '`run("train.py", "--epochs=2")`': _script,
+        "`init_process_group`, DDP, FSDP2, `DistributedSampler`": _distributed_itself,
+        "`RANK`, `LOCAL_RANK`, `WORLD_SIZE`": _distributed_itself,
+        "`if rank == 0: torch.save(...)`": _saved_once,
+        "the value that a rank returned": _evaluation_and_results,
+        "`RuntimeError` that names torchrun's log": _own_exception,
+        "output in the executors' logs": _output,
+        "a function imported from a module beside the notebook": _modules,
+        "`DeepspeedTorchDistributor(deepspeedConfig=...)`": _deepspeed,
+    },
+}
+"""By page and first cell of a line."""
+
+
+@pytest.mark.parametrize("page", list(CHECKS))
+def test_every_line_of_a_table_has_a_check(page: str) -> None:
+    assert _tables(page) == list(CHECKS[page])
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(check for checks in CHECKS.values() for check in checks.values()))
+def test_what_a_table_says_is_so(check: Check) -> None:
+    check()
