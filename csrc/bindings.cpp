@@ -121,7 +121,7 @@ bool average_in_place(Communicator& self, nb::bytes head, const std::vector<uint
 
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a rank ends by os._exit
-    module.attr("VERSION") = 2;  // of what is bound here; lagom/collectives/native.py asks for it
+    module.attr("VERSION") = 3;  // of what is bound here; lagom/collectives/native.py asks for it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -179,6 +179,10 @@ NB_MODULE(_native, module) {
         .def("receive", [](Communicator& self, uintptr_t data, size_t bytes, int type, int from, uint64_t tag) {
             self.receive(at(data), bytes, type_of(type), from, tag); }, Released())
         .def("sender", &Communicator::sender, Released())
+        .def("waited", &Communicator::waited)
+        .def("standing", [](Communicator& self) {
+            const Communicator::Standing found = self.standing();
+            return std::make_tuple(found.words, found.number, found.missing); })
         .def("abort", &Communicator::abort)
         .def("close", &Communicator::close, Released())
         .def("forget", &Communicator::forget);

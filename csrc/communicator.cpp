@@ -1,5 +1,6 @@
 #include "communicator.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 namespace lagom {
@@ -45,7 +46,36 @@ void Communicator::begin(What what, Type type, Op op, int root, uint64_t count) 
     doing_ = name(what);
     waiting_.check_whole();
     next();
-    segment_.call(step_, rank_) = Call{what, uint8_t(type), uint8_t(op), 0, root, count, number_++};
+    const Call call{what, uint8_t(type), uint8_t(op), 0, root, count, number_++};
+    told_.store(packed(call), std::memory_order_relaxed);
+    current_.store(call.number, std::memory_order_relaxed);
+    segment_.call(step_, rank_) = call;
+}
+
+std::vector<int64_t> Communicator::waited() const {
+    std::vector<int64_t> found;
+    for (int peer = 0; peer < size_; ++peer) found.push_back(waiting_.waited(peer));
+    return found;
+}
+
+uint64_t Communicator::packed(const Call& call) {
+    return uint64_t(call.what) | uint64_t(call.type) << 8 | uint64_t(call.op) << 16 | std::min<uint64_t>(call.count, (uint64_t(1) << 40) - 1) << 24;
+}
+
+Communicator::Standing Communicator::standing() {
+    Standing found;
+    uint32_t target = 0;
+    if (closed_ || !waiting_.waits(target)) return found;
+    const uint64_t told = told_.load(std::memory_order_relaxed);
+    Call call{};
+    call.what = uint8_t(told), call.type = uint8_t(told >> 8), call.op = uint8_t(told >> 16);
+    call.root = -1, call.count = told >> 24;
+    found.words = call.what == EXCHANGE ? "exchange of " + std::to_string(call.count) + " bytes" : words(call);
+    found.number = current_.load(std::memory_order_relaxed);
+    for (int peer = 0; peer < size_; ++peer)
+        if (peer != rank_ && !Waiting::reached(segment_.progress(peer).value.load(std::memory_order_acquire), target))
+            found.missing.push_back(peer);
+    return found;
 }
 
 void Communicator::next() {

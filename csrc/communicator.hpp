@@ -66,6 +66,17 @@ class Communicator {
     // The next rank that has sent something.
     int sender();
 
+    // Nanoseconds for which this rank has waited for each other.
+    std::vector<int64_t> waited() const;
+    // The exchange in which this rank waits, in words, its number, its bytes or numbers, and the ranks that have not
+    // come to it or not got as far; no words where it does not wait. To be asked by any thread.
+    struct Standing {
+        std::string words;
+        uint64_t number = 0;
+        std::vector<int> missing;
+    };
+    Standing standing();
+
     // Which exchange comes to an end by force, on all ranks.
     void abort(const std::string& why) { waiting_.spread(why); }
     // Tells the others that this rank waits for nothing and sends nothing more.
@@ -80,6 +91,7 @@ class Communicator {
     enum What : uint8_t { BARRIER, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, GATHER, SCATTER, ALL_TO_ALL, EXCHANGE };
     static const char* name(uint8_t what);
     static std::string words(const Call& call);
+    static uint64_t packed(const Call& call);
 
     // Nobody else exchanges while it lives. A forked process may find the lock held by a thread that it does not have.
     class Turn {
@@ -112,6 +124,8 @@ class Communicator {
     uint32_t step_ = 0;
     uint64_t number_ = 0;
     const char* doing_ = "";
+    std::atomic<uint64_t> current_{0};  // of the exchange under way: its number
+    std::atomic<uint64_t> told_{0};     // and what is called, as `packed` has it
     std::atomic<bool> closed_{false};
     std::vector<uint32_t> seen_;
     std::vector<Row> rows_;

@@ -66,7 +66,7 @@ uint64_t started(int pid) {
 }
 
 Waiting::Waiting(Segment& segment, int rank, const std::vector<Process>& processes, Limits given)
-    : segment_(segment), limits_(std::move(given)), timeout_s_(limits_.timeout_s), rank_(rank), processes_(processes) {
+    : segment_(segment), limits_(std::move(given)), timeout_s_(limits_.timeout_s), rank_(rank), processes_(processes), waited_(processes.size()) {
     for (size_t peer = 0; peer < processes_.size(); ++peer) {
         const auto [pid, since] = processes_[peer];
         const bool is_own = int(peer) == rank_ || pid == getpid();
@@ -102,8 +102,22 @@ std::string Waiting::within() const {
 }
 
 void Waiting::reach_slowly(Counter& counter, int peer, uint32_t target, const char* doing) {
-    const int64_t end = deadline();
-    const int64_t spin_until = now() + int64_t(limits_.spin_s * 1e9);
+    const int64_t begun = now();
+    target_.store(target, std::memory_order_relaxed);
+    waits_.store(true, std::memory_order_release);
+    try {
+        wait_until(counter, peer, target, doing, begun);
+    } catch (...) {
+        waits_.store(false, std::memory_order_relaxed);
+        throw;
+    }
+    waits_.store(false, std::memory_order_relaxed);
+    // One thread at a time waits, as it has the turn.
+    waited_[peer].store(waited(peer) + now() - begun, std::memory_order_relaxed);
+}
+
+void Waiting::wait_until(Counter& counter, int peer, uint32_t target, const char* doing, int64_t begun) {
+    const int64_t spin_until = begun + int64_t(limits_.spin_s * 1e9);
     for (bool spins = limits_.spin_s > 0; spins; spins = now() < spin_until)
         for (int i = 0; i < 32; ++i) {
             if (reached(counter.value.load(std::memory_order_acquire), target)) return;
@@ -117,6 +131,7 @@ void Waiting::reach_slowly(Counter& counter, int peer, uint32_t target, const ch
         if (limits_.spin_s > 0 && now() - before > CROWDED_NS) break;
         if (limits_.spin_s > 0) before = now();
     }
+    const int64_t end = deadline();
     while (true) {
         const uint32_t seen = counter.value.load(std::memory_order_acquire);
         if (reached(seen, target)) return;

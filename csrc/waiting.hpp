@@ -60,10 +60,19 @@ class Waiting {
     void set_timeout(double timeout_s) { timeout_s_ = timeout_s; }
     int64_t deadline() const;
 
+    // Nanoseconds that this rank has waited for `peer`, but for waits that are short and the one under way.
+    int64_t waited(int peer) const { return waited_[peer].load(std::memory_order_relaxed); }
+    // Whether it waits now, for counters to reach `target`; to be asked by any thread.
+    bool waits(uint32_t& target) const {
+        target = target_.load(std::memory_order_relaxed);
+        return waits_.load(std::memory_order_acquire);
+    }
+
     static bool reached(uint32_t value, uint32_t target) { return int32_t(value - target) >= 0; }
 
   private:
     void reach_slowly(Counter& counter, int peer, uint32_t target, const char* doing);
+    void wait_until(Counter& counter, int peer, uint32_t target, const char* doing, int64_t begun);
     void sleep(Counter& counter, uint32_t seen, int64_t deadline);
     void check_interrupt(const char* doing);
     std::string within() const;  // the timeout, in words
@@ -74,6 +83,9 @@ class Waiting {
     int rank_;
     std::vector<Process> processes_;
     std::vector<int> pidfds_;
+    std::vector<std::atomic<int64_t>> waited_;
+    std::atomic<uint32_t> target_{0};
+    std::atomic<bool> waits_{false};
 };
 
 // Nanoseconds of a clock that is never set.

@@ -85,6 +85,21 @@ class Group(Asking):
         self._hosts_aside: Hosts | None = None
         self._thread: Aside | None = None
 
+    def waited(self) -> list[int]:
+        """Nanoseconds for which this rank has waited for each other in exchanges of messages; may be asked anywhere."""
+        if self._near:
+            return self._near.waited()
+        return list(self._mesh.waited) if self._mesh is not None else []
+
+    def standing(self) -> tuple[str, int, list[int]]:
+        """The exchange in which this rank waits, its number, and the ranks that have not come; may be asked anywhere.
+
+        No words where it does not wait, or in one that is gloo's or NCCL's own.
+        """
+        if self._near:
+            return self._near.standing()
+        return self._mesh.standing() if self._mesh is not None else ("", 0, [])
+
     @property
     def has_gpus(self) -> bool:
         """Whether every rank has a GPU to itself."""

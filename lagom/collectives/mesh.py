@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,11 @@ class Mesh:
         self._peers = list(peers)
         self._rows = [bytearray() for _ in peers]
         self._turn = threading.Lock()
+        self._num = 0
+        self._size = 0
+        self._waits_for: int | None = None
+        self.waited = [0] * len(self._peers)
+        """Nanoseconds for which this rank has waited for each other."""
         for peer in self._peers:
             if peer is not None:
                 peer.setblocking(True)
@@ -48,13 +55,38 @@ class Mesh:
         if body is not None:
             parts.append(body)
         with self._turn:
+            self._num, self._size = self._num + 1, size
             return self._exchange(head, parts)
+
+    def standing(self) -> tuple[str, int, list[int]]:
+        """The exchange in which this rank waits, its number, and the ranks that have not come; may be asked anywhere.
+
+        No words where it does not wait.
+        """
+        current = self._waits_for
+        if current is None:
+            return "", 0, []
+        fds = {number: peer.fileno() for number, peer in enumerate(self._peers) if peer is not None}
+        poll = select.poll()
+        for number, fd in fds.items():
+            if number > current and fd >= 0:
+                poll.register(fd, select.POLLIN)
+        there = {fd for fd, _ in poll.poll(0)}
+        missing = [number for number, fd in fds.items() if number >= current and fd not in there]
+        return f"exchange of {self._size} bytes", self._num, missing
 
     def _exchange(self, head: bytes, parts: Sequence[bytes | memoryview]) -> list[memoryview]:
         senders = [sender for peer in self._peers if peer is not None and (sender := _send(peer, parts)) is not None]
-        received = [
-            memoryview(head) if peer is None else self._receive(number, peer) for number, peer in enumerate(self._peers)
-        ]
+        received = []
+        for number, peer in enumerate(self._peers):
+            if peer is None:
+                received.append(memoryview(head))
+                continue
+            self._waits_for = number
+            start = time.monotonic_ns()
+            received.append(self._receive(number, peer))
+            self.waited[number] += time.monotonic_ns() - start
+        self._waits_for = None
         for sender in senders:
             sender.join()
         return received

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +18,9 @@ from lagom.collectives.futures import Lane, SharedWork, finished
 from lagom.collectives.hosts import hosts
 from lagom.collectives.moves import Moves
 from lagom.collectives.shared import SEVERAL_HOSTS, shared
+
+if TYPE_CHECKING:
+    from lagom.collectives.native import Communicator
 
 NAME = "lagom"
 log = logging.getLogger("lagom")
@@ -352,6 +355,11 @@ def reduction_of(opts: Any) -> str | None:
 
 
 _all: weakref.WeakSet[SharedProcessGroup] = weakref.WeakSet()
+
+
+def whole_groups(world_size: int) -> list[Communicator]:
+    """What joins the ranks in groups of all of them."""
+    return [one._moves.near for one in list(_all) if one.size() == world_size and type(one._moves) is Moves]
 
 
 def _forget() -> None:

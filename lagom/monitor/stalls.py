@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lagom.monitor.link import Message
@@ -53,15 +53,21 @@ def told(stalled: Mapping[int, Message], world_size: int) -> str:
     waiting = [rank for rank in sorted(stalled) if rank not in stuck]
     seconds = max(one["quiet_s"] for one in stalled.values())
     parts = []
+    places = _by({rank: stalled[rank] for rank in waiting}, exchange)
+    where = f" in {next(iter(places))}" if len(places) == 1 and "" not in places else ""
     if stuck:
-        they = f"; {_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it" if waiting else ""
+        they = f"; {_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it{where}" if waiting else ""
         parts.append(f"{_ranks(list(stuck))} made no progress for {seconds:.0f} s{they}")
     else:
-        others = [rank for rank in range(world_size) if rank not in stalled]
+        missing = {rank for one in stalled.values() for rank in one.get("missing") or ()}
+        others = sorted(missing - set(waiting)) or [rank for rank in range(world_size) if rank not in stalled]
         they = f"; {_ranks(others)} did not come" if others else ", every one for others"
-        parts.append(f"{_ranks(waiting)} waited for other ranks for {seconds:.0f} s{they}")
+        parts.append(f"{_ranks(waiting)} waited for other ranks for {seconds:.0f} s{where}{they}")
+    if not where:
+        parts += [f"{_ranks(ranks)} in {place}" for place, ranks in places.items() if place]
     shown = stuck or {rank: stalled[rank] for rank in waiting}
-    parts += [f"{_ranks(ranks)} at {line}" for line, ranks in _by_line(stalled).items() if line]
+    lines = _by(stalled, lambda one: str(one.get("line") or ""))
+    parts += [f"{_ranks(ranks)} at {line}" for line, ranks in lines.items() if line]
     rank, one = next(iter(shown.items()))
     parts.append(f"the stack of rank {rank}:\n{stack(one)}".rstrip())
     return "\n".join(parts)
@@ -72,11 +78,25 @@ def stack(one: Message) -> str:
     return (str(one.get("stack") or "") or "(it did not say)\n") + str(one.get("children") or "")
 
 
-def _by_line(stalled: Mapping[int, Message]) -> dict[str, list[int]]:
+def exchange(one: Message) -> str:
+    """The exchange that a rank waits in, with its number, as "exchange 47 of 1200 bytes (gradients)"; may be empty."""
+    name, _, rest = str(one.get("exchange") or "").partition(" ")
+    if not name:
+        return ""
+    purpose = f" ({one['purpose']})" if one.get("purpose") else ""
+    return f"{name} {one.get('number')}{' ' * bool(rest)}{rest}{purpose}"
+
+
+def _by(stalled: Mapping[int, Message], what: Callable[[Message], str]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for rank, one in sorted(stalled.items()):
-        found.setdefault(str(one.get("line") or ""), []).append(rank)
+        found.setdefault(what(one), []).append(rank)
     return found
+
+
+def ranks_of(numbers: Sequence[int]) -> str:
+    """ "rank 0", "ranks 0-3", "ranks 0, 2"."""
+    return _ranks(numbers)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

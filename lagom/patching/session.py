@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.collectives.process_group import whole_groups
 from lagom.patching.passes import Pass, Share
 from lagom.patching.provenance import Provenance
 from lagom.patching.random import CommonStreams
@@ -342,6 +343,18 @@ class Session:
         """Where training is, as plain numbers; may be called from another thread."""
         now = {**self._progress, "samples": self.samples_trained, "ticks": self.ticks, "data_s": self.data_s}
         return {**now, "loss": self._last_loss(), **self.reported}
+
+    def waited(self) -> list[int]:
+        """Nanoseconds for which this rank has waited for each other; may be called from another thread."""
+        if self.joined:
+            return next((found for one in whole_groups(self.world_size) if (found := one.waited())), [])
+        return self.group.waited() if self.group is not None else []
+
+    def standing(self) -> tuple[str, int, list[int]]:
+        """The exchange in which this rank waits, in words, its number, and who has not come; no words where none."""
+        if self.joined:
+            return next((found for one in whole_groups(self.world_size) if (found := one.standing())[0]), ("", 0, []))
+        return self.group.standing() if self.group is not None else ("", 0, [])
 
     def _last_loss(self) -> float | None:
         """Of this rank's share, where it is a single number on the CPU: to read one off a GPU would have it wait."""

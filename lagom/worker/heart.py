@@ -108,6 +108,9 @@ class Heart:
 
     def _doing(self) -> Message:
         found = stacks.doing(stacks.of_thread(self._thread))
+        if found["waits"] and self._session is not None:
+            words, number, missing = self._session.standing()
+            found |= {"exchange": words, "number": number, "missing": missing}
         if self._children is None and self._stacks_fd is not None:
             self._children = "" if found["waits"] else stacks.of_children(self._stacks_fd)
         return {"type": "doing", **found, "children": self._children}

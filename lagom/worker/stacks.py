@@ -22,6 +22,22 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 _CALLERS = (os.path.join(_OWN, "worker") + os.sep, os.path.join(_OWN, "script.py"))
 _LOOP = os.path.join("torch", "utils", "data", "_utils", "worker.py")
 _EXCHANGES = (os.path.join(_OWN, "collectives") + os.sep, os.path.join("torch", "distributed") + os.sep)
+_PURPOSES = {
+    os.path.join(_OWN, *path.split("/")): what
+    for path, what in {
+        "strategies/zero": "state that is shared out",
+        "strategies/whole_batch.py": "outputs of a forward",
+        "strategies/batchnorm.py": "BatchNorm's statistics",
+        "strategies/buffers.py": "buffers",
+        "strategies/replicate.py": "gradients",
+        "strategies/grads.py": "gradients",
+        "patching/order.py": "the order of a data loader",
+        "patching/sharded.py": "sizes of batches",
+        "patching/joined.py": "init_process_group",
+        "strategies/divergence.py": "where each rank is",
+    }.items()
+}
+"""What is exchanged, by the innermost of these files on the stack."""
 _LIBRARIES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")})
 _MAX_TEXT = 40_000  # characters of stacks; the innermost are kept
 _ANSWER_S = 0.3  # that a process has to write its stacks
@@ -39,16 +55,18 @@ def doing(frame: types.FrameType | None) -> Message:
 
     Returns:
         ``stack``, as a traceback shows it, from the program's function on; ``line``, the innermost that is the
-        program's own; and ``waits``, whether it is in an exchange with other ranks.
+        program's own; ``waits``, whether it is in an exchange with other ranks, and ``purpose``, what that is of.
     """
     frames = list(traceback.walk_stack(frame))  # innermost first
     files = [one.f_code.co_filename for one, _ in frames]
     program = next((n for n, file in enumerate(files) if file.startswith(_CALLERS)), len(files))
     summary = traceback.StackSummary.extract(reversed(frames[:program]))
+    purpose = next((what for file in files[:program] for part, what in _PURPOSES.items() if part in file), "")
     own = next((one for one in reversed(summary) if not one.filename.startswith((_OWN, *_LIBRARIES, "<frozen"))), None)
     return {
         "stack": "".join(summary.format())[-_MAX_TEXT:],
         "line": "" if own is None else f"{own.filename}:{own.lineno}, in {own.name}: {own.line}".removesuffix(": "),
+        "purpose": purpose,
         "waits": program > 0 and any(part in files[0] for part in _EXCHANGES),
     }
 

@@ -285,6 +285,10 @@ def _stuck(rank: Forked, now: Message) -> Message:
     """The report of a rank that got nowhere for too long; it may only have waited for another."""
     what = "waited for other ranks" if now["waits"] else "made no progress"
     at = f", at {now['line']}" if now["line"] else ""
+    if place := stalls.exchange(now):
+        missing = now.get("missing") or []
+        come = "have" if len(missing) > 1 else "has"
+        at = f" in {place}" + (f", to which {stalls.ranks_of(missing)} {come} not come" if missing else "") + at
     return {
         "type": "outcome",
         "rank": rank.rank,

@@ -71,7 +71,8 @@ def test_a_rank_that_is_stuck_is_named_with_its_stack(kind: str, where: str, cap
     said = capfd.readouterr().err
     assert error.rank == 1
     assert str(error).startswith("rank 1 made no progress for 3 s")
-    assert re.search(r"rank 1 made no progress for [23] s; rank 0 waits for it\n", said)
+    place = r"exchange \d+ of \d+ bytes \(gradients\)"
+    assert re.search(rf"rank 1 made no progress for [23] s; rank 0 waits for it in {place}\n", said)
     assert "rank 0 at" in said
     assert "in train: model(batch).mean().backward()" in said
     for text in (said, str(error.__cause__)):
@@ -141,6 +142,33 @@ def test_what_is_said_of_many_ranks() -> None:
         "  File ...",
     ]
     assert told({0: waits, 1: waits}, 3).startswith("ranks 0, 1 waited for other ranks for 60 s; rank 2 did not come\n")
+
+
+def test_the_exchange_is_named_with_its_number_and_who_has_not_come() -> None:
+    waits = {"quiet_s": 60.0, "waits": True, "exchange": "all_reduce (sum) of 300 float32", "number": 4711, "missing": [1]}
+    first = "rank 1 made no progress for 60 s; ranks 0, 2 wait for it in all_reduce 4711 (sum) of 300 float32 (gradients)\n"
+    gradients = waits | {"purpose": "gradients"}
+    assert told({0: gradients, 1: {"quiet_s": 60.0}, 2: gradients}, 3).startswith(first)
+    assert told({0: waits, 2: waits}, 4).startswith(
+        "ranks 0, 2 waited for other ranks for 60 s in all_reduce 4711 (sum) of 300 float32; rank 1 did not come\n"
+    )
+    apart = told({0: waits, 2: waits | {"number": 4712, "missing": [0]}}, 3)
+    assert "rank 0 in all_reduce 4711 (sum) of 300 float32\nrank 2 in all_reduce 4712 (sum) of 300 float32\n" in apart
+
+
+def skipped() -> None:
+    """Rank 1 leaves out an exchange that the others come to."""
+    dist.init_process_group()
+    if lagom.rank() == 1:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(250))
+
+
+def test_of_a_program_that_is_distributed_already_the_exchange_is_named_too(capfd: pytest.CaptureFixture[str]) -> None:
+    error = ended(skipped)
+    assert error.rank == 1
+    place = r"all_reduce \d+ \(sum\) of 250 float32"
+    assert re.search(rf"rank 1 made no progress for [23] s; rank 0 waits for it in {place}\n", capfd.readouterr().err)
 
 
 @pytest.mark.parametrize(
