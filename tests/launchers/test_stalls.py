@@ -145,15 +145,15 @@ def test_what_is_said_of_many_ranks() -> None:
 
 
 def test_the_exchange_is_named_with_its_number_and_who_has_not_come() -> None:
-    waits = {"quiet_s": 60.0, "waits": True, "exchange": "all_reduce (sum) of 300 float32", "number": 4711, "missing": [1]}
-    first = "rank 1 made no progress for 60 s; ranks 0, 2 wait for it in all_reduce 4711 (sum) of 300 float32 (gradients)\n"
+    waits = {"quiet_s": 60.0, "waits": True, "exchange": "all_reduce (sum) of 8 int8", "number": 4711, "missing": [1]}
+    first = "rank 1 made no progress for 60 s; ranks 0, 2 wait for it in all_reduce 4711 (sum) of 8 int8 (gradients)\n"
     gradients = waits | {"purpose": "gradients"}
     assert told({0: gradients, 1: {"quiet_s": 60.0}, 2: gradients}, 3).startswith(first)
     assert told({0: waits, 2: waits}, 4).startswith(
-        "ranks 0, 2 waited for other ranks for 60 s in all_reduce 4711 (sum) of 300 float32; rank 1 did not come\n"
+        "ranks 0, 2 waited for other ranks for 60 s in all_reduce 4711 (sum) of 8 int8; rank 1 did not come\n"
     )
     apart = told({0: waits, 2: waits | {"number": 4712, "missing": [0]}}, 3)
-    assert "rank 0 in all_reduce 4711 (sum) of 300 float32\nrank 2 in all_reduce 4712 (sum) of 300 float32\n" in apart
+    assert "rank 0 in all_reduce 4711 (sum) of 8 int8\nrank 2 in all_reduce 4712 (sum) of 8 int8\n" in apart
 
 
 def skipped() -> None:
