@@ -85,6 +85,9 @@ RULES = {
     "lagom.strategies.deepspeed": Rule(always=_TORCH_SIDE),
     "lagom.strategies.deepspeed.loading": Rule(always=_FACTS, later=("deepspeed",)),
     "lagom.data": Rule(always=(*_FACTS, "torch", "numpy"), later=("pyarrow", "fsspec", "cv2", "PIL", "pandas")),
+    "lagom.data.images": Rule(
+        always=("numpy", "lagom.data.unischema"), later=("cv2", "PIL", "lagom.collectives.native")
+    ),
     "lagom.data.shard": Rule(always=("numpy",)),
     # What the driver sends in place of a DataFrame.
     "lagom.data.frame": Rule(later=("lagom.data", "fsspec")),

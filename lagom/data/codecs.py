@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lagom.data import lists
+from lagom.data import images, lists
 from lagom.data.cells import Cells, Encoded
 from lagom.data.values import Dense
 
@@ -39,9 +39,9 @@ def codec(field: Field, ragged: str) -> Codec | None:
     if field.codec == "NdarrayCodec":
         return Saved(field, ragged)
     if field.codec == "CompressedNdarrayCodec":
-        return Slow(field, ragged, _unzipped)
+        return Slow(field, ragged, _unzipped, None)
     if field.codec == "CompressedImageCodec":
-        return Slow(field, ragged, image)
+        return Slow(field, ragged, images.image, images.size(field))
     if field.shape == () and field.dtype is not None and field.dtype.kind in "biuf":
         return Scalar(field.dtype)
     return None
@@ -92,6 +92,8 @@ class Slow:
     field: Field
     ragged: str
     decode_one: Callable[[Any], NDArray[Any]]
+    size: images.Size | None
+    """Of images that may be decoded many at once."""
 
     def convert(self, array: Any, path: Path, where: Where) -> Values:
         """The cells as they are, with where they come from."""
@@ -120,8 +122,15 @@ class Decoder:
                 why = f"does not decode as {self.codec.field.codec}: {error}"
                 raise told.error(self.path, 0, why) from error
 
+        size = self.codec.size
+        buffers = None if size is None else _Buffers(array)
+
         def some(places: range) -> list[NDArray[Any] | None]:
-            return [one(place) for place in places]
+            if size is None or buffers is None:
+                return [one(place) for place in places]
+            found, is_done = images.pngs(buffers.data, buffers.offsets[places.start : places.stop + 1], size)
+            done = (is_done & buffers.valid[places.start : places.stop]).tolist()
+            return [found[row] if done[row] else one(place) for row, place in enumerate(places)]
 
         # A run of cells for each thread: handing them out one by one takes as long as decoding a small one.
         threads = max(1, min(torch.get_num_threads(), len(array) // _CELLS))
@@ -133,37 +142,6 @@ class Decoder:
                 parts = list(pool.map(some, starmap(range, pairwise(bounds))))
             cells = [cell for part in parts for cell in part]
         return _cells(cells, self.codec.field, self.codec.ragged, self.path)
-
-
-def image(cell: Any) -> NDArray[Any]:
-    """An encoded image as an array: height, width, and red, green and blue unless it is grey."""
-    try:
-        import cv2
-    except ImportError:
-        return _by_pillow(cell)
-    found = cv2.imdecode(np.frombuffer(cell, np.uint8), cv2.IMREAD_UNCHANGED)
-    if found is None:
-        raise ValueError("no image, or a damaged one")
-    if found.ndim == 3 and found.shape[2] != 3:
-        raise ValueError(f"an image of {found.shape[2]} channels")
-    colours: NDArray[Any] = found if found.ndim == 2 else cv2.cvtColor(found, cv2.COLOR_BGR2RGB)
-    return colours
-
-
-def _by_pillow(cell: Any) -> NDArray[Any]:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ValueError("images need pillow or opencv: pip install pillow") from error
-    content = bytes(cell)
-    # Of 16 bits and three colours pillow silently keeps 8.
-    if content[:4] == b"\x89PNG" and content[24] == 16 and content[25] != 0:
-        raise ValueError("a PNG of 16 bits a colour needs opencv: pip install opencv-python-headless")
-    with Image.open(io.BytesIO(content)) as opened:
-        if opened.mode not in ("L", "RGB", "I;16", "I"):
-            raise ValueError(f"an image of the mode {opened.mode}")
-        found = np.array(opened)
-    return found.astype(np.uint16) if found.dtype == np.int32 else found
 
 
 def computable(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -206,7 +184,7 @@ def _unzipped(cell: Any) -> NDArray[Any]:
 
 
 class _Buffers:
-    """The cells of a binary Arrow array without nulls."""
+    """The cells of a binary Arrow array."""
 
     def __init__(self, array: Any) -> None:
         import pyarrow as pa
@@ -215,6 +193,7 @@ class _Buffers:
         _, offsets, data = array.buffers()
         self.offsets = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
         self.data = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+        self.valid: NDArray[np.bool_] = array.is_valid().to_numpy(zero_copy_only=False)
 
 
 def _alike(cells: _Buffers, field: Field, memory: Memory | None) -> NDArray[Any] | None:
