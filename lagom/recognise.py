@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from lagom.script import Script
-from lagom.sources import codes, is_foreign, own_root, reached
+from lagom.sources import codes, is_foreign, own_root, reached, used_modules
 
 _STARTS = frozenset({"init_process_group", "init_device_mesh"})
 """What a program calls to have a process group of its own."""
 _DRIVES = ("maggy.experiment",)
 """What a script imports to start ranks by itself."""
+_PACKAGE = "horovod"
+"""Whose programs do, too; also where it is another module that is imported by that name."""
 
 
 def is_distributed(*values: Any) -> bool:
@@ -32,6 +34,8 @@ def is_distributed(*values: Any) -> bool:
                 if not _STARTS.isdisjoint(part.co_names):
                     return True
                 modules += _imports(part)
+            if isinstance(value, types.FunctionType) and any(map(_is_horovod, used_modules(value))):
+                return True
         else:
             # A class of a module, or what is made of it: its methods are read with the module.
             modules.append((value if isinstance(value, type) else type(value)).__module__)
@@ -46,7 +50,10 @@ def is_driver(script: Script) -> bool:
 
 
 def _any_starts(modules: list[str]) -> bool:
-    return any(starts for starts, _ in _all_read(modules))
+    if any(name.partition(".")[0] == _PACKAGE for name in modules):
+        return True
+    read = _all_read(modules)
+    return any(starts or any(name.partition(".")[0] == _PACKAGE for name in imports) for starts, imports in read)
 
 
 def _all_read(modules: Iterable[str]) -> Iterator[tuple[bool, tuple[str, ...]]]:
@@ -61,6 +68,10 @@ def _all_read(modules: Iterable[str]) -> Iterator[tuple[bool, tuple[str, ...]]]:
             starts, imports = _read(path, package, stat.st_mtime_ns, stat.st_size)
             yield starts, imports
             waiting += imports
+
+
+def _is_horovod(module: types.ModuleType) -> bool:
+    return _PACKAGE in module.__name__.split(".")
 
 
 def _imports(code: types.CodeType) -> Iterator[str]:
@@ -127,9 +138,10 @@ def _read(path: Path, package: str, _mtime_ns: int, _size: int) -> tuple[bool, t
 # ordinary one must not find them: libraries take them for orders (transformers' Trainer, for one, would make each
 # rank train on a batch of its own). So it is the code that tells. A program is distributed when the script, a function
 # of the user's own that it uses, or a module that these import or take a class from, names init_process_group or
-# init_device_mesh; installed packages do not count. To name DistributedDataParallel or DistributedSampler is not
-# enough: ordinary code names them to unwrap a model that might be wrapped. A program that leaves the call to an
-# installed package finds no variables, and as a rule falls back to a single process, which lagom then distributes.
+# init_device_mesh, or imports Horovod; installed packages do not count. To name DistributedDataParallel or
+# DistributedSampler is not enough: ordinary code names them to unwrap a model that might be wrapped. A program that
+# leaves the call to an installed package finds no variables, and as a rule falls back to a single process, which lagom
+# then distributes.
 #
 # All that this decides is the environment (see environment.py), on GPUs the devices that the rank can see, and whether
 # a process that the program starts is one of its ranks. A program that names the call and does not come to it, because

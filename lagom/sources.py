@@ -126,6 +126,15 @@ def reached(*values: Any) -> Iterator[Any]:
             waiting.append(type(value))
 
 
+def used_modules(function: types.FunctionType) -> Iterator[types.ModuleType]:
+    """The modules that ``function`` has by its globals and closure."""
+    names = {name for code in codes(function.__code__) for name in code.co_names}
+    known = [function.__globals__[name] for name in names if name in function.__globals__]
+    for value in (*known, *_contents(function.__closure__ or ())):
+        if isinstance(value, types.ModuleType):
+            yield value
+
+
 def _opened(values: Iterable[Any], names: set[str]) -> Iterator[Any]:
     """``values``, with what has one of the ``names`` in place of the user's own modules."""
     todo, seen = list(values), set[int]()

@@ -113,6 +113,7 @@ RULES = {
         always=("lagom", "lagom.worker.place"), later=("torch", "lagom.collectives", "lagom.memory")
     ),
     "lagom.compat": Rule(always=("lagom", "torch", "numpy"), later=("pyarrow", "pyspark")),
+    "lagom.compat.horovod.broadcasting": Rule(always=("lagom", "torch", "cloudpickle")),
     # Beside petastorm, which brings them.
     "lagom.compat.petastorm": Rule(always=("lagom", "torch", "numpy", "pyarrow"), later=("fsspec", "packaging")),
     "lagom.worker.compatible": Rule(),

@@ -72,7 +72,7 @@ def run(
             stack.enter_context(cut_short(session))
             leaves = stack.enter_context(numbered_parameters())
         stack.enter_context(patched(session))
-        stack.enter_context(compatible())
+        stack.enter_context(compatible(plan.already_distributed))
         call = load()  # inside the patches: modules that arrive by pickle are seen as they are made
         session.has_arrived = True
         stack.enter_context(seeded(plan.seed, call["random"]))

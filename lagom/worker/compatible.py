@@ -6,47 +6,64 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_BY_PACKAGE = {"maggy": "lagom.compat.maggy", "petastorm": "lagom.compat.petastorm"}
+_BY_PACKAGE = {
+    "horovod": "lagom.compat.horovod",
+    "maggy": "lagom.compat.maggy",
+    "petastorm": "lagom.compat.petastorm",
+    "sparkdl": "lagom.compat.horovod",
+}
 """What to import before a package; by name, as nothing here depends on it. Where it has ``installed``, it serves the
-package itself, from ``install`` to ``remove``."""
+package itself, from ``install`` to ``remove``; and ``leave`` ends what a run has begun."""
+_OF_DISTRIBUTED = ("horovod", "sparkdl")
+"""Only for programs that are distributed by themselves: others may ask whether Horovod is there, and behave by it."""
 
 
 @contextmanager
-def compatible() -> Iterator[None]:
+def compatible(already_distributed: bool = False) -> Iterator[None]:
     """Have the program find these packages in working order; nothing is imported until it asks for one."""
-    finder = _First()
+    finder = _First(
+        {
+            package: home
+            for package, home in _BY_PACKAGE.items()
+            if already_distributed or package not in _OF_DISTRIBUTED
+        }
+    )
+    before = [module for module in _serving() if module.installed()]
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for module in finder.installed:
-            module.remove()
+        for module in _serving():
+            if hasattr(module, "leave"):
+                module.leave()
+            if module not in before:
+                module.remove()
+
+
+def _serving() -> list[Any]:
+    found = [sys.modules.get(home) for home in sorted(set(_BY_PACKAGE.values()))]
+    return [module for module in found if hasattr(module, "installed")]
 
 
 class _First(importlib.abc.MetaPathFinder):
-    def __init__(self) -> None:
-        self.installed: list[Any] = []
-        """What serves a package since the program asked for it."""
-        self._seen: set[str] = set()
+    def __init__(self, wanted: Mapping[str, str]) -> None:
+        self._wanted = dict(wanted)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        home = _BY_PACKAGE.get(name)
-        if home is None or home in self._seen:
+        home = self._wanted.pop(name, None)  # once: to look further comes here again
+        if home is None:
             return None
-        self._seen.add(home)  # to look further comes here again
         module: Any = sys.modules.get(home)
         if module is not None and (not hasattr(module, "installed") or module.installed()):
             return None
         module = importlib.import_module(home)
         if hasattr(module, "install"):
             module.install()
-            if module.installed():
-                self.installed.append(module)
         return importlib.util.find_spec(name)

@@ -17,7 +17,8 @@ class Place:
     local_world_size: int = 1
 
 
-_place = Place()
+_NOWHERE = Place()
+_place = _NOWHERE
 _hears: Callable[[], None] | None = None
 
 
@@ -31,6 +32,11 @@ def rank() -> int:
 def world_size() -> int:
     """Number of ranks; 1 outside a lagom run."""
     return _place.world_size
+
+
+def place_in_run() -> Place | None:
+    """Where this process stands in a lagom run; None outside of one. Asked by what is served to programs."""
+    return None if _place is _NOWHERE else _place
 
 
 @contextmanager
