@@ -52,6 +52,7 @@ def _run(args: argparse.Namespace) -> int:
         evaluation=args.evaluation,
         zero_lvl=args.zero,
         mixed_precision=args.mixed_precision or False,
+        micro_batches=args.micro_batches,
         verify=args.verify,
         seed=args.seed,
         log=args.log,
@@ -134,6 +135,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_place(run)
     run.add_argument("--zero", type=int, default=0, metavar="LEVEL", help="what is sharded: 0 nothing (the default)")
     run.add_argument("--mixed-precision", choices=("bf16", "fp16"), help="what forwards compute in")
+    run.add_argument(
+        "--micro-batches",
+        type=lambda text: text if text == "auto" else int(text),
+        metavar="N",
+        help="parts of a batch that a forward runs in, or 'auto': after one that ran out of memory",
+    )
     run.add_argument("--batches", choices=get_args(Batches), default="split", help="what a rank sees of a batch")
     run.add_argument(
         "--evaluation", choices=get_args(Evaluation), default="gathered", help="how test sets are run through"

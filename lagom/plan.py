@@ -16,6 +16,7 @@ from lagom.config.torch_distributed import (
     Evaluation,
     Log,
     LrScaling,
+    MicroBatches,
     MixedPrecision,
     Reduction,
 )
@@ -85,6 +86,7 @@ class Plan:
     backend: Backend = "torch"
     deepspeed_config: Mapping[str, Any] | None = None
     mixed_precision: MixedPrecision = False
+    micro_batches: MicroBatches = None
     collectives: Collectives = "auto"
     timeline: bool = False
     """What ranks do is noted."""
@@ -140,6 +142,7 @@ def plan(
         backend=config.backend,
         deepspeed_config=config.deepspeed_config,
         mixed_precision=config.mixed_precision,
+        micro_batches=config.micro_batches,
         collectives=config.collectives,
         timeline=bool(config.timeline),
         gradient_compression=config.gradient_compression,

@@ -57,15 +57,15 @@ def run_ranks(
     collectives: Collectives = COLLECTIVES,
     backend: Backend = "torch",
     deepspeed_config: Mapping[str, Any] | None = None,
-    **gradients: Any,
+    **fields: Any,
 ) -> list[Any]:
     """Run ``function(session)`` on every rank; the results in rank order.
 
     With ``patches=False`` torch is left alone; with ``always_slices`` forwards are sliced also where that does
-    not pay; ``gradients`` are further fields of the plan. Everything dies after 60 s.
+    not pay; ``fields`` are further fields of the plan. Everything dies after 60 s.
     """
     plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm, collectives, zero_lvl, mixed_precision)
-    plan = dataclasses.replace(plan, backend=backend, deepspeed_config=deepspeed_config, **gradients)
+    plan = dataclasses.replace(plan, backend=backend, deepspeed_config=deepspeed_config, **fields)
     with tempfile.TemporaryDirectory() as host_dir:
         ports = _CONTEXT.SimpleQueue()
         pipes, processes = [], []

@@ -18,6 +18,7 @@ Reduction = Literal["mean", "adasum"]
 LrScaling = Literal["linear"]
 Log = Literal["rank0", "all"]
 MixedPrecision = bool | Literal["bf16", "fp16"]
+MicroBatches = int | Literal["auto"] | None
 
 RUN_DIR = "~/.lagom/runs"
 
@@ -54,6 +55,9 @@ class TorchDistributedConfig:
     """Passed through to DeepSpeed: offloading, its optimizers, bf16 and fp16, accumulation, clipping."""
     mixed_precision: MixedPrecision = False
     """Forwards in "bf16", or in "fp16" with gradients scaled; True: bf16 where the device has it, else fp16."""
+    micro_batches: MicroBatches = None
+    """Forwards run in so many parts of a rank's batch, one after another, which the backward computes once more: less
+    memory, the same weights; where rows do not depend on each other. "auto": after one that ran out of memory."""
     batches: Batches = "split"
     """What the program sees of a training batch. "split": a batch is what ``batch_size`` says and each
     rank gets its share; "per_rank": ``batch_size`` is each rank's own; "whole": every rank sees all."""
@@ -116,12 +120,23 @@ class TorchDistributedConfig:
         _one_of("lr_scaling", self.lr_scaling, (None, *get_args(LrScaling)))
         _one_of("zero_lvl", self.zero_lvl, (0, 1, 2, 3))
         _one_of("mixed_precision", self.mixed_precision, (False, True, "bf16", "fp16"))
+        self._check_micro_batches()
         self._check_module()
         self._check_data()
         self._check_numbers()
         self._check_texts()
         self._check_deepspeed()
         self._check_gradients()
+
+    def _check_micro_batches(self) -> None:
+        num = self.micro_batches
+        if num is not None and num != "auto" and (not _is_int(num) or num < 1):
+            raise ValueError(f"micro_batches is {num!r}; want a number of parts of a batch, at least 1, 'auto' or None")
+        if num is not None and self.backend == "deepspeed":
+            raise ValueError(
+                "micro_batches is for backend='torch'; with 'deepspeed' use its activation checkpointing, or smaller "
+                "batches with deepspeed_config={'gradient_accumulation_steps': ...}"
+            )
 
     def _check_module(self) -> None:
         modules = self.module if isinstance(self.module, (list, tuple)) else [self.module]

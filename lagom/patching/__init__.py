@@ -57,7 +57,7 @@ def patched(session: Session) -> Iterator[None]:
                 stack.enter_context(whole_batch_statistics(session))
         if distributed or session.plan.rehearsal is not None:
             stack.enter_context(shared_files(session))
-        has_forwards = distributed or session.device.type == "cuda"
+        has_forwards = distributed or session.device.type == "cuda" or session.plan.micro_batches is not None
         if has_forwards:
             stack.enter_context(own_forwards(session, streams))
         if precision is not None:

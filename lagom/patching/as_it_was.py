@@ -15,20 +15,26 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-_SMALL = 1e-3
+SMALL = 1e-3
 """Parameters no larger than this are taken for numbers that will grow: gates that start closed."""
 
 
 @contextmanager
-def as_it_was(module: nn.Module, inside: Sequence[nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
-    """Puts back what a forward changes: random numbers, buffers, attributes. Gives a function that does so at once."""
-    kept = [*_random_numbers(device), *_attributes(inside), *_contents(inside)]
+def as_it_was(
+    module: nn.Module, inside: Sequence[nn.Module], device: torch.device, *, opens: bool = True
+) -> Iterator[Callable[[], None]]:
+    """Puts back what a forward changes: random numbers, buffers, attributes. Gives a function that does so at once.
+
+    Args:
+        opens: give parameters that are next to nothing some size meanwhile.
+    """
+    kept = [*random_numbers(device), *_attributes(inside), *_contents(inside)]
 
     def put_back() -> None:
         for restore in kept:
             restore()
 
-    small = _opened(module)
+    small = _opened(module) if opens else []
     try:
         yield put_back
     finally:
@@ -37,7 +43,8 @@ def as_it_was(module: nn.Module, inside: Sequence[nn.Module], device: torch.devi
             parameter.data.copy_(before)
 
 
-def _random_numbers(device: torch.device) -> Iterator[Callable[[], object]]:
+def random_numbers(device: torch.device) -> Iterator[Callable[[], object]]:
+    """What puts each of the generators back to where it is now: torch's, random's and, where it is loaded, numpy's."""
     yield partial(torch.default_generator.set_state, torch.default_generator.get_state())
     if device.type == "cuda":
         yield partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
@@ -71,7 +78,7 @@ def _opened(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Give parameters that are next to nothing some size, for now: a closed gate hides what is behind it."""
     found: list[tuple[Tensor, Tensor]] = []
     for index, parameter in enumerate(module.parameters()):
-        if parameter.is_floating_point() and parameter.numel() and float(parameter.detach().abs().max()) <= _SMALL:
+        if parameter.is_floating_point() and parameter.numel() and float(parameter.detach().abs().max()) <= SMALL:
             found.append((parameter, parameter.detach().clone()))
             generator = torch.Generator(parameter.device).manual_seed(index)
             parameter.data.normal_(0.0, 0.1, generator=generator)

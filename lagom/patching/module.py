@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lagom.patching.device import follow_input
+from lagom.patching.micro_batches import MicroBatches
 from lagom.patching.passes import tensors
 from lagom.patching.replace import replaced
 from lagom.patching.slicing import Slicer
@@ -89,6 +90,15 @@ class _Forwards:
         """By id: modules may be equal to others, or have no hash."""
 
     @contextmanager
+    def within(self) -> Iterator[None]:
+        """Modules called in here are a part of another's forward."""
+        before, self.inside = self.inside, True
+        try:
+            yield
+        finally:
+            self.inside = before
+
+    @contextmanager
     def outside(self) -> Iterator[None]:
         """Modules called in here are outermost ones."""
         self.inside = False
@@ -129,10 +139,14 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
     session, streams = forwards.session, forwards.streams
     on_cuda = session.device.type == "cuda"
     may_slice = session.world_size > 1 and (session.plan.batches == "whole" or session.plan.evaluation == "gathered")
-    slicer = Slicer(session, original, forwards.outside) if may_slice else None
+    micro = MicroBatches(session, original, forwards.within) if session.plan.micro_batches is not None else None
+    run = original if micro is None else micro.call
+    slicer = Slicer(session, run, forwards.outside) if may_slice else None
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if forwards.inside or torch.compiler.is_dynamo_compiling():
+            if micro is not None and micro.descends and not torch.compiler.is_dynamo_compiling():
+                return run(module, *args, **kwargs)
             return original(module, *args, **kwargs)
         forwards.inside = True
         try:
@@ -146,9 +160,9 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
                 return slicer.call(module, args, kwargs)
             if forwards.draws_own(module):
                 with streams.in_forward():
-                    outputs = original(module, *args, **kwargs)
+                    outputs = run(module, *args, **kwargs)
             else:
-                outputs = original(module, *args, **kwargs)
+                outputs = run(module, *args, **kwargs)
             if share is not None:
                 session.terms.note(tensors(outputs), share)
             return outputs

@@ -125,16 +125,36 @@ def probe(
         statistics: a context in which BatchNorm uses those given.
     """
     try:
-        _check(candidate)
-        with as_it_was(candidate.module, candidate.inside, candidate.device) as begin_again:
-            _look(candidate, finding, world_size, statistics, begin_again)
+        examine(candidate, finding, world_size, statistics)
     except (NotByRowsError, UnsupportedDrawError) as error:
         finding.reason = str(error)
     except Exception as error:  # a forward that does not run on a part of its batch
         finding.reason = f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
 
 
-def _check(candidate: Candidate) -> None:
+def examine(
+    candidate: Candidate,
+    finding: Finding,
+    num_blocks: int,
+    statistics: Callable[[BatchStatistics], Any],
+) -> None:
+    """As ``probe``, of any number of blocks; raises what it finds, and what the forward raises on a part.
+
+    Raises:
+        NotByRowsError: when rows are not computed one by one, or may not be.
+        UnsupportedDrawError: when random numbers cannot be drawn for the whole batch.
+    """
+    check(candidate)
+    with as_it_was(candidate.module, candidate.inside, candidate.device) as begin_again:
+        _look(candidate, finding, num_blocks, statistics, begin_again)
+
+
+def check(candidate: Candidate) -> None:
+    """Whether anything would see a part of the batch that is not known to do without.
+
+    Raises:
+        NotByRowsError: when so.
+    """
     for leaf in candidate.leaves:
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
             raise NotByRowsError(f"is called with a {type(leaf).__name__}, of which it is unknown what is in it")

@@ -40,7 +40,7 @@ class CommonStreams:
 
     def note(self) -> None:
         """From now on ranks may draw different amounts."""
-        self._noted = _states()
+        self._noted = states()
 
     def drawn_unevenly(self, before: torch.Tensor) -> None:
         """Ranks have drawn different amounts from torch's generator since its state was ``before``."""
@@ -50,13 +50,13 @@ class CommonStreams:
         """Now they are to be equal again: starts anew those generators that were drawn from since ``note``."""
         before, self._noted = self._noted, {}
         if before:
-            now = _states()
+            now = states()
             self._restart([name for name, state in before.items() if not _equal(state, now[name])])
 
     def restart(self) -> None:
         """Start all of them anew, alike on all ranks."""
         self._noted = {}
-        self._restart(list(_states()))
+        self._restart(list(states()))
 
     def _restart(self, names: list[str]) -> None:
         if not names:
@@ -72,14 +72,19 @@ class CommonStreams:
             sys.modules["numpy.random"].seed(seed % 2**32)
 
 
-def _states() -> dict[str, Any]:
+def states() -> dict[str, Any]:
     """Of torch's, random's and, where it is loaded, numpy's generator, and of a GPU's in use."""
-    states: dict[str, Any] = {"torch": torch.default_generator.get_state(), "random": random.getstate()}
+    found: dict[str, Any] = {"torch": torch.default_generator.get_state(), "random": random.getstate()}
     if "numpy.random" in sys.modules:
-        states["numpy"] = sys.modules["numpy.random"].get_state()
+        found["numpy"] = sys.modules["numpy.random"].get_state()
     if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def equal_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether all generators are at the same place."""
+    return one.keys() == other.keys() and all(_equal(state, other[name]) for name, state in one.items())
 
 
 def _equal(state: Any, other: Any) -> bool:

@@ -119,6 +119,8 @@ class Session:
     _progress: dict[str, int | None] = field(default_factory=lambda: {"epoch": 0, "step": 0, "steps": None}, init=False)
     _said: set[str] = field(default_factory=set, init=False)
     is_probing: bool = field(default=False, init=False)
+    num_micro_batches: int = field(default=1, init=False)
+    """In which a forward has run, at most."""
     shares_forwards: bool = field(default=True, init=False)
     """False where a forward of blocks is not to be had: DeepSpeed's third stage gathers parameters by its own hooks."""
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
+from lagom.patching.inside import Insides, kind_of, numbers_of, run_with
 from lagom.patching.passes import Share
 from lagom.patching.probe import Candidate, Finding, is_batch, measured, probe
-from lagom.patching.recorder import NotByRowsError
 from lagom.strategies.draws import Draws
 from lagom.strategies.whole_batch import Block, Exchange, Gatherer, UnequalInputError, gathered, pays, sliced
 
@@ -66,7 +66,7 @@ class Slicer:
         self._gatherer = Gatherer(session.group, session.watch.meet)
         self._original = original
         self._outside = outside
-        self._inside: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._insides = Insides(session.say_once)
         self._findings: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._small: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -77,32 +77,23 @@ class Slicer:
         small = self._small.get(module)
         if small is not None and args and small == (getattr(args[0], "shape", None), torch.is_grad_enabled()):
             return self._original(module, *args, **kwargs)
-        inside = self._modules(module)
+        inside = self._insides.of(module, says=not self._depth)
         leaves, spec = tree_flatten((args, kwargs))
         rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
         if not inside or rows < self._group.world_size:
             return self._original(module, *args, **kwargs)
 
-        def run(changed: list[Any]) -> Any:
-            if changed is leaves:
-                return self._original(module, *args, **kwargs)
-            its_args, its_kwargs = tree_unflatten(changed, spec)
-            output = self._original(module, *its_args, **its_kwargs)
-            after, its_spec = tree_flatten((its_args, its_kwargs))
-            if its_spec != spec or any(one is not other for one, other in zip(after, changed, strict=True)):
-                raise NotByRowsError("changes the lists or dicts that it is called with")
-            return output
-
+        run = run_with(partial(self._original, module), args, kwargs, leaves, spec)
         candidate = Candidate(module, inside, run, leaves, rows, self._session.device)
         known: dict[object, Finding] = self._findings.setdefault(module, {})
-        kind = _kind(candidate, spec)
+        kind = kind_of(candidate, spec)
         finding = known.get(kind)
         if module in self._counting:
             return self._descend(module, args, kwargs)
         if finding is None and len(known) < _MAX_KINDS:
-            before = _numbers(inside)
+            before = numbers_of(inside)
             output, known[kind] = measured(candidate, lambda: self._original(module, *args, **kwargs))
-            if _numbers(inside) != before:
+            if numbers_of(inside) != before:
                 self._counting[module] = None
                 self._say_whole(
                     module, "changes numbers among its attributes, by which a later call may go another way"
@@ -135,22 +126,6 @@ class Slicer:
                 return self._original(module, *args, **kwargs)
         finally:
             self._depth -= 1
-
-    def _modules(self, module: nn.Module) -> list[nn.Module]:
-        """All modules inside one; none when it has no parameters yet, or none at all."""
-        found = self._inside.get(module)
-        if found is None or found.structure != _structure([module, *found.others]):
-            state = [*module.parameters(), *module.buffers()]
-            if any(is_lazy(tensor) for tensor in state):
-                return []  # its first call makes them
-            modules = list(module.modules())
-            # What TorchScript runs is C++'s: whether it works row by row is not looked into.
-            scripted = any(isinstance(one, torch.jit.ScriptModule) for one in modules)
-            trained = not scripted and any(isinstance(tensor, nn.Parameter) for tensor in state)
-            if scripted:
-                self._say_whole(module, "is TorchScript, into which lagom does not look")
-            found = self._inside[module] = _Inside(trained, modules[1:], _structure(modules))
-        return [module, *found.others] if found.trained else []
 
     def _probe(self, candidate: Candidate, finding: Finding) -> None:
         with self._session.probing():
@@ -222,60 +197,6 @@ class Slicer:
         for i, one, whole in zip(indices, blocks, wholes, strict=True):
             outputs[i] = whole if one.requires_grad else whole.detach()
         return outputs
-
-
-class _Inside(NamedTuple):
-    """What is inside a module."""
-
-    trained: bool
-    """It has parameters, and is no TorchScript."""
-    others: list[nn.Module]
-    """All its modules but itself: what holds its own key is never let go of."""
-    structure: object
-
-
-def _structure(modules: list[nn.Module]) -> object:
-    """Another one when any of ``modules`` has got other modules."""
-    return [tuple(map(id, module.__dict__["_modules"].values())) for module in modules]
-
-
-def _kind(candidate: Candidate, spec: TreeSpec) -> object:
-    """Equal for calls that the same finding holds for."""
-    leaves = tuple(
-        (leaf.dim(), leaf.dtype, leaf.requires_grad, is_batch(leaf, candidate.rows))
-        if isinstance(leaf, torch.Tensor)
-        else (leaf if isinstance(leaf, (bool, int, str, type(None))) else type(leaf))
-        for leaf in candidate.leaves
-    )
-    states = tuple(map(_state, candidate.inside))
-    return spec, leaves, states, torch.is_grad_enabled(), torch.is_autocast_enabled(candidate.device.type)
-
-
-def _state(module: nn.Module) -> object:
-    """What of a module's attributes may have its forward take another way: modes, hooks, and whatever is its own."""
-    state = module.__dict__
-    hooked = [name for name in _HOOKS if state.get(name)]
-    # An id, for it may be replaced; with the type, since ids are used again.
-    own = [
-        (name, value if type(value) in _PLAIN else (id(value) if callable(value) else type(value)))
-        for name, value in state.items()
-        if name not in _EVERYONES
-    ]
-    watched = [p is not None and bool(p._backward_hooks) for p in state["_parameters"].values()]
-    parts = [(id(part), type(part)) for part in state["_modules"].values()]
-    return type(module), module.training, tuple(hooked), tuple(own), tuple(watched), tuple(parts)
-
-
-def _numbers(modules: list[nn.Module]) -> object:
-    """The numbers among the attributes of ``modules``."""
-    return [
-        {name: value for name, value in module.__dict__.items() if type(value) in (int, float)} for module in modules
-    ]
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_EVERYONES = frozenset(vars(nn.Module()))
-_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def _glimpse(tensor: torch.Tensor) -> bytes:

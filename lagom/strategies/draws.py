@@ -30,10 +30,17 @@ class Draws(TorchDispatchMode):
 
     Args:
         axes: by kind of draw, the dimension that counts the rows of the batch (times something); None: none does.
+        remedy: what an error says to do.
     """
 
-    def __init__(self, block: Block, axes: Mapping[Kind, int | None]) -> None:
+    def __init__(
+        self,
+        block: Block,
+        axes: Mapping[Kind, int | None],
+        remedy: str = "use batches='split' and evaluation='replicated' for this program",
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._remedy = remedy
         self.block = block
         self.axes = axes
 
@@ -47,8 +54,7 @@ class Draws(TorchDispatchMode):
             return drawn(function, args, kwargs, self.block, self.axis)
         except UnsupportedDrawError as error:
             raise LagomError(
-                f"a forward that is sliced {error}, which it did not at its first call; use batches='split' and "
-                "evaluation='replicated' for this program"
+                f"a forward that is sliced {error}, which it did not at its first call; {self._remedy}"
             ) from None
 
     def axis(self, function: OpOverload, shape: tuple[int, ...]) -> int | None:

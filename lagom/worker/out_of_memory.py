@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +16,7 @@ from lagom.memory.needs import Level, size
 from lagom.memory.planned import levels_of
 from lagom.memory.room import Room, room
 from lagom.memory.state import stepped
+from lagom.patching.shortage import wanted_bytes
 from lagom.strategies.zero.unit import storage_of
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
     from lagom.patching.session import Session
 
-_CPU = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes")
-_CUDA = re.compile(r"Tried to allocate ([\d.]+) (\w+)")
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _slot: Any = vars(torch._C.TensorBase)["grad"]
 
 
@@ -58,18 +55,6 @@ class OutOfMemoryTold:
             return _told(session, wanted)
         finally:
             session.live = live
-
-
-def wanted_bytes(error: BaseException) -> int | None:
-    """What could not be had; 0 where the error does not say; None where it is about something else."""
-    if isinstance(error, torch.OutOfMemoryError):
-        found = _CUDA.search(str(error))
-        return int(float(found[1]) * _UNITS.get(found[2], 1)) if found else 0
-    if isinstance(error, MemoryError):
-        return 0
-    # Not of any exception: a foreign __str__ may do anything.
-    found = _CPU.search(str(error)) if type(error) is RuntimeError else None
-    return int(found[1]) if found else None
 
 
 class Held(NamedTuple):
@@ -139,6 +124,10 @@ def _advice(session: Session, wanted: int, limit: Room, others: int) -> str:
     if wanted > limit.num_bytes:
         return "That one tensor is larger than the memory: no level and no number of ranks would change it"
     smaller = "smaller batches (a loop that accumulates gradients over several keeps its meaning)"
+    if session.num_micro_batches > 1:
+        smaller = f"micro_batches={2 * session.num_micro_batches}, twice as many as there were, or {smaller}"
+    elif session.plan.micro_batches is None and session.plan.backend == "torch":
+        smaller = f"micro_batches='auto' (forwards in parts, where rows do not depend on each other), {smaller}"
     if not session.plan.mixed_precision:
         smaller += " or mixed_precision='bf16' would need less for activations"
     with contextlib.suppress(Exception):  # any third party's optimizer

@@ -17,8 +17,9 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.memory.room import Room
 from lagom.patching.session import Session
+from lagom.patching.shortage import wanted_bytes
 from lagom.worker import out_of_memory
-from lagom.worker.out_of_memory import OutOfMemoryTold, held, wanted_bytes
+from lagom.worker.out_of_memory import OutOfMemoryTold, held
 from tests.ranks import run_ranks, session_alone
 
 WIDTH = 512
@@ -73,7 +74,7 @@ def test_what_is_held_is_counted_without_being_put_together(zero_lvl: int, parts
         (2, 1, 12, "zero_lvl=2 would fit: 4 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
         (2, 0, 7, "zero_lvl=3 would need less, which may not be enough"),
         (2, 2, 9.5, "zero_lvl=3 would fit: 2 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
-        (2, 3, 7, "More ranks or larger machines, smaller batches"),
+        (2, 3, 7, "More ranks or larger machines, micro_batches='auto' ("),
         (1, 0, 14, "world_size=2 with zero_lvl=1 would fit"),
     ],
 )

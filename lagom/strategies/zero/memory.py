@@ -24,3 +24,20 @@ def _malloc_trim() -> Any:
         return ctypes.CDLL(None).malloc_trim  # glibc's
     except (OSError, AttributeError):
         return None
+
+
+def map_what_is_large() -> None:
+    """Have malloc map what takes 1 MB and more by itself from now on, and return what is free.
+
+    From its heap glibc gives aligned memory, as tensors have, hardly ever where some of the same size was freed. Steps
+    take longer, as the system clears pages each time.
+    """
+    try:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    except (OSError, AttributeError):
+        return
+    give_back_memory()
+
+
+_M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""

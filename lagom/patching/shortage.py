@@ -1,0 +1,23 @@
+"""``wanted_bytes``: tells errors of a lack of memory from others."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+_CPU = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes")
+_CUDA = re.compile(r"Tried to allocate ([\d.]+) (\w+)")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def wanted_bytes(error: BaseException) -> int | None:
+    """What could not be had; 0 where the error does not say; None where it is about something else."""
+    if isinstance(error, torch.OutOfMemoryError):
+        found = _CUDA.search(str(error))
+        return int(float(found[1]) * _UNITS.get(found[2], 1)) if found else 0
+    if isinstance(error, MemoryError):
+        return 0
+    # Not of any exception: a foreign __str__ may do anything.
+    found = _CPU.search(str(error)) if type(error) is RuntimeError else None
+    return int(found[1]) if found else None
