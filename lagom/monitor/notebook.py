@@ -8,9 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from lagom.monitor.link import Message
+from lagom.monitor.stragglers import held_up
 
 _SHOWN = 16
-_HEAD = ("rank", "epoch", "step", "samples", "samples/s", "loss", "waits for data", "memory")
+_HEAD = (
+    *("rank", "epoch", "step", "samples", "samples/s", "loss"),
+    *("waits for data", "waits for ranks", "others wait for it", "processors", "memory", "GPU"),
+)
 _BAR = (
     "<div style='width:9em;height:.6em;background:#e4e4e4;border-radius:3px'>"
     "<div style='width:{0:.0%};height:100%;background:#0072b2;border-radius:3px'></div></div>"
@@ -46,7 +50,8 @@ class Table:
 def table(title: str, ranks: Mapping[int, Message]) -> str:
     """HTML of the ranks' last reports; of many ranks, those that are farthest behind."""
     behind = sorted(ranks, key=lambda rank: (ranks[rank].get("samples", 0), rank))[:_SHOWN]
-    rows = "".join(_row(rank, ranks[rank]) for rank in sorted(behind))
+    held = held_up(ranks)
+    rows = "".join(_row(rank, ranks[rank], held[rank]) for rank in sorted(behind))
     more = f"<tr><td colspan={len(_HEAD)}>{len(ranks) - _SHOWN} more ranks are ahead of these</td></tr>"
     head = "".join(f"<th style='text-align:left'>{name}</th>" for name in _HEAD)
     total = sum(one.get("samples", 0) for one in ranks.values())
@@ -73,7 +78,7 @@ def left(ranks: Mapping[int, Message]) -> str:
     return ", this epoch ends in " + (f"{hours}:{minutes:02}" if hours else f"{minutes}") + f":{seconds:02}"
 
 
-def _row(rank: int, one: Message) -> str:
+def _row(rank: int, one: Message, held: float) -> str:
     step, steps = one.get("step") or 0, one.get("steps")
     bar = _BAR.format(min(1.0, step / steps)) if steps else ""
     loss, data = one.get("loss"), one.get("data") or 0.0
@@ -84,7 +89,15 @@ def _row(rank: int, one: Message) -> str:
         f"{one.get('samples', 0):,}",
         f"{one['rate']:,.0f}" if one.get("rate") else "",
         f"{loss:.4g}" if loss is not None else "",
-        f"<b>{data:.0%}</b>" if data >= 0.1 else f"{data:.0%}",
+        _share(data),
+        f"{one.get('waits') or 0.0:.0%}",
+        _share(held),
+        f"{one['cpu']:.1f}" if one.get("cpu") is not None else "",
         f"{one['memory'] / 1e9:.2f} GB" if one.get("memory") else "",
+        f"{one['gpu']:.0%}" if one.get("gpu") is not None else "",
     )
     return "<tr>" + "".join(f"<td style='text-align:left'>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _share(value: float) -> str:
+    return f"<b>{value:.0%}</b>" if value >= 0.1 else f"{value:.0%}"

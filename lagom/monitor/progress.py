@@ -9,6 +9,7 @@ from typing import Any
 
 from lagom.monitor.link import Message
 from lagom.monitor.notebook import Table, left, notebook
+from lagom.monitor.stragglers import straggler
 
 _TERMINAL_S = 0.5
 _LOG_S = 10.0
@@ -120,6 +121,8 @@ class Progress:
             parts.append(f"loss {event['loss']:.4g}")
         if event.get("data", 0.0) >= _WAITS:
             parts.append(f"waits {event['data']:.0%} of its time for data")
+        if (late := straggler(self._ranks)) is not None and late[0] == rank:
+            parts.append(f"the others wait for it {late[1]:.0%} of their time")
         if event.get("memory"):
             parts.append(f"{event['memory'] / 1e9:.1f} GB")
         return f"rank {rank}: {', '.join(parts)}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lagom.monitor.stragglers import straggler
 from lagom.records.chart import chart
 from lagom.records.folder import PROGRESS, RESULT, RUN
 from lagom.records.picture import timeline_section
@@ -18,7 +19,10 @@ _CHARTS = (
     ("loss", "Loss of the rank's share of a batch", 1.0, ""),
     ("rate", "Samples per second", 1.0, ""),
     ("data", "Time spent waiting for data", 100.0, " %"),
+    ("waits", "Time spent waiting for other ranks", 100.0, " %"),
+    ("cpu", "Processors in use", 1.0, ""),
     ("memory", "Memory", 1e-9, " GB"),
+    ("gpu", "GPU in use", 100.0, " %"),
 )
 
 Events = Mapping[int, Sequence[Mapping[str, Any]]]
@@ -78,12 +82,24 @@ def _outcome(result: Mapping[str, Any]) -> str:
 
 
 def _slowest(events: Events) -> str:
-    """Which rank waited longest for data, if that is worth a word."""
+    """Which rank waited longest for data, and for which the others did, if that is worth a word."""
     shares = {rank: sum(one.get("data") or 0 for one in own) / len(own) for rank, own in events.items() if own}
     rank = max(shares, key=lambda one: shares[one], default=None)
-    if rank is None or shares[rank] < 0.1:
-        return ""
-    return f"<p>Rank {rank} waited {shares[rank]:.0%} of its time for data, more than any other.</p>"
+    said = ""
+    if rank is not None and shares[rank] >= 0.1:
+        said = f"<p>Rank {rank} waited {shares[rank]:.0%} of its time for data, more than any other.</p>"
+    late = straggler({rank: _mean_waits(own) for rank, own in events.items() if own})
+    if late is not None:
+        said += f"<p>The others waited {late[1]:.0%} of their time for rank {late[0]}.</p>"
+    return said
+
+
+def _mean_waits(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    waits_for: dict[str, float] = {}
+    for one in events:
+        for rank, share in (one.get("waits_for") or {}).items():
+            waits_for[rank] = waits_for.get(rank, 0.0) + share / len(events)
+    return {"waits": sum(one.get("waits") or 0.0 for one in events) / len(events), "waits_for": waits_for}
 
 
 def _events(path: Path) -> dict[int, list[dict[str, Any]]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lagom.worker import stacks
+from lagom.worker.usage import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,6 +16,10 @@ if TYPE_CHECKING:
     from lagom.monitor.link import Link, Message
     from lagom.patching.session import Session
     from lagom.plan import Plan
+
+
+_WORTH = 0.005
+"""Share of its time from which on it is told for whom a rank waits."""
 
 
 class Heart:
@@ -41,11 +44,14 @@ class Heart:
         self._begun = (-1.0, 0.0, 0.0)
         self._steps_s = 0.0
         self._children: str | None = None
+        self._waited: list[int] = []
+        self._usage: Usage | None = None
 
     def beat_for(self, session: Session) -> None:
         """Begin to beat."""
         self._session = session
         self._last = (time.monotonic(), 0.0, 0.0)
+        self._usage = Usage(session.device.type)
         threading.Thread(target=self._beat, name="lagom-heart", daemon=True).start()
 
     def last_word(self, report: Message) -> None:
@@ -85,8 +91,18 @@ class Heart:
             "rate": round((samples - samples_before) / passed, 1),
             "steps_s": self._speed(now, progress["epoch"] or 0, progress["step"] or 0),
             "data": round(min(1.0, (data_s - data_before) / passed), 3),
-            "memory": memory(session.device.type),
+            **self._waits(session, passed),
+            **(self._usage.now() if self._usage is not None else {}),
         }
+
+    def _waits(self, session: Session, passed: float) -> Message:
+        """Shares of the time in which the rank waits for others in exchanges, and for whom."""
+        waited = session.waited()
+        before = self._waited if len(self._waited) == len(waited) else [0] * len(waited)
+        self._waited = waited
+        shares = [(now - then) / 1e9 / passed for now, then in zip(waited, before, strict=True)]
+        waits_for = {str(rank): round(share, 3) for rank, share in enumerate(shares) if share >= _WORTH}
+        return {"waits": round(min(1.0, sum(shares)), 3), "waits_for": waits_for}
 
     def _speed(self, now: float, epoch: float, step: float) -> float:
         """Steps a second since this epoch was first told of; at that time, those of the epoch before."""
@@ -118,14 +134,3 @@ class Heart:
 
 def _timeline(session: Session) -> Iterable[Message]:
     return session.spans.blocks() if session.spans is not None else ()
-
-
-def memory(device: str) -> int:
-    """Bytes that this process holds: on its GPU if it trains there, else of the machine's memory."""
-    if device == "cuda":
-        import torch
-
-        return torch.cuda.memory_allocated()
-    with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0

@@ -10,7 +10,7 @@ from lagom.monitor.notebook import Table, left, table
 
 def rank(**more: Any) -> dict[str, Any]:
     seen = {"epoch": 2, "step": 30, "steps": 120, "samples": 4096, "loss": 0.125, "rate": 512.0, "data": 0.41}
-    return seen | {"memory": 2 * 10**9, "steps_s": 1.5} | more
+    return seen | {"memory": 2 * 10**9, "steps_s": 1.5, "cpu": 1.27, "gpu": None} | more
 
 
 def test_each_rank_is_a_row_and_the_caption_sums_them_up() -> None:
@@ -18,7 +18,18 @@ def test_each_rank_is_a_row_and_the_caption_sums_them_up() -> None:
     caption, rows = text.split("<tbody>")
     assert "train on &lt;Spark&gt;</b>: 8,192 samples, 1,000/s, this epoch ends in 1:00" in caption
     first, second = re.findall("<tr>.*?</tr>", rows)
-    for shown in (">0<", ">2<", ">30/120<", "width:25%", ">4,096<", ">512<", ">0.125<", "<b>41%</b>", ">2.00 GB<"):
+    for shown in (
+        ">0<",
+        ">2<",
+        ">30/120<",
+        "width:25%",
+        ">4,096<",
+        ">512<",
+        ">0.125<",
+        "<b>41%</b>",
+        ">2.00 GB<",
+        ">1.3<",
+    ):
         assert shown in first
     assert "<b>" not in second
 
@@ -59,3 +70,11 @@ def test_the_cell_has_one_display_that_is_renewed() -> None:
     assert [bundle["text/plain"] for bundle in display.shown] == ["step 0"]
     assert [bundle["text/plain"] for bundle in display.updates] == ["step 1", "step 2"]
     assert "2/120" in display.updates[-1]["text/html"]
+
+
+def test_who_holds_up_the_others_is_seen() -> None:
+    text = table("train", {0: rank(waits=0.31, waits_for={"1": 0.31}), 1: rank(waits=0.02, gpu=0.87)})
+    first, second = re.findall("<tr>.*?</tr>", text.split("<tbody>")[1])
+    assert ">31%<" in first
+    assert "<b>31%</b>" in second
+    assert ">87%<" in second

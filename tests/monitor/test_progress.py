@@ -116,3 +116,11 @@ def test_waiting_is_said_once_with_numbers_and_not_when_all_are_there(monkeypatc
     assert stream.getvalue().count("\n") == 1
     assert "1 of 2" in stream.getvalue()
     assert "Spark local[2]" in stream.getvalue()
+
+
+def test_a_rank_that_holds_up_the_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
+    progress, stream = shown(monkeypatch, live=True)
+    progress.show(step(0, waits=0.31, waits_for={"1": 0.31}))
+    progress.show(step(1))
+    assert "the others wait for it 31% of their time" in stream.getvalue().rpartition("rank 1:")[2]

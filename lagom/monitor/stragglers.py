@@ -1,0 +1,33 @@
+"""Who holds up the other ranks, from what each says of its waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lagom.monitor.link import Message
+
+_WORTH = 0.1
+"""Share of the others' time from which on a word is said."""
+
+
+def held_up(ranks: Mapping[int, Message]) -> dict[int, float]:
+    """By rank: the share of their time for which the others wait for it, on average.
+
+    Each message has in ``waits_for`` the shares of its rank's time that it waits for others, by rank.
+    """
+    others = max(len(ranks) - 1, 1)
+    found = dict.fromkeys(ranks, 0.0)
+    for one in ranks.values():
+        for rank, share in (one.get("waits_for") or {}).items():
+            if int(rank) in found:
+                found[int(rank)] += float(share) / others
+    return found
+
+
+def straggler(ranks: Mapping[int, Message]) -> tuple[int, float] | None:
+    """The rank that the others wait for most, and the share of their time; None where nobody stands out."""
+    found = held_up(ranks)
+    rank = max(found, key=lambda one: (found[one], -one), default=None)
+    if rank is None or found[rank] < _WORTH or float(ranks[rank].get("waits") or 0.0) > found[rank] / 2:
+        return None  # ranks that wait for each other as much are only busy
+    return rank, found[rank]

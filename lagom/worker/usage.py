@@ -1,0 +1,74 @@
+"""``Usage``: what a rank uses of its machine: processors, memory, and its GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+_MAX_CHILDREN = 64
+_TICKS_S = os.sysconf("SC_CLK_TCK")
+
+
+class Usage:
+    """Measured from call to call.
+
+    Args:
+        device: "cuda" or "cpu": where the rank trains.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._before = time.monotonic(), _processor_s()
+        self._tells = device == "cuda"
+
+    def now(self) -> dict[str, Any]:
+        """``cpu``, processors busy since the last call, those of loader workers included; ``rss``, bytes.
+
+        Also ``memory``, bytes on the GPU, where the rank trains there, else ``rss``; and ``gpu``, the share of the time
+        in which the GPU is busy, where NVIDIA's library (nvidia-ml-py) is installed.
+        """
+        at, used_s = time.monotonic(), _processor_s()
+        before, used_before = self._before
+        self._before = at, used_s
+        # Of workers that have ended meanwhile the time is gone.
+        cpu = max(0.0, used_s - used_before) / max(at - before, 1e-3)
+        found = {"cpu": round(cpu, 2), "rss": _resident(), "gpu": self._busy()}
+        return found | {"memory": _allocated() if self._device == "cuda" else found["rss"]}
+
+    def _busy(self) -> float | None:
+        if self._tells:
+            import torch
+
+            try:
+                return float(torch.cuda.utilization()) / 100
+            except Exception:  # no library, or one that does not know this GPU
+                self._tells = False
+        return None
+
+
+def _allocated() -> int:
+    import torch
+
+    return int(torch.cuda.memory_allocated())
+
+
+def _resident() -> int:
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _processor_s() -> float:
+    """Of this process with all its threads, and of its children that are alive."""
+    total = time.process_time()
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        for child in children[:_MAX_CHILDREN]:
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                # Behind the name, which may have anything in it: fields 14 and 15 of all.
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                total += (int(fields[11]) + int(fields[12])) / _TICKS_S
+    return total
