@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from lagom import experiment
 from lagom.compat import maggy
 from lagom.config import TorchDistributedConfig
 from lagom.plan import Cluster, plan
+from tests.test_features import faults
 
 ROOT = Path(__file__).parent.parent
 SET = TensorDataset(torch.arange(10.0).unsqueeze(1), torch.arange(10.0))
@@ -119,35 +119,6 @@ def _precision() -> None:
     assert set(on(2, train, mixed_precision=True).per_rank) == {torch.bfloat16}
 
 
-def _zero() -> None:
-    def train() -> float:
-        model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.Adam(model.parameters())
-        for x, y in DataLoader(SET, batch_size=4):
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(x).squeeze(1), y).backward()
-            optimizer.step()
-        return float(model.weight.detach())
-
-    plain = on(2, train).value
-    assert [on(2, train, zero_lvl=level).value for level in (1, 3)] == pytest.approx([plain] * 2, rel=1e-5)
-
-
-def _deepspeed() -> None:
-    def train() -> float:
-        model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for x, y in DataLoader(SET, batch_size=4):
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(x).squeeze(1), y).backward()
-            optimizer.step()
-        return float(model.weight.detach())
-
-    config: dict[str, Any] = {"zero_optimization": {"stage": 1}}
-    given = on(2, train, backend="deepspeed", zero_lvl=1, deepspeed_config=config)
-    assert given.value == pytest.approx(on(1, train).value, rel=1e-5)
-
-
 def _epochs() -> None:
     def train() -> list[list[float]]:
         orders = []
@@ -200,14 +171,6 @@ def _arguments() -> None:
     assert on(2, train, hparams={"learning_rate": 1e-3, "epochs": 2}).value == (1e-3, 2)
 
 
-def _script() -> None:
-    Path("train.py").write_text("import sys, lagom\nprint(sys.argv[1:], lagom.world_size())\n")
-    command = [sys.executable, "-m", "lagom.cli", "run", "-n", "2", "train.py", "--epochs=2"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    assert done.stdout == "['--epochs=2'] 2\n"
-
-
 def _distributed_itself() -> None:
     def train() -> Any:
         rank, place = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -246,20 +209,15 @@ def _modules() -> None:
         del sys.modules["beside_the_notebook"]
 
 
-def _output() -> None:
-    """``tests/launchers/test_local.py`` looks at what is shown; here, that both settings are there."""
-    assert {TorchDistributedConfig().log, TorchDistributedConfig(log="all").log} == {"rank0", "all"}
-
-
-CHECKS: dict[str, dict[str, Check]] = {
+CHECKS: dict[str, dict[str, Check | str]] = {
     "maggy": {
         "`from maggy import experiment`": _maggys_names,
         "`from maggy.experiment import experiment`": _maggys_names,
         "`maggy.experiment_config.TorchDistributedConfig`": _maggys_names,
         "`maggy.config.TorchDistributedConfig`": _maggys_names,
-        "`zero_lvl=1`, `2`, `3`": _zero,
+        "`zero_lvl=1`, `2`, `3`": "tests/compat/test_maggy.py::test_the_example_runs_unchanged_under_lagom_run",
         "`mixed_precision=True`": _precision,
-        '`backend="deepspeed"`': _deepspeed,
+        '`backend="deepspeed"`': "tests/compat/test_maggy.py::test_deepspeed_programs_run_on_cpu_too",
         "`MaggyDataLoader`": _maggys_loaders,
         "`MaggyPetastormDataLoader`": _maggys_loaders,
         "`reporter.broadcast`, `reporter.log`": _reporter_and_folder,
@@ -283,25 +241,35 @@ CHECKS: dict[str, dict[str, Check]] = {
         "`local_mode=False`": _world_size,
         "`use_gpu=True`": _gpus,
         "`run(train, 1e-3, epochs=2)`": _arguments,
-        '`run("train.py", "--epochs=2")`': _script,
+        '`run("train.py", "--epochs=2")`': (
+            "tests/test_cli.py::test_a_script_prints_and_saves_on_two_ranks_what_plain_python_does"
+        ),
         "`init_process_group`, DDP, FSDP2, `DistributedSampler`": _distributed_itself,
         "`RANK`, `LOCAL_RANK`, `WORLD_SIZE`": _distributed_itself,
         "`if rank == 0: torch.save(...)`": _saved_once,
         "the value that a rank returned": _evaluation_and_results,
         "`RuntimeError` that names torchrun's log": _own_exception,
-        "output in the executors' logs": _output,
+        "output in the executors' logs": (
+            "tests/launchers/test_local.py::test_prints_are_those_of_a_plain_run_to_the_byte"
+        ),
         "a function imported from a module beside the notebook": _modules,
-        "`DeepspeedTorchDistributor(deepspeedConfig=...)`": _deepspeed,
+        "`DeepspeedTorchDistributor(deepspeedConfig=...)`": (
+            "tests/patching/test_engine.py::test_weights_and_metric_are_those_of_one_process"
+        ),
     },
 }
-"""By page and first cell of a line."""
+"""By page and first cell of a line: what is run here, or the test that shows it."""
+
+
+EVERY = dict.fromkeys(check for checks in CHECKS.values() for check in checks.values())
 
 
 @pytest.mark.parametrize("page", list(CHECKS))
 def test_every_line_of_a_table_has_a_check(page: str) -> None:
     assert _tables(page) == list(CHECKS[page])
+    assert [fault for name in EVERY if isinstance(name, str) for fault in faults(0, f"`{name}`", ROOT)] == []
 
 
-@pytest.mark.parametrize("check", dict.fromkeys(check for checks in CHECKS.values() for check in checks.values()))
+@pytest.mark.parametrize("check", [check for check in EVERY if not isinstance(check, str)])
 def test_what_a_table_says_is_so(check: Check) -> None:
     check()

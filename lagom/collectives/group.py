@@ -222,6 +222,8 @@ class Group(Asking):
         """Of a contiguous ``rows``, one for each rank, the row of this rank from each of them; all of one shape."""
         assert rows.is_contiguous()
         assert len(rows) == self.world_size
+        if rows.is_cuda and not self.has_gpus:  # gloo, which serves ranks that share a GPU, has this for the CPU alone
+            return self.all_to_all(rows.cpu()).to(rows.device)
         found = torch.empty_like(rows)
         with naming("all_to_all"):
             near = self._connected() if rows.device.type == "cpu" else None

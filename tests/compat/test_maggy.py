@@ -315,6 +315,17 @@ def test_the_example_runs_unchanged_under_lagom_run() -> None:
     assert done.stderr.count("2 ranks on this machine") == 2
 
 
+@pytest.mark.integration
+@pytest.mark.soak
+@pytest.mark.timeout(110)
+def test_the_example_runs_on_spark() -> None:
+    done = run("-n", "2", "--master", "spark", "examples/maggy/scalar_field.py", "--epochs", "1", "--points", "500")
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks on Spark local[2]" in done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.removeprefix("zero_lvl=0") == second.removeprefix("zero_lvl=2")
+
+
 def test_its_error_is_pythons(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text("from maggy import experiment\nimport sys\nif sys.argv[1] == 'a':\n    sys.exit(7)\n1 / 0\n")

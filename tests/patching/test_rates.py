@@ -70,6 +70,22 @@ def test_it_is_said_and_off_otherwise() -> None:
     assert run_ranks(2, run) == [(0.25, [])] * 2
 
 
+def test_a_program_that_is_distributed_by_itself_is_told_that_it_has_none_of_this() -> None:
+    def run(session: Session) -> Any:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lagom").addHandler(handler)
+        torch.distributed.init_process_group("gloo")
+        rate = SGD([nn.Parameter(torch.ones(1))], lr=0.25).param_groups[0]["lr"]
+        torch.distributed.destroy_process_group()
+        return rate, [text for text in said if "distributed by itself" in text]
+
+    for rate, said in run_ranks(2, run, lr_scaling="linear", gradient_compression="bf16"):
+        assert rate == 0.25
+        assert len(said) == 1
+
+
 def test_an_optimizer_that_arrives_with_the_program_is_refused() -> None:
     sent = pickle.dumps(SGD([nn.Parameter(torch.ones(1))], lr=0.25))
 
