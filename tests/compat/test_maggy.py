@@ -233,7 +233,24 @@ def test_what_is_not_served_says_so(module: str, name: str, instead: str) -> Non
         kind(num_trials=4)
 
 
+def test_what_the_command_line_says_holds_where_the_config_does_not() -> None:
+    from maggy import experiment
+    from maggy.config import TorchDistributedConfig
+
+    asked = lagom_config.TorchDistributedConfig(world_size=3, zero_lvl=1, batches="whole", seed=5, name="program.py")
+    with lagom_experiment.told(asked):
+        assert lagom_experiment.what_is_told() == {"world_size": 3, "zero_lvl": 1, "batches": "whole", "seed": 5}
+        found = TorchDistributedConfig(Line, ["a"], zero_lvl=2).told(lagom_experiment.what_is_told())
+        assert (found.world_size, found.zero_lvl, found.batches, found.sets) == (3, 2, "whole", ["a"])
+        assert experiment.lagom(lambda dataset: dataset, found).per_rank == (["a"],) * 3
+    assert lagom_experiment.what_is_told() == {}
+
+
 def test_modules_that_are_not_served_say_so() -> None:
+    from maggy import experiment
+
+    with pytest.raises(NotImplementedError, match=r"search before 1.0 is not served"):
+        experiment.lagom(fit, searchspace=None, optimizer="randomsearch", num_trials=4, name="old")
     for name, instead in (("maggy.callbacks", "reporter.broadcast"), ("maggy.optimizer.asha", "Optuna")):
         with pytest.raises(ImportError, match=instead):
             importlib.import_module(name)

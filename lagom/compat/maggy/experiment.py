@@ -11,6 +11,7 @@ from typing import Any
 from lagom import config as lagom_config
 from lagom import experiment
 from lagom.compat.maggy.config import BaseConfig, TorchDistributedConfig
+from lagom.compat.maggy.search import SEARCH
 from lagom.launchers import choose
 from lagom.result import Result
 
@@ -19,12 +20,22 @@ __all__ = ["lagom"]
 log = logging.getLogger("lagom")
 
 
-def lagom(train_fn: Callable[..., Any], config: lagom_config.TorchDistributedConfig | None = None) -> Result:
+def lagom(
+    train_fn: Callable[..., Any], config: lagom_config.TorchDistributedConfig | None = None, **search: Any
+) -> Result:
     """Run ``train_fn`` on every rank; as ``lagom.experiment.lagom``.
 
     What Maggy hands to every function and this config has not got is None: ``module``, ``train_set``, ``test_set``,
     ``dataset``.
+
+    Args:
+        search: what releases before 1.0 took in place of a config.
+
+    Raises:
+        NotImplementedError: when it is given; all it could ask for was a search.
     """
+    if search or isinstance(config, str):
+        raise NotImplementedError(f"Maggy's search before 1.0 is not served by lagom; {SEARCH}")
     if config is None:
         config = BaseConfig(name="maggy_experiment", description="experiment without config object")
     if isinstance(config, TorchDistributedConfig):

@@ -16,12 +16,12 @@ def unserved(name: str, instead: str) -> type:
     return type(name, (), {"__init__": __init__, "__module__": __name__, "__doc__": f"Not served; {instead}."})
 
 
-_SEARCH = (
+SEARCH = (
     "call experiment.lagom(train, TorchDistributedConfig(hparams=...)) for each trial, in a loop of your own or as the "
     "objective of a search such as Optuna's"
 )
 
 AblationConfig = unserved("AblationConfig", "call experiment.lagom for each variant of the module, in a loop")
-HyperparameterOptConfig = unserved("HyperparameterOptConfig", _SEARCH)
-OptimizationConfig = unserved("OptimizationConfig", _SEARCH)
-Searchspace = unserved("Searchspace", _SEARCH)
+HyperparameterOptConfig = unserved("HyperparameterOptConfig", SEARCH)
+OptimizationConfig = unserved("OptimizationConfig", SEARCH)
+Searchspace = unserved("Searchspace", SEARCH)
