@@ -176,8 +176,7 @@ def _row_groups(source: Source, order: Order, at: int) -> Generator[Block, None,
     most = min(MOST, order.window)
     pieces = deque(order.pieces(0, at, order.num_rows))
     threads = min(torch.get_num_threads(), _AT_ONCE * order.window // max(order.counts))
-    # Arrow shares the columns of a row group out among threads.
-    if threads < 2 or len(source.table.fields) >= values.MANY:
+    if threads < 2:
         cursor = Cursor(source, most)
         for piece in pieces:
             yield from cursor.read(piece)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _PARTS = 8
 """In which rows of a column are gathered by several threads."""
-MANY = 4
+_MANY = 4
 """Columns that keep threads busy, each with one of them."""
 
 Path = tuple[str, ...]
@@ -139,7 +139,7 @@ def joined(
 ) -> Block:
     """All rows of ``blocks``, or those at ``index``; of each column, rows in all blocks have one shape."""
 
-    is_many = len(blocks[0]) >= MANY
+    is_many = len(blocks[0]) >= _MANY
 
     def column(path: Path) -> Values:
         parts = [block[path] for block in blocks]

@@ -46,7 +46,6 @@ def test_who_stands_in_for_torchs_iterator_is_asked_for_each_batch(tmp_path: Pat
 def test_row_groups_that_threads_decode_come_in_order_and_so_does_an_error(
     tmp_path: Path, num_columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of few columns each row group has a thread, of many Arrow gives each column one."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     pools: list[int] = []
 
@@ -64,7 +63,7 @@ def test_row_groups_that_threads_decode_come_in_order_and_so_does_an_error(
     dataset = ParquetDataset(tmp_path)
     loader = ParquetLoader(dataset, 3)
     assert torch.cat([batch["c0"] for batch in loader]).tolist() == list(range(2 * count))
-    assert pools == ([3] if num_columns == 1 else [])
+    assert pools == [3]
 
     path = tmp_path / "part-1.parquet"
     place = pq.ParquetFile(path).metadata.row_group(3).column(0).data_page_offset
