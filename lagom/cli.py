@@ -76,6 +76,8 @@ def _drive(script: Script, config: TorchDistributedConfig) -> int:
     try:
         with experiment.told(config), compatible():
             script()
+    except VerificationError:
+        raise
     except SystemExit as end:
         if not isinstance(end.code, int):
             print(end.code, file=sys.stderr)

@@ -28,8 +28,8 @@ class Around(Optimizer):
         """It does nothing."""
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_rates_are_times_the_number_of_ranks_wherever_they_are_given(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "zero_lvl"), [(1, 0), (3, 0), (2, 2)])
+def test_rates_are_times_the_number_of_ranks_wherever_they_are_given(world_size: int, zero_lvl: int) -> None:
     def run(session: Session) -> Any:
         session.has_arrived = True
         one, two, three, four = (nn.Parameter(torch.ones(2)) for _ in range(4))
@@ -46,7 +46,7 @@ def test_rates_are_times_the_number_of_ranks_wherever_they_are_given(world_size:
         by_default = Adam([four]).param_groups[0]["lr"]
         return found, inside, moved, optimizer.param_groups[0]["lr"], by_default
 
-    for found, inside, moved, later, by_default in run_ranks(world_size, run, lr_scaling="linear"):
+    for found, inside, moved, later, by_default in run_ranks(world_size, run, lr_scaling="linear", zero_lvl=zero_lvl):
         assert found == pytest.approx([0.1 * world_size, 0.5 * world_size, 2.0 * world_size])
         assert inside == pytest.approx((0.1 * world_size, 0.1 * world_size))
         assert moved == pytest.approx(0.1 * world_size, rel=1e-6)
