@@ -1,12 +1,14 @@
-"""Bytes that a rank holds with Adam in float32: lagom at each zero_lvl, and torch's own by hand.
+"""Bytes that a rank holds with Adam in float32: lagom at each zero_lvl, torch's own by hand, and DeepSpeed.
 
-    python -m benchmarks.zero_memory [--million 100] [--world-size 2]
+    python -m benchmarks.zero_memory [--million 100] [--world-size 2] [--only NAME ...]
 
 The model is an MLP with about that many million parameters. What is held is counted by going through all tensors that
 are alive, of some size: parameters, what a backward has added, which is gradients, and the rest, which is the
 optimizer's state. It is counted before and after the third backward. Peaks are what the process takes at most (VmHWM)
 while the model is made, and in the third forward, backward and step, less what it took before the model was made.
-Formulas are for N ranks, in bytes per parameter.
+Formulas are for N ranks, in bytes per parameter. DeepSpeed is there where it is installed, driven by lagom
+(backend="deepspeed") and by hand: it keeps a copy of the parameters that a rank steps, and buckets; they count as
+other.
 """
 
 from __future__ import annotations
@@ -23,16 +25,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import deepspeed_by_hand
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 
-FORMULAS: Mapping[str, Callable[[int], tuple[float, float, float]]] = {
-    "zero_lvl=0": lambda n: (4, 4, 8),
-    "zero_lvl=1": lambda n: (4, 4, 8 / n),
-    "zero_lvl=2": lambda n: (4, 4 / n, 8 / n),
-    "zero_lvl=3": lambda n: (4 / n, 4 / n, 8 / n),
-    "ZeroRedundancyOptimizer": lambda n: (4, 4, 8 / n),
-    "FSDP2": lambda n: (4 / n, 4 / n, 8 / n),
+_Formula = Callable[[int], tuple[float, float, float]]
+_LEVELS: tuple[_Formula, ...] = (
+    lambda n: (4, 4, 8),
+    lambda n: (4, 4, 8 / n),
+    lambda n: (4, 4 / n, 8 / n),
+    lambda n: (4 / n, 4 / n, 8 / n),
+)
+FORMULAS: Mapping[str, _Formula] = {
+    **{f"zero_lvl={level}": formula for level, formula in enumerate(_LEVELS)},
+    "ZeroRedundancyOptimizer": _LEVELS[1],
+    "FSDP2": _LEVELS[3],
+    **{f"backend=deepspeed, zero_lvl={level}": formula for level, formula in enumerate(_LEVELS)},
+    **{f"DeepSpeed by hand, stage {level}": formula for level, formula in enumerate(_LEVELS)},
 }
 """Bytes per parameter of parameters, gradients and the rest."""
 LAYERS = 6
@@ -50,15 +59,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     count = sum(p.numel() for p in model(width, device="meta").parameters())
     print(f"{count / 1e6:.1f} million parameters, {args.world_size} ranks; MB")
     columns = ("parameters", "gradients", "other", "in all", "formula", "made at", "peak")
-    print(" " * 26 + "".join(f"{column:>12}" for column in columns))
+    print(" " * 36 + "".join(f"{column:>12}" for column in columns))
     held = True
+    if not deepspeed_by_hand.is_here():
+        print(deepspeed_by_hand.MISSING)
     for name, formula in FORMULAS.items():
+        if (args.only and name not in args.only) or ("eep" in name and not deepspeed_by_hand.is_here()):
+            continue
         rows = measured(name, width, args.world_size)
         wanted = sum(formula(args.world_size)) * count / 1e6
         for rank, row in enumerate(rows):
             *parts, made, peak = (value / 1e6 for value in row)
             figures = "".join(f"{value:12.1f}" for value in (*parts, sum(parts), wanted, made, peak))
-            print(f"{name + f', rank {rank}':26}{figures}")
+            print(f"{name + f', rank {rank}':36}{figures}")
             held &= not name.startswith("zero_lvl") or abs(sum(parts) / wanted - 1) <= TOLERANCE
     print(f"{'holds' if held else 'MISSED'}: lagom is within {TOLERANCE:.0%} of the formula on every rank")
     return 0 if held else 1
@@ -67,11 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measured(name: str, width: int, world_size: int) -> Sequence[Figures]:
     """Bytes of parameters, gradients and the rest, and at both peaks, by rank."""
     by_hand = BY_HAND.get(name)
+    level = int(name[-1]) if name[-1].isdigit() else 0
+    hparams: dict[str, Any] = {"width": width}
+    if name.startswith("DeepSpeed"):
+        by_hand, hparams["stage"] = deepspeed, level
+    backend: Any = "deepspeed" if name.startswith("backend=deepspeed") else "torch"
     config = TorchDistributedConfig(
-        hparams={"width": width},
+        hparams=hparams,
         world_size=world_size,
         launcher="local",
-        zero_lvl=0 if by_hand is not None else int(name[-1]),
+        zero_lvl=0 if by_hand is not None else level,
+        backend=backend,
+        deepspeed_config={"zero_optimization": deepspeed_by_hand.BUCKETS} if backend == "deepspeed" else None,
     )
     rows: Sequence[Figures] = experiment.lagom(by_hand or train, config).per_rank
     return rows
@@ -82,7 +102,7 @@ def train(width: int) -> Figures:
     base = _start()
     network = model(width)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
-    return _steps(network, optimizer, base)
+    return _steps(network, optimizer, width, base)
 
 
 def zero_by_hand(width: int) -> Figures:
@@ -93,7 +113,7 @@ def zero_by_hand(width: int) -> Figures:
     base = _start()
     network = nn.parallel.DistributedDataParallel(model(width), gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(network.parameters(), optimizer_class=torch.optim.Adam, lr=1e-4)
-    return _steps(network, optimizer, base)
+    return _steps(network, optimizer, width, base)
 
 
 def fsdp_by_hand(width: int) -> Figures:
@@ -108,10 +128,20 @@ def fsdp_by_hand(width: int) -> Figures:
             fully_shard(layer)
     fully_shard(network)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
-    return _steps(network, optimizer, base)
+    return _steps(network, optimizer, width, base)
 
 
-BY_HAND: Mapping[str, Callable[[int], Figures]] = {
+def deepspeed(width: int, stage: int) -> Figures:
+    """The same through DeepSpeed's engine."""
+    deepspeed_by_hand.join()
+    base = _start()
+    network = model(width)
+    made = torch.optim.Adam(network.parameters(), lr=1e-4)
+    with deepspeed_by_hand.engine(network, made, stage, BATCH) as (engine, optimizer):
+        return _steps(engine, optimizer, width, base)
+
+
+BY_HAND: Mapping[str, Callable[..., Figures]] = {
     "ZeroRedundancyOptimizer": zero_by_hand,
     "FSDP2": fsdp_by_hand,
 }
@@ -123,15 +153,15 @@ def _start() -> int:
     return _status("VmRSS")
 
 
-def _steps(network: nn.Module, optimizer: Any, base: int) -> Figures:
+def _steps(network: nn.Module, optimizer: Any, width: int, base: int) -> Figures:
     made = _status("VmHWM") - base
     for number in range(3):
         optimizer.zero_grad()
         parameters, before = _held(network)
         if number == 2:
             _start()
-        x = torch.randn(BATCH, next(network.parameters()).shape[1])
-        network(x).square().mean().backward()
+        loss = network(torch.randn(BATCH, width)).square().mean()
+        optimizer.backward(loss) if hasattr(optimizer, "backward") else loss.backward()
         _, after = _held(network)
         optimizer.step()
     rest = before if after > before else before - parameters  # DDP's buckets are there before the backward, too
@@ -182,6 +212,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Bytes held on each rank, beside the formula.")
     parser.add_argument("--million", type=float, default=100.0, help="parameters")
     parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=list(FORMULAS), help="of the contenders")
     return parser.parse_args(argv)
 
 

@@ -1,10 +1,11 @@
-"""Time per step at each zero_lvl, beside torch's own by hand, for the same model; 2 ranks, Adam.
+"""Time per step at each zero_lvl, beside torch's own and DeepSpeed by hand, for the same model; 2 ranks, Adam.
 
-    python -m benchmarks.zero_step [--turns 20] [--width 1800]
+    python -m benchmarks.zero_step [--turns 20] [--width 1800] [--only NAME ...]
 
 The model is an MLP of three square layers. Contenders take turns as in benchmarks.step, and ratios are those of turns
 one after another. Programs by hand (DDP with ZeroRedundancyOptimizer for levels up to 2, FSDP2 for level 3) run on
-lagom's ranks, from which lagom steps back with their first line.
+lagom's ranks, from which lagom steps back with their first line. Where DeepSpeed is installed lagom's
+backend="deepspeed" is beside DeepSpeed by hand at each stage, with equal buckets.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lagom
+from benchmarks import deepspeed_by_hand
 from benchmarks.step import Contender
 from benchmarks.step_programs import Clock, Task
 from lagom import experiment
@@ -39,19 +41,26 @@ WARM_UP = 3
 """Turns that do not count."""
 BATCH = 64
 """Samples per rank and step."""
-PEERS = {"zero_lvl=0": "by hand", "zero_lvl=1": "by hand", "zero_lvl=2": "by hand", "zero_lvl=3": "FSDP2 by hand"}
-CONTENDERS = (*PEERS, *dict.fromkeys(PEERS.values()))
-JUDGED = ("zero_lvl=1", "zero_lvl=3")
+_DRIVEN, _BY_DEEPSPEED = "backend=deepspeed, zero_lvl=", "DeepSpeed by hand, stage "
+PEERS = {
+    "zero_lvl=0": "by hand",
+    "zero_lvl=1": "by hand",
+    "zero_lvl=2": "by hand",
+    "zero_lvl=3": "FSDP2 by hand",
+    **{f"{_DRIVEN}{stage}": f"{_BY_DEEPSPEED}{stage}" for stage in deepspeed_by_hand.STAGES},
+}
+JUDGED = tuple(name for name in PEERS if name != "zero_lvl=0")
 TARGET = 1.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print medians, quartiles and ratios; 0 when the target holds, else 1."""
     args = _arguments(argv)
-    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    with contenders(args.width, args.turns) as able:
+    names = _names(args.only)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    with contenders(args.width, args.turns, names) as able:
         for number in range(WARM_UP + args.turns):
-            for name in CONTENDERS if number % 2 else CONTENDERS[::-1]:
+            for name in names if number % 2 else names[::-1]:
                 seconds = able[name].turn(_task(args.width).steps)
                 if number >= WARM_UP:
                     times[name].append(seconds)
@@ -62,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name:36} {median:9.3f} {low:8.3f} {high:8.3f} {ratio:9.2f}x  {less:.2f} {more:.2f}")
     held = True
     for name in JUDGED:
+        if name not in times:
+            continue
         ratio = statistics.median(_ratios(times, name))
         held &= ratio <= TARGET
         print(
@@ -70,16 +81,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if held else 1
 
 
+def _names(only: Sequence[str] | None) -> list[str]:
+    """Of the contenders, each with its peer."""
+    able = [name for name in PEERS if only is None or name in only]
+    if not deepspeed_by_hand.is_here():
+        print(deepspeed_by_hand.MISSING)
+        able = [name for name in able if not name.startswith(_DRIVEN)]
+    return [*able, *dict.fromkeys(PEERS[name] for name in able)]
+
+
 def _ratios(times: Mapping[str, Sequence[float]], name: str) -> list[float]:
     return [one / peer for one, peer in zip(times[name], times[PEERS.get(name, name)], strict=True)]
 
 
 @contextmanager
-def contenders(width: int, turns: int) -> Iterator[dict[str, Contender]]:
+def contenders(width: int, turns: int, names: Sequence[str]) -> Iterator[dict[str, Contender]]:
     """Start all, and wait until every rank is ready for its first turn."""
     with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
         arguments = {"port": listener.getsockname()[1], "turns": WARM_UP + turns, "width": width}
-        started = {name: _started(name, arguments, folder) for name in CONTENDERS}
+        started = {name: _started(name, arguments, folder) for name in names}
         try:
             _connect(listener, started)
             yield started
@@ -164,7 +184,26 @@ def fsdp_by_hand(arguments: Mapping[str, Any]) -> None:
     _train(clock, task, loader, model, optimizer)
 
 
-BY_HAND = {"by hand": by_hand, "FSDP2 by hand": fsdp_by_hand}
+def deepspeed(arguments: Mapping[str, Any]) -> None:
+    """The same through DeepSpeed's engine."""
+    deepspeed_by_hand.join()
+    clock, task = Clock(arguments, torch.distributed.get_rank()), _task(arguments["width"])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data = _data(task)
+    network = task.module()
+    made = torch.optim.Adam(network.parameters(), lr=1e-4)
+    loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data))
+    stage = int(arguments["contender"][-1])
+    with deepspeed_by_hand.engine(network, made, stage, BATCH) as (engine, optimizer):
+        _train(clock, task, loader, engine, optimizer)
+
+
+BY_HAND = {
+    "by hand": by_hand,
+    "FSDP2 by hand": fsdp_by_hand,
+    **{f"{_BY_DEEPSPEED}{stage}": deepspeed for stage in deepspeed_by_hand.STAGES},
+}
 
 
 def _train(clock: Clock, task: Task, loader: DataLoader[Any], model: nn.Module, optimizer: Any) -> None:
@@ -174,7 +213,8 @@ def _train(clock: Clock, task: Task, loader: DataLoader[Any], model: nn.Module, 
             if clock.is_over():
                 return
             optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
+            loss = F.mse_loss(model(x), y)
+            optimizer.backward(loss) if hasattr(optimizer, "backward") else loss.backward()
             optimizer.step()
 
 
@@ -195,7 +235,15 @@ def _run(contender: str, arguments: Mapping[str, Any]) -> None:
     logging.getLogger("lagom").setLevel(logging.ERROR)
     hparams = {"arguments": {**arguments, "contender": contender}}
     level = 0 if contender in BY_HAND else int(contender[-1])
-    config = TorchDistributedConfig(hparams=hparams, world_size=WORLD_SIZE, launcher="local", zero_lvl=level)
+    backend: Any = "deepspeed" if contender.startswith(_DRIVEN) else "torch"
+    config = TorchDistributedConfig(
+        hparams=hparams,
+        world_size=WORLD_SIZE,
+        launcher="local",
+        zero_lvl=level,
+        backend=backend,
+        deepspeed_config={"zero_optimization": deepspeed_by_hand.BUCKETS} if backend == "deepspeed" else None,
+    )
     experiment.lagom(BY_HAND.get(contender, plain), config)
 
 
@@ -203,6 +251,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time per step, beside ZeroRedundancyOptimizer and FSDP2.")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--width", type=int, default=1800, help="of the layers: 1800 makes 10 million parameters")
+    parser.add_argument("--only", nargs="+", choices=list(PEERS), help="of the levels; their peers come along")
     return parser.parse_args(argv)
 
 

@@ -1,0 +1,65 @@
+"""DeepSpeed by hand, as a contender of ``benchmarks.zero_memory`` and ``benchmarks.zero_step``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lagom.strategies.deepspeed.loading import environment, load
+
+STAGES = (0, 1, 2, 3)
+BUCKETS: Mapping[str, int] = {"reduce_bucket_size": 5_000_000, "allgather_bucket_size": 5_000_000}
+"""Elements; lagom's backend gets the same."""
+MISSING = "DeepSpeed is not here, and left out: pip install 'lagom-spark[deepspeed]'"
+
+
+def is_here() -> bool:
+    """Whether DeepSpeed is installed."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def join() -> None:
+    """Make ``torch.distributed`` the program's own, over gloo: with it lagom steps back from its ranks."""
+    torch.distributed.init_process_group("gloo")
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+
+
+@contextmanager
+def engine(network: nn.Module, optimizer: Any, stage: int, batch: int) -> Iterator[tuple[Any, Any]]:
+    """An engine, and what stands in for an optimizer; no op is compiled, sums go through gloo."""
+    deepspeed = load("cpu")
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    config: Mapping[str, Any] = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, **BUCKETS},
+        "zero_allow_untested_optimizer": True,
+    }
+    with environment(LOCAL_RANK="0"):
+        made, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=config, dist_init_required=False)
+        yield made, _Stepped(made)
+
+
+class _Stepped:
+    """The engine in the place of an optimizer, and of the loss's ``backward``."""
+
+    def __init__(self, made: Any) -> None:
+        self._engine = made
+
+    def zero_grad(self) -> None:
+        """The step does it."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Of the engine: at stage 0 it does not come along with the loss's own."""
+        self._engine.backward(loss)
+
+    def step(self) -> None:
+        """Of the engine."""
+        self._engine.step()
