@@ -1,4 +1,4 @@
-"""An all-reduce of ranks on two hosts: through shared memory and between one rank of each, against gloo over all.
+"""Exchanges of ranks on two hosts: through shared memory and between one rank of each, against gloo over all.
 
     python -m benchmarks.hosts [--ranks 2] [--turns 15]
 
@@ -34,7 +34,7 @@ SIZES = (4 << 10, 256 << 10, 4 << 20, 64 << 20)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print milliseconds and ratios; 0 when the sums agree."""
+    """Print milliseconds and ratios; 0 when the results agree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="of each host")
     parser.add_argument("--turns", type=int, default=15)
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             running.append(subprocess.Popen([*host.command, "sh", "-c", shell], stdout=subprocess.PIPE, text=True))
         lines = [one.communicate()[0] for one in running]
     print("\n".join(line for line in lines if line))
-    return 0 if "".join(lines).count("\n") == len(SIZES) else 1
+    return 0 if "".join(lines).count("\n") == len(SIZES) * len(EXCHANGES) else 1
 
 
 def rank(address: str, port: int, number: int, world_size: int, per_host: int, ip: str, turns: int) -> None:
@@ -73,24 +73,58 @@ def rank(address: str, port: int, number: int, world_size: int, per_host: int, i
 
     ours = Group(gloo("ours"), number, world_size, ip=ip, among=gloo)
     flat = Group(gloo("flat"), number, world_size, ip=ip, shares_memory=False)
-    for size in SIZES:
-        times: dict[str, list[float]] = {"ours": [], "flat": []}
-        for _ in range(turns):
-            totals = []
-            for name, group in (("ours", ours), ("flat", flat)):
-                one = torch.full((size // 4,), float(number))
-                group.barrier()
-                start = time.perf_counter()
-                group.all_reduce(one)
-                times[name].append(time.perf_counter() - start)
-                totals.append(one)
-            assert torch.equal(*totals), "the sums differ"
-        assert ours._hosts is not None, "no shared memory"
-        if number == 0:
-            mine, theirs = (statistics.median(times[name]) * 1e3 for name in ("ours", "flat"))
-            say = f"{size >> 10} KB on {world_size // per_host} x {per_host} ranks: {mine:.2f} ms"
-            print(f"{say}, gloo {theirs:.2f} ms, {theirs / mine:.1f} times", flush=True)
+    for what, exchange in EXCHANGES.items():
+        for size in SIZES:
+            times: dict[str, list[float]] = {"ours": [], "flat": []}
+            for _ in range(turns):
+                results = []
+                for name, group in (("ours", ours), ("flat", flat)):
+                    one = torch.full((size // 4,), float(number))
+                    group.barrier()
+                    start = time.perf_counter()
+                    results.append(exchange(group, one))
+                    times[name].append(time.perf_counter() - start)
+                assert torch.equal(*results), f"the results of {what} differ"
+            assert ours._hosts is not None, "no shared memory"
+            if number == 0:
+                mine, theirs = (statistics.median(times[name]) * 1e3 for name in ("ours", "flat"))
+                say = f"{what} of {size >> 10} KB on {world_size // per_host} x {per_host} ranks: {mine:.2f} ms"
+                print(f"{say}, gloo {theirs:.2f} ms, {theirs / mine:.1f} times", flush=True)
     flat.barrier()
+
+
+def _all_reduced(group: Group, one: torch.Tensor) -> torch.Tensor:
+    group.all_reduce(one)
+    return one
+
+
+def _broadcast(group: Group, one: torch.Tensor) -> torch.Tensor:
+    group.broadcast(one, 1)
+    return one
+
+
+def _gathered(group: Group, one: torch.Tensor) -> torch.Tensor:
+    part = one[: len(one) // group.world_size]
+    group.all_gather_into(one := torch.empty_like(one), part)
+    return one
+
+
+def _reduce_scattered(group: Group, one: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(len(one) // group.world_size)
+    if group._hosts is not None:
+        group._hosts.reduce_scatter(out, one)
+    else:
+        group._cpu._reduce_scatter_base(out, one, dist.ReduceScatterOptions()).wait()
+    return out
+
+
+EXCHANGES = {
+    "all_reduce": _all_reduced,
+    "broadcast": _broadcast,
+    "all_gather": _gathered,
+    "reduce_scatter": _reduce_scattered,
+}
+"""Each of tensors that are as large on a rank, before or after."""
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Asking(ABC):
                 if average():
                     return True
             except (RuntimeError, OSError) as error:
-                raise _named("exchange", error) from error
+                raise named("exchange", error) from error
             if not self._served(rows()):
                 return False
 
@@ -89,10 +89,11 @@ def naming(operation: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        raise _named(operation, error) from error
+        raise named(operation, error) from error
 
 
-def _named(operation: str, error: Exception) -> CollectiveError:
+def named(operation: str, error: Exception) -> CollectiveError:
+    """What to raise where ``operation`` failed with ``error``."""
     return CollectiveError(f"{operation} failed, as a rule because another rank is gone: {error}")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from lagom.collectives.aside import Aside, Done
-from lagom.collectives.asking import Asking, naming
+from lagom.collectives.asking import Asking, named, naming
 from lagom.collectives.hosts import hosts
 from lagom.collectives.meeting import connected
 from lagom.collectives.native import OPERATIONS, TYPES, native
@@ -168,8 +168,10 @@ class Group(Asking):
             near = self._connected() if tensor.device.type == "cpu" else None
             if near:
                 near.broadcast(tensor.data_ptr(), tensor.nbytes, root)
-                return
-            self._serving(tensor).broadcast(tensor, root).wait()
+            elif self._hosts is not None and near is not None:
+                self._hosts.broadcast(tensor, root)
+            else:
+                self._serving(tensor).broadcast(tensor, root).wait()
 
     def broadcast_later(self, tensor: torch.Tensor, root: int) -> dist.Work:
         """Begin to overwrite a contiguous ``tensor`` with the one of rank ``root``."""
@@ -204,6 +206,10 @@ class Group(Asking):
                 found = tensor.new_empty((self.world_size, *tensor.shape))
                 near.all_gather(tensor.data_ptr(), found.data_ptr(), tensor.nbytes)
                 return list(found.unbind())
+            if self._hosts is not None and near is not None:
+                found = tensor.new_empty((self.world_size, *tensor.shape))
+                self._hosts.all_gather(found, tensor)
+                return list(found.unbind())
             theirs = [torch.empty_like(tensor) for _ in range(self.world_size)]
             self._serving(tensor).allgather([theirs], [tensor]).wait()
         return theirs
@@ -215,8 +221,10 @@ class Group(Asking):
             near = self._connected() if part.device.type == "cpu" else None
             if near:
                 near.all_gather(part.data_ptr(), whole.data_ptr(), part.nbytes)
-                return
-            self._serving(part)._allgather_base(whole, part).wait()
+            elif self._hosts is not None and near is not None:
+                self._hosts.all_gather(whole, part)
+            else:
+                self._serving(part)._allgather_base(whole, part).wait()
 
     def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
         """Of a contiguous ``rows``, one for each rank, the row of this rank from each of them; all of one shape."""
@@ -283,8 +291,16 @@ class Group(Asking):
             return None
         prepared = native().Sections([(start, count, TYPES[dtype], 0) for start, count, dtype in sections], size)
 
+        call = near.average_in_place
+
         def average(signed: bytes, addresses: Sequence[int]) -> bool:
-            return self._agreed(near.rows, lambda: near.average_in_place(signed, addresses, prepared))
+            try:
+                if call(signed, addresses, prepared):
+                    return True
+            except (RuntimeError, OSError) as error:
+                raise named("exchange", error) from error
+            again = self._served(near.rows())
+            return again and self._agreed(near.rows, lambda: call(signed, addresses, prepared))
 
         return average
 

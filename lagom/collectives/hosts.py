@@ -1,7 +1,8 @@
-"""``Hosts``: sums over ranks of several hosts, through shared memory within a host and between one rank of each."""
+"""``Hosts``: exchanges of ranks of several hosts, through shared memory in a host and between one rank of each."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,13 +11,14 @@ from lagom.collectives.native import OPERATIONS, TYPES
 from lagom.collectives.shared import shared_by_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from lagom.collectives.native import Communicator
 
 _PIECE = 4 << 20
 """Bytes that are on their way between hosts while the next ones are summed within them."""
 _SUM = OPERATIONS["sum"]
+_TAG = 7
 
 
 class Hosts:
@@ -25,11 +27,16 @@ class Hosts:
     Args:
         near: of the ranks of this host; None where this is the only one.
         leaders: a process group of the first ranks of all hosts; None on others.
+        homes: the ranks of each host.
     """
 
-    def __init__(self, near: Communicator | None, leaders: Any) -> None:
+    def __init__(self, near: Communicator | None, leaders: Any, homes: Sequence[Sequence[int]], rank: int) -> None:
         self.near = near
         self.leaders = leaders
+        self._homes = homes
+        self._where = {one: (i, place) for i, home in enumerate(homes) for place, one in enumerate(home)}
+        self._home = self._where[rank][0]
+        self._most = max(map(len, homes))
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a contiguous ``tensor`` over the ranks of all hosts, in place, to the same bits on all.
@@ -38,7 +45,7 @@ class Hosts:
             RuntimeError: when a rank is gone, or ranks differ.
         """
         parts = tensor.view(-1).split(max(_PIECE // tensor.element_size(), 1)) if tensor.numel() else [tensor]
-        try:
+        with self._together():
             works = []
             for part in parts:
                 if self.near is not None:
@@ -49,6 +56,115 @@ class Hosts:
                     work.wait()
                 if self.near is not None:
                     self.near.broadcast(part.data_ptr(), part.nbytes, 0)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Overwrite a contiguous ``tensor`` with the one of rank ``root``.
+
+        Raises:
+            RuntimeError: as ``all_reduce``.
+        """
+        if not tensor.numel():
+            return
+        home, place = self._where[root]
+        parts = tensor.view(-1).view(torch.uint8).split(_PIECE)
+        with self._together():
+            works = []
+            for part in parts:
+                if self.near is not None and home == self._home:
+                    self.near.broadcast(part.data_ptr(), part.nbytes, place)
+                works.append(self.leaders.broadcast(part, home) if self.leaders is not None else None)
+            for part, work in zip(parts, works, strict=True):
+                if work is not None:
+                    work.wait()
+                if self.near is not None and home != self._home:
+                    self.near.broadcast(part.data_ptr(), part.nbytes, 0)
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """``whole`` gets the ``part`` of every rank, one behind the other; contiguous, and all of one size.
+
+        Raises:
+            RuntimeError: as ``all_reduce``.
+        """
+        if not part.numel():
+            return
+        rows = whole.view(-1).view(torch.uint8).view(len(self._where), -1)
+        width = max(_PIECE // (len(self._homes) * self._most), 1)
+        parts = part.view(-1).view(torch.uint8).split(width)
+        with self._together():
+            under_way = [self._gathered(one) for one in parts[:1]]
+            for i, one in enumerate(parts):
+                under_way += [self._gathered(following) for following in parts[i + 1 : i + 2]]
+                blocks, work = under_way.pop(0)
+                if work is not None:
+                    work.wait()
+                if self.near is not None:
+                    self.near.broadcast(blocks.data_ptr(), blocks.nbytes, 0)
+                for rank, (home, place) in self._where.items():
+                    rows[rank, i * width : i * width + len(one)] = blocks[home, place]
+
+    def _gathered(self, part: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Begin to gather a piece of each rank's, by host and place there; it is on leaders when the work is done."""
+        blocks = torch.empty((len(self._homes), self._most, len(part)), dtype=torch.uint8)
+        mine = torch.empty(blocks.shape[1:], dtype=torch.uint8)
+        if self.near is None:
+            mine[0] = part
+        else:
+            self.near.gather(part.data_ptr(), mine.data_ptr() if self.leaders is not None else 0, part.nbytes, 0)
+        if self.leaders is None:
+            return blocks, None
+        return blocks, self.leaders._allgather_base(blocks.view(-1), mine.view(-1))
+
+    def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor) -> None:
+        """``out`` gets this rank's part of the sums of what ranks have ``given``; contiguous.
+
+        Raises:
+            RuntimeError: as ``all_reduce``.
+        """
+        if not out.numel():
+            return
+        flat = out.view(-1)
+        rows = given.view(len(self._where), -1)
+        order = [rank for home in self._homes for rank in home]
+        width = max(_PIECE // (len(order) * out.element_size()), 1)
+        with self._together():
+            for start in range(0, len(flat), width):
+                piece = torch.cat([rows[rank, start : start + width] for rank in order])
+                self._scattered(flat[start : start + width], piece)
+
+    def _scattered(self, out: torch.Tensor, piece: torch.Tensor) -> None:
+        """``out`` gets this rank's part of the sums of ``piece``, in which ranks stand by their hosts."""
+        if self.near is not None:
+            self.near.all_reduce(piece.data_ptr(), piece.numel(), TYPES[piece.dtype], _SUM)
+        if self.leaders is None:
+            assert self.near is not None
+            self.near.scatter(0, out.data_ptr(), out.nbytes, 0)
+            return
+        sizes = [len(home) * len(out) for home in self._homes]
+        sums = [torch.empty(sizes[self._home], dtype=piece.dtype) for _ in sizes]
+        self._deal(list(piece.split(sizes)), sums)
+        for other in sums[1:]:  # in the order of hosts, which makes the bits the same whoever adds
+            sums[0].add_(other)
+        if self.near is None:
+            out.copy_(sums[0])
+        else:
+            self.near.scatter(sums[0].data_ptr(), out.data_ptr(), out.nbytes, 0)
+
+    def _deal(self, blocks: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Each leader gets its block of every leader's."""
+        works = []
+        for other in range(len(self._homes)):
+            if other == self._home:
+                received[other].copy_(blocks[other])
+            else:
+                works.append(self.leaders.recv([received[other]], other, _TAG))
+                works.append(self.leaders.send([blocks[other]], other, _TAG))
+        for work in works:
+            work.wait()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             # The others of this host wait for what will not come.
             if self.near is not None:
@@ -87,7 +203,7 @@ def hosts(
         return "each rank is on a host of its own"
     first = next((i for i, home in enumerate(homes) if home[0] == rank), None)
     leaders = [among(f"hosts/{i}", first, len(homes)) if first is not None else None for i in range(number)]
-    return [Hosts(near[i] if near else None, leaders[i]) for i in range(number)]
+    return [Hosts(near[i] if near else None, leaders[i], homes, rank) for i in range(number)]
 
 
 # Note [Several hosts]

@@ -60,7 +60,7 @@ class Moves:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """``output`` gets the tensors of all ranks, one behind the other."""
-        _fit("all_gather", output.numel(), self._size * tensor.numel(), output, tensor)
+        fit("all_gather", output.numel(), self._size * tensor.numel(), output, tensor)
         given, flat = tensor.contiguous(), output.contiguous()
         self.near.all_gather(given.data_ptr(), flat.data_ptr(), given.nbytes)
         put(output, flat)
@@ -74,7 +74,7 @@ class Moves:
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, name: str) -> None:
         """``output`` gets this rank's part of what the tensors of all ranks are reduced to."""
-        _fit("reduce_scatter", tensor.numel(), self._size * output.numel(), output, tensor)
+        fit("reduce_scatter", tensor.numel(), self._size * output.numel(), output, tensor)
         given, flat = tensor.contiguous(), output.contiguous()
         code, operation = TYPES[flat.dtype], OPERATIONS[name]
         self.near.reduce_scatter(given.data_ptr(), flat.data_ptr(), flat.numel(), code, operation)
@@ -161,10 +161,11 @@ class Moves:
         if len(tensors) != self._size:
             raise ValueError(f"{what} has a list of {len(tensors)} tensors, but there are {self._size} ranks")
         for one in tensors:
-            _fit(what, one.numel(), like.numel(), one, like)
+            fit(what, one.numel(), like.numel(), one, like)
 
 
-def _fit(what: str, found: int, wanted: int, one: Tensor, other: Tensor) -> None:
+def fit(what: str, found: int, wanted: int, one: Tensor, other: Tensor) -> None:
+    """Make sure that two tensors of a collective have the sizes they should, and one type."""
     if found != wanted or one.dtype != other.dtype:
         raise ValueError(
             f"{what} of tensors that do not fit: {tuple(one.shape)} of {one.dtype} and {tuple(other.shape)} of "

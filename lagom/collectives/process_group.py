@@ -116,7 +116,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """In place; ``opts`` has the root, or is it."""
-        moves, given, root = self._moves, listed(tensors), _root(opts)
+        moves, given, root = self._moves, listed(tensors), root_of(opts)
         if not moves.carries(given):
             return self._gloo.broadcast(given, *_given(opts))
 
@@ -128,7 +128,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """The root's tensors become the results."""
-        moves, given, root = self._moves, listed(tensors), _root(opts)
+        moves, given, root = self._moves, listed(tensors), root_of(opts)
         reduction = reduction_of(op if isinstance(opts, int) else opts)
         if reduction is None or not moves.reduces(given, reduction):
             return self._gloo.reduce(given, *_given(opts), *_given(op))
@@ -204,14 +204,14 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """The root's lists get the inputs of all ranks."""
-        moves, outs, given, root = self._moves, _nested(output_lists), listed(inputs), _root(opts)
+        moves, outs, given, root = self._moves, _nested(output_lists), listed(inputs), root_of(opts)
         if not moves.carries([*given, *chain.from_iterable(outs)]):
             return self._gloo.gather(outs, given, *_given(opts))
         return self._collective(lambda: moves.gather(outs[0] if outs else [], given[0], root), opts, given)
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """Each rank's output gets its place in the root's list."""
-        moves, outs, given, root = self._moves, listed(outputs), _nested(input_lists), _root(opts)
+        moves, outs, given, root = self._moves, listed(outputs), _nested(input_lists), root_of(opts)
         if not moves.carries([*outs, *chain.from_iterable(given)]):
             return self._gloo.scatter(outs, given, *_given(opts))
         return self._collective(lambda: moves.scatter(outs[0], given[0] if given else [], root), opts, outs)
@@ -342,7 +342,8 @@ def _given(opts: Any) -> tuple[Any, ...]:
     return () if opts is None else (opts,)
 
 
-def _root(opts: Any) -> int:
+def root_of(opts: Any) -> int:
+    """The root of a collective's options, or what stands for them."""
     return int(opts) if isinstance(opts, int) else int(opts.rootRank)
 
 

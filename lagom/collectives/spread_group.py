@@ -1,4 +1,4 @@
-"""``SpreadProcessGroup``: the backend "lagom" of ranks on several hosts: sums by ``Hosts``, all else by gloo."""
+"""``SpreadProcessGroup``: the backend "lagom" of ranks on several hosts, by ``Hosts``; by gloo what that has not."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lagom.collectives.hosts import Hosts
-from lagom.collectives.moves import Moves, put
-from lagom.collectives.process_group import SharedProcessGroup, listed, reduction_of
+from lagom.collectives.moves import Moves, fit, put
+from lagom.collectives.process_group import SharedProcessGroup, listed, reduction_of, root_of
 
 _TYPES = (
     torch.float64,
@@ -52,6 +52,51 @@ class SpreadProcessGroup(SharedProcessGroup):
 
         return self._collective(run, opts, given)
 
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """In place; ``opts`` has the root, or is it."""
+        given, hosts, root = listed(tensors), self._hosts, root_of(opts)
+        if not Moves.carries(self._moves, given):
+            return super().broadcast(given, opts)
+
+        def run() -> None:
+            for tensor in given:
+                flat = tensor.contiguous()
+                hosts.broadcast(flat, root)
+                put(tensor, flat)
+
+        return self._collective(run, opts, given)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Each output gets an input of all ranks, one behind the other."""
+        outs, given, hosts = listed(outputs), listed(inputs), self._hosts
+        if not Moves.carries(self._moves, [*given, *outs]):
+            return super().all_gather_single_coalesced(outs, given, opts)
+
+        def run() -> None:
+            for out, tensor in zip(outs, given, strict=True):
+                fit("all_gather", out.numel(), self.size() * tensor.numel(), out, tensor)
+                flat = out.contiguous()
+                hosts.all_gather(flat, tensor.contiguous())
+                put(out, flat)
+
+        return self._collective(run, opts, outs)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Each output gets this rank's part of a reduced input."""
+        outs, given, hosts = listed(outputs), listed(inputs), self._hosts
+        sums = reduction_of(opts) == "sum" and all(tensor.dtype in _TYPES for tensor in (*outs, *given))
+        if not sums or not Moves.carries(self._moves, [*given, *outs]):
+            return super().reduce_scatter_single_coalesced(outs, given, opts)
+
+        def run() -> None:
+            for out, tensor in zip(outs, given, strict=True):
+                fit("reduce_scatter", tensor.numel(), self.size() * out.numel(), out, tensor)
+                flat = out.contiguous()
+                hosts.reduce_scatter(flat, tensor.contiguous())
+                put(out, flat)
+
+        return self._collective(run, opts, outs)
+
     def barrier(self, opts: Any = None) -> Any:
         """All ranks are here when the work is done."""
         return self._gloo.barrier(*(() if opts is None else (opts,)))
@@ -72,6 +117,10 @@ class SpreadProcessGroup(SharedProcessGroup):
         if self._hosts.near is not None:
             self._hosts.near.abort(f"rank {self._rank} aborted its process group")
         self.shutdown()
+
+    # What older versions of torch call the same.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
 class _Nothing(Moves):

@@ -60,6 +60,42 @@ def test_sums_over_hosts_are_those_of_gloo(where: list[int], monkeypatch: pytest
     assert len({row for _, _, rows in found for row in rows}) == 1  # the same bits everywhere
 
 
+@pytest.mark.parametrize("where", [[0, 0, 1], [0, 1, 0, 1], [0, 0, 1, 1, 2]])
+def test_what_is_broadcast_gathered_and_dealt_over_hosts_is_what_gloo_gives(
+    where: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(session: Session) -> Any:
+        group = joined(session, monkeypatch, where)
+        group.barrier()
+        rank, size, hosts = session.rank, session.world_size, group._hosts
+        wrong: list[tuple[object, ...]] = []
+        for dtype in (*TYPES, torch.bool):
+            for count in (0, 1, 77, 2_000_003 if dtype == torch.float32 else 10_001):
+                generator = torch.Generator().manual_seed(rank)
+                mine = torch.randint(-9, 9, (count,), generator=generator).to(dtype)  # whose sums are exact
+                for root in range(size):
+                    found, wanted = mine.clone(), mine.clone()
+                    group.broadcast(found, root)
+                    group._cpu.broadcast(wanted, root).wait()
+                    if not torch.equal(found, wanted):
+                        wrong.append(("broadcast", dtype, count, root))
+                theirs = [torch.empty_like(mine) for _ in range(size)]
+                if count:
+                    group._cpu.allgather([theirs], [mine]).wait()
+                if not torch.equal(torch.stack(group.all_gather(mine)), torch.stack(theirs)):
+                    wrong.append(("all_gather", dtype, count))
+                if dtype != torch.bool:
+                    given = torch.randint(-9, 9, (size, count), generator=generator).to(dtype)
+                    out, wanted = torch.empty_like(mine), given.clone()
+                    hosts.reduce_scatter(out, given)
+                    group._cpu.allreduce([wanted]).wait()
+                    if not torch.equal(out, wanted[rank]):
+                        wrong.append(("reduce_scatter", dtype, count))
+        return wrong
+
+    assert run_ranks(len(where), run, patches=False, collectives="auto") == [[]] * len(where)
+
+
 def test_large_gradients_over_hosts_are_those_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def weights() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -122,6 +158,12 @@ def test_ddp_over_hosts_ends_with_gloos_weights(monkeypatch: pytest.MonkeyPatch)
         dist.all_gather(gathered, torch.ones(1) * session.rank)
         for work in works:
             work.wait()
+        sent = torch.arange(6.0).view(2, 3).t() + session.rank
+        dist.broadcast(sent, 1)
+        rows, part = torch.zeros(20), torch.zeros(5)
+        dist.all_gather_into_tensor(rows, torch.arange(5.0) + session.rank)
+        dist.reduce_scatter_tensor(part, rows * session.rank)
+        later += [sent, rows, part]
         dist.barrier()
         kinds = type(dist.group.WORLD).__name__, type(half).__name__
         others = [total.tolist(), least.tolist(), *(one.tolist() for one in (*later, *gathered))]
