@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,6 +35,7 @@ def whole_batch_statistics(session: Session) -> Iterator[None]:
 
     Out of reach are TorchScript modules, and a ``batch_norm`` imported by its name before the run.
     """
+    _tell_dynamo()
     original = F.batch_norm
     eager = Statistics(session, original).batch_norm
 
@@ -59,6 +61,15 @@ def whole_batch_statistics(session: Session) -> Iterator[None]:
 
     with replaced(F, "batch_norm", batch_norm):
         yield
+
+
+def _tell_dynamo() -> None:
+    """Have Dynamo look up torch's functions by name now: what it finds under a name later it takes for torch's own."""
+    rules: Any = sys.modules.get(
+        "torch._dynamo.trace_rules"
+    )  # done when it is imported, but undone by torch.distributed
+    if rules is not None:
+        rules.get_torch_obj_rule_map()
 
 
 class Statistics:

@@ -242,6 +242,13 @@ def test_weights_statistics_and_evaluation_are_those_of_one_machine(program: Pro
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
+def test_a_compiled_module_is_right_after_torch_has_cleared_what_dynamo_knows() -> None:
+    expected = alone(compiled)
+    torch._dynamo.trace_rules.clear_lru_cache()  # as init_process_group does
+    for result in run_ranks(2, compiled):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_share_of_one_sample_is_enough_and_a_batch_of_one_is_not() -> None:
     def run(_: Session) -> Any:
         model = nn.BatchNorm1d(2)
