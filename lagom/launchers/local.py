@@ -32,6 +32,8 @@ from lagom.records.folder import Records
 from lagom.worker.spec import Spec
 
 _MAX_RANKS = 248  # files that one message to the server carries, less link and payload
+_PATIENCE_S = 2.0
+"""For the fork server to end by itself."""
 _REQUEST = 1 << 20  # bytes
 
 
@@ -167,8 +169,11 @@ class _Server:
         """End the server, and every run it holds."""
         self._socket.close()
         if self.pid == os.getpid():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=2)
+            try:
+                self._process.wait(timeout=_PATIENCE_S)
+            except subprocess.TimeoutExpired:  # on a busy machine; left behind it would be warned of, and live on
+                self._process.kill()
+                self._process.wait()
 
 
 _server: _Server | None = None
