@@ -15,7 +15,7 @@ from lagom.patching.recorder import NotByRowsError
 from lagom.patching.replace import replaced
 from lagom.strategies.grads import Grads, is_averaged
 from lagom.strategies.leaves import reached
-from lagom.strategies.pending import Hooks, beside, run_hooks
+from lagom.strategies.pending import Hooks, beside_one, run_hooks
 from lagom.strategies.steady import Steady
 from lagom.strategies.whole_batch import passes_gather
 
@@ -83,7 +83,7 @@ class _Backwards:
             raise NotByRowsError("runs a backward")
         # Now: the graph is freed by the backward.
         leaves = reached(outputs, args[3])
-        if self._may_be_steady and not args[2] and (course := self._steady.begun(leaves)) is not None:
+        if not args[2] and self._may_be_steady() and (course := self._steady.begun(leaves)) is not None:
             return self._again(course, leaves, outputs, args, options)
         leaves = [leaf for leaf in leaves if leaf not in self._session.repeated]
         if self._session.depth:
@@ -132,11 +132,11 @@ class _Backwards:
         self._session.trained()
         return result
 
-    @property
     def _may_be_steady(self) -> bool:
         session = self._session
-        overlaps = self._replicate.overlap.may_start
-        return not (session.depth or overlaps) and session.gradients is None and self.accumulation.is_idle
+        if session.depth or session.gradients is not None or self._replicate.overlap.may_start:
+            return False
+        return self.accumulation.is_idle
 
     def _again(
         self,
@@ -148,8 +148,11 @@ class _Backwards:
     ) -> Any:
         """As ``_averaged``, where all is as it was. See Note [Steady backwards]."""
         session = self._session
-        session.tell_weights(outputs, leaves)
-        gradients, hooks = session.terms.weighted(outputs, args[0], session.weight)
+        session.tell_loss(outputs)
+        hooks: list[RemovableHandle] = []
+        gradients, weight = args[0], session.weight
+        if weight != 1.0 or session.terms.may_be_uneven:
+            gradients, hooks = session.terms.weighted(outputs, gradients, weight)
         self._running = leaves
         session.depth += 1
         try:
@@ -169,7 +172,7 @@ class _Backwards:
         inner, self._pending = self._pending, None
         found = course.gradients(leaves) if inner is None else None
         differs = found is not None
-        if found is not None and self._replicate.reduce_again(course.layout, found, beside([session.position])):
+        if found is not None and self._replicate.reduce_again(course.layout, found, beside_one(session.position)):
             session.began = session.began or "a backward ran"
             session.trained()
             return result
@@ -211,7 +214,7 @@ class _Backwards:
             self.accumulation.failed(pending.num_failed)
             return result
         self._finish(pending, create_graph=bool(args[2]))
-        if self._replicate.settled is not None and pending.is_plain and self._may_be_steady and not args[2]:
+        if self._replicate.settled is not None and pending.is_plain and self._may_be_steady() and not args[2]:
             self._steady.note(pending.leaves, self._replicate.settled)
         return result
 

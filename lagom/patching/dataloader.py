@@ -219,19 +219,22 @@ def _begun_again(loaders: _Loaders) -> Any:
 
 def _yielding(session: Session) -> Any:
     original = vars(_BaseDataLoaderIter)["__next__"]
+    fetch = _unprofiled(original) if original is _TORCHS_NEXT else original
+    on_cuda = session.device.type == "cuda"
 
     def following(self: Any) -> Any:
-        current = self.__dict__.get(PASS)
+        held = self.__dict__
+        current = held.get(PASS)
         if current is None or not session.live:
             return original(self)
         session.boundary()
         if current.failed and session.may_meet:
             current.failed = False
             session.at(_AFTER_FAILURE)
-        received = getattr(self, "_rcvd_idx", None)
+        received = held.get("_rcvd_idx")
         start = perf_counter()
         try:
-            data, share = self.__dict__[_TAKER].take(lambda: original(self))
+            data, share = held[_TAKER].take(fetch, self)
         except StopIteration:
             session.ended(current)
             raise
@@ -243,12 +246,12 @@ def _yielding(session: Session) -> Any:
                     current.shares.popleft()
             raise
         session.data_s += perf_counter() - start
-        if session.device.type == "cuda":
+        if on_cuda:
             data = moved(data, session.device)
         if current.training:
             if share is not None:
                 if not current.own:
-                    share = share.on(current.step + 1)
+                    share.step = current.step + 1
                 if not torch.is_grad_enabled():
                     session.say_once(_GOES_ON)
                 session.provenance.remember(data, share)
@@ -258,6 +261,23 @@ def _yielding(session: Session) -> Any:
         return data
 
     return following
+
+
+_TORCHS_NEXT = vars(_BaseDataLoaderIter)["__next__"]
+
+
+def _unprofiled(original: Any) -> Any:
+    """torch's ``__next__``; where no profiler looks, without the entry for it, which takes as long as a batch."""
+
+    def fetch(self: Any) -> Any:
+        plain = type(self) is _SingleProcessDataLoaderIter and self._dataset_kind == _DatasetKind.Map
+        if not plain or self._sampler_iter is None or torch.autograd._profiler_enabled():
+            return original(self)
+        data = self._next_data()
+        self._num_yielded += 1
+        return data
+
+    return fetch
 
 
 _AFTER_FAILURE = (

@@ -13,7 +13,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from lagom.patching.device import follow_input
 from lagom.patching.micro_batches import MicroBatches
-from lagom.patching.passes import tensors
 from lagom.patching.replace import replaced
 from lagom.patching.slicing import Slicer
 from lagom.patching.timing_forwards import timed_forward
@@ -110,15 +109,15 @@ class _Forwards:
     def draws_own(self, function: Any) -> bool:
         """Whether this call, an outermost one, draws from the rank's own stream."""
         session = self.session
-        if not (
-            session.distributed
-            and session.depth == 0
-            and getattr(function, "training", True)
-            and torch.is_grad_enabled()
-            and session.share is not None
-        ):
+        trains = session.distributed and getattr(function, "training", True) and torch.is_grad_enabled()
+        if not (trains and session.depth == 0 and session.share is not None):
             return False
         return not isinstance(function, nn.Module) or self._was_called(function)
+
+    def trains_own(self, module: nn.Module) -> bool:
+        """As ``draws_own``, of a module in training, with gradients on, on one of several ranks."""
+        session = self.session
+        return session.depth == 0 and session.share is not None and self._was_called(module)
 
     def _was_called(self, module: nn.Module) -> bool:
         """Whether it was before; from now on it has been."""
@@ -142,6 +141,8 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
     micro = MicroBatches(session, original, forwards.within) if session.plan.micro_batches is not None else None
     run = original if micro is None else micro.call
     slicer = Slicer(session, run, forwards.outside) if may_slice else None
+    slices_training = session.plan.batches == "whole"
+    several = session.world_size > 1
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if forwards.inside or torch.compiler.is_dynamo_compiling():
@@ -154,17 +155,23 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
                 session.weights.begin()
             if on_cuda and session.live:
                 follow_input(module, args, kwargs, session.device)
-            data = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
-            share = session.uses(data) if session.distributed and torch.is_grad_enabled() else None
-            if slicer is not None and session.slices(module):
+            share, trains = None, False
+            if several and session.live and torch.is_grad_enabled():
+                data = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
+                share = session.uses(data)
+                trains = getattr(module, "training", True)
+            if slicer is not None and (slices_training or not trains) and session.slices(module):
                 return slicer.call(module, args, kwargs)
-            if forwards.draws_own(module):
-                with streams.in_forward():
+            if trains and forwards.trains_own(module):
+                common = streams.swap()
+                try:
                     outputs = run(module, *args, **kwargs)
+                finally:
+                    streams.swap_back(*common)
             else:
                 outputs = run(module, *args, **kwargs)
             if share is not None:
-                session.terms.note(tensors(outputs), share)
+                session.terms.note(outputs, share)
             return outputs
         finally:
             forwards.inside = False

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for each batch, and to make it would take four times as long
 class Share:
     """What of a batch is this rank's."""
 
@@ -21,11 +18,7 @@ class Share:
     even: bool
     """All ranks have as many."""
     step: int | None = field(default=None, compare=False)
-    """Which batch of its pass, from 1 on, where that is the same on all ranks."""
-
-    def on(self, step: int) -> Share:
-        """The same of a known batch."""
-        return Share(self.num_mine, self.num_all, self.even, step)
+    """Which batch of its pass, from 1 on, where that is the same on all ranks; known when the program sees it."""
 
     def weight(self, world_size: int) -> float:
         """What the root of a backward is multiplied by, so that the average over ranks is the mean of the batch."""
@@ -51,12 +44,18 @@ class Pass:
     """Its next batch could not be loaded."""
 
 
-def tensors(data: Any) -> Iterator[torch.Tensor]:
+def tensors(data: Any) -> list[torch.Tensor]:
     """The tensors in ``data``, which may be a tensor, or tuples, lists and dicts of them."""
     if isinstance(data, torch.Tensor):
-        yield data
-    elif isinstance(data, (tuple, list)):
-        for part in data:
-            yield from tensors(part)
-    elif isinstance(data, dict):
-        yield from tensors(list(data.values()))
+        return [data]
+    if isinstance(data, dict):
+        data = data.values()
+    elif not isinstance(data, (tuple, list)):
+        return []
+    found: list[torch.Tensor] = []
+    for part in data:
+        if isinstance(part, torch.Tensor):
+            found.append(part)
+        elif isinstance(part, (tuple, list, dict)):
+            found += tensors(part)
+    return found

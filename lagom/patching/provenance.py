@@ -14,7 +14,11 @@ from lagom.patching.terms import share_behind
 from lagom.strategies.leaves import Leaves, Likeness, multiplied
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+
+_FEW = 256
+"""Tensors that may be remembered before it is looked which of them are still there."""
 
 
 class Provenance:
@@ -28,7 +32,8 @@ class Provenance:
         self._world_size = world_size
         self._leaves = leaves
         self._shares: dict[int, tuple[weakref.ref[torch.Tensor], Share]] = {}
-        """By id, of the batches that the program has seen; gone with their tensors."""
+        """By id, of the batches that the program has seen; tensors that are gone are dropped now and then."""
+        self._max_shares = _FEW
         self._weights = WeakIdKeyDictionary()
         """Leaves that are no Parameters and that samples are multiplied with."""
         self._perturbations = WeakIdKeyDictionary()
@@ -47,27 +52,28 @@ class Provenance:
 
     def remember(self, data: Any, share: Share) -> None:
         """Keep in mind whose share the tensors of a batch are: it may be trained on later, and more than once."""
+        # No callbacks: to be told of each tensor that goes takes longer than all else here.
+        if len(self._shares) >= self._max_shares:
+            self._shares = {key: entry for key, entry in self._shares.items() if _is_there(entry[0])}
+            self._max_shares = max(2 * len(self._shares), _FEW)
         for tensor in tensors(data):
-            self._shares[id(tensor)] = _Ref(tensor, self._forget), share
+            self._shares[id(tensor)] = weakref.ref(tensor), share
             shape = tensor.shape
-            if shape not in self._shapes and tensor.is_floating_point() and tensor.numel() > len(tensor):
+            is_new = len(shape) > 1 and shape not in self._shapes
+            if is_new and tensor.is_floating_point() and tensor.numel() > len(tensor):
                 self._shapes.add(shape)
 
     def share(self, data: Any) -> Share | None:
         """The share of the batch that ``data`` comes from, directly, as a view, or through a model."""
         for tensor in tensors(data):
-            base = tensor if tensor._base is None else tensor._base
+            base = tensor._base
+            if base is None:
+                base = tensor
             entry = self._shares.get(id(base))
             share = entry[1] if entry is not None and entry[0]() is base else share_behind(tensor)
             if share is not None:
                 return share
         return None
-
-    def _forget(self, ref: weakref.ref[torch.Tensor]) -> None:
-        assert isinstance(ref, _Ref)
-        # A newer tensor may have got the same id.
-        if (entry := self._shares.get(ref.key)) is not None and entry[0] is ref:
-            del self._shares[ref.key]
 
     def check_rows(self, data: Any, share: Share | None) -> None:
         """Make sure that ``data``, made of who knows what, can come from the batch of ``share``.
@@ -114,14 +120,11 @@ class Provenance:
         return Likeness.SHAPE if leaf.shape in self._shapes else Likeness.ROWS
 
 
-class _Ref(weakref.ref[torch.Tensor]):
-    """To a tensor, whose id it remembers."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, tensor: torch.Tensor, callback: Callable[[weakref.ref[torch.Tensor]], None]) -> None:
-        super().__init__(tensor, callback)  # type: ignore[call-arg]
-        self.key = id(tensor)
+def _is_there(ref: weakref.ref[torch.Tensor]) -> bool:
+    tensor = ref()
+    if tensor is not None:
+        tensor._fix_weakref()  # type: ignore[attr-defined]  # not in the stubs; see torch.utils.weak.TensorWeakRef
+    return tensor is not None
 
 
 _TRAINED_ON = (

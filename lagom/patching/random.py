@@ -48,8 +48,8 @@ class CommonStreams:
 
     def settle(self) -> None:
         """Now they are to be equal again: starts anew those generators that were drawn from since ``note``."""
-        before, self._noted = self._noted, {}
-        if before:
+        if self._noted:
+            before, self._noted = self._noted, {}
             now = states()
             self._restart([name for name, state in before.items() if not _equal(state, now[name])])
 
@@ -109,6 +109,7 @@ class OwnStreams:
         self._random: Any = None
         self._numpy: Any = None
         self._device = device
+        self._on_cuda = device.type == "cuda"
         self._cuda: Any = None
 
     def _start(self) -> None:
@@ -122,8 +123,6 @@ class OwnStreams:
 
     def in_forward(self) -> _InForward:
         """Swap torch's streams, of the device too."""
-        if self._torch is None:
-            self._start()
         return _InForward(self)
 
     @contextmanager
@@ -142,10 +141,12 @@ class OwnStreams:
 
     def swap(self) -> tuple[torch.Tensor, Any]:
         """From now on draws are the rank's own; what ``swap_back`` needs."""
+        if self._torch is None:
+            self._start()
         generator = torch.default_generator
         common = generator.get_state()
         generator.set_state(self._torch)
-        return common, self._swap_device()
+        return common, self._swap_device() if self._on_cuda else None
 
     def swap_back(self, common: torch.Tensor, on_device: Any) -> None:
         """From now on draws are common again."""
@@ -156,8 +157,6 @@ class OwnStreams:
             torch.cuda.default_generators[self._device.index or 0].graphsafe_set_state(on_device)
 
     def _swap_device(self) -> Any:
-        if self._device.type != "cuda":
-            return None
         generator = torch.cuda.default_generators[self._device.index or 0]
         if self._cuda is None:
             self._cuda = torch.Generator(self._device).manual_seed(self._seed)

@@ -159,13 +159,8 @@ class Session:
         self._used = None
         current.current = share
         current.step += 1
-        ref = next((ref for ref in self._open if ref() is current), None)
-        if ref is None:
-            self._epoch += 1
-            ref = weakref.ref(current)
-        else:
-            self._open.remove(ref)
-        self._open.append(ref)
+        if not (self._open and self._open[-1]() is current):
+            self._goes_on(current)
         self._last = share
         self.provenance.batch(share)
         self.samples_trained += num_samples
@@ -176,6 +171,16 @@ class Session:
             assert self.watch is not None
             assert self.frame is not None
             self.watch.batch(self.frame)
+
+    def _goes_on(self, current: Pass) -> None:
+        """A pass that is not the last one that went on."""
+        ref = next((ref for ref in self._open if ref() is current), None)
+        if ref is None:
+            self._epoch += 1
+            ref = weakref.ref(current)
+        else:
+            self._open.remove(ref)
+        self._open.append(ref)
 
     def ended(self, current: Pass) -> None:
         """The pass is exhausted."""
@@ -234,9 +239,13 @@ class Session:
         Raises:
             DivergenceError: when one was taken for the perturbation of a batch, and is trained with another.
         """
+        self.tell_loss(roots)
+        self.provenance.tell_weights(roots, leaves, self.share)
+
+    def tell_loss(self, roots: Sequence[Any]) -> None:
+        """A backward from ``roots`` is about to run."""
         # Not held, as its graph would be; a loop's variable keeps it for about as long as it is of interest.
         self._loss = weakref.ref(roots[0]) if len(roots) == 1 else None
-        self.provenance.tell_weights(roots, leaves, self.share)
 
     @property
     def share(self) -> Share | None:

@@ -68,8 +68,8 @@ class Sharded:
         self._has_last = False
         self._ended = False
 
-    def take(self, fetch: Callable[[], Any]) -> tuple[Any, Share | None]:
-        """The next batch, and how it counts.
+    def take(self, fetch: Callable[[Any], Any], source: Any) -> tuple[Any, Share | None]:
+        """The next batch, ``fetch(source)``, and how it counts.
 
         Raises:
             StopIteration: when all ranks are at their end.
@@ -77,11 +77,11 @@ class Sharded:
         """
         if not self._session.may_meet:
             self._session.say_once(_IN_A_THREAD)
-            return fetch(), None
+            return fetch(source), None
         data, num_mine = None, 0
         if not self._ended:
             try:
-                data = fetch()
+                data = fetch(source)
                 num_mine = num_samples(data)
             except StopIteration:
                 self._ended = True
@@ -123,7 +123,7 @@ _IN_A_THREAD = (
 
 def first_sample(data: Any, count: int) -> Any:
     """``data`` with its tensors cut to one row, if all of them have ``count`` rows; else as it is."""
-    found = list(tensors(data))
+    found = tensors(data)
     if not found or any(not tensor.dim() or len(tensor) != count for tensor in found):
         return data
     return _cut(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lagom.patching.digest import Comparison, digest
@@ -9,19 +10,21 @@ from lagom.patching.iterable import Dealt, is_iterable
 from lagom.patching.sharded import Sharded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.utils.data import DataLoader
 
     from lagom.patching.passes import Pass, Share
     from lagom.patching.session import Session
 
 
+Fetch = Callable[[Any], Any]
+"""The next batch of a loader's iterator."""
+
+
 class Taker(Protocol):
     """Takes the batches of one pass."""
 
-    def take(self, fetch: Callable[[], Any]) -> tuple[Any, Share | None]:
-        """The next batch from ``fetch``, and this rank's share of it; None where every rank has all of it.
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share | None]:
+        """The next batch, ``fetch(source)``, and this rank's share of it; None where every rank has all of it.
 
         Raises:
             StopIteration: at the end of the pass.
@@ -47,8 +50,8 @@ def _must_be_equal(session: Session, current: Pass) -> bool:
 
 
 class _Whole:
-    def take(self, fetch: Callable[[], Any]) -> tuple[Any, None]:
-        return fetch(), None
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, None]:
+        return fetch(source), None
 
 
 class _Dealt:
@@ -58,8 +61,8 @@ class _Dealt:
         self._shares = current.shares
         self._training = current.training
 
-    def take(self, fetch: Callable[[], Any]) -> tuple[Any, Share | None]:
-        data = fetch()
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share | None]:
+        data = fetch(source)
         return data, self._shares.popleft() if self._training else None
 
 
@@ -71,10 +74,10 @@ class _Streamed:
         self._training = current.training
         self._compares = True
 
-    def take(self, fetch: Callable[[], Any]) -> tuple[Any, Share]:
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share]:
         while True:
             try:
-                dealt: Dealt = fetch()
+                dealt: Dealt = fetch(source)
             except StopIteration:
                 if self._compares:
                     self._comparison.end()
@@ -93,9 +96,9 @@ class _Compared:
     def __init__(self, session: Session) -> None:
         self._comparison = Comparison(session)
 
-    def take(self, fetch: Callable[[], Any]) -> tuple[Any, None]:
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, None]:
         try:
-            data = fetch()
+            data = fetch(source)
         except StopIteration:
             self._comparison.end()
             raise

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import GradientEdge
+
+from lagom.patching.passes import tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,15 +37,19 @@ class Terms:
         self._world_size = world_size
         self._say_once = say_once
         self._uneven: weakref.WeakSet[_Tag] = weakref.WeakSet()
+        self.may_be_uneven = False
+        """Whether there may be terms with a weight other than 1."""
 
-    def note(self, outputs: Iterable[torch.Tensor], share: Share) -> None:
+    def note(self, outputs: Any, share: Share) -> None:
         """A model gave ``outputs`` for a batch of which this rank has ``share``."""
         tag = _Tag(share, share.weight(self._world_size))
         if tag.weight != 1.0:
             self._uneven.add(tag)
-        for output in outputs:
-            if output.grad_fn is not None:
-                _metadata(output.grad_fn)[_KEY] = tag
+            self.may_be_uneven = True
+        for output in tensors(outputs):
+            node = output.grad_fn
+            if node is not None:
+                _metadata(node)[_KEY] = tag
 
     def weighted(
         self, roots: Sequence[Any], gradients: Gradients, otherwise: float
@@ -53,7 +59,8 @@ class Terms:
         Args:
             otherwise: the weight where the graph does not tell.
         """
-        if not self._uneven:
+        self.may_be_uneven = bool(self._uneven)
+        if not self.may_be_uneven:
             return _scaled(gradients, otherwise), []
         nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
         below = _weights_below([node for node in nodes if node is not None])
@@ -84,9 +91,10 @@ class Terms:
 
 def share_behind(tensor: torch.Tensor) -> Share | None:
     """The share of the batch for which a model gave ``tensor``, where that is known."""
-    if tensor.grad_fn is None:
+    node = tensor.grad_fn
+    if node is None:
         return None
-    tag = _metadata(tensor.grad_fn).get(_KEY)
+    tag = _metadata(node).get(_KEY)
     return None if tag is None else tag.share
 
 

@@ -69,7 +69,10 @@ class Averager:
         Args:
             lie_plainly: all of them do, it is known.
         """
-        if not self._average_framed(layout, [gradients[i] for i in layout.framed], signed, lie_plainly):
+        in_place = layout.parcel.in_place
+        if lie_plainly and in_place and layout.framed_as_they_are and len(layout.framed) == len(gradients):
+            return in_place(signed, [gradients[i].data_ptr() for i in layout.framed])
+        if not self._average_framed(layout, [gradients[i] for i in layout.framed], signed):
             return False
         assert layout.reduction is not None
         layout.reduction.reduce(layout, gradients)
@@ -77,8 +80,8 @@ class Averager:
             self._average_sparse(gradients[i])
         return True
 
-    def _average_framed(self, layout: Layout, framed: list[torch.Tensor], signed: bytes, lie_plainly: bool) -> bool:
-        if layout.framed_as_they_are and (lie_plainly or all(map(lies_plainly, framed))):
+    def _average_framed(self, layout: Layout, framed: list[torch.Tensor], signed: bytes) -> bool:
+        if layout.framed_as_they_are and all(map(lies_plainly, framed)):
             agreed = self._frame.average_in_place(layout.parcel, [one.data_ptr() for one in framed], signed)
             if agreed is not None:
                 return agreed

@@ -66,8 +66,8 @@ class Buffers:
 
     def changed(self) -> list[Key]:
         """Those that follow rank 0 and are no longer what they were."""
-        if self._agreed is not None:
-            return self._agreed
+        if self._agreed is not None or not self._followers:
+            return self._agreed or []
         found = []
         for key, buffer in _alive(self._followers):
             seen = self._seen.get(key)
@@ -92,7 +92,7 @@ class Buffers:
 
     def follow(self) -> None:
         """Make those that changed rank 0's; the same ones on all ranks."""
-        keys = set(self.changed())
+        keys = set(self.changed()) if self._followers else None
         self._agreed = None
         if not keys:
             return

@@ -121,6 +121,11 @@ def beside(batches: Sequence[int | None], habits: bytes = b"") -> bytes:
     return habits if not any(batches) else b"%s %s" % (habits, repr(batches).encode())
 
 
+def beside_one(batch: int | None) -> bytes:
+    """As ``beside``, of one backward."""
+    return b" [%d]" % batch if batch else b""
+
+
 class Hooks:
     """Hooks of leaves that wait: each stands in its place as a note that it was called."""
 

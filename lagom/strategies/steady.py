@@ -28,8 +28,8 @@ class Course(NamedTuple):
     layout: Layout
 
     def begins(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Whether ``leaves`` are these, have no gradients, and nobody waits for what they get."""
-        for leaf, ref in zip(leaves, self.leaves, strict=True):
+        """Whether ``leaves``, as many, are these, have no gradients, and nobody waits for what they get."""
+        for leaf, ref in zip(leaves, self.leaves):  # noqa: B905  (strict takes longer)
             if ref() is not leaf or leaf.grad is not None:
                 return False
             if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
@@ -39,11 +39,11 @@ class Course(NamedTuple):
     def gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Those that ``leaves`` have got, if they are of the same kinds and lie plainly in memory."""
         found = []
-        for leaf, (dtype, shape) in zip(leaves, self.kinds, strict=True):
+        for leaf, (dtype, shape) in zip(leaves, self.kinds):  # noqa: B905
             one = leaf.grad
-            if one is None or one.dtype is not dtype or one.shape != shape:
+            if one is None or one.dtype is not dtype or one.shape != shape or one.requires_grad:
                 return None
-            if one.requires_grad or not lies_plainly(one):
+            if not lies_plainly(one):
                 return None
             found.append(one)
         return found

@@ -112,3 +112,19 @@ def test_a_loader_of_a_run_takes_batches_at_once(world_size: int) -> None:
     for rank, (name, found) in enumerate(run_ranks(world_size, run)):
         assert name == "_AtOnce"
         assert found == [[part[rank::world_size] for part in batch] for batch in wanted]
+
+
+def profiled(_: object = None) -> list[str]:
+    loader = DataLoader(TensorDataset(torch.arange(12.0)), batch_size=4)
+    batches = iter(loader)
+    next(batches)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        next(batches)
+    next(batches)
+    return [event.name for event in profile.events() if "DataLoader" in event.name]
+
+
+def test_a_profiler_sees_batches_as_in_a_plain_program() -> None:
+    name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+    assert profiled() == [name]
+    assert run_ranks(2, profiled) == [[name]] * 2
