@@ -1,9 +1,11 @@
 """Collectives of ranks on one host: lagom's through shared memory, gloo's, and a copy of the same bytes as the limit.
 
-    python -m benchmarks.collectives [--ranks 2 4] [--sizes 4 4096 ...] [--plot docs/collectives.svg]
+    python -m benchmarks.collectives [--ranks 2 4] [--sizes 4 4096 ...] [--only all_reduce] [--plot FILE.svg]
 
 Each cell is the median of five rounds, the two taking turns; a round's time is that of its slowest rank. All run with
-one thread. The first column is the raw exchange; "dist" is torch's own call, over the backend "lagom" and over "gloo".
+one thread. The first column is the raw exchange; "dist" is torch's own call, over the backend "lagom" and over "gloo";
+"ds" is DeepSpeed's op for sums in shared memory, where that is installed and compiles
+(`pip install -c constraints.txt -e ".[deepspeed]"`; the first time takes minutes).
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import shm_op
 from lagom.collectives.native import native
 from lagom.collectives.process_group import SharedProcessGroup, register
 
@@ -40,14 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
+    parser.add_argument("--only", nargs="+", default=[], help="collectives; all by default")
     parser.add_argument("--plot", type=Path, help="where to draw all-reduce on the first number of ranks, as SVG")
     args = parser.parse_args(argv)
     if native() is None:
         print("lagom was installed without its compiled part: there is nothing to compare", file=sys.stderr)
         return 1
+    op = None
+    try:
+        op = shm_op.load()
+    except Exception as error:
+        print(f"DeepSpeed's op is left out: {type(error).__name__}: {str(error).splitlines()[:1]}", file=sys.stderr)
     held = True
     for number in args.ranks:
-        times = measured(number, args.sizes)
+        times = measured(number, args.sizes, args.only, op)
         print(table(number, times))
         if number == 2:
             for line, holds in targets(times):
@@ -58,13 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if held else 1
 
 
-def measured(number: int, sizes: Sequence[int]) -> Times:
-    """Times of the slowest of ``number`` ranks."""
+def measured(number: int, sizes: Sequence[int], only: Sequence[str] = (), op: Any = None) -> Times:
+    """Times of the slowest of ``number`` ranks; ``op``: DeepSpeed's."""
     context = multiprocessing.get_context("fork")
     found: Times = {}
     with tempfile.TemporaryDirectory() as folder:
         answers = context.SimpleQueue()
-        ranks = [context.Process(target=_rank, args=(rank, number, sizes, folder, answers)) for rank in range(number)]
+        shared = (number, sizes, only, op, folder, answers)
+        ranks = [context.Process(target=_rank, args=(rank, *shared)) for rank in range(number)]
         for process in ranks:
             process.start()
         for _ in ranks:
@@ -72,20 +83,29 @@ def measured(number: int, sizes: Sequence[int]) -> Times:
                 found[key] = max(found.get(key, 0.0), seconds)
         for process in ranks:
             process.join()
+        shm_op.clean(Path(folder).name)
     return found
 
 
-def _rank(rank: int, number: int, sizes: Sequence[int], folder: str, answers: Any) -> None:
+def _rank(
+    rank: int, number: int, sizes: Sequence[int], only: Sequence[str], op: Any, folder: str, answers: Any
+) -> None:
     warnings.simplefilter("ignore")  # torch's, about names of its own
     torch.set_num_threads(1)
     register()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=number)
     near = dist.new_group(backend="lagom")
     assert isinstance(near, SharedProcessGroup)
+    if op is not None:
+        shm_op.join(op, rank, number, Path(folder).name)
     found: Times = {}
     for size in sizes:
         data = torch.ones(max(size // 4 // number, 1) * number if size >= 4 * number else 1)
         for name, calls in _calls(data, number, near).items():
+            if only and name not in only:
+                continue
+            if name == "all_reduce" and op is not None:
+                calls["ds"] = partial(torch.ops.deepspeed.inference_all_reduce_, torch.zeros_like(data))
             rounds = _rounds(calls, near)
             found |= {(name, size, contender): statistics.median(taken) for contender, taken in rounds.items()}
     answers.put(found)
@@ -153,19 +173,21 @@ def table(number: int, times: Times) -> str:
     """A line for each collective and size."""
     lines = [
         f"{number} ranks",
-        f"{'':16}{'bytes':>12}{'raw us':>11}{'dist us':>11}{'gloo us':>11}{'copy us':>11}  ratios",
+        f"{'':16}{'bytes':>12}{'raw us':>11}{'dist us':>11}{'gloo us':>11}{'ds us':>11}{'copy us':>11}  ratios",
     ]
     for name, size, contender in times:
         if contender != "dist gloo":
             continue
-        shown = [times.get((name, size, one)) for one in ("lagom", "dist lagom", "dist gloo", "copy")]
+        shown = [times.get((name, size, one)) for one in ("lagom", "dist lagom", "dist gloo", "ds", "copy")]
         cells = "".join(f"{'' if one is None else f'{1e6 * one:.1f}':>11}" for one in shown)
-        raw, through, gloo, copy = shown
+        raw, through, gloo, ds, copy = shown
         assert through is not None
         assert gloo is not None
         said = f"{gloo / through:8.1f}x gloo's speed"
         if raw is not None and copy is not None:
             said += f"; raw {gloo / raw:.0f}x, {raw / copy:.2f} copies"
+        if raw is not None and ds is not None:
+            said += f", {ds / raw:.1f}x DeepSpeed's"
         lines.append(f"{name:16}{size:12}{cells}  {said}")
     return "\n".join(lines)
 
@@ -191,6 +213,7 @@ def drawing(number: int, times: Times) -> str:
 
     shown = {
         "dist gloo": ("gloo", "#c0392b"),
+        "ds": ("DeepSpeed", "#8e44ad"),
         "dist lagom": ("lagom, dist", "#2980b9"),
         "lagom": ("lagom, raw", "#16a085"),
     }
@@ -216,12 +239,15 @@ def drawing(number: int, times: Times) -> str:
         ]
         parts.append(f'<line x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
         parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    before, y = -1000.0, top + height + 18
     for size in sizes:
         x = at(size, 1.0)[0]
+        y = y + 14 if x - before < 48 and y == top + height + 18 else top + height + 18  # labels must not overlap
+        before = x
         label = (
             f"{size} B" if size < 1024 else f"{size / 1024:.0f} KB" if size < 1 << 20 else f"{size / (1 << 20):.0f} MB"
         )
-        parts.append(f'<text x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{label}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{label}</text>')
     for one, (label, color) in shown.items():
         points = [at(*point) for point in sorted(lines[one])]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

@@ -5,7 +5,8 @@
 An epoch is what the example does in one, evaluation included. All have one thread per process. "per_rank" has 64
 samples per rank and step, and so half as many steps; "split" has the global batch of one process. DDP is by hand, with
 torchrun, a DistributedSampler and an evaluation on every rank. Each contender is a process of its own, started several
-times, in one order and then in the other; ratios are those of a start. Run it on a machine that has two free cores.
+times, in one order and then in the other; ratios are those of a start. Run it on a machine that has two free cores:
+where two plain programs side by side take longer than one, no two ranks can be twice as fast.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ BATCH_SIZE = 64
 POINTS = 10_000
 CONTENDERS = {
     "plain": "one process, one thread",
+    "pair": "two of these side by side",
     "per_rank": "lagom, per_rank",
     "per_rank gloo": "lagom, per_rank, over gloo",
     "per_rank ddp": "DDP by hand, gloo, 64 per rank",
@@ -77,6 +80,9 @@ def contender(name: str, epochs: int) -> float | None:
     batches, _, how = name.partition(" ")
     if name == "plain":
         return timed(Approximator, {"epochs": epochs}, *scalar_field(POINTS))
+    if name == "pair":
+        with ThreadPoolExecutor(WORLD_SIZE) as side_by_side:
+            return max(side_by_side.map(lambda _: _started("plain", epochs), range(WORLD_SIZE)))
     if how == "ddp":
         return ddp(epochs, BATCH_SIZE if batches == "per_rank" else BATCH_SIZE // WORLD_SIZE)
     logging.getLogger("lagom").setLevel(logging.ERROR)

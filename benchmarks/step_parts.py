@@ -1,0 +1,147 @@
+"""Where the time of a small step goes: in one process, and on 2 ranks of lagom's.
+
+    python -m benchmarks.step_parts [--epochs 12] [--starts 3]
+
+The loop of examples/scalar_field.py with a clock between its lines; microseconds, of each part the median over the
+steps of a rank that is no longer new, then over ranks and starts. "over plain" is what forward, loss, backward and
+optimizer take more than in one process on as many samples. All have one thread per process. Run it on a machine that
+has two free cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from examples.scalar_field import Approximator, scalar_field
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+WORLD_SIZE = 2
+BATCH_SIZE = 64
+POINTS = 10_000
+PARTS = ("next", "zero_grad", "forward", "loss", "backward", "step", "all")
+CONTENDERS = {
+    "plain 64": "one process, 64 samples",
+    "per_rank 64": "lagom, per_rank, 64 on each rank",
+    "plain 32": "one process, 32 samples",
+    "split 64": "lagom, split, 32 on each rank",
+}
+PEERS = {"per_rank 64": "plain 64", "split 64": "plain 32"}
+"""With as many samples on a rank."""
+TARGET_US = 70.0
+"""Over the plain step."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; 0 when the target holds, else 1."""
+    args = _arguments(argv)
+    if args.contender is not None:
+        print(json.dumps(contender(args.contender, args.epochs)))
+        return 0
+    starts = [{name: _started(name, args.epochs) for name in CONTENDERS} for _ in range(args.starts)]
+    print(f"{'microseconds':34}" + "".join(f"{part:>11}" for part in PARTS) + "  over plain")
+    over = {name: [_over(start, name) for start in starts] for name in PEERS}
+    for name, title in CONTENDERS.items():
+        parts = [statistics.median(start[name][i] for start in starts) for i in range(len(PARTS))]
+        more = f"{statistics.median(over[name]):12.1f}" if name in over else ""
+        print(f"{title:34}" + "".join(f"{part:11.1f}" for part in parts) + more)
+    held = statistics.median(over["per_rank 64"]) <= TARGET_US
+    print(
+        f"{'holds' if held else 'MISSED':7}a step takes at most {TARGET_US:g} us more than a plain one, without loading"
+    )
+    return 0 if held else 1
+
+
+def contender(name: str, epochs: int) -> list[float]:
+    """Be one; the median of each part, over its ranks."""
+    torch.set_num_threads(1)
+    kind, size = name.split()
+    hparams = {"epochs": epochs, "batch_size": int(size)}
+    train_set, _ = scalar_field(POINTS)
+    if kind == "plain":
+        return timed(Approximator, hparams, train_set)
+    logging.getLogger("lagom").setLevel(logging.ERROR)
+    config = TorchDistributedConfig(
+        module=Approximator,
+        hparams=hparams,
+        train_set=train_set,
+        world_size=WORLD_SIZE,
+        launcher="local",
+        batches="per_rank" if kind == "per_rank" else "split",
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        ranks = experiment.lagom(timed, config).per_rank
+    return [statistics.median(parts) for parts in zip(*ranks, strict=True)]
+
+
+def timed(module: Any, hparams: Mapping[str, Any], train_set: TensorDataset) -> list[float]:
+    """The median of each of ``PARTS`` of a plain loop, which knows nothing of ranks; microseconds."""
+    torch.set_num_threads(1)
+    model = module()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    criterion = torch.nn.MSELoss()
+    loader = DataLoader(train_set, batch_size=hparams["batch_size"], shuffle=True)
+    rows = []
+    for _ in range(hparams["epochs"]):
+        batches = iter(loader)
+        while True:
+            at = [perf_counter_ns()]
+            try:
+                points, values = next(batches)
+            except StopIteration:
+                break
+            at.append(perf_counter_ns())
+            optimizer.zero_grad()
+            at.append(perf_counter_ns())
+            found = model(points)
+            at.append(perf_counter_ns())
+            loss = criterion(found, values)
+            at.append(perf_counter_ns())
+            loss.backward()
+            at.append(perf_counter_ns())
+            optimizer.step()
+            at.append(perf_counter_ns())
+            rows.append([*(end - start for start, end in pairwise(at)), at[-1] - at[0]])
+    return [statistics.median(part) / 1e3 for part in zip(*rows[len(rows) // 4 :], strict=True)]
+
+
+def _over(start: Mapping[str, Sequence[float]], name: str) -> float:
+    own, plain = start[name], start[PEERS[name]]
+    return sum(own[i] - plain[i] for i, part in enumerate(PARTS) if part not in ("next", "all"))
+
+
+def _started(name: str, epochs: int) -> list[float]:
+    command = [sys.executable, "-m", "benchmarks.step_parts", "--epochs", str(epochs), "--contender", name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    if done.returncode:
+        raise RuntimeError(f"{CONTENDERS[name]} failed: {done.stdout[-500:]}{done.stderr[-2000:]}")
+    found: list[float] = json.loads(done.stdout)
+    return found
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Where the time of a small step goes, on 1 process and 2 ranks.")
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--contender", choices=list(CONTENDERS), help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
