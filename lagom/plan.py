@@ -37,6 +37,8 @@ class Cluster:
     """GPUs that each of these tasks gets for itself."""
     barrier: bool = True
     """Whether all tasks of a stage can be had at once or not at all; Spark's dynamic allocation refuses it."""
+    encrypted: bool = False
+    """Whether Spark encrypts what it sends over the network."""
     remedy: str = ""
     """What the user would change to get more slots."""
 
@@ -93,6 +95,10 @@ class Plan:
     gradient_compression: Compression | None = None
     reduction: Reduction = "mean"
     lr_scaling: LrScaling | None = None
+    encrypted: bool = False
+    """The channel between driver and ranks is encrypted, as what Spark sends is."""
+    one_host: bool = False
+    """Ranks on several hosts are refused: what they exchange is not encrypted."""
     already_distributed: bool = False
     """The program is written for torchrun: its ranks find the variables that torchrun sets."""
     rehearsal: Rehearsal | None = None
@@ -148,6 +154,8 @@ def plan(
         gradient_compression=config.gradient_compression,
         reduction=config.reduction,
         lr_scaling=config.lr_scaling,
+        encrypted=cluster.encrypted,
+        one_host=cluster.encrypted and not config.allow_unencrypted_collectives,
         already_distributed=already_distributed,
     )
 

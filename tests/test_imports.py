@@ -78,6 +78,7 @@ RULES = {
     "lagom.recognise": Rule(always=("lagom.script", "lagom.sources")),
     "lagom.payload": Rule(always=("lagom.errors", "cloudpickle"), later=("torch", "numpy")),
     "lagom.monitor": Rule(),
+    "lagom.monitor.certificate": Rule(always=("lagom.monitor",), later=("cryptography",)),
     "lagom.records": Rule(always=("lagom.errors", "lagom.monitor")),
     "lagom.collectives": Rule(always=("lagom.errors", "torch", "numpy"), later=("lagom._native",)),
     "lagom.patching": Rule(always=(*_TORCH_SIDE, "lagom.data.shard", "lagom.recognise", "lagom.worker.place")),

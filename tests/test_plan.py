@@ -35,6 +35,14 @@ def test_fewer_than_all_slots_can_be_taken() -> None:
     assert (found.world_size, found.num_slots) == (2, 2)
 
 
+def test_with_sparks_encryption_ranks_have_to_be_on_one_host_unless_that_is_allowed() -> None:
+    found = [
+        plan(TorchDistributedConfig(allow_unencrypted_collectives=allowed), spark(2, encrypted=encrypted))
+        for encrypted, allowed in ((False, False), (True, False), (True, True))
+    ]
+    assert [(one.encrypted, one.one_host) for one in found] == [(False, False), (True, True), (True, False)]
+
+
 def test_too_few_slots_is_an_error_with_both_numbers_and_the_remedy() -> None:
     with pytest.raises(PlanError) as raised:
         plan(TorchDistributedConfig(world_size=4), spark(2, remedy="raise spark.executor.instances"))

@@ -75,6 +75,9 @@ class TorchDistributedConfig:
     lr_scaling: LrScaling | None = None
     """"linear" multiplies the learning rates that optimizers are made with by the number of ranks, for
     ``batches="per_rank"``, where a batch is that much larger. None: they are what the program says."""
+    allow_unencrypted_collectives: bool = False
+    """With Spark's encryption on, ranks on several hosts may exchange gradients and data all the same, which gloo and
+    NCCL do not encrypt; otherwise that is an error. For networks that are private, or encrypted themselves."""
     sync_batchnorm: bool = True
     """BatchNorm's statistics in training are those of the whole batch, not of a rank's share."""
     verify: bool = False
@@ -115,6 +118,7 @@ class TorchDistributedConfig:
         ):
             _one_of(name, getattr(self, name), get_args(choices))
         _one_of("sync_batchnorm", self.sync_batchnorm, (False, True))
+        _one_of("allow_unencrypted_collectives", self.allow_unencrypted_collectives, (False, True))
         _one_of("verify", self.verify, (False, True))
         _one_of("gradient_compression", self.gradient_compression, (None, *get_args(Compression)))
         _one_of("lr_scaling", self.lr_scaling, (None, *get_args(LrScaling)))

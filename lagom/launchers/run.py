@@ -213,7 +213,8 @@ class Run:
             return
         self._joins[task] = message
         if self._records is not None:
-            self._records.joined(message["ranks"], str(message["host"]).split("|")[0], message["ip"])
+            host, last = str(message["host"]).split("|")[0], len(self._joins) == self._num_tasks
+            self._records.joined(message["ranks"], host, message["ip"], last)
         if self._gathering:
             self.channel.send(task, {"type": "gather"})
         elif len(self._joins) == self._num_tasks:
@@ -224,13 +225,12 @@ class Run:
 
     def _seat(self) -> None:
         try:
-            table = peers(list(self._joins.values()))
+            table = peers(list(self._joins.values()), self.plan.one_host)
         except PlanError as error:
             self._lost.append(str(error))
             self.stop()
             return
-        for task in self._joins:
-            self.channel.send(task, table)
+        self.channel.broadcast(table)
 
     def _give_up_waiting(self) -> None:
         if len(self._joins) < self._num_tasks and not self._stopping:

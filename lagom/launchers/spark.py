@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import itertools
 import json
+import logging
 import os
 import platform
 import re
 import secrets
 import signal
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lagom.errors import LagomError
+from lagom.errors import LagomError, PlanError
 from lagom.launchers.homecoming import Homecoming
 from lagom.launchers.protocol import Outcome
 from lagom.launchers.run import Run, in_thread
 from lagom.launchers.spark_session import SparkFacts, facts, started_session
+from lagom.monitor.certificate import NoCertificate, certificate_of_a_run
 from lagom.monitor.channel import anonymous_file
 from lagom.payload import Parcel
 from lagom.plan import Cluster, Plan
@@ -31,6 +35,7 @@ from lagom.sources import is_installed, lagom_zip, modules_zip
 from lagom.worker import task as task_module
 from lagom.worker.spec import Spec
 
+log = logging.getLogger("lagom")
 _INLINE = 1 << 20  # bytes of payload that ride in the job itself
 _CANCEL_S = 2.0
 _MAX_REASON = 4000  # characters
@@ -57,21 +62,23 @@ class SparkLauncher:
             payload = stack.enter_context(_Payload(call))
             run = Run(plan, self.where(), can_gather=plan.barrier, payload_fd=payload.fd, records=records)
             stack.enter_context(run)
-            address = self._listen(run)
+            tls, certificate = _encryption(self._facts) if plan.encrypted else (None, "")
+            address = self._listen(run, tls)
             if address is None:
                 run.unheard()
             modules = b"" if self._facts.one_machine else modules_zip(call["function"])
             spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self._facts.one_machine)
+            spec = dataclasses.replace(spec, certificate=certificate)
             rows = self._job(run, plan, spec, stack)
             home = Homecoming(rows, run)
             home.unpack_files(spec.cwd)
             return home.outcomes()
 
-    def _listen(self, run: Run) -> tuple[str, int] | None:
+    def _listen(self, run: Run, tls: ssl.SSLContext | None) -> tuple[str, int] | None:
         if self._facts.bind is None:
             return None
         try:
-            bound = run.channel.listen(self._facts.bind)
+            bound = run.channel.listen(self._facts.bind, run.plan.num_slots, tls)
         except OSError:  # an address of another machine, as behind NAT: ranks gather without the driver
             return None
         return (self._facts.advertise or bound[0], bound[1])
@@ -114,6 +121,21 @@ class SparkLauncher:
     def _cancel_quietly(self, group: str) -> None:
         with contextlib.suppress(Exception):
             self._facts.cancel(group)
+
+
+def _encryption(facts: SparkFacts) -> tuple[ssl.SSLContext, str]:
+    if not facts.encrypts:
+        log.warning(
+            "Spark's encryption is on, but spark.authenticate is not, without which Spark sends in clear: its jobs, "
+            "and in them the secrets of lagom's runs; set spark.authenticate=true"
+        )
+    try:
+        return certificate_of_a_run()
+    except NoCertificate as error:
+        raise PlanError(
+            f"Spark encrypts what it sends, and lagom's connections to the ranks cannot be: {error}. "
+            "On the driver: pip install cryptography, or install openssl"
+        ) from error
 
 
 class _Payload:

@@ -16,6 +16,11 @@ from lagom.errors import LagomError, PlanError
 from lagom.plan import Cluster
 
 _YOUNG_S = 30.0  # an application of that age may still be waiting for its executors
+_ENCRYPTION = (
+    "spark.network.crypto.enabled",
+    "spark.authenticate.enableSaslEncryption",
+    "spark.ssl.rpc.enabled",  # which follows from no other, not from spark.ssl.enabled either
+)
 _SETTLED_S = 1.5  # without another executor, where nothing says how many there will be
 
 
@@ -64,6 +69,7 @@ class SparkFacts:
         return Cluster(
             launcher="spark",
             slots=self.slots(),
+            encrypted=self.encrypted,
             gpus_per_slot=self._gpus_per_task(),
             remedy=_remedy(self.master),
         )
@@ -72,6 +78,16 @@ class SparkFacts:
     def dynamic(self) -> bool:
         """Whether executors come and go with demand; Spark refuses barrier stages then (SPARK-24942)."""
         return self.conf("spark.dynamicAllocation.enabled", "false").lower() == "true"
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether what Spark sends between its processes is to be encrypted; see Note [Encryption]."""
+        return any(self.conf(key, "false").lower() == "true" for key in _ENCRYPTION)
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether Spark does so."""
+        return any(self.conf(key, "false").lower() == "true" for key in ("spark.authenticate", _ENCRYPTION[-1]))
 
     def slots(self) -> int:
         """Tasks that can run at the same time."""
@@ -107,6 +123,7 @@ class SparkFacts:
             oversubscribe=not bounded,  # Spark will get the executors when asked for them
             gpus_per_slot=self._gpus_per_task(),
             barrier=False,
+            encrypted=self.encrypted,
             remedy="raise spark.dynamicAllocation.maxExecutors",
         )
 
@@ -215,3 +232,11 @@ def _remedy(master: str) -> str:
     if master.startswith("spark://"):
         return "give the application more cores (spark.cores.max, spark.executor.cores) or the cluster more workers"
     return "raise spark.executor.instances or spark.executor.cores"
+
+
+# Note [Encryption]
+#
+# What counts is what the user asked for: AES or SASL between Spark's processes, or TLS between them (Spark 4). The
+# first two do nothing without spark.authenticate: Spark sends in clear then, and with its jobs the secrets of runs.
+# lagom says so, and encrypts its channel all the same. spark.io.encryption.enabled is about files on disks, and
+# spark.ssl.enabled about web pages: neither counts.

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import json
 import os
 import secrets
 import socket
-import struct
+import ssl
 import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from lagom.monitor.link import MAX_FRAME, Message, encode, proof
+from lagom.monitor.door import Door, files_for, listening
+from lagom.monitor.framing import Message, body_of
+from lagom.monitor.peer import Peer
 
-_MAX_HELLO = 4096  # bytes that a stranger may send before it has proved itself
-_HELLO_S = 5.0
-_STRANGE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, asyncio.TimeoutError)
-"""What a peer that is not one of ours can cause; ``asyncio.IncompleteReadError`` is an ``EOFError``."""
+_BUFFER = 1 << 18  # bytes
+_LAST_TURNS, _TURN_S = 100, 0.01  # for the last messages to leave
 
 
 class Channel:
@@ -40,9 +38,11 @@ class Channel:
         self._on_message = on_message
         self._on_close = on_close
         self._payload_fd = payload_fd
-        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._peers: dict[int, Peer] = {}
+        self._open: set[Peer] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self._buffer = bytearray(_BUFFER)
+        self._stack = contextlib.ExitStack()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="lagom-channel", daemon=True)
 
@@ -55,134 +55,139 @@ class Channel:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._stack.close()
         for fd in self.delivered.values():
             os.close(fd)
 
-    def listen(self, host: str) -> tuple[str, int]:
-        """Accept connections on ``host``, at a port that the system chooses; returns the address."""
-
-        async def start() -> tuple[str, int]:
-            self._server = await asyncio.start_server(self._greet, host, 0, limit=MAX_FRAME)
-            name = self._server.sockets[0].getsockname()
-            return name[0], name[1]
-
-        address: tuple[str, int] = self._wait(start())
-        return address
+    def listen(self, host: str, num_tasks: int = 1, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
+        """Accept connections of ``num_tasks`` tasks on ``host``, encrypted by ``tls``; returns the address."""
+        self._stack.enter_context(files_for(num_tasks))
+        listener = listening(host)
+        name = listener.getsockname()
+        self._wait(self._start(Door(self.secret, self._admit, self._buffer).accept(listener, tls)))
+        return str(name[0]), int(name[1])
 
     def adopt(self, connection: socket.socket, task: int) -> None:
         """Serve a connection whose other end is known to be ours: an inherited pair of sockets."""
 
         async def start() -> None:
-            reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_FRAME)
-            pending = asyncio.ensure_future(self._serve(task, reader, writer))
-            self._tasks.add(pending)
-            pending.add_done_callback(self._tasks.discard)
+            peer = Peer(None, self._buffer)
+            await self._loop.connect_accepted_socket(lambda: peer, connection)
+            self._serve(task, peer)
 
         self._wait(start())
 
     def send(self, task: int, message: Message) -> None:
         """Send ``message`` to the task; to one that is gone, nothing."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
-            self._loop.call_soon_threadsafe(self._write, task, encode(message))
+        self._send([task], message)
 
     def broadcast(self, message: Message) -> None:
         """Send ``message`` to every task that is connected."""
-        for task in list(self._writers):
-            self.send(task, message)
+        self._send(None, message)
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
         """Call ``function`` in the channel's thread, unless the channel is closed before."""
         self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, function)
 
+    def _send(self, tasks: list[int] | None, message: Message) -> None:
+        body = body_of(message)
+
+        def send() -> None:
+            for task in list(self._peers) if tasks is None else tasks:
+                if (peer := self._peers.get(task)) is not None:
+                    peer.send(body)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+            self._loop.call_soon_threadsafe(send)
+
     def _wait(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _write(self, task: int, frame: bytes) -> None:
-        writer = self._writers.get(task)
-        if writer is not None and not writer.is_closing():
-            writer.write(frame)
+    async def _start(self, coroutine: Any) -> None:
+        task: asyncio.Task[None] = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for writer in list(self._writers.values()):
-            with contextlib.suppress(OSError, asyncio.TimeoutError):
-                await asyncio.wait_for(writer.drain(), 1.0)
-            writer.close()
+        for _ in range(_LAST_TURNS):
+            if not any(peer.behind for peer in self._peers.values()):
+                break
+            await asyncio.sleep(_TURN_S)
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        for peer in list(self._open):
+            peer.close()
+        for _ in range(_LAST_TURNS):
+            await asyncio.sleep(0)  # the event loop closes them in its next turn or two
+            if not self._open:
+                break
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A stranger: it proves that it knows the secret, or it is sent away unread."""
-        nonce = secrets.token_bytes(16)
-        try:
-            writer.write(encode({"nonce": nonce.hex()}))
-            hello = await asyncio.wait_for(_read(reader, _MAX_HELLO), _HELLO_S)
-            if not hmac.compare_digest(str(hello.get("proof", "")), proof(self.secret, nonce)):
-                return
-            if hello.get("purpose") == "fetch":
-                await self._hand_out(writer)
-            elif hello.get("purpose") == "deliver":
-                await self._take_in(str(hello["name"]), int(hello["size"]), reader, writer)
-            else:
-                await self._serve(int(hello["task"]), reader, writer)
-        except _STRANGE:
-            pass  # not one of ours, or gone again
-        except asyncio.CancelledError:
-            pass  # the channel closes; raised further, asyncio would print it
-        finally:
-            writer.close()
+    def _admit(self, peer: Peer, hello: Message) -> None:
+        """One of ours, and what it came for."""
+        purpose = hello.get("purpose")
+        if purpose not in ("fetch", "deliver"):
+            self._serve(int(hello["task"]), peer)
+            return
+        if purpose == "fetch":
+            self._keep(peer)
+            task = self._loop.create_task(self._hand_out(peer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._take_in(str(hello["name"]), int(hello["size"]), peer)
 
-    async def _serve(self, task: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers[task] = writer
-        try:
-            while True:
-                self._on_message(task, await _read(reader, MAX_FRAME))
-        except (OSError, ValueError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            if self._writers.get(task) is writer:
-                del self._writers[task]
-            writer.close()
+    def _keep(self, peer: Peer, over: Callable[[], None] = lambda: None) -> None:
+        """Know of ``peer`` until its connection has ended, and call ``over`` then."""
+
+        def ended() -> None:
+            self._open.discard(peer)
+            over()
+
+        self._open.add(peer)
+        peer.over = ended
+        if peer.lost:
+            ended()
+
+    def _serve(self, task: int, peer: Peer) -> None:
+        def over() -> None:
+            if self._peers.get(task) is peer:
+                del self._peers[task]
             self._on_close(task)
 
-    async def _hand_out(self, writer: asyncio.StreamWriter) -> None:
-        if self._payload_fd is None:
-            return
-        with os.fdopen(os.dup(self._payload_fd), "rb") as file:
-            # A duplicate shares its position with the original; several hosts fetch at once, so pread.
-            position = 0
-            while chunk := os.pread(file.fileno(), 1 << 20, position):
-                writer.write(chunk)
-                await writer.drain()
-                position += len(chunk)
+        self._peers[task] = peer
+        peer.serve(lambda message: self._on_message(task, message))
+        self._keep(peer, over)
 
-    async def _take_in(self, name: str, size: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        fd = anonymous_file(name)
-        while size and (chunk := await reader.read(min(size, 1 << 20))):
-            size -= len(chunk)
-            while chunk:
-                chunk = chunk[os.write(fd, chunk) :]
-        if size:
-            os.close(fd)
-            return
-        if (earlier := self.delivered.pop(name, None)) is not None:
-            os.close(earlier)
-        self.delivered[name] = fd
-        writer.write(encode({"type": "received"}))
-        await writer.drain()
+    async def _hand_out(self, peer: Peer) -> None:
+        # Several hosts fetch at once, so by position.
+        position = 0
+        while self._payload_fd is not None and not peer.gone:
+            chunk = os.pread(self._payload_fd, 1 << 20, position)
+            if not chunk:
+                break
+            await peer.write(chunk)
+            position += len(chunk)
+        peer.end_writing()  # and it hangs up when it has what it wants
 
+    def _take_in(self, name: str, size: int, peer: Peer) -> None:
+        fd, left = anonymous_file(name), size
 
-async def _read(reader: asyncio.StreamReader, limit: int) -> Message:
-    (length,) = struct.unpack(">I", await reader.readexactly(4))
-    if length > limit:
-        raise ValueError(f"a frame of {length} bytes; at most {limit} are allowed")
-    message = json.loads(await reader.readexactly(length))
-    if not isinstance(message, dict):
-        raise ValueError("a frame holds one JSON object")
-    return message
+        def write(data: bytes) -> None:
+            nonlocal left
+            left -= len(data := data[: max(0, left)])
+            while data:
+                data = data[os.write(fd, data) :]
+            if left == 0:
+                left = -1
+                if (earlier := self.delivered.pop(name, None)) is not None:
+                    os.close(earlier)
+                self.delivered[name] = os.dup(fd)
+                peer.send(body_of({"type": "received"}))
+
+        peer.receive(write)
+        self._keep(peer, lambda: os.close(fd))
 
 
 def anonymous_file(name: str) -> int:

@@ -4,44 +4,43 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import os
+import secrets
 import select
 import socket
-import struct
+import ssl
 import time
-from typing import Any
 
-MAX_FRAME = 1 << 20  # bytes of JSON
+from lagom.monitor.framing import NONCE, PROOF, BadFrame, Decoder, Keys, Seals, body_of, framed
+from lagom.monitor.framing import Message as Message
+
 _MAX_BACKLOG = 64 << 20  # bytes of log that may wait for a slow driver before lines are dropped
-
-Message = dict[str, Any]
+_TRIES = 3
+_NO_CHECK_TIME = 0x200000
+"""X509_V_FLAG_NO_CHECK_TIME, for which Python has no name: a host's clock may be behind the driver's."""
+_WOULD_WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class LinkClosed(ConnectionError):
     """The other end is gone."""
 
 
-def encode(message: Message) -> bytes:
-    """A frame: 4 bytes of length, big-endian, then that many bytes of JSON."""
-    body = json.dumps(message).encode()
-    if len(body) > MAX_FRAME:
-        raise ValueError(f"a message of {len(body)} bytes; a frame holds {MAX_FRAME}")
-    return struct.pack(">I", len(body)) + body
-
-
-def proof(secret: bytes, nonce: bytes) -> str:
-    """Shows knowledge of ``secret`` without sending it; good for one ``nonce``, so a recorded one opens nothing."""
-    return hmac.new(secret, nonce, hashlib.sha256).hexdigest()
-
-
 class Link:
-    """One end of a connection that carries messages both ways."""
+    """One end of a connection that carries messages both ways.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Args:
+        connection: to the other end, that of an inherited pair or one that ``dial`` has made.
+        incoming: what the other end's frames are read with, and ``outgoing`` the seals of ours; None where nobody
+            else can send.
+    """
+
+    def __init__(
+        self, connection: socket.socket, incoming: Decoder | None = None, outgoing: Seals | None = None
+    ) -> None:
         connection.setblocking(False)
         self.socket = connection
-        self._incoming = bytearray()
+        self._incoming = incoming or Decoder()
+        self._seals = outgoing
         self._outgoing = bytearray()
         self._dropped = 0
 
@@ -51,7 +50,7 @@ class Link:
 
     def send(self, message: Message, timeout_s: float = 10.0) -> None:
         """Send ``message`` and all that waited before it; raises LinkClosed when it does not get through in time."""
-        self._outgoing += encode(message)
+        self._queue(message)
         deadline = time.monotonic() + timeout_s
         while self.flush():
             left = deadline - time.monotonic()
@@ -64,9 +63,9 @@ class Link:
             self._dropped += 1
             return
         if self._dropped:
-            self._outgoing += encode({"type": "dropped", "messages": self._dropped})
+            self._queue({"type": "dropped", "messages": self._dropped})
             self._dropped = 0
-        self._outgoing += encode(message)
+        self._queue(message)
         self.flush()
 
     def flush(self) -> bool:
@@ -74,7 +73,7 @@ class Link:
         try:
             while self._outgoing:
                 del self._outgoing[: self.socket.send(self._outgoing[: 1 << 18])]
-        except BlockingIOError:
+        except _WOULD_WAIT:
             return True
         except OSError as error:
             raise LinkClosed(str(error)) from error
@@ -89,9 +88,9 @@ class Link:
         closed = False
         try:
             while chunk := self.socket.recv(1 << 18):
-                self._incoming += chunk
+                self._incoming.feed(chunk)
             closed = True
-        except BlockingIOError:
+        except _WOULD_WAIT:
             pass
         except OSError:
             closed = True
@@ -107,69 +106,112 @@ class Link:
             # One frame at a time here: what follows it stays for the next call.
             if messages := self._take(limit=1):
                 return messages[0]
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self.socket], [], [], left)[0]:
-                return None
-            chunk = self.socket.recv(1 << 18)
+            try:
+                chunk = self.socket.recv(1 << 18)  # before the wait: TLS may hold bytes that the system has given
+            except _WOULD_WAIT:
+                left = deadline - time.monotonic()
+                if left <= 0 or not select.select([self.socket], [], [], left)[0]:
+                    return None
+                continue
             if not chunk:
                 raise LinkClosed("the other end closed the connection")
-            self._incoming += chunk
+            self._incoming.feed(chunk)
 
     def close(self) -> None:
         """Close the socket; nothing more can be sent."""
         self.socket.close()
 
+    def _queue(self, message: Message) -> None:
+        self._outgoing += framed(body_of(message), self._seals)
+
     def _take(self, limit: int | None = None) -> list[Message]:
-        messages: list[Message] = []
-        while len(self._incoming) >= 4 and (limit is None or len(messages) < limit):
-            (length,) = struct.unpack_from(">I", self._incoming)
-            if length > MAX_FRAME:
-                raise LinkClosed(f"a frame of {length} bytes; at most {MAX_FRAME} are allowed")
-            if len(self._incoming) < 4 + length:
-                break
-            messages.append(_decoded(self._incoming[4 : 4 + length]))
-            del self._incoming[: 4 + length]
-        return messages
+        try:
+            return self._incoming.take(limit)
+        except BadFrame as error:
+            raise LinkClosed(str(error)) from error
 
 
-def _decoded(body: bytes | bytearray) -> Message:
-    try:
-        message = json.loads(body)
-    except ValueError as error:
-        raise LinkClosed(f"the other end does not speak our language: {error}") from error
-    if not isinstance(message, dict):
-        raise LinkClosed("the other end does not speak our language: a frame holds one JSON object")
-    return message
+def dial(
+    address: tuple[str, int], secret: bytes, hello: Message, timeout_s: float, certificate: str = ""
+) -> Link | None:
+    """Connect to the driver at ``address`` and introduce ourselves; None when it cannot be reached in time.
+
+    Args:
+        certificate: the driver's, PEM; the connection is encrypted then, and to nobody else.
+    """
+    deadline = time.monotonic() + timeout_s
+    for _ in range(_TRIES):
+        try:
+            connection = socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic()))
+        except OSError:
+            return None
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if certificate:
+                connection = _encrypted(connection, certificate)
+            return _introduced(connection, secret, hello, deadline)
+        except (OSError, EOFError, ValueError):  # gone, or something else listens there
+            connection.close()
+        # A driver that strangers besiege hangs up on some who were about to prove themselves.
+        pause_s = 0.02 + secrets.randbelow(80) / 1000
+        if time.monotonic() + pause_s >= deadline:
+            return None
+        time.sleep(pause_s)
+    return None
 
 
-def dial(address: tuple[str, int], secret: bytes, hello: Message, timeout_s: float) -> Link | None:
-    """Connect to the driver at ``address`` and introduce ourselves; None when it cannot be reached in time."""
-    try:
-        connection = socket.create_connection(address, timeout=timeout_s)
-    except OSError:
-        return None
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link = Link(connection)
-    try:
-        challenge = link.receive(timeout_s)
-        if challenge is None:
-            raise LinkClosed("no challenge")
-        link.send(hello | {"proof": proof(secret, bytes.fromhex(challenge["nonce"]))}, timeout_s)
-    except (OSError, KeyError, TypeError, ValueError):  # gone, or something else listens there
-        link.close()
-        return None
+def _encrypted(connection: socket.socket, certificate: str) -> ssl.SSLSocket:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False  # this very certificate is the one that is trusted, whatever the address
+    context.load_verify_locations(cadata=certificate)
+    context.verify_flags |= _NO_CHECK_TIME
+    return context.wrap_socket(connection)
+
+
+def _introduced(connection: socket.socket, secret: bytes, hello: Message, deadline: float) -> Link:
+    """Prove ourselves, say ``hello``, and have the driver prove itself. See Note [Handshake] in framing.py."""
+    nonce = secrets.token_bytes(NONCE)
+    keys = Keys(secret, _exactly(connection, NONCE, deadline), nonce)
+    link = Link(connection, Decoder(Seals(keys.from_driver)), Seals(keys.from_rank))
+    connection.settimeout(max(0.01, deadline - time.monotonic()))
+    connection.sendall(nonce + keys.rank_proof)
+    connection.setblocking(False)
+    link.send(hello, max(0.01, deadline - time.monotonic()))
+    if not hmac.compare_digest(_exactly(connection, PROOF, deadline), keys.driver_proof):
+        raise LinkClosed("what listens there is not the driver")
+    connection.setblocking(False)
     return link
 
 
-def fetch(address: tuple[str, int], secret: bytes, path: str, size: int, sha256: str, timeout_s: float) -> None:
+def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        chunk = connection.recv(size - len(data))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return data
+
+
+def fetch(
+    address: tuple[str, int],
+    secret: bytes,
+    path: str,
+    size: int,
+    sha256: str,
+    timeout_s: float,
+    certificate: str = "",
+) -> None:
     """Copy the run's payload from the driver into the file ``path``.
 
     Raises:
         LinkClosed: when it does not arrive, or is not what the driver sent.
     """
-    link = dial(address, secret, {"purpose": "fetch"}, timeout_s)
+    link = dial(address, secret, {"purpose": "fetch"}, timeout_s, certificate)
     if link is None:
-        raise LinkClosed(f"the driver at {address[0]}:{address[1]} cannot be reached")
+        raise LinkClosed(f"the driver at {address[0]}:{address[1]} cannot be reached, or hangs up on us")
     digest, left = hashlib.sha256(), size
     try:
         link.socket.settimeout(timeout_s)
@@ -186,10 +228,12 @@ def fetch(address: tuple[str, int], secret: bytes, path: str, size: int, sha256:
         )
 
 
-def deliver(address: tuple[str, int], secret: bytes, name: str, fd: int, timeout_s: float) -> str | None:
+def deliver(
+    address: tuple[str, int], secret: bytes, name: str, fd: int, timeout_s: float, certificate: str = ""
+) -> str | None:
     """Send the file ``fd`` to the driver as ``name``; returns its SHA-256, or None when it did not get through."""
     size = os.fstat(fd).st_size
-    link = dial(address, secret, {"purpose": "deliver", "name": name, "size": size}, timeout_s)
+    link = dial(address, secret, {"purpose": "deliver", "name": name, "size": size}, timeout_s, certificate)
     if link is None:
         return None
     digest, position = hashlib.sha256(), 0

@@ -78,10 +78,12 @@ class Records:
         self._write(RUN, self._facts)
 
     @_harmless
-    def joined(self, ranks: list[int], host: str, ip: str) -> None:
-        """Ranks have been seated on a host."""
+    def joined(self, ranks: list[int], host: str, ip: str, last: bool = True) -> None:
+        """Ranks have come, from a host; the ``last`` ones are written at once, as a thousand would each time anew."""
         self._facts["ranks"] |= {str(rank): {"host": host, "ip": ip} for rank in ranks}
-        self._write(RUN, self._facts)
+        number = len(self._facts["ranks"])
+        if last or number & (number - 1) == 0:
+            self._write(RUN, self._facts)
 
     @_harmless
     def wrote(self, rank: int, data: bytes) -> None:

@@ -38,7 +38,9 @@ def attend(spec: Spec) -> Iterator[Any]:
     context: Any = BarrierTaskContext.get() if spec.plan.barrier else TaskContext.get()
     task = context.partitionId()
     _check(spec, context)
-    link = dial(spec.address, spec.secret, {"purpose": "task", "task": task}, _DIAL_S) if spec.address else None
+    link = None
+    if spec.address is not None:
+        link = dial(spec.address, spec.secret, {"purpose": "task", "task": task}, _DIAL_S, spec.certificate)
     parts: list[_Part] = []
     with contextlib.ExitStack() as files:
         try:
@@ -104,7 +106,7 @@ def _delivered(spec: Spec, rank: int, name: str, fd: int, report: Message) -> Me
     """``report``, with the digest of the file when it is large and the driver has taken it beside the job."""
     if os.fstat(fd).st_size <= _INLINE or spec.address is None:
         return report
-    digest = deliver(spec.address, spec.secret, f"{name}-{rank}", fd, timeout_s=60.0)
+    digest = deliver(spec.address, spec.secret, f"{name}-{rank}", fd, 60.0, spec.certificate)
     return report if digest is None else report | {"sha256": digest}
 
 

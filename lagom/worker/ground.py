@@ -149,7 +149,8 @@ def _payload(spec: Spec, host_dir: Path, driver_here: bool) -> int:
                 raise ConnectionError(
                     "the data is too large to travel inside the job, and this host cannot reach the driver"
                 )
-            fetch(spec.address, spec.secret, path + ".part", spec.payload_size, spec.payload_sha256, _FETCH_S)
+            digest = spec.payload_sha256
+            fetch(spec.address, spec.secret, path + ".part", spec.payload_size, digest, _FETCH_S, spec.certificate)
             os.replace(path + ".part", path)
     return os.open(path, os.O_RDWR)
 

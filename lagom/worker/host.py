@@ -45,7 +45,7 @@ def hold(
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((ip, 0))) if task == 0 else None
         store = listener.getsockname()[:2] if listener else None
-        table = meet(link, gather, _join(task, ranks, ground, ip, store, gpus))
+        table = meet(link, gather, _join(task, ranks, ground, ip, store, gpus), one_host=spec.plan.one_host)
         watch = Watch(link, spec.plan)
         stack.callback(watch.end_all)
         local_ranks = list[int]()

@@ -22,8 +22,8 @@ class Stopped(Exception):
     """The driver wants no more of this run."""
 
 
-def peers(joins: Sequence[Message]) -> Message:
-    """The table of all ranks, from what all tasks said when they joined.
+def peers(joins: Sequence[Message], one_host: bool = False) -> Message:
+    """The table of all ranks, from what all tasks said when they joined; ``one_host``: they may not be on several.
 
     Raises:
         PlanError: when they do not fit together, naming hosts and versions.
@@ -34,6 +34,14 @@ def peers(joins: Sequence[Message]) -> Message:
         if len(versions) > 1:
             found = ", ".join(f"{version} on {host}" for version, host in versions.items())
             raise PlanError(f"the executors have different versions of {fact}: {found}; give all of them the same")
+    hosts = sorted({str(join["host"]) for join in ordered})
+    if one_host and len(hosts) > 1:
+        names = ", ".join(host.split("|")[0] for host in hosts[:4])
+        raise PlanError(
+            f"Spark encrypts what it sends, and the ranks are on {len(hosts)} hosts ({names}): they would exchange "
+            "gradients and data in clear, as gloo and NCCL do. Have all on one host; or, where that network may carry "
+            "it (it is private, or encrypted itself), set allow_unencrypted_collectives=True"
+        )
     ranks = [
         {"rank": rank, "host": join["host"], "ip": join["ip"], "gpu": gpu}
         for join in ordered
@@ -43,7 +51,9 @@ def peers(joins: Sequence[Message]) -> Message:
     return {"type": "peers", "store": ordered[0]["store"], "ranks": ranks, "nccl": not shared}
 
 
-def meet(link: Link | None, gather: Callable[[str], Sequence[str]] | None, join: Message) -> Message:
+def meet(
+    link: Link | None, gather: Callable[[str], Sequence[str]] | None, join: Message, *, one_host: bool = False
+) -> Message:
     """Join, and wait for the table: from the driver, or from ``gather`` when the driver says so or is out of reach.
 
     Raises:
@@ -59,7 +69,7 @@ def meet(link: Link | None, gather: Callable[[str], Sequence[str]] | None, join:
         raise LinkClosed(
             "the driver cannot be reached from this host, and there is no other way to find the other ranks"
         )
-    return peers([json.loads(text) for text in gather(json.dumps(join))])
+    return peers([json.loads(text) for text in gather(json.dumps(join))], one_host)
 
 
 def _reply(link: Link) -> Message:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lagom.plan import Plan
 
@@ -38,8 +38,10 @@ class Spec:
     """The user's own modules, for hosts that do not see the driver's files."""
     address: tuple[str, int] | None = None
     """Where the driver listens; None: it cannot be reached."""
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
     """Opens the driver's channel."""
+    certificate: str = ""
+    """The driver's, PEM, where the channel is encrypted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,6 +48,14 @@ def local_cluster() -> Iterator[Any]:
 
 
 @contextmanager
+def encrypted() -> Iterator[Any]:
+    """Executors that are processes of their own, and talk to the driver in Spark's AES."""
+    conf = {"spark.authenticate": "true", "spark.authenticate.secret": "the tests' own"}
+    with session("local-cluster[2,1,1024]", conf=conf | {"spark.network.crypto.enabled": "true"}) as spark:
+        yield spark
+
+
+@contextmanager
 def standalone(conf: Mapping[str, str] | None = None, cores: int = 1) -> Iterator[Any]:
     """A master and two workers on loopback, whose Python has no lagom."""
     with bare_python() as python, spark_master() as url, spark_worker(url, cores), spark_worker(url, cores):

@@ -17,6 +17,7 @@ STARTERS: dict[str, Any] = {
     "local[4]": lambda: clusters.local(4),
     "local-cluster": clusters.local_cluster,
     "standalone": clusters.standalone,
+    "encrypted": clusters.encrypted,
     "connect": clusters.connect,
     "foreign": clusters.foreign,
     "dynamic": clusters.dynamic,

@@ -15,6 +15,7 @@ import torch
 
 import lagom
 from lagom.monitor.channel import Channel
+from lagom.monitor.peer import Peer
 from tests.integration import programs
 
 pytestmark = pytest.mark.parametrize("spark", ["foreign"], indirect=True, scope="session")
@@ -32,13 +33,13 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     hand_out, take_in = Channel._hand_out, Channel._take_in
 
-    async def counted_out(self: Channel, writer: Any) -> None:
+    async def counted_out(self: Channel, peer: Peer) -> None:
         seen.append("fetch")
-        await hand_out(self, writer)
+        await hand_out(self, peer)
 
-    async def counted_in(self: Channel, name: str, size: int, reader: Any, writer: Any) -> None:
+    def counted_in(self: Channel, name: str, size: int, peer: Peer) -> None:
         seen.append(f"deliver {name}")
-        await take_in(self, name, size, reader, writer)
+        take_in(self, name, size, peer)
 
     monkeypatch.setattr(Channel, "_hand_out", counted_out)
     monkeypatch.setattr(Channel, "_take_in", counted_in)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from lagom.errors import LagomError
 from lagom.launchers.run import Run
 from lagom.launchers.spark import _rows_of_failure
+from lagom.launchers.spark_session import SparkFacts
 
 
 class _NothingFailed:
@@ -43,3 +45,21 @@ def test_another_failure_is_told_as_it_is() -> None:
     run: Run = _NothingFailed()  # type: ignore[assignment]
     with pytest.raises(LagomError, match=r"^Spark's job failed: the disk is full$"):
         _rows_of_failure(RuntimeError("the disk is full\n\tat org.apache.spark"), run)
+
+
+@pytest.mark.parametrize(
+    ("conf", "encrypted", "encrypts"),
+    [
+        ({}, False, False),
+        ({"spark.authenticate": "true"}, False, True),
+        ({"spark.network.crypto.enabled": "true", "spark.authenticate": "true"}, True, True),
+        ({"spark.network.crypto.enabled": "TRUE"}, True, False),
+        ({"spark.authenticate.enableSaslEncryption": "true", "spark.authenticate": "true"}, True, True),
+        ({"spark.ssl.rpc.enabled": "true"}, True, True),
+        ({"spark.ssl.enabled": "true", "spark.io.encryption.enabled": "true"}, False, False),
+    ],
+)
+def test_what_counts_as_sparks_encryption(conf: dict[str, str], encrypted: bool, encrypts: bool) -> None:
+    session = SimpleNamespace(conf=SimpleNamespace(get=lambda key, default: conf.get(key, default)))
+    found = SparkFacts(session)
+    assert (found.encrypted, found.encrypts) == (encrypted, encrypts)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
-import json
 import os
+import resource
 import secrets
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +21,8 @@ from typing import Any
 import pytest
 
 from lagom.monitor.channel import Channel, anonymous_file
-from lagom.monitor.link import MAX_FRAME, Link, LinkClosed, Message, deliver, dial, encode, fetch, proof
+from lagom.monitor.framing import MAX_FRAME, NONCE, PROOF, Keys, Message, Seals, body_of, framed
+from lagom.monitor.link import Link, LinkClosed, deliver, dial, fetch
 
 
 class Driver:
@@ -78,9 +82,16 @@ def served(driver: Driver, task: int = 7) -> bool:
         link.close()
 
 
-def nonce_of(connection: socket.socket) -> bytes:
-    (length,) = struct.unpack(">I", connection.recv(4))
-    return bytes.fromhex(json.loads(connection.recv(length))["nonce"])
+def exactly(connection: socket.socket, size: int) -> bytes:
+    return connection.recv(size, socket.MSG_WAITALL)
+
+
+def introduced(driver: Driver, connection: socket.socket, **hello: Any) -> tuple[bytes, Seals]:
+    """What one of ours sends first, and the seals of what it sends then."""
+    nonce = secrets.token_bytes(NONCE)
+    keys = Keys(driver.channel.secret, exactly(connection, NONCE), nonce)
+    seals = Seals(keys.from_rank)
+    return nonce + keys.rank_proof + framed(body_of(hello), seals), seals
 
 
 def ended(connection: socket.socket) -> bool:
@@ -124,36 +135,72 @@ def test_an_inherited_pair_of_sockets_is_served_without_a_proof(driver: Driver) 
     assert until(lambda: driver.closed == [0])
 
 
-def test_a_stranger_that_cannot_prove_itself_is_sent_away_unheard(driver: Driver) -> None:
+@pytest.mark.parametrize("secret", [secrets.token_bytes(32), b"", bytes(32)])
+def test_a_stranger_with_a_wrong_secret_is_sent_away_unheard(driver: Driver, secret: bytes) -> None:
     with driver.stranger() as connection:
-        nonce_of(connection)
-        wrong = proof(secrets.token_bytes(32), b"guess")
-        connection.sendall(encode({"purpose": "task", "task": 0, "proof": wrong}) + encode({"type": "failed"}))
+        keys = Keys(secret, exactly(connection, NONCE), bytes(NONCE))
+        frames = framed(body_of({"purpose": "task", "task": 0}), Seals(keys.from_rank))
+        connection.sendall(bytes(NONCE) + keys.rank_proof + frames)
         assert ended(connection)
-    assert driver.messages == []
+    assert not driver.messages
+    assert not driver.closed
     assert served(driver)
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "", ["x"], "ü"])
-def test_a_proof_of_another_kind_is_no_proof(driver: Driver, wrong: Any) -> None:
+def test_a_stranger_is_read_no_further_than_its_proof(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parsed(*_: Any) -> None:
+        raise AssertionError("something was parsed")
+
+    monkeypatch.setattr("lagom.monitor.framing.json.loads", parsed)
     with driver.stranger() as connection:
-        nonce_of(connection)
-        connection.sendall(encode({"purpose": "task", "task": 0, "proof": wrong}))
+        connection.sendall(b"x" * (NONCE + PROOF - 1))
+        connection.settimeout(0.2)
+        exactly(connection, NONCE)
+        with pytest.raises(TimeoutError):  # it waits for the rest
+            connection.recv(100)
+        connection.sendall(b"x" + framed(body_of({"purpose": "task", "task": 0})))
         assert ended(connection)
-    assert driver.closed == []
-    assert served(driver)
+    assert not driver.messages
+    assert not driver.closed
 
 
-def test_a_recorded_proof_opens_nothing(driver: Driver) -> None:
+def test_a_recorded_introduction_opens_nothing(driver: Driver) -> None:
     with driver.stranger() as first:
-        hello = encode({"purpose": "task", "task": 0, "proof": proof(driver.channel.secret, nonce_of(first))})
-        first.sendall(hello + encode({"type": "honest"}))
+        hello, seals = introduced(driver, first, purpose="task", task=0)
+        hello += framed(body_of({"type": "honest"}), seals)
+        first.sendall(hello)
         assert until(lambda: driver.messages == [(0, {"type": "honest"})])
     with driver.stranger() as second:
-        nonce_of(second)
-        second.sendall(hello + encode({"type": "replayed"}))
+        exactly(second, NONCE)
+        second.sendall(hello)
         assert ended(second)
     assert driver.messages == [(0, {"type": "honest"})]
+
+
+def changed(frame: bytes) -> bytes:
+    return frame[:-2] + bytes([frame[-2] ^ 1]) + frame[-1:]
+
+
+@pytest.mark.parametrize(
+    "tampered",
+    [
+        lambda one, two: one + one,  # replayed
+        lambda one, two: two,  # one is missing
+        lambda one, two: two + one,  # in another order
+        lambda one, two: changed(one),
+        lambda one, two: one[:4] + bytes(16) + one[20:],  # a seal of somebody else's
+        lambda one, two: framed(one[20:]),  # no seal
+    ],
+)
+def test_frames_that_somebody_on_the_way_plays_with_end_the_connection(driver: Driver, tampered: Any) -> None:
+    with driver.stranger() as connection:
+        hello, seals = introduced(driver, connection, purpose="task", task=0)
+        one, two = (framed(body_of({"type": name}), seals) for name in ("one", "two"))
+        connection.sendall(hello + tampered(one, two))
+        assert ended(connection)
+    assert until(lambda: driver.closed == [0])
+    assert driver.messages in ([], [(0, {"type": "one"})])  # heard once at most
+    assert served(driver)
 
 
 @pytest.mark.parametrize(
@@ -173,25 +220,24 @@ def test_a_recorded_proof_opens_nothing(driver: Driver) -> None:
 def test_garbage_is_hung_up_on(driver: Driver, data: bytes) -> None:
     with driver.stranger() as connection:
         connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
         assert ended(connection)
     assert served(driver)
-
-
-def hello(driver: Driver, connection: socket.socket, **what: Any) -> bytes:
-    return encode(what | {"proof": proof(driver.channel.secret, nonce_of(connection))})
 
 
 @pytest.mark.parametrize("what", [{}, {"task": "x"}, {"task": None}, {"purpose": "deliver"}, {"purpose": "fetch"}])
 def test_one_of_ours_that_talks_nonsense_is_hung_up_on(driver: Driver, what: dict[str, Any]) -> None:
     with driver.stranger() as connection:
-        connection.sendall(hello(driver, connection, **what))
+        connection.sendall(introduced(driver, connection, **what)[0])
+        connection.shutdown(socket.SHUT_WR)
         assert ended(connection)
     assert served(driver)
 
 
 def test_a_rank_that_sends_a_frame_that_is_too_long_is_hung_up_on(driver: Driver) -> None:
     with driver.stranger() as connection:
-        connection.sendall(hello(driver, connection, task=0) + struct.pack(">I", MAX_FRAME + 1))
+        hello, _ = introduced(driver, connection, task=0)
+        connection.sendall(hello + struct.pack(">I", MAX_FRAME + 17))
         assert ended(connection)
     assert until(lambda: driver.closed == [0])
     assert served(driver)
@@ -199,7 +245,8 @@ def test_a_rank_that_sends_a_frame_that_is_too_long_is_hung_up_on(driver: Driver
 
 def test_half_a_frame_and_the_end_is_the_end_of_that_rank_only(driver: Driver) -> None:
     with driver.stranger() as connection:
-        connection.sendall(hello(driver, connection, task=0) + encode({"a": 1})[:-1])
+        hello, seals = introduced(driver, connection, task=0)
+        connection.sendall(hello + framed(body_of({"a": 1}), seals)[:-1])
     assert until(lambda: driver.closed == [0])
     assert driver.messages == []
     assert served(driver)
@@ -215,9 +262,89 @@ def test_strangers_that_say_nothing_keep_nobody_waiting(driver: Driver) -> None:
 
 
 def test_a_stranger_that_says_nothing_is_hung_up_on_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lagom.monitor.channel._HELLO_S", 0.1)
+    monkeypatch.setattr("lagom.monitor.door._HELLO_S", 0.1)
     with Driver() as driver, driver.stranger() as connection:
         assert ended(connection)
+
+
+def test_one_that_sends_a_byte_now_and_then_is_hung_up_on_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lagom.monitor.door._HELLO_S", 0.3)
+    with Driver() as driver, driver.stranger() as connection:
+        exactly(connection, NONCE)
+        connection.settimeout(0.02)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < NONCE + PROOF:
+                connection.sendall(b"x")
+                sent += 1
+                with contextlib.suppress(TimeoutError):
+                    if not connection.recv(1):
+                        break
+        assert 1 <= sent < NONCE + PROOF
+        assert served(driver)
+
+
+def test_ten_thousand_connections_harm_nobody(driver: Driver) -> None:
+    """From another process, which keeps 2000 open at a time; this one may open few files more meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(os.listdir("/proc/self/fd"))
+    lasting = driver.rank(1)
+    program = [sys.executable, "-c", FLOOD, str(driver.address[1]), str(10_000)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(before + 400, hard), hard))
+    try:
+        with subprocess.Popen(program, stdout=subprocess.PIPE, preexec_fn=many_files) as flood:
+            assert flood.stdout is not None
+            answered = 0
+            while flood.poll() is None:
+                lasting.send({"n": answered})
+                answered += until(lambda: (1, {"n": answered}) in driver.messages)  # noqa: B023
+                assert served(driver)
+            assert flood.returncode == 0
+            assert int(flood.stdout.read()) == 10_000
+        assert answered
+        assert until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2, 10.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        lasting.close()
+
+
+def many_files() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+FLOOD = """
+import collections, socket, sys
+port, number = int(sys.argv[1]), int(sys.argv[2])
+kept, made = collections.deque(), 0
+while made < number:
+    try:
+        one = socket.create_connection(("127.0.0.1", port), timeout=5)
+    except TimeoutError:
+        continue
+    made += 1
+    kept.append(one)
+    try:
+        one.sendall([b"", b"x" * 48, b"GET / HTTP/1.1"][made % 3])
+    except OSError:
+        pass
+    if len(kept) > 2000:
+        kept.popleft().close()
+print(made)
+"""
+
+
+def test_a_rank_that_was_thrown_out_in_a_crowd_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lagom.monitor.door._STRANGERS", 0)
+    with Driver() as driver:
+        address, secret = driver.address, driver.channel.secret
+        crowd = threading.Timer(0.01, lambda: monkeypatch.setattr("lagom.monitor.door._STRANGERS", 10))
+        assert dial(address, secret, {"purpose": "task", "task": 0}, 2.0) is None  # each time the oldest, and only one
+        crowd.start()
+        link = dial(address, secret, {"purpose": "task", "task": 0}, 5.0)
+        crowd.join()
+        assert link is not None
+        link.close()
 
 
 def test_a_message_to_nobody_is_no_error(driver: Driver) -> None:
@@ -331,8 +458,9 @@ def test_a_payload_that_is_not_the_one_announced_is_refused(tmp_path: Path, payl
 
 def test_the_payload_is_not_for_strangers(tmp_path: Path, payload: tuple[int, bytes]) -> None:
     fd, data = payload
-    with Driver(fd) as driver, pytest.raises(LinkClosed, match="0 of"):
+    with Driver(fd) as driver, pytest.raises(LinkClosed, match="hangs up on us"):
         fetched(driver, tmp_path / "a", len(data), "0" * 64, secret=secrets.token_bytes(32))
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_driver_that_is_gone_is_named(tmp_path: Path) -> None:
@@ -363,7 +491,8 @@ def test_a_second_delivery_replaces_the_first(driver: Driver, payload: tuple[int
 def test_half_a_delivery_is_none(driver: Driver) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with driver.stranger() as connection:
-        connection.sendall(hello(driver, connection, purpose="deliver", name="outcome-0", size=1000) + b"x" * 500)
+        hello, _ = introduced(driver, connection, purpose="deliver", name="outcome-0", size=1000)
+        connection.sendall(hello + b"x" * 500)
     assert until(lambda: len(os.listdir("/proc/self/fd")) == before)
     assert driver.channel.delivered == {}
     assert served(driver)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from lagom.monitor import link as module
-from lagom.monitor.link import MAX_FRAME, Link, LinkClosed, dial, encode, proof
+from lagom.monitor.framing import MAX_FRAME, NONCE, PROOF, Keys, body_of, framed
+from lagom.monitor.link import Link, LinkClosed, dial
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def test_receive_gives_up_in_time(pair: tuple[Link, Link]) -> None:
 
 def test_a_frame_may_come_in_pieces(pair: tuple[Link, Link]) -> None:
     left, right = pair
-    frame = encode({"type": "log", "data": "x" * 100})
+    frame = framed(body_of({"type": "log", "data": "x" * 100}))
     for position in range(len(frame)):
         assert right.poll() == []
         left.socket.send(frame[position : position + 1])
@@ -77,7 +79,7 @@ def test_what_arrived_before_the_end_is_still_given(pair: tuple[Link, Link]) -> 
 
 def test_half_a_frame_and_then_the_end_is_the_end(pair: tuple[Link, Link]) -> None:
     left, right = pair
-    left.socket.send(encode({"a": 1})[:-1])
+    left.socket.send(framed(body_of({"a": 1}))[:-1])
     left.close()
     with pytest.raises(LinkClosed):
         right.poll()
@@ -92,7 +94,7 @@ def test_a_frame_that_is_too_long_is_refused_before_it_is_read(pair: tuple[Link,
 
 def test_a_message_that_fits_no_frame_is_refused_here_and_not_there() -> None:
     with pytest.raises(ValueError, match="frame"):
-        encode({"data": "x" * MAX_FRAME})
+        body_of({"data": "x" * MAX_FRAME})
 
 
 @pytest.mark.parametrize("body", [b"no json", b"\xff\xfe", b'{"half":', b"[1, 2]", b"3"])
@@ -160,10 +162,17 @@ def test_sure_messages_wait_for_what_was_offered_before(pair: tuple[Link, Link])
     assert found == list(range(101))
 
 
-def test_a_proof_is_good_for_its_secret_and_its_nonce_only() -> None:
-    assert proof(b"secret", b"nonce") == proof(b"secret", b"nonce")
-    assert len({proof(b"secret", b"nonce"), proof(b"secret", b"other"), proof(b"other", b"nonce")}) == 3
-    assert "secret" not in proof(b"secret", b"nonce")
+def test_proofs_and_keys_are_good_for_one_secret_and_one_connection_only() -> None:
+    every = [
+        Keys(b"secret", b"a", b"b"),
+        Keys(b"secret", b"a", b"c"),
+        Keys(b"secret", b"c", b"b"),
+        Keys(b"x", b"a", b"b"),
+    ]
+    values = [value for keys in every for value in vars(keys).values()]
+    assert len(set(values)) == len(values) == 16
+    assert vars(Keys(b"secret", b"a", b"b")) == vars(every[0])
+    assert not any(b"secret" in value for value in values)
 
 
 def test_an_address_where_nobody_listens_is_no_exception() -> None:
@@ -179,43 +188,42 @@ def test_a_listener_that_says_nothing_is_given_up() -> None:
         assert time.monotonic() - started < 2
 
 
-@pytest.mark.parametrize(
-    "greeting", [b"SSH-2.0-OpenSSH\r\n", struct.pack(">I", 2) + b"{}", encode({"nonce": 3}), encode({"nonce": "xyz"})]
-)
+@pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH\r\n", b"", b"x" * NONCE, b"x" * (NONCE + PROOF)])
 def test_a_listener_that_is_something_else_is_no_exception(greeting: bytes) -> None:
+    with listener(greeting) as (address, _):
+        assert dial(address, b"secret", {}, 0.5) is None
+
+
+@contextmanager
+def listener(*says: bytes) -> Iterator[tuple[tuple[str, int], bytearray]]:
+    """Says one thing after the other to each that comes, and takes down what it hears in between."""
+    heard = bytearray()
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(2)
+                    for text in says:
+                        connection.sendall(text)
+                        heard.extend(connection.recv(4096))
+
     with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def greet() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.sendall(greeting)
-                connection.settimeout(2)
-                connection.recv(100)
-
-        thread = threading.Thread(target=greet)
+        thread = threading.Thread(target=serve)
         thread.start()
-        assert dial(server.getsockname(), b"secret", {}, 0.5) is None
+        yield server.getsockname(), heard
+        server.shutdown(socket.SHUT_RDWR)
         thread.join()
 
 
-def test_the_secret_itself_is_never_sent() -> None:
+def test_one_that_only_repeats_what_ranks_say_is_not_taken_for_the_driver() -> None:
     secret = b"0123456789abcdef" * 2
-    seen = bytearray()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def listen() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.sendall(encode({"nonce": "00" * 16}))
-                seen.extend(connection.recv(4096))
-
-        thread = threading.Thread(target=listen)
-        thread.start()
-        link = dial(server.getsockname(), secret, {"purpose": "task", "task": 0}, 2.0)
-        thread.join()
-    assert link is not None
-    link.close()
-    hello = json.loads(seen[4:])
-    assert hello["proof"] == module.proof(secret, bytes(16))
-    assert secret not in seen
-    assert secret.hex().encode() not in seen
+    with listener(bytes(NONCE)) as (address, heard):
+        assert dial(address, secret, {"purpose": "task", "task": 0}, 0.5) is None
+    rank_proof = bytes(heard[NONCE : NONCE + PROOF])
+    assert rank_proof == Keys(secret, bytes(NONCE), bytes(heard[:NONCE])).rank_proof
+    assert secret not in heard
+    assert secret.hex().encode() not in heard
+    with listener(bytes(NONCE), rank_proof) as (address, _):
+        assert dial(address, secret, {"purpose": "task", "task": 0}, 0.5) is None

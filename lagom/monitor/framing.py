@@ -1,0 +1,144 @@
+"""Frames of JSON between driver and ranks, and the seals that they bear where strangers could send some as well."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import struct
+from typing import Any
+
+MAX_FRAME = 1 << 20  # bytes of JSON
+NONCE = 16
+PROOF = 32
+_SEAL = 16
+
+Message = dict[str, Any]
+
+
+class BadFrame(ConnectionError):
+    """What came is not what one of ours sends; nothing that follows it can be trusted."""
+
+
+def body_of(message: Message) -> bytes:
+    """``message`` as a frame holds it.
+
+    Raises:
+        ValueError: when it is too long for one.
+    """
+    body = json.dumps(message).encode()
+    if len(body) > MAX_FRAME:
+        raise ValueError(f"a message of {len(body)} bytes; a frame holds {MAX_FRAME}")
+    return body
+
+
+def framed(body: bytes, seals: Seals | None = None) -> bytes:
+    """A frame: 4 bytes of length, big-endian, then that many bytes: the seal if there are any, and the JSON."""
+    seal = b"" if seals is None else seals.next(body)
+    return struct.pack(">I", len(seal) + len(body)) + seal + body
+
+
+class Seals:
+    """The seals of what goes one way over one connection.
+
+    The first 16 bytes of HMAC-SHA256 over the number of the frame and its JSON, with a key of this way and connection
+    alone: a frame that is put in, changed, left out, repeated or sent back has a seal that is not the next one.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._number = 0
+
+    def next(self, body: bytes | bytearray) -> bytes:
+        """The seal of ``body`` as the next frame."""
+        self._number += 1
+        return hmac.digest(self._key, struct.pack(">Q", self._number) + body, "sha256")[:_SEAL]
+
+
+class Keys:
+    """What follows from the run's secret and the nonces of both ends of a connection; see Note [Handshake]."""
+
+    def __init__(self, secret: bytes, driver_nonce: bytes, rank_nonce: bytes) -> None:
+        def derived(purpose: bytes) -> bytes:
+            return hmac.digest(secret, b"lagom channel 1: " + purpose + driver_nonce + rank_nonce, "sha256")
+
+        self.rank_proof = derived(b"the rank knows the secret")
+        self.driver_proof = derived(b"the driver knows the secret")
+        self.from_rank = derived(b"seals of the rank")
+        self.from_driver = derived(b"seals of the driver")
+
+
+class Decoder:
+    """Makes messages of the bytes that come, in pieces of any size."""
+
+    def __init__(self, seals: Seals | None = None) -> None:
+        self._seals = seals
+        self._limit = MAX_FRAME + (0 if seals is None else _SEAL)
+        self._bytes = bytearray()
+        self._bad: BadFrame | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Take in what came next."""
+        self._bytes += data
+
+    def take(self, limit: int | None = None) -> list[Message]:
+        """The messages that are there whole, at most ``limit`` of them.
+
+        Raises:
+            BadFrame: at a frame that is too long, without its seal, or no JSON object; once all before it were given.
+        """
+        if self._bad is not None:
+            raise self._bad
+        messages: list[Message] = []
+        position = 0
+        try:
+            while len(self._bytes) - position >= 4 and (limit is None or len(messages) < limit):
+                (length,) = struct.unpack_from(">I", self._bytes, position)
+                if length > self._limit:
+                    raise BadFrame(f"a frame of {length} bytes; at most {self._limit} are allowed")
+                end = position + 4 + length
+                if len(self._bytes) < end:
+                    break
+                messages.append(self._message(self._bytes[position + 4 : end]))
+                position = end
+        except BadFrame as error:
+            self._bad = error
+            if not messages:
+                raise
+        del self._bytes[:position]
+        return messages
+
+    def rest(self) -> bytes:
+        """The bytes behind the messages that were taken; they are not kept."""
+        rest, self._bytes = bytes(self._bytes), bytearray()
+        return rest
+
+    def _message(self, body: bytearray) -> Message:
+        if self._seals is not None:
+            seal, body = body[:_SEAL], body[_SEAL:]
+            if not hmac.compare_digest(seal, self._seals.next(body)):
+                raise BadFrame("a frame without its seal")
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise BadFrame(f"the other end does not speak our language: {error}") from error
+        if not isinstance(message, dict):
+            raise BadFrame("the other end does not speak our language: a frame holds one JSON object")
+        return message
+
+
+# Note [Handshake]
+#
+# The secret of a run travels to its tasks inside Spark's job, and over no socket of ours. A connection begins with
+#
+#     driver:  a nonce, 16 bytes
+#     rank:    a nonce, 16 bytes, and its proof, 32 bytes; its frames may follow at once
+#     driver:  its own proof, 32 bytes; its frames follow
+#
+# The 48 bytes of a stranger are all that is read of it: they are compared in constant time, and nothing is parsed
+# before. Proofs and keys are HMAC-SHA256 of the secret over a purpose and both nonces: what was recorded of one
+# connection says nothing on another, and neither end can be made to give the other's proof. Both prove themselves: who
+# takes over the driver's port when it is gone cannot tell ranks to stop, or where to meet.
+#
+# Frames bear seals because a connection that was proved can still be written into by who sits on the way. They do not
+# hide anything: see certificate.py for that. Files (a large payload, a large outcome) follow a sealed hello without
+# seals of their own; their SHA-256 travels with Spark's job and its result.

@@ -1,0 +1,152 @@
+"""Spark with its encryption on: what lagom sends is encrypted or refused; and the secret of a run is nowhere."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.errors import PlanError, RankError
+from lagom.launchers.spark_session import SparkFacts
+from lagom.monitor.channel import Channel
+
+_WORD = "a word that nobody else is to read"
+
+
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """That of the next run."""
+    known = secrets.token_bytes(32)
+    begin = Channel.__init__
+
+    def made(self: Channel, *args: Any, **more: Any) -> None:
+        begin(self, *args, **more)
+        self.secret = known
+
+    monkeypatch.setattr(Channel, "__init__", made)
+    return known
+
+
+def speaks(large: Any = None) -> Any:
+    import torch
+
+    print(_WORD)
+    return torch.zeros(3_000_000)
+
+
+@pytest.mark.parametrize("spark", ["encrypted"], indirect=True)
+def test_the_channel_is_encrypted(spark: Any, tap: bytearray, capfd: pytest.CaptureFixture[str]) -> None:
+    config = TorchDistributedConfig(world_size=2, hparams={"large": os.urandom(2 << 20) + _WORD.encode() * 1000})
+    result = experiment.lagom(speaks, config)
+    assert result.value.numel() == 3_000_000
+    assert _WORD in capfd.readouterr().out
+    assert len(tap) > 20 << 20  # the results come home
+    assert _WORD.encode() not in tap
+    assert b"rank" not in tap
+
+
+@pytest.fixture
+def tap(monkeypatch: pytest.MonkeyPatch) -> Iterator[bytearray]:
+    """All that goes through the driver's address, by way of an address in between that ranks are told."""
+    seen, threads, servers = bytearray(), [], []
+    sockets: list[socket.socket] = []
+    listen = Channel.listen
+
+    def carry(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                seen.extend(data)
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def accept(server: socket.socket, address: tuple[str, int]) -> None:
+        with server:
+            while True:
+                try:
+                    near, _ = server.accept()
+                except OSError:
+                    return
+                far = socket.create_connection(address)
+                sockets.extend((near, far))
+                for pair in ((near, far), (far, near)):
+                    threads.append(threading.Thread(target=carry, args=pair))
+                    threads[-1].start()
+
+    def tapped(self: Channel, *args: Any, **more: Any) -> tuple[str, int]:
+        address = listen(self, *args, **more)
+        servers.append(socket.create_server(("127.0.0.1", 0)))
+        threads.append(threading.Thread(target=accept, args=(servers[-1], address)))
+        threads[-1].start()
+        name: tuple[str, int] = servers[-1].getsockname()
+        return name
+
+    monkeypatch.setattr(Channel, "listen", tapped)
+    yield seen
+    for server in servers:
+        server.shutdown(socket.SHUT_RDWR)
+    for thread in threads:
+        thread.join(10)
+    for one in sockets:
+        one.close()
+
+
+def tells(folder: str) -> None:
+    """Keeps what others can see of this rank, of the process that holds it, and of one that it starts; and fails."""
+    import subprocess
+
+    child = subprocess.Popen(["sleep", "60"])
+    for pid in (os.getpid(), os.getppid(), child.pid):
+        for name in ("environ", "cmdline"):
+            Path(folder, f"{pid}-{name}").write_bytes(Path(f"/proc/{pid}/{name}").read_bytes())
+    child.kill()
+    child.wait()
+    print("told")
+    raise ValueError("all is told")
+
+
+@pytest.mark.parametrize("spark", ["encrypted"], indirect=True)
+def test_the_secret_is_nowhere(
+    spark: Any, secret: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    config = TorchDistributedConfig(world_size=2, run_dir=tmp_path / "runs", log="all", hparams={"folder": str(seen)})
+    with pytest.raises((ValueError, RankError), match="all is told") as raised:
+        experiment.lagom(tells, config)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"run.json", "result.json", "rank-0.log", "rank-1.log"} <= {path.name for path in files}
+    assert len([path for path in files if path.parent == seen]) >= 6
+    own = [Path(f"/proc/self/{name}").read_bytes() for name in ("environ", "cmdline")]
+    texts = [repr(raised.value), str(raised.value.__cause__), caplog.text, *capfd.readouterr()]
+    everything = b"\n".join([*(path.read_bytes() for path in files), *own, *map(str.encode, texts)])
+    forms = [secret, secret.hex().encode(), base64.b64encode(secret), repr(secret)[2:-1].encode()]
+    # Not compared in the assertion itself: it would print them.
+    found = [number for number, form in enumerate(forms) if form in everything]
+    assert not found
+
+
+@pytest.mark.parametrize("spark", ["foreign"], indirect=True)
+def test_ranks_on_several_hosts_are_refused_unless_that_is_allowed(
+    spark: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This Spark encrypts nothing, and only says that it does."""
+    monkeypatch.setattr(SparkFacts, "encrypted", True)
+    large = os.urandom(2 << 20)
+    with pytest.raises(PlanError, match=r"2 hosts .* would exchange gradients and data in clear"):
+        experiment.lagom(speaks, TorchDistributedConfig(world_size=3))
+    assert "spark.authenticate is not" in caplog.text
+    config = TorchDistributedConfig(world_size=3, hparams={"large": large}, allow_unencrypted_collectives=True)
+    assert experiment.lagom(speaks, config).value.numel() == 3_000_000
+    two = TorchDistributedConfig(world_size=1, hparams={"large": large})
+    assert experiment.lagom(speaks, two).value.numel() == 3_000_000
