@@ -104,6 +104,7 @@ RULES = {
     "lagom.worker.task": Rule(later=("lagom.worker", "pyspark", "pyarrow")),
     "lagom.worker.place": Rule(),
     "lagom.worker.random_states": Rule(later=("torch", "numpy")),
+    "lagom.worker.interfaces": Rule(always=("lagom.errors",)),
     "lagom.worker.rendezvous": Rule(always=("lagom.errors", "lagom.monitor")),
     "lagom.worker.spec": Rule(always=("lagom.plan",)),
     "lagom.experiment": Rule(always=(*_DRIVER_SIDE, "lagom.launchers", "lagom.verify"), later=("pyspark",)),
@@ -111,7 +112,7 @@ RULES = {
     "lagom.doctor": Rule(always=("lagom", *_DRIVER_SIDE, "lagom.launchers")),
     # Runs on ranks.
     "lagom.doctor.examination": Rule(
-        always=("lagom", "lagom.worker.place"), later=("torch", "lagom.collectives", "lagom.memory")
+        always=("lagom", "lagom.worker.place"), later=("torch", "lagom.collectives", "lagom.memory", "lagom.worker")
     ),
     "lagom.compat": Rule(always=("lagom", "torch", "numpy"), later=("pyarrow", "pyspark")),
     "lagom.compat.horovod.broadcasting": Rule(always=("lagom", "torch", "cloudpickle")),

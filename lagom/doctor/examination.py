@@ -30,6 +30,7 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
 
     from lagom.collectives.native import native
     from lagom.memory.room import room
+    from lagom.worker.interfaces import interface_of
 
     session = reporter._session
     cuda = torch.cuda.is_available()
@@ -50,6 +51,8 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
         "compiler": shutil.which("g++") or shutil.which("clang++") or shutil.which("c++"),
         "shared": _free("/dev/shm"),
         "scratch": _free(tempfile.gettempdir()),
+        "ip": session.group._ip if session.group is not None else None,
+        "interface": interface_of(session.group._ip) if session.group is not None else None,
         "reaches_driver": None if address is None else _reaches(address),
         **_exchanges(session),
     }

@@ -11,6 +11,8 @@ Facts = Sequence[Mapping[str, Any]]
 """What ``examine`` gave, in rank order."""
 _SCRATCH = 1 << 30  # bytes
 _MEMORY = 1 << 30
+_SHARED = 256 << 20
+_SHOWN = 8  # hosts
 _CLOCK_S = 1.0
 _LAUNCH_S = 10.0
 
@@ -31,7 +33,21 @@ class Finding:
 
 def findings(facts: Facts, launch_s: float) -> list[Finding]:
     """Of a run that came to its end after ``launch_s`` seconds."""
-    checks = (_hosts, _versions, _gpus, _cores, _memory, _exchange, _driver, _scratch, _compiled, _compiler, _clocks)
+    checks = (
+        _hosts,
+        _versions,
+        _gpus,
+        _cores,
+        _memory,
+        _network,
+        _exchange,
+        _driver,
+        _shared,
+        _scratch,
+        _compiled,
+        _compiler,
+        _clocks,
+    )
     return [_launch(facts, launch_s), *(found for check in checks if (found := check(facts)) is not None)]
 
 
@@ -99,6 +115,30 @@ def _memory(facts: Facts) -> Finding:
         remedy = "raise the container's limit (on Spark also spark.executor.memoryOverhead), or take fewer ranks"
         return Finding("warn", "memory", f"{found} ({least['host']})", remedy)
     return Finding("pass", "memory", found)
+
+
+def _network(facts: Facts) -> Finding | None:
+    """That the ranks exchange anything has been seen."""
+    if len(facts) < 2 or facts[0]["ip"] is None:
+        return None
+    by_host = {one["host"]: f"{one['interface'] or 'an unnamed interface'} ({one['ip']})" for one in facts}
+    if len(by_host) == 1:
+        return Finding("pass", "network", f"ranks are on one host, at {next(iter(by_host.values()))}")
+    told = ", ".join(f"{host}: {interface}" for host, interface in list(by_host.items())[:_SHOWN])
+    more = f" and {len(by_host) - _SHOWN} more" if len(by_host) > _SHOWN else ""
+    return Finding("pass", "network", f"{len(by_host)} hosts reach each other; {told}{more}")
+
+
+def _shared(facts: Facts) -> Finding | None:
+    told = [one for one in facts if one["shared"] is not None]
+    if not told:
+        return None
+    least = min(told, key=lambda one: one["shared"])
+    found = f"{_size(least['shared'])} or more on each host"
+    if least["shared"] < _SHARED:
+        remedy = "workers of data loaders need it: docker run --shm-size=1g, in Kubernetes a memory volume at /dev/shm"
+        return Finding("warn", "/dev/shm", f"{found} ({least['host']})", remedy)
+    return Finding("pass", "/dev/shm", found)
 
 
 def _exchange(facts: Facts) -> Finding | None:

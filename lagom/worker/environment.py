@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from lagom.worker.interfaces import interface_of
 from lagom.worker.place import Place
 from lagom.worker.spec import Seat
 
@@ -66,7 +65,7 @@ def torchrun_variables(place: Place, seat: Seat | None, store: Store | None) -> 
             "MASTER_ADDR": master[0],
             "MASTER_PORT": str(master[1]),
         }
-        if interface := _interface(ip):
+        if interface := interface_of(ip):
             # gloo resolves the host's name otherwise, which gives 127.0.1.1 on many machines.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         yield
@@ -86,20 +85,6 @@ def _master(place: Place, ip: str, held: socket.socket, store: Store | None) -> 
 
 
 _MASTER = "master"
-_SIOCGIFADDR = 0x8915
-
-
-def _interface(ip: str) -> str | None:
-    """The name of the network interface that has the address ``ip``, or None when that cannot be told."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == ip:
-                return name
-    return None
 
 
 # Note [The master's port]

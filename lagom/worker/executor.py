@@ -17,6 +17,7 @@ from lagom.monitor.channel import anonymous_file
 from lagom.monitor.link import Link, Message, deliver, dial
 from lagom.worker.ground import ground, pack_files
 from lagom.worker.host import hold
+from lagom.worker.interfaces import own_address
 from lagom.worker.rendezvous import Stopped
 from lagom.worker.spec import Spec
 from lagom.worker.task import failure_text
@@ -66,6 +67,7 @@ def _attend(spec: Spec, task: int, context: Any, link: Link | None, files: conte
     for fd in outcomes:
         files.callback(os.close, fd)
     ip = link.socket.getsockname()[0] if link else context.getTaskInfos()[task].address.rsplit(":", 1)[0]
+    ip = own_address(ip, spec.env)
     with ground(spec) as place:
         reports = hold(spec, task, place, link, gather, outcomes, ip, _gpus(spec, context))
         failed = [report for report in reports if not report["ok"] and not report.get("stopped")]

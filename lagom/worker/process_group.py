@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from lagom.collectives.group import TIMEOUT_S, Group
 from lagom.config.torch_distributed import Collectives
 from lagom.errors import CollectiveError
+from lagom.worker.interfaces import interface_of
 from lagom.worker.spec import Seat
 
 TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
@@ -41,7 +43,7 @@ def process_group(
         raise CollectiveError(f"the ranks did not connect, as a rule because one is gone: {error}") from error
     nccl = None
     if device.type == "cuda" and seat.nccl:
-        nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size)
+        nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size, seat.ip)
     group = Group(
         control,
         seat.rank,
@@ -70,7 +72,9 @@ def _store(seat: Seat, world_size: int) -> dist.Store:
     )
 
 
-def _nccl(store: dist.Store, rank: int, world_size: int) -> Any:
+def _nccl(store: dist.Store, rank: int, world_size: int, ip: str) -> Any:
+    if not ip.startswith("127.") and (interface := interface_of(ip)):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # put back by ``environment``
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, world_size, options)

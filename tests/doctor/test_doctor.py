@@ -12,7 +12,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.doctor import visit as module
 from lagom.doctor.findings import Finding, findings
 from lagom.doctor.visit import shown, visit
-from lagom.errors import PlanError
+from lagom.errors import CollectiveError, PlanError
 from lagom.launchers import choose
 
 
@@ -35,6 +35,8 @@ def fact(rank: int, **more: Any) -> dict[str, Any]:
         "compiler": "/usr/bin/g++",
         "shared": 8 << 30,
         "scratch": 50 << 30,
+        "ip": "10.0.0.1",
+        "interface": "eth0",
         "reaches_driver": "",
         "latency_s": 2e-5,
         "bytes_s": 5e9,
@@ -57,8 +59,9 @@ def test_a_healthy_cluster_passes() -> None:
     assert not any(one.remedy for one in found.values())
     assert found["exchanges"].found == "shared memory: 4 KB take 20 us, 16 MB go at 5.00 GB/s"
     assert found["hosts"].found == "a: 2 ranks"
-    one = said(fact(0, way="none", latency_s=None, bytes_s=None, reaches_driver=None))
-    assert not {"exchanges", "clocks", "driver"} & one.keys()
+    one = said(fact(0, way="none", latency_s=None, bytes_s=None, reaches_driver=None, ip=None, interface=None))
+    assert not {"exchanges", "clocks", "driver", "network"} & one.keys()
+    assert found["network"].found == "ranks are on one host, at eth0 (10.0.0.1)"
 
 
 @pytest.mark.parametrize(
@@ -71,6 +74,14 @@ def test_a_healthy_cluster_passes() -> None:
         ({"memory": 500 << 20}, "memory", "warn", "524 MB", "memoryOverhead"),
         ({"reaches_driver": "timed out"}, "driver", "warn", "a cannot reach it: timed out", "spark.driver.host"),
         ({"scratch": 10 << 20}, "disk", "warn", "10 MB", "TMPDIR"),
+        ({"shared": 64 << 20, "host": "b"}, "/dev/shm", "warn", "67 MB or more on each host (b)", "--shm-size"),
+        (
+            {"host": "b", "ip": "10.0.0.2", "interface": "ib0"},
+            "network",
+            "pass",
+            "a: eth0 (10.0.0.1), b: ib0 (10.0",
+            "",
+        ),
         ({"compiled": False}, "compiled part", "warn", "not on a", "C++ compiler"),
         ({"compiler": None}, "C++ compiler", "warn", "none on a", "apt-get install g++"),
         ({"clock_s": -7.5, "host": "b"}, "clocks", "warn", "b is -7.5 s off", "NTP"),
@@ -105,6 +116,8 @@ def test_it_runs_on_every_rank_and_its_exit_status_says_all(capsys: pytest.Captu
     assert found["launch"]["found"].startswith("2 ranks ran and came back in")
     assert found["hosts"]["found"].endswith(": 2 ranks")
     assert "4 KB take" in found["exchanges"]["found"]
+    assert found["network"]["found"] == "ranks are on one host, at lo (127.0.0.1)"
+    assert "/dev/shm" in found
     assert {one["level"] for one in found.values()} <= {"pass", "warn"}
 
 
@@ -129,3 +142,19 @@ def test_what_keeps_a_run_from_starting_is_a_line_too(
     assert (found[-1].level, found[-1].what) == ("fail", fails)
     assert "PlanError: " in found[-1].found
     assert f"FAIL  {fails}" in shown(found)
+
+
+def test_ranks_that_do_not_reach_each_other_are_told_what_to_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Launcher:
+        cluster = where = None
+
+        def run(self, *_: Any) -> Any:
+            raise CollectiveError("the ranks did not connect")
+
+    local = choose("local")
+    monkeypatch.setattr(Launcher, "cluster", lambda _: local.cluster())
+    monkeypatch.setattr(Launcher, "where", lambda _: "nowhere")
+    monkeypatch.setattr(module, "choose", lambda _: Launcher())
+    found = visit(TorchDistributedConfig(launcher="local", world_size=2))
+    assert (found[-1].level, found[-1].what) == ("fail", "launch")
+    assert "GLOO_SOCKET_IFNAME" in found[-1].remedy
