@@ -61,5 +61,5 @@ def address_of(name: str) -> str | None:
 # A host may have several networks, some of which lead nowhere, and its name may resolve to any of them, to 127.0.1.1
 # on many machines. So nothing is resolved: a task's address is the one from which it reached the driver, which the
 # kernel's routes have chosen; without a driver in reach it is the one at which Spark's executors serve each other.
-# Where executors reach each other by another network than the driver, GLOO_SOCKET_IFNAME, set for the executors or in the
-# driver's program, names its interface. NCCL is told the same, unless NCCL_SOCKET_IFNAME is set.
+# Where executors reach each other by another network than the driver, GLOO_SOCKET_IFNAME, set for the executors or in
+# the driver's program, names its interface. NCCL is told the same, unless NCCL_SOCKET_IFNAME is set.

@@ -8,14 +8,14 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lagom.monitor import stalls
 from lagom.monitor.link import Link, LinkClosed, Message
 from lagom.monitor.stalls import Pulse
 from lagom.plan import Plan
-from lagom.worker import stacks
+from lagom.worker import oom, stacks
 from lagom.worker.rendezvous import LEAVE_S, WRITE_S
 
 _UNSAID = 200_000  # characters of output that travel with the results where no link carries them
@@ -53,6 +53,7 @@ class Watch:
         self._link = link
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
+        self._kills = oom.num_kills()
         self._timelines: dict[int, list[Message]] = {}
         """What no link has carried, by rank; ``Spans`` bounds it."""
         self.unsaid: list[Message] = []
@@ -220,7 +221,7 @@ class Watch:
             self._selector.unregister(rank.pidfd)
         self._drain(rank)
         if rank.report is None:
-            rank.report = _died(rank, status)
+            rank.report = _died(rank, status, self._kills)
             self._tell_failure(rank)
         _kill(rank)  # what it has left behind
 
@@ -300,14 +301,14 @@ def _stuck(rank: Forked, now: Message) -> Message:
     }
 
 
-def _died(rank: Forked, status: int) -> Message:
+def _died(rank: Forked, status: int, kills: Mapping[str, int]) -> Message:
     """The report of a rank that ended without one."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         named = number in set(signal.Signals)  # the real-time signals are not
         how = f"was killed by {signal.Signals(number).name if named else f'signal {number}'}"
         if number == signal.SIGKILL:
-            how += ", as the system does when memory runs out"
+            how += oom.told(kills, oom.num_kills())
     else:
         how = f"ended by itself with exit status {os.WEXITSTATUS(status)} before the function returned"
     tail = rank.tail.decode(errors="replace")

@@ -229,7 +229,7 @@ def test_the_environment_of_the_driver_is_added_to_the_ranks(driver: Driver) -> 
 def dead(status: int, tail: bytes = b"") -> Message:
     rank = Forked(3, 1, None, Link(socket.socket()), -1, -1, -1, Pulse(60.0), tail=bytearray(tail))
     rank.control.close()
-    return _died(rank, status)
+    return _died(rank, status, {})
 
 
 def test_a_death_is_told_by_signal_or_status() -> None:
