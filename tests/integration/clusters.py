@@ -48,10 +48,10 @@ def local_cluster() -> Iterator[Any]:
 
 
 @contextmanager
-def encrypted() -> Iterator[Any]:
-    """Executors that are processes of their own, and talk to the driver in Spark's AES."""
+def encrypted(master: str) -> Iterator[Any]:
+    """Spark with its AES on; of use to Spark itself only where executors are processes of their own."""
     conf = {"spark.authenticate": "true", "spark.authenticate.secret": "the tests' own"}
-    with session("local-cluster[2,1,1024]", conf=conf | {"spark.network.crypto.enabled": "true"}) as spark:
+    with session(master, conf=conf | {"spark.network.crypto.enabled": "true"}) as spark:
         yield spark
 
 

@@ -44,7 +44,8 @@ def speaks(large: Any = None) -> Any:
     return torch.zeros(3_000_000)
 
 
-@pytest.mark.parametrize("spark", ["encrypted"], indirect=True)
+@pytest.mark.soak_on("encrypted-cluster")
+@pytest.mark.parametrize("spark", ["encrypted", "encrypted-cluster"], indirect=True)
 def test_the_channel_is_encrypted(spark: Any, tap: bytearray, capfd: pytest.CaptureFixture[str]) -> None:
     config = TorchDistributedConfig(world_size=2, hparams={"large": os.urandom(2 << 20) + _WORD.encode() * 1000})
     result = experiment.lagom(speaks, config)
@@ -115,7 +116,8 @@ def tells(folder: str) -> None:
     raise ValueError("all is told")
 
 
-@pytest.mark.parametrize("spark", ["encrypted"], indirect=True)
+@pytest.mark.soak_on("encrypted-cluster")
+@pytest.mark.parametrize("spark", ["encrypted", "encrypted-cluster"], indirect=True)
 def test_the_secret_is_nowhere(
     spark: Any, secret: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
