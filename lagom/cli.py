@@ -15,6 +15,7 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR, Batches, Evaluation, Launcher, Log
 from lagom.errors import LagomError, RankError, RankTraceback, StallError, VerificationError
+from lagom.horovodrun import CheckBuild, num_ranks, script_of
 from lagom.recognise import is_driver
 from lagom.script import Script
 from lagom.worker.compatible import compatible
@@ -40,14 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    path = Path(args.script)
+    words, as_horovodrun = script_of([args.script, *args.arguments])
+    path = Path(words[0])
+    on_spark = args.master not in (None, "local")
+    world_size = num_ranks(args.n, args.hosts, on_spark)
     if not path.is_file():
-        raise ValueError(f"there is no script {args.script!r} here ({Path.cwd()})")
+        raise ValueError(f"there is no script {words[0]!r} here ({Path.cwd()})")
     # As python does: the script imports what lies beside it.
     sys.path.insert(0, str(path.resolve().parent))
     config = TorchDistributedConfig(
-        world_size=args.n,
-        launcher="local" if args.master in (None, "local") else "spark",
+        world_size=world_size,
+        launcher="spark" if on_spark else "local",
         batches=args.batches,
         evaluation=args.evaluation,
         zero_lvl=args.zero,
@@ -55,8 +59,8 @@ def _run(args: argparse.Namespace) -> int:
         micro_batches=args.micro_batches,
         verify=args.verify,
         seed=args.seed,
-        log=args.log,
-        timeline=args.timeline_file or args.timeline,
+        log=args.log or ("all" if as_horovodrun or args.hosts else "rank0"),
+        timeline=args.timeline_file or os.environ.get("HOROVOD_TIMELINE") or args.timeline,
         run_dir=args.run_dir or None,
         stall_timeout_s=args.stall_timeout,
         timeout_s=args.timeout,
@@ -64,7 +68,7 @@ def _run(args: argparse.Namespace) -> int:
     )
     if config.launcher == "spark":
         _session(args.master, args.n)
-    script = Script.read(path, args.arguments)
+    script = Script.read(path, words[1:])
     if is_driver(script):
         return _drive(script, config if args.master else replace(config, launcher="auto"))
     experiment.lagom(script, config)
@@ -135,6 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a script on every rank", description="Run a script on every rank.")
     _add_place(run)
+    run.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="as horovodrun's, of this machine: localhost:4")
+    run.add_argument("-cb", "--check-build", action=CheckBuild, nargs=0, help="say what programs of Horovod's find")
     run.add_argument("--zero", type=int, default=0, metavar="LEVEL", help="what is sharded: 0 nothing (the default)")
     run.add_argument("--mixed-precision", choices=("bf16", "fp16"), help="what forwards compute in")
     run.add_argument(
@@ -153,20 +159,24 @@ def _parser() -> argparse.ArgumentParser:
         help="rehearse the first steps in one process and on the ranks; exit with status 3 where they do not agree",
     )
     run.add_argument("--seed", type=int, default=0, help="start of the random generators; 0 if not given")
-    run.add_argument("--log", choices=get_args(Log), default="rank0", help="whose output is shown as it comes")
+    run.add_argument(
+        "--log",
+        choices=get_args(Log),
+        help='whose output is shown as it comes; rank0, or all after "python" or with -H',
+    )
     run.add_argument(
         "--run-dir",
         default=os.environ.get("LAGOM_RUN_DIR", RUN_DIR),
         help="where each run gets a folder of records, %(default)s if not given; '' keeps nothing",
     )
     run.add_argument("--timeline", action="store_true", help="keep a trace of what all ranks do, in the run's folder")
-    run.add_argument("--timeline-file", metavar="FILE", help="write that trace here, too")
+    run.add_argument("--timeline-file", "--timeline-filename", metavar="FILE", help="write that trace here, too")
     run.add_argument(
         "--stall-timeout", type=float, default=60.0, metavar="S", help="name ranks that get nowhere so long"
     )
     run.add_argument("--timeout", type=float, metavar="S", help="end the run when a rank gets nowhere so long")
     run.set_defaults(command=_run)
-    run.add_argument("script")
+    run.add_argument("script", help='its path; or "python", and then the path')
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     text = "Look around on every rank: versions, GPUs, memory, exchanges, addresses; say what is wrong and what to do."
     doctor = commands.add_parser("doctor", help="say whether runs can be expected to work", description=text)
@@ -177,7 +187,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "-np", type=int, metavar="N", help="number of ranks; one per core or slot if not given")
+    parser.add_argument(
+        "-n",
+        "-np",
+        "--num-proc",
+        dest="n",
+        type=int,
+        metavar="N",
+        help="number of ranks; one per core or slot if not given",
+    )
     parser.add_argument(
         "--master",
         help="where: local (processes of this machine; the default), spark (Spark on this machine), "

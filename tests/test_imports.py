@@ -108,7 +108,10 @@ RULES = {
     "lagom.worker.rendezvous": Rule(always=("lagom.errors", "lagom.monitor")),
     "lagom.worker.spec": Rule(always=("lagom.plan",)),
     "lagom.experiment": Rule(always=(*_DRIVER_SIDE, "lagom.launchers", "lagom.verify"), later=("pyspark",)),
-    "lagom.cli": Rule(always=(*_DRIVER_SIDE, "lagom.experiment"), later=("pyspark", "lagom.doctor")),
+    "lagom.horovodrun": Rule(later=("lagom", "torch")),
+    "lagom.cli": Rule(
+        always=(*_DRIVER_SIDE, "lagom.experiment", "lagom.horovodrun"), later=("pyspark", "lagom.doctor")
+    ),
     "lagom.doctor": Rule(always=("lagom", *_DRIVER_SIDE, "lagom.launchers")),
     # Runs on ranks.
     "lagom.doctor.examination": Rule(

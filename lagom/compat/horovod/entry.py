@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lagom.compat.horovod.matching import Request
+from lagom.monitor.spans import activity
 
 
 class Entry:
@@ -19,7 +20,18 @@ class Entry:
         in_place: the result goes there, too.
     """
 
-    __slots__ = ("done", "error", "given", "in_place", "received", "request", "result", "taken", "tensor")
+    __slots__ = (
+        "_negotiation",
+        "done",
+        "error",
+        "given",
+        "in_place",
+        "received",
+        "request",
+        "result",
+        "taken",
+        "tensor",
+    )
 
     def __init__(self, request: Request, tensor: Tensor, in_place: bool = False) -> None:
         self.request = request
@@ -34,6 +46,13 @@ class Entry:
         """On a GPU, when the input is computed."""
         self.taken: Any = None
         """On a GPU, when the result is there."""
+        # In the timeline, a row for each tensor, in the words of Horovod's.
+        self._negotiation = activity(request.name, f"NEGOTIATE_{request.kind.upper()}")
+        self._negotiation.__enter__()
+
+    def negotiated(self) -> None:
+        """All ranks have asked for it."""
+        self._negotiation.__exit__(None, None, None)
 
     def fill(self, result: Tensor) -> None:
         """It is done, and this came of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from lagom.compat.horovod.adasum import adasum
 from lagom.compat.horovod.entry import Entry
 from lagom.compat.horovod.matching import Match, Request
+from lagom.monitor.spans import activity
 
 _OPS = {
     "average": dist.ReduceOp.SUM,
@@ -43,10 +44,15 @@ class Ranks:
         """Do the exchange of ``batch``; this rank's ``entries``, by name, get their results, or what was raised."""
         mine = [entries.get(match.first.name) for match in batch]
         given = [entry for entry in mine if entry is not None]
+        for entry in given:
+            entry.negotiated()
         try:
             if batch[0].complaint:
                 raise RuntimeError(batch[0].complaint)
-            with torch.no_grad(), self._stream(batch[0].first.device, given):
+            with torch.no_grad(), ExitStack() as stack:
+                for match in batch:
+                    stack.enter_context(activity(match.first.name, match.first.kind.upper(), match.first.num_bytes))
+                stack.enter_context(self._stream(batch[0].first.device, given))
                 _KINDS[batch[0].first.kind](self, batch, mine)
         except Exception as error:
             for entry in given:

@@ -30,8 +30,7 @@ def install(force: bool = False) -> None:
         os.environ[FORCE] = "force"
     finder = _Finder(force or os.environ.get(FORCE) == "force")
     sys.meta_path[:] = [other for other in sys.meta_path if not isinstance(other, _Finder)]
-    # Behind all others, it is asked for what they do not have.
-    sys.meta_path.insert(0 if finder.force else len(sys.meta_path), finder)
+    sys.meta_path.insert(0, finder)
     importlib.invalidate_caches()
 
 
@@ -57,12 +56,21 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         if name in names.INSTEAD:
             raise ImportError(f"{name} is not served by lagom; {names.INSTEAD[name]}", name=name)
-        if not names.is_served(name):
+        if not names.is_served(name) or (path is None and not self.force and self._is_installed(name)):
             return None
         spec = importlib.util.spec_from_loader(name, _Loader(), is_package=True)
         assert spec is not None
         spec.submodule_search_locations = [names.PATH]
         return spec
+
+    def _is_installed(self, name: str) -> bool:
+        """Whether others find such a package; a mere folder of that name, which has no origin, is none."""
+        for other in sys.meta_path:
+            if other is not self and hasattr(other, "find_spec"):
+                spec = other.find_spec(name, None)
+                if spec is not None and spec.origin is not None:
+                    return True
+        return False
 
 
 class _Loader(importlib.abc.Loader):

@@ -143,6 +143,7 @@ def _values(
         world_size=num,
         launcher=launcher,
         log=log,
+        timeline={**os.environ, **(env or {})}.get("HOROVOD_TIMELINE") or False,
         name=getattr(main, "__name__", "horovod"),
     )
     return [each.value for each in experiment.lagom(_call, config).per_rank]

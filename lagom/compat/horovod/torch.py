@@ -141,8 +141,8 @@ __all__ = [
 
 __path__ = [PATH]  # horovod.torch.compression and others are found below it
 _NOT_SERVED = {
-    "start_timeline": "set HOROVOD_TIMELINE before the run",
-    "stop_timeline": "set HOROVOD_TIMELINE before the run",
+    "start_timeline": "set HOROVOD_TIMELINE=FILE before the run",
+    "stop_timeline": "set HOROVOD_TIMELINE=FILE before the run",
 }
 
 

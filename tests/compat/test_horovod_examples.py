@@ -1,0 +1,73 @@
+"""The programs in ``examples/horovod``: a notebook's functions, and a script by horovodrun's command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import mnist_data
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "horovod" / "mnist.py"
+TINY = ["--epochs", "1", "--images", "1200"]
+
+
+def _check_notebook(out: str, folder: Path) -> None:
+    plain, through_lagom, by_runner = re.findall(r"world size (\d): loss ([\d.]+) in .*; (\d+) saved", out)
+    assert plain[0] == "1"
+    assert (through_lagom[0], by_runner[0]) == ("2", "2")
+    assert max(float(loss) for _, loss, _ in (plain, through_lagom, by_runner)) < 2.4  # log(10) is 2.3
+    assert torch.load(folder / "checkpoints" / "checkpoint-1.pt")["model"].keys() >= {"hidden.weight"}
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["local", pytest.param("spark", marks=[pytest.mark.integration, pytest.mark.soak])],
+)
+@pytest.mark.timeout(140)
+def test_the_notebooks_two_functions_run_as_they_are(launcher: str, tmp_path: Path) -> None:
+    # As __main__, like a notebook's cells.
+    command = [sys.executable, "examples/horovod/notebook.py", *TINY, "--folder", str(tmp_path), "--launcher", launcher]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    _check_notebook(done.stdout, tmp_path)
+
+
+def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lagom.cli", "run", *words]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "LAGOM_RUN_DIR": str(folder / "runs")}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.timeout(140)
+def test_a_script_runs_by_horovodruns_command_line(tmp_path: Path) -> None:
+    mnist_data.write(tmp_path / "mnist", num_train=640, num_test=100)
+    options = ["--epochs", "1", "--fp16-allreduce", "--clip", "5", "--batches-per-allreduce", "2", "--lr", "0.03"]
+    line = ["-np", "2", "-H", "localhost:2", "--timeline-filename", "t.json", "python", str(SCRIPT), *options]
+    done = _run(tmp_path, *line)
+    assert done.returncode == 0, done.stderr
+    # 640 images in batches of 64, on each of 2 ranks.
+    assert {f"[rank {rank}] epoch 1, batch 0 of 5:" in done.stdout for rank in (0, 1)} == {True}
+    assert len(re.findall(r"test loss [\d.]+, accuracy [\d.]+%", done.stdout)) == 1
+    saved = torch.load(tmp_path / "checkpoint.pt")
+    assert saved["epoch"] == 1
+    names = {event.get("name") for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]}
+    assert names >= {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "BROADCAST"}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(140)
+def test_a_script_goes_on_from_its_checkpoint_with_adasum(tmp_path: Path) -> None:
+    mnist_data.write(tmp_path / "mnist", num_train=640, num_test=100)
+    for epoch in (1, 2):
+        done = _run(tmp_path, "-np", "2", str(SCRIPT), "--epochs", "1", "--use-adasum")
+        assert done.returncode == 0, done.stderr
+        assert f"epoch {epoch}: test loss" in done.stdout  # rank 0 has read the checkpoint, and told the others
+        assert torch.load(tmp_path / "checkpoint.pt")["epoch"] == epoch
