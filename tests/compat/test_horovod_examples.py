@@ -71,3 +71,22 @@ def test_a_script_goes_on_from_its_checkpoint_with_adasum(tmp_path: Path) -> Non
         assert done.returncode == 0, done.stderr
         assert f"epoch {epoch}: test loss" in done.stdout  # rank 0 has read the checkpoint, and told the others
         assert torch.load(tmp_path / "checkpoint.pt")["epoch"] == epoch
+
+
+def test_the_page_for_people_from_horovod_names_tests_that_exist() -> None:
+    rows = [line for line in (ROOT / "docs" / "horovod.md").read_text().splitlines() if line.startswith("| ")][1:]
+    files = {
+        "E": "tests/compat/test_horovod_exchanges.py",
+        "O": "tests/compat/test_horovod_optimizer.py",
+        "R": "tests/compat/test_horovod_runner.py",
+        "X": "tests/compat/test_horovod_examples.py",
+        "C": "tests/test_horovodrun.py",
+    }
+    for row in rows:
+        cell = row.rstrip("| ").rpartition("|")[2]
+        parts = re.findall(r"\b([EORXC])\b((?:[ ,]*`[a-z0-9_]+`)*)", cell)
+        assert parts, row
+        for letter, names in parts:
+            text = (ROOT / files[letter]).read_text()
+            for name in re.findall(r"`([a-z0-9_]+)`", names):
+                assert f"def {name}(" in text or f"def test_{name}(" in text, (row, name)
