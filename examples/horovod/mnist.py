@@ -61,7 +61,7 @@ def digits(folder: str, train: bool) -> Any:
     try:
         from torchvision import datasets, transforms
     except (ImportError, RuntimeError):
-        sys.path.append(str(Path(__file__).resolve().parents[2]))
+        sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
         from examples.mnist_data import MNIST
 
         return MNIST(folder, train, transform=lambda image: (image - 0.1307) / 0.3081)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import lagom.compat.horovod  # noqa: F401  # the one line that is new: Horovod's names are found
 from examples import mnist_data
@@ -58,15 +58,24 @@ def normalized(image: torch.Tensor) -> torch.Tensor:
     return (image - 0.1307) / 0.3081
 
 
-def train_one_epoch(model: Any, device: Any, loader: Any, optimizer: Any) -> float:
-    """One pass; returns the last batch's loss."""
+def train_one_epoch(model: Any, device: Any, loader: Any, optimizer: Any) -> None:
+    """One pass."""
     model.train()
     for images, labels in loader:
         optimizer.zero_grad()
         loss = functional.nll_loss(model(images.to(device)), labels.to(device))
         loss.backward()
         optimizer.step()
-    return float(loss.item())
+
+
+def final_loss(model: Any, device: Any, data: Any) -> float:
+    """Mean over all of ``data``."""
+    model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for images, labels in torch.utils.data.DataLoader(data, batch_size=500):
+            total += functional.nll_loss(model(images.to(device)), labels.to(device), reduction="sum").item()
+    return total / len(data)
 
 
 def save_checkpoint(model: Any, optimizer: Any, epoch: int) -> None:
@@ -84,9 +93,9 @@ def train(learning_rate: float) -> float:
     model = Net().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum)
     for epoch in range(1, num_epochs + 1):
-        loss = train_one_epoch(model, device, loader, optimizer)
+        train_one_epoch(model, device, loader, optimizer)
         save_checkpoint(model, optimizer, epoch)
-    return loss
+    return final_loss(model, device, data)
 
 
 def train_hvd(learning_rate: float) -> tuple[int, float]:
@@ -103,10 +112,10 @@ def train_hvd(learning_rate: float) -> tuple[int, float]:
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for epoch in range(1, num_epochs + 1):
-        loss = train_one_epoch(model, device, loader, optimizer)
+        train_one_epoch(model, device, loader, optimizer)
         if hvd.rank() == 0:
             save_checkpoint(model, optimizer, epoch)
-    return hvd.size(), loss
+    return hvd.size(), final_loss(model, device, data)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -16,7 +16,7 @@ from examples import mnist_data
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "horovod" / "mnist.py"
-TINY = ["--epochs", "1", "--images", "1200"]
+TINY = ["--epochs", "1", "--images", "500"]
 
 
 def _check_notebook(out: str, folder: Path) -> None:
