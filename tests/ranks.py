@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from lagom.collectives.group import Group
 from lagom.config.torch_distributed import Backend, Batches, Collectives, Evaluation, MixedPrecision
 from lagom.errors import CollectiveError
+from lagom.monitor.spans import Spans
 from lagom.patching import patched
 from lagom.patching.disk import own_disk
 from lagom.patching.disk.settle import settle
@@ -36,6 +37,8 @@ _CONTEXT = multiprocessing.get_context("fork")
 _TIMEOUT_S = 60.0
 COLLECTIVES: Collectives = "gloo" if os.environ.get("LAGOM_TEST_COLLECTIVES") == "gloo" else "auto"
 """Of ranks: "auto" has them exchange through shared memory, "gloo" does not; see CONTRIBUTING.md."""
+TIMELINE = os.environ.get("LAGOM_TEST_TIMELINE") == "1"
+"""Ranks note what they do; see CONTRIBUTING.md."""
 
 
 class RankFailedError(AssertionError):
@@ -143,6 +146,7 @@ def _session(
         device=device,
         host_dir=host_dir,
         store=store,
+        spans=Spans(rank) if TIMELINE else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import subprocess
 import sys
@@ -159,3 +160,12 @@ def test_verify_lets_a_faithful_script_run_and_ends_an_unfaithful_one_with_statu
     assert (status, out) == (3, "")
     assert "needs batches='whole'" in error
     assert not (folder / "model.pt").exists()
+
+
+def test_a_timeline_is_written_where_it_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert cli.main(["run", "-n", "2", "--run-dir", "runs", "--timeline-file", "trace.json", "program.py"]) == 0
+    (kept,) = (folder / "runs").iterdir()
+    assert (kept / "timeline.json").read_bytes() == (folder / "trace.json").read_bytes()
+    names = {event["name"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]}
+    assert {"Line", "backward", "SGD.step", "wait for data"} <= names

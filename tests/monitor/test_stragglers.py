@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Collectives
 from lagom.monitor.stragglers import held_up, straggler
 from lagom.records.report import report
+from lagom.worker.usage import Usage
 
 
 def says(waits: float, **waits_for: float) -> dict[str, Any]:
@@ -72,10 +74,27 @@ def test_processors_and_memory_are_told(tmp_path: Path) -> None:
             pass
         time.sleep(0.3)
 
-    config = TorchDistributedConfig(world_size=1, launcher="local", run_dir=tmp_path, hb_interval=100.0)
+    config = TorchDistributedConfig(
+        world_size=1, launcher="local", run_dir=tmp_path, hb_interval=100.0, stall_timeout_s=math.inf
+    )
     result = experiment.lagom(busy, config)
     assert result.run_dir is not None
     (event,) = [json.loads(line) for line in (result.run_dir / "progress.jsonl").read_text().splitlines()]
-    assert 0 < event["cpu"] <= 0.8
+    assert event["cpu"] * event["seconds"] > 0.4  # of which the program kept a processor busy for 0.5
     assert event["rss"] == event["memory"] > 10**7
     assert event["gpu"] is None
+
+
+def test_the_use_of_a_gpu_is_told_where_nvidias_library_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5 << 20)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda: 87)
+    usage = Usage("cuda")
+    assert (usage.now()["gpu"], usage.now()["memory"]) == (0.87, 5 << 20)
+
+    def missing() -> int:
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr(torch.cuda, "utilization", missing)
+    assert usage.now()["gpu"] is None
+    monkeypatch.setattr(torch.cuda, "utilization", lambda: 1 / 0)
+    assert usage.now()["gpu"] is None  # it is not asked again
