@@ -162,9 +162,10 @@ def test_verify_lets_a_faithful_script_run_and_ends_an_unfaithful_one_with_statu
     assert not (folder / "model.pt").exists()
 
 
-def test_a_timeline_is_written_where_it_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    assert cli.main(["run", "-n", "2", "--run-dir", "runs", "--timeline-file", "trace.json", "program.py"]) == 0
+def test_a_timeline_is_written_where_it_is_asked_for(folder: Path) -> None:
+    asked = ("--run-dir", "runs", "--timeline-file", "trace.json")
+    status, _, error = run(folder, python=("-m", "lagom.cli", "run", "-n", "2", *asked))
+    assert status == 0, error
     (kept,) = (folder / "runs").iterdir()
     assert (kept / "timeline.json").read_bytes() == (folder / "trace.json").read_bytes()
     names = {event["name"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]}
