@@ -135,7 +135,7 @@ def test_an_inherited_pair_of_sockets_is_served_without_a_proof(driver: Driver) 
     assert until(lambda: driver.closed == [0])
 
 
-@pytest.mark.parametrize("secret", [secrets.token_bytes(32), b"", bytes(32)])
+@pytest.mark.parametrize("secret", [secrets.token_bytes(32), b"", bytes(32)], ids=["another", "none", "zeros"])
 def test_a_stranger_with_a_wrong_secret_is_sent_away_unheard(driver: Driver, secret: bytes) -> None:
     with driver.stranger() as connection:
         keys = Keys(secret, exactly(connection, NONCE), bytes(NONCE))
