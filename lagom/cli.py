@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
@@ -134,6 +134,15 @@ def _session(master: str, slots: int | None) -> Any:
     return session
 
 
+def _micro_batches(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'") from None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lagom", description="Ordinary PyTorch programs on many ranks, unchanged.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -145,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--mixed-precision", choices=("bf16", "fp16"), help="what forwards compute in")
     run.add_argument(
         "--micro-batches",
-        type=lambda text: text if text == "auto" else int(text),
+        type=_micro_batches,
         metavar="N",
         help="parts of a batch that a forward runs in, or 'auto': after one that ran out of memory",
     )

@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         if any(isinstance(a, torch.Tensor) and _storage(a) in self._parameters for a in written):
             # Before it is done: other blocks would change it otherwise, and what is changed here would stay.
             raise NotByRowsError("changes a parameter")
-        result = self.draw(function, args, kwargs) if draws(function) else function(*args, **kwargs)
+        result = self.draw(function, args, kwargs) if draws(function, args, kwargs) else function(*args, **kwargs)
         if follows:
             for leaf in tree_flatten((result, written))[0]:
                 if isinstance(leaf, torch.Tensor):

@@ -48,7 +48,7 @@ class Draws(TorchDispatchMode):
         self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not draws(function):
+        if not draws(function, args, kwargs):
             return function(*args, **kwargs)
         try:
             return drawn(function, args, kwargs, self.block, self.axis)
@@ -67,9 +67,14 @@ class Draws(TorchDispatchMode):
         return rows[0] if rows else None
 
 
-def draws(function: OpOverload) -> bool:
-    """Whether ``function`` draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in function.tags and function.name() != "aten::dropout"
+def draws(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``function`` draws random numbers; attention does so where it drops some of it."""
+    if torch.Tag.nondeterministic_seeded not in function.tags or function.name() == "aten::dropout":
+        return False
+    for index, argument in enumerate(function._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return True
 
 
 def shape_of(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:

@@ -293,6 +293,35 @@ def test_a_forward_that_ran_out_of_memory_runs_again_in_parts(world_size: int, z
         assert differ(one, other) < 1e-6
 
 
+def test_attention_that_drops_nothing_runs_in_parts() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(7, 16), nn.Linear(16, 1)
+            self.layers = nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.last(self.layers(self.first(x.view(len(x), 10, 7))).mean(1))
+            return y
+
+    def train(session: Session) -> Any:
+        outer = []
+        model = Reader().double()
+        found = trained(session, model, lambda model, x, y: F.mse_loss(model(x.clone().requires_grad_()), y))
+        loss = model(torch.randn(8, WIDTH, dtype=torch.float64))
+        node = loss.grad_fn
+        while node is not None and node.name() not in ("CatBackward0", "AddmmBackward0"):
+            node = node.next_functions[0][0]
+        outer.append(node.name() if node is not None else "")
+        return {**found, "draw": found["draw"], "outer": outer}
+
+    found = run_ranks(1, train, micro_batches=2)[0]
+    assert found["outer"] == ["CatBackward0"]  # all of it, and not layer by layer
+    assert differ(found, alone(train)) < 1e-12
+
+
 class Short(nn.Module):
     """Has no memory for more than two rows."""
 

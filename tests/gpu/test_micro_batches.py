@@ -1,0 +1,66 @@
+"""``micro_batches`` on a CUDA device, whose memory is limited for it. Skipped where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+pytestmark = pytest.mark.gpu
+
+MB = 1 << 20
+LAYERS, ROWS, WIDTH = 16, 4096, 2048
+"""Each activation takes 32 MB."""
+
+
+def train(room: int | None) -> dict[str, Any]:
+    """A program that knows of no lack of memory; ``room`` are bytes beyond what is held before."""
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8))]
+    model = nn.Sequential(*layers, nn.Dropout(0.1)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(ROWS, 8, device=device)
+    model(x[:2]).sum().backward()  # what libraries allocate once
+    optimizer.zero_grad()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    if room is not None:
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+    try:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    weights = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+    return {"weights": weights, "draw": torch.rand((), device=device).item()}
+
+
+def run(room: int | None, **fields: Any) -> Any:
+    return experiment.lagom(
+        train, TorchDistributedConfig(world_size=1, launcher="inline", hparams={"room": room}, **fields)
+    )
+
+
+def test_a_forward_that_ran_out_of_memory_runs_again_in_parts() -> None:
+    """Dropout on a GPU draws by its own kernels, for the whole batch in every part."""
+    wanted = run(None)
+    with pytest.raises(torch.OutOfMemoryError, match="micro_batches='auto'"):
+        run(300 * MB)
+    found = run(300 * MB, micro_batches="auto")
+    torch.testing.assert_close(found["weights"], wanted["weights"], rtol=1e-4, atol=1e-6)
+    assert found["draw"] == wanted["draw"]
+
+
+@pytest.mark.parametrize("asked", ["bf16", False])
+def test_so_many_parts_give_the_gradients_of_one(asked: Any) -> None:
+    wanted, found = run(None, mixed_precision=asked), run(None, mixed_precision=asked, micro_batches=4)
+    limit = 1e-2 if asked else 1e-4
+    torch.testing.assert_close(found["weights"], wanted["weights"], rtol=limit, atol=limit)
