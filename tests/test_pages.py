@@ -253,9 +253,7 @@ CHECKS: dict[str, dict[str, Check | str]] = {
             "tests/launchers/test_local.py::test_prints_are_those_of_a_plain_run_to_the_byte"
         ),
         "a function imported from a module beside the notebook": _modules,
-        "`DeepspeedTorchDistributor(deepspeedConfig=...)`": (
-            "tests/patching/test_engine.py::test_weights_and_metric_are_those_of_one_process"
-        ),
+        "`DeepspeedTorchDistributor(deepspeedConfig=...)`": ("tests/test_levels.py::test_on_deepspeed"),
     },
 }
 """By page and first cell of a line: what is run here, or the test that shows it."""
