@@ -256,7 +256,7 @@ def test_strangers_that_say_nothing_keep_nobody_waiting(driver: Driver) -> None:
     strangers = [driver.stranger() for _ in range(200)]
     started = time.monotonic()
     assert served(driver)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 4.0  # they have 5 s
     for connection in strangers:
         connection.close()
 
