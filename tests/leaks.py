@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing.process
 import os
@@ -15,11 +16,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import cv2  # noqa: F401  # sets LD_LIBRARY_PATH when it is imported, and nothing else later
 import numpy
 import torch
 
 import lagom.data.parquet  # noqa: F401  # a Dataset with an initializer: where a test imports it first, it would be left
+
+with contextlib.suppress(ImportError):
+    import cv2  # noqa: F401  # sets LD_LIBRARY_PATH when it is first imported; not needed by tests
 
 State = Mapping[str, Mapping[Any, Any]]
 
