@@ -65,7 +65,7 @@ class ParquetLoader(DataLoader[Any]):
         return _Counted(self, super().__iter__(), self._ends)
 
     def _get_iterator(self) -> Any:
-        return _Unnamed(self) if self.num_workers == 0 else super()._get_iterator()
+        return _Unnamed(self) if self.num_workers == 0 and _is_torchs_own() else super()._get_iterator()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass that goes on is, or the next one begins: behind the last batch that the program has seen.
@@ -88,12 +88,15 @@ class _Unnamed(dataloader._SingleProcessDataLoaderIter):
     """Torch's, which tells a profiler of each batch only where there is one. See Note [Batches without a name]."""
 
     def __next__(self) -> Any:
-        following = dataloader._BaseDataLoaderIter.__next__
-        if following.__globals__ is not vars(dataloader) or torch.autograd._profiler_enabled():
-            return following(self)
+        if not _is_torchs_own() or torch.autograd._profiler_enabled():
+            return super().__next__()
         data = self._next_data()  # type: ignore[no-untyped-call]
         self._num_yielded += 1
         return data
+
+
+def _is_torchs_own() -> bool:
+    return dataloader._BaseDataLoaderIter.__next__.__globals__ is vars(dataloader)
 
 
 class _Noting:
