@@ -51,6 +51,7 @@ class Run:
         self._events: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._failures: list[Message] = []
         self._lost: list[str] = []
+        self._refused: PlanError | None = None
         self._stalled: dict[int, Message] = {}
         self._lock = threading.Lock()
         self._records = records
@@ -126,6 +127,8 @@ class Run:
 
     def lost(self) -> LagomError | None:
         """Why tasks gave up before their ranks ran, or None."""
+        if self._refused is not None:
+            return self._refused
         return LagomError("; ".join(dict.fromkeys(self._lost))) if self._lost else None
 
     def _show_rest(self) -> None:
@@ -227,7 +230,7 @@ class Run:
         try:
             table = peers(list(self._joins.values()), self.plan.one_host)
         except PlanError as error:
-            self._lost.append(str(error))
+            self._refused = error
             self.stop()
             return
         self.channel.broadcast(table)
