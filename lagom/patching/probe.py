@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
+UNIFORM = "is called with rows that are all alike, which does not show whether it mixes them"
+"""Why a forward is not looked at this time."""
+
 
 @dataclass
 class Finding:
@@ -94,6 +97,12 @@ class Candidate:
     """Of the batch: the leaves with so many are sliced."""
     device: torch.device
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the rows of its batch are all alike: a mean over them would be each of them, and nothing seen."""
+        batches = [leaf for leaf in self.leaves if is_batch(leaf, self.rows)]
+        return self.rows > 1 and all(bool((leaf == leaf[:1]).all()) for leaf in batches)
+
     def block_of(self, block: Block) -> list[Any]:
         """The leaves for one block."""
         return [block.of(leaf.detach()) if is_batch(leaf, self.rows) else leaf for leaf in self.leaves]
@@ -124,6 +133,9 @@ def probe(
     Args:
         statistics: a context in which BatchNorm uses those given.
     """
+    if candidate.is_uniform:
+        finding.reason = UNIFORM
+        return
     try:
         examine(candidate, finding, world_size, statistics)
     except (NotByRowsError, UnsupportedDrawError) as error:
@@ -309,5 +321,6 @@ def _compare_buffers(
 # - what it draws at random must be as many numbers for each row; see ``Draws``;
 # - hooks of the program's and prints would see a part of the batch.
 #
+# A batch whose rows are all alike, as of a warm-up with zeros, shows nothing: the next one is looked at.
 # Parameters that are (almost) zero get some size in the meantime: a gate that starts closed would hide a coupling of
 # the rows that shows later. Random numbers, buffers and attributes are put back.

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lagom.patching.as_it_was import SMALL, as_it_was, buffers_of
 from lagom.patching.inside import numbers_of
-from lagom.patching.probe import BatchStatistics, Candidate, Finding, check, examine, is_batch
+from lagom.patching.probe import UNIFORM, BatchStatistics, Candidate, Finding, check, examine, is_batch
 from lagom.patching.random import equal_states, states
 from lagom.patching.recorder import NotByRowsError
 from lagom.patching.shortage import wanted_bytes
@@ -74,10 +74,9 @@ class Examiner:
         ):
             found.passing = True
             raise NotByRowsError("has a parameter that is all but zero still, behind which rows may be mixed")
-        batches = [leaf for leaf in candidate.leaves if is_batch(leaf, candidate.rows)]
-        if all(bool((leaf == leaf[:1]).all()) for leaf in batches):
+        if candidate.is_uniform:
             found.passing = True
-            raise NotByRowsError("is called with rows that are all alike, which does not show whether it mixes them")
+            raise NotByRowsError(UNIFORM)
         watched = replace(candidate, run=partial(self._watched, candidate, found))
         with self._aside() as noted:
             if not self._compared_whole(watched, found, num, noted):

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.errors import LagomError
 from lagom.patching.inside import Insides, kind_of, numbers_of, run_with
 from lagom.patching.passes import Share
-from lagom.patching.probe import Candidate, Finding, is_batch, measured, probe
+from lagom.patching.probe import UNIFORM, Candidate, Finding, is_batch, measured, probe
 from lagom.strategies.draws import Draws
 from lagom.strategies.whole_batch import Block, Exchange, Gatherer, UnequalInputError, gathered, pays, sliced
 
@@ -135,7 +135,9 @@ class Slicer:
         reasons = [part.decode() for part in self._group.all_gather_bytes((finding.reason or "").encode())]
         finding.reason = next(filter(None, reasons), None)
         finding.sliced = finding.reason is None
-        if finding.reason is not None:
+        if finding.reason == UNIFORM:
+            finding.reason = None  # perhaps the next batch
+        elif finding.reason is not None:
             self._say_whole(candidate.module, finding.reason)
 
     def _say_whole(self, module: nn.Module, reason: str) -> None:

@@ -528,6 +528,30 @@ def test_an_evaluation_on_one_rank_only_is_an_error_on_all() -> None:
         run_ranks(2, program, evaluation="gathered")
 
 
+class Centred(nn.Module):
+    """Mixes rows by their mean, which is nothing where all are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x - x.mean(0))
+        return found
+
+
+def test_rows_that_are_all_alike_do_not_tell_whether_they_are_mixed() -> None:
+    def program(_: Session) -> Any:
+        model = Centred()
+        for _ in range(3):
+            model(torch.zeros(8, 5, dtype=torch.float64))  # a warm-up
+        return trained(model, mean_loss)
+
+    plain = alone(program)
+    for found in run_ranks(2, program, batches="whole", always_slices=True):
+        torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+
+
 def test_a_module_is_as_it_was_after_it_was_looked_at() -> None:
     def program(session: Session) -> Any:
         model = network(nn.BatchNorm1d(16), nn.Dropout(0.5))
