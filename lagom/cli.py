@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR, Batches, Evaluation, Launcher, Log
-from lagom.errors import LagomError, RankError, RankTraceback, StallError, VerificationError
+from lagom.errors import LagomError, RankError, RankTraceback, VerificationError
 from lagom.horovodrun import CheckBuild, num_ranks, script_of
 from lagom.recognise import is_driver
 from lagom.script import Script
@@ -113,7 +113,7 @@ def _failed(error: BaseException) -> int:
         return 1
     if isinstance(cause, RankTraceback):
         print(f"on rank {cause.rank}:\n{cause.text.rstrip()}", file=sys.stderr)
-        if isinstance(error, StallError):
+        if isinstance(error, LagomError) and str(error) not in cause.text:  # the rank did not raise it
             print(f"lagom: {error}", file=sys.stderr)
     else:
         traceback.print_exception(type(error), error, error.__traceback__)

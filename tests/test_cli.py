@@ -134,6 +134,14 @@ def test_sys_exit_is_the_scripts_exit_status(folder: Path, code: str, status: in
     assert ("a reason" in error) == (status == 1)
 
 
+def test_a_rank_that_is_killed_is_named(folder: Path) -> None:
+    (folder / "program.py").write_text("import os, lagom\nprint('hello')\nlagom.rank() or os.kill(os.getpid(), 9)\n")
+    status, _, error = run(folder)
+    assert status == 1
+    assert "lagom: rank 0 was killed by SIGKILL" in error
+    assert "hello" in error  # its last words
+
+
 def test_a_missing_script_is_said_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
