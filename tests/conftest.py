@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests import leaks
 
+# A shell's background job has it ignored, and so would all processes that tests start, and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests fork ranks from this process, and a pool of OpenMP threads, which a larger operation would start, does not
 # survive a fork: the child waits for it forever.
 torch.set_num_threads(1)

@@ -74,8 +74,10 @@ class _Backwards:
         self._running: Sequence[Tensor] = ()
         """What a steady backward reaches, while it runs."""
         self.accumulation = Accumulation(session, self._replicate)
-        if session.plan.zero_lvl > 1:
-            self.accumulation.close()  # to keep whole gradients for later is what the level is there to avoid
+        if session.plan.zero_lvl > 1 or not self._replicate.reduction.is_linear:
+            # To keep whole gradients for later is what such a level is there to avoid; and what a reduction makes of a
+            # sum, which is not the sum of what it makes, must not depend on when it is noticed that a loop accumulates.
+            self.accumulation.close()
 
     def accumulate(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """``backward``: gradients are averaged when the outermost one ends."""

@@ -140,7 +140,7 @@ def sleep_in(folder: str) -> None:
 
 def pids_in(folder: Path, world_size: int) -> list[int]:
     """Process ids of the ranks of ``sleep_in``, once all are there."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = [path.read_text() for path in sorted(folder.iterdir())]
         if len(found) == world_size and all(found):

@@ -543,8 +543,8 @@ class Centred(nn.Module):
 def test_rows_that_are_all_alike_do_not_tell_whether_they_are_mixed() -> None:
     def program(_: Session) -> Any:
         model = Centred()
-        for _ in range(3):
-            model(torch.zeros(8, 5, dtype=torch.float64))  # a warm-up
+        for _warm_up in range(3):
+            model(torch.zeros(8, 5, dtype=torch.float64))
         return trained(model, mean_loss)
 
     plain = alone(program)

@@ -87,6 +87,30 @@ def test_adasum_is_the_published_formula_over_a_tree(world_size: int) -> None:
         torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("zero_lvl", [0, 2])
+def test_every_backward_of_a_loop_that_accumulates_is_combined_by_itself(zero_lvl: int) -> None:
+    """From the first step to the last: what Adasum makes of a sum is not the sum of what it makes."""
+    num_steps = 6  # an ordinary average is put off from the third or so on
+
+    def run(session: Session) -> Any:
+        parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES]
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        for step in range(num_steps):
+            for half in range(2):
+                own = constants(session.rank, 2 * step + half, torch.float64)
+                torch.stack([(p * c).sum() for p, c in zip(parameters, own, strict=True)]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [[p.detach().clone() for p in parameters]]
+
+    (found,) = the_same(run_ranks(2, run, reduction="adasum", zero_lvl=zero_lvl))
+    for i, one in enumerate(found):
+        pairs = [
+            (constants(0, at, torch.float64)[i], constants(1, at, torch.float64)[i]) for at in range(2 * num_steps)
+        ]
+        torch.testing.assert_close(one, -torch.stack([adasum(*pair) for pair in pairs]).sum(0), rtol=1e-9, atol=1e-9)
+
+
 def test_adasum_adds_what_is_at_right_angles_averages_what_is_equal_and_ignores_zeros() -> None:
     def run(session: Session) -> Any:
         first = session.rank == 0
