@@ -36,6 +36,7 @@ _PACKAGES: dict[str, dict[str, str]] = {
 PATH = "served by lagom.compat.horovod"
 """In place of a folder of submodules: who looks there is asking for these."""
 INSTEAD = {
+    "horovod.common.util": "import what you need from horovod.torch",
     "horovod.tensorflow": "lagom runs PyTorch programs only; use tf.distribute",
     "horovod.keras": "lagom runs PyTorch programs only; use tf.distribute",
     "horovod.mxnet": "lagom runs PyTorch programs only",
