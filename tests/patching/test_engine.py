@@ -205,6 +205,29 @@ def test_weights_that_the_program_loads_or_changes_are_stepped_on(zero_lvl: int)
             assert torch.allclose(row[key], value, rtol=0, atol=1e-6), key
 
 
+@pytest.mark.parametrize("zero_lvl", [1, 2])
+def test_a_step_that_is_not_finite_is_made_and_parameters_are_stepped_in_their_own_memory(zero_lvl: int) -> None:
+    """DeepSpeed alone would leave it out, and step a copy."""
+
+    def program(session: Session) -> tuple[torch.Tensor, int]:
+        torch.manual_seed(3)
+        network = nn.Linear(300, 300, bias=False)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        for number in range(2):
+            network(torch.ones(4, 300)).sum().mul(float("inf") if number else 1.0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        own = network.weight.untyped_storage().data_ptr()
+        stepped = optimizer.param_groups[0]["params"][0] if session.world_size > 1 else network.weight
+        return network.weight.detach().clone(), stepped.untyped_storage().data_ptr() - own
+
+    wanted, _ = alone(program)
+    assert not wanted.isfinite().any()
+    for weight, distance in run_ranks(2, program, backend="deepspeed", zero_lvl=zero_lvl):
+        assert torch.equal(weight.isfinite(), wanted.isfinite())
+        assert distance == 0
+
+
 def _clips(network: nn.Module, _: torch.optim.Optimizer) -> None:
     nn.utils.clip_grad_norm_(network.parameters(), 1.0)
 

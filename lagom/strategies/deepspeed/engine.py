@@ -33,6 +33,7 @@ class Engine:
         enabled = engine.fp16_enabled(), engine.bfloat16_enabled()
         self.dtype = torch.float16 if enabled[0] else torch.bfloat16 if enabled[1] else None
         """What the engine has turned the module's parameters into."""
+        self._step_in_place()
 
     @property
     def keeps_gradients(self) -> bool:
@@ -85,16 +86,38 @@ class Engine:
             self.num_backwards = 0
             self._reached.clear()
 
-    @torch.no_grad()
-    def _take_changes(self) -> None:
-        """Copy what the program has changed in parameters into the numbers that DeepSpeed steps."""
+    def _step_in_place(self) -> None:
+        """Have DeepSpeed step the parameters' own numbers, and not a copy, where it keeps them in that type and place.
+
+        That saves the copy, and what the program changes is stepped on from there.
+        """
+        zero = self._engine.optimizer
+        able = [
+            (own, master)
+            for own, master in self._masters()
+            if own.dtype == master.dtype and own.device == master.device and not zero.cpu_offload
+        ]
+        for own, master in able:
+            master.data = own.data
+        if able:
+            zero._link_all_hp_params()  # what it had linked keeps the copies
+
+    def _masters(self) -> Iterator[tuple[torch.Tensor, Any]]:
+        """This rank's part of parameters, in their own memory, with the numbers that DeepSpeed steps for it."""
         zero = self._engine.optimizer
         if self._stage not in (1, 2) or not hasattr(zero, "parallel_partitioned_bit16_groups"):
             return
         for number, master in enumerate(zero.single_partition_of_fp32_groups):
             own = zero.parallel_partitioned_bit16_groups[number][dist.get_rank(zero.real_dp_process_group[number])]
-            if own.shape != master.shape:
-                continue  # kept elsewhere
+            if own.shape == master.shape:  # otherwise it is kept elsewhere
+                yield own, master
+
+    @torch.no_grad()
+    def _take_changes(self) -> None:
+        """Copy what the program has changed in parameters into the numbers that DeepSpeed steps."""
+        for own, master in self._masters():
+            if own.data_ptr() == master.data_ptr():
+                continue
             now = own.to(master.device)
             if now.dtype == master.dtype and torch.equal(now, master):
                 continue  # twice as fast as to look for what has changed

@@ -140,7 +140,21 @@ class Engines:
         if self.stage in (1, 2):
             config["zero_optimization"].setdefault("reduce_bucket_size", most)
             config["zero_optimization"].setdefault("allgather_bucket_size", most)
+            if self._needs_no_norm(config):
+                config["zero_optimization"].setdefault("compute_grad_norm", False)
         return config
+
+    def _needs_no_norm(self, config: Mapping[str, Any]) -> bool:
+        """Whether nothing asks for the norm of gradients, by which DeepSpeed would leave out steps that are not finite.
+
+        One process makes them.
+        """
+        known = self._deepspeed.runtime.zero.config.DeepSpeedZeroConfig.model_fields
+        asks = ("offload_optimizer", "cpu_offload", "zenflow")
+        half = any((config.get(name) or {}).get("enabled") for name in ("fp16", "bf16", "bfloat16", "torch_autocast"))
+        zero = config["zero_optimization"]
+        clips = config["gradient_clipping"] != 0
+        return "compute_grad_norm" in known and not (half or clips or any(zero.get(name) for name in asks))
 
     def _connect(self) -> None:
         if dist.is_initialized():
