@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 TEST_RESULT = "test result"
 _SHOWN_RANKS = 8
+# Front ends have styles of their own for tables: columns of equal width, and centered.
+_TABLE = "table-layout:auto;margin:0;border-collapse:collapse"
+_CELL = "text-align:left;vertical-align:top;padding:.15em .8em .15em 0"
 
 
 class Result(Mapping[str, Any]):
@@ -97,33 +100,54 @@ class Result(Mapping[str, Any]):
         return f"Result of {self._title()}{metrics}"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(key)}</th>"
-            f"<td style='text-align:left'>{html.escape(_short(value))}</td>"
-            + "".join(f"<td style='text-align:left'>{html.escape(_short(item))}</td>" for item in self._by_rank(key))
-            + "</tr>"
-            for key, value in self._items.items()
-        )
-        shown = range(min(self.world_size, _SHOWN_RANKS))
-        ranks = "".join(f"<th style='text-align:left'>rank {rank}</th>" for rank in shown)
-        if self.world_size > _SHOWN_RANKS:
-            ranks += "<th style='text-align:left'>…</th>"
+        keys = [key for key in self._items if key != TEST_RESULT or len(self._items) == 1]
+        by_rank = {key: [_short(item) for item in self._by_rank(key)] for key in keys}
+        # Ranks that returned the same, as they do as a rule, are not worth a column each.
+        num_ranks = 0 if all(len(set(texts)) < 2 for texts in by_rank.values()) else min(self.world_size, _SHOWN_RANKS)
+        head = ["", "result", *(f"rank {rank}" for rank in range(num_ranks))]
+        head += ["…"] * (0 < num_ranks < self.world_size)
+        rows = ([key, _short(self._items[key]), *by_rank[key][:num_ranks]] for key in keys)
+        body = "".join(f"<tr>{_cells('th', row[:1])}{_cells('td', row[1:])}</tr>" for row in rows)
         return (
-            f"<table><caption style='text-align:left'><b>{html.escape(self._title())}</b></caption>"
-            f"<thead><tr><th></th><th style='text-align:left'>result</th>{ranks}</tr></thead>"
-            f"<tbody>{rows}</tbody></table>"
+            f"<div style='overflow-x:auto'><div><b>{html.escape(self._title())}</b></div>"
+            f"<table style='{_TABLE}'><thead><tr>{_cells('th', head)}</tr></thead><tbody>{body}</tbody></table>"
+            f"{self._records()}</div>"
+        )
+
+    def _records(self) -> str:
+        """HTML of what is known of the run beside its result."""
+        if self._run_dir is None:
+            return ""
+        from lagom.records.short import short
+
+        try:
+            charts = short(self._run_dir)
+        except (OSError, ValueError):  # moved or changed since
+            charts = ""
+        return (
+            f"<div>{charts}</div><div>records: {html.escape(str(self._run_dir))}; report() makes a page of them</div>"
         )
 
     def _by_rank(self, key: str) -> list[Any]:
-        items = self._per_rank[:_SHOWN_RANKS]
         if key != TEST_RESULT or isinstance(self._value, dict):
-            return [item.get(key, item) if isinstance(item, dict) else item for item in items]
-        return list(items)
+            return [item.get(key, item) if isinstance(item, dict) else item for item in self._per_rank]
+        return list(self._per_rank)
 
     def _title(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         where = f" on {self._where}" if self._where else ""
-        return f"{self._name or 'a run'}: {ranks}{where}, {self._seconds:.2f} s"
+        return f"{self._name or 'a run'}: {ranks}{where}, {_lasted(self._seconds)}"
+
+
+def _cells(tag: str, texts: Iterable[str]) -> str:
+    return "".join(f"<{tag} style='{_CELL}'>{html.escape(text)}</{tag}>" for text in texts)
+
+
+def _lasted(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
 
 
 def _short(value: Any, limit: int = 60) -> str:

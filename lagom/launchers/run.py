@@ -56,7 +56,7 @@ class Run:
         self._lock = threading.Lock()
         self._records = records
         self._progress = Progress(plan, where, records.said if records is not None else None)
-        self._output = Output(plan.log == "all", self._progress.clear)
+        self._output = Output(plan.log == "all", self._progress.make_room)
 
     def __enter__(self) -> Run:
         self.channel.__enter__()
@@ -67,7 +67,16 @@ class Run:
             self.stop()
         self.channel.__exit__(*exc)
         self._output.close()
-        self._progress.close()
+        self._progress.close(self._end(exc[1]))
+
+    def _end(self, error: object) -> str:
+        """How the run ended, in a few words."""
+        if isinstance(error, KeyboardInterrupt):
+            return "interrupted"
+        if self._failures:
+            first = self._failures[0]
+            return f"failed on rank {first['rank']}: {first['error']}"
+        return "failed" if error is not None or self.lost() is not None else "done"
 
     @property
     def stopped(self) -> bool:

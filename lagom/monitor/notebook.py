@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -11,14 +12,13 @@ from lagom.monitor.link import Message
 from lagom.monitor.stragglers import held_up
 
 _SHOWN = 16
-_HEAD = (
-    *("rank", "epoch", "step", "samples", "samples/s", "loss"),
-    *("waits for data", "waits for ranks", "others wait for it", "processors", "memory", "GPU"),
-)
 _BAR = (
-    "<div style='width:9em;height:.6em;background:#e4e4e4;border-radius:3px'>"
-    "<div style='width:{0:.0%};height:100%;background:#0072b2;border-radius:3px'></div></div>"
+    "<div style='width:9em;height:.5em;background:rgba(128,128,128,.3);border-radius:3px'>"
+    "<div style='width:{0:.0%};height:100%;background:#2f8fd0;border-radius:3px'></div></div>"
 )
+# Front ends have styles of their own for tables: columns of equal width, centered, numbers broken in two.
+_TABLE = "table-layout:auto;margin:0;border-collapse:collapse"
+_CELL = "text-align:left;white-space:nowrap;padding:.15em .8em .15em 0"
 
 
 def notebook() -> Any:
@@ -38,28 +38,34 @@ class Table:
         self._display = display
         self._handle: Any = None
 
-    def show(self, title: str, ranks: Mapping[int, Message], text: str) -> None:
-        """Renew it, with the last report of each rank."""
-        bundle = {"text/html": table(title, ranks), "text/plain": text}
+    def show(self, title: str, ranks: Mapping[int, Message], text: str, ended: str = "") -> None:
+        """Renew it, with the last report of each rank; ``ended``: how the run did."""
+        bundle = {"text/html": table(title, ranks, ended), "text/plain": text}
         if self._handle is None:
             self._handle = self._display.display(bundle, raw=True, display_id=True)
         else:
             self._handle.update(bundle, raw=True)
 
 
-def table(title: str, ranks: Mapping[int, Message]) -> str:
+def table(title: str, ranks: Mapping[int, Message], ended: str = "") -> str:
     """HTML of the ranks' last reports; of many ranks, those that are farthest behind."""
-    behind = sorted(ranks, key=lambda rank: (ranks[rank].get("samples", 0), rank))[:_SHOWN]
+    behind = sorted(sorted(ranks, key=lambda rank: (ranks[rank].get("samples", 0), rank))[:_SHOWN])
     held = held_up(ranks)
-    rows = "".join(_row(rank, ranks[rank], held[rank]) for rank in sorted(behind))
-    more = f"<tr><td colspan={len(_HEAD)}>{len(ranks) - _SHOWN} more ranks are ahead of these</td></tr>"
-    head = "".join(f"<th style='text-align:left'>{name}</th>" for name in _HEAD)
+    rows = [_row(rank, ranks[rank], held[rank]) for rank in behind]
+    shown = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
+    head = "".join(f"<th style='{_CELL}'>{name}</th>" for name in shown)
+    body = "".join(
+        "<tr>" + "".join(f"<td style='{_CELL}'>{row[name]}</td>" for name in shown) + "</tr>" for row in rows
+    )
+    if len(ranks) > _SHOWN:
+        more = f"{len(ranks) - _SHOWN} more ranks are ahead of these"
+        body += f"<tr><td style='{_CELL}' colspan={len(shown)}>{more}</td></tr>"
     total = sum(one.get("samples", 0) for one in ranks.values())
     rate = sum(one.get("rate") or 0.0 for one in ranks.values())
-    caption = f"<b>{html.escape(title)}</b>: {total:,} samples, {rate:,.0f}/s{left(ranks)}"
+    told = f"{total:,} samples" + (f", {html.escape(ended)}" if ended else f", {rate:,.0f}/s{left(ranks)}")
     return (
-        f"<table><caption style='text-align:left'>{caption}</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}{more * (len(ranks) > _SHOWN)}</tbody></table>"
+        f"<div style='overflow-x:auto'><div><b>{html.escape(title)}</b>: {told}</div>"
+        f"<table style='{_TABLE}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
@@ -78,26 +84,33 @@ def left(ranks: Mapping[int, Message]) -> str:
     return ", this epoch ends in " + (f"{hours}:{minutes:02}" if hours else f"{minutes}") + f":{seconds:02}"
 
 
-def _row(rank: int, one: Message, held: float) -> str:
+def _row(rank: int, one: Message, held: float) -> dict[str, str]:
+    """HTML by column; a column that is empty for all ranks is left out."""
     step, steps = one.get("step") or 0, one.get("steps")
     bar = _BAR.format(min(1.0, step / steps)) if steps else ""
-    loss, data = one.get("loss"), one.get("data") or 0.0
-    cells = (
-        str(rank),
-        str(one.get("epoch") or 0),
-        f"{step}/{steps}{bar}" if steps else str(step),
-        f"{one.get('samples', 0):,}",
-        f"{one['rate']:,.0f}" if one.get("rate") else "",
-        f"{loss:.4g}" if loss is not None else "",
-        _share(data),
-        f"{one.get('waits') or 0.0:.0%}",
-        _share(held),
-        f"{one['cpu']:.1f}" if one.get("cpu") is not None else "",
-        f"{one['memory'] / 1e9:.2f} GB" if one.get("memory") else "",
-        f"{one['gpu']:.0%}" if one.get("gpu") is not None else "",
-    )
-    return "<tr>" + "".join(f"<td style='text-align:left'>{cell}</td>" for cell in cells) + "</tr>"
+    return {
+        "rank": str(rank),
+        "epoch": str(one.get("epoch") or 0),
+        "step": f"{step}/{steps}{bar}" if steps else str(step),
+        "samples": f"{one.get('samples', 0):,}",
+        "samples/s": f"{one['rate']:,.0f}" if one.get("rate") else "",
+        "loss": _loss(one.get("loss")),
+        "waits for data": _share(one.get("data") or 0.0),
+        "waits for ranks": _share(one.get("waits") or 0.0, loud=False),
+        "others wait for it": _share(held),
+        "processors": f"{one['cpu']:.1f}" if one.get("cpu") is not None else "",
+        "memory": f"{one['memory'] / 1e9:.2f} GB" if one.get("memory") else "",
+        "GPU": f"{one['gpu']:.0%}" if one.get("gpu") is not None else "",
+    }
 
 
-def _share(value: float) -> str:
-    return f"<b>{value:.0%}</b>" if value >= 0.1 else f"{value:.0%}"
+def _loss(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if math.isfinite(value) else f"<b style='color:#d55e00'>{value}</b>"
+
+
+def _share(value: float, loud: bool = True) -> str:
+    if value < 0.005:
+        return ""
+    return f"<b>{value:.0%}</b>" if loud and value >= 0.1 else f"{value:.0%}"

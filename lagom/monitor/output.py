@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 
 class Output:
@@ -12,10 +13,10 @@ class Output:
 
     Args:
         named: show all ranks, each line after "[rank 3] ".
-        before: called before anything is written, to clear away a line of progress.
+        before: called with file and text before anything is written, to clear away a line of progress.
     """
 
-    def __init__(self, named: bool, before: Callable[[], None]) -> None:
+    def __init__(self, named: bool, before: Callable[[TextIO, str], None]) -> None:
         self._named = named
         self._before = before
         self._decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
@@ -47,6 +48,6 @@ class Output:
     def _write(self, stream: str, text: str) -> None:
         if text:
             file = sys.stderr if stream == "stderr" else sys.stdout
-            self._before()
+            self._before(file, text)
             file.write(text)
             file.flush()

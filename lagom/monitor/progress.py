@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 from lagom.monitor.link import Message
 from lagom.monitor.notebook import Table, left, notebook
@@ -13,7 +14,9 @@ from lagom.monitor.stragglers import straggler
 
 _TERMINAL_S = 0.5
 _LOG_S = 10.0
+_IDLE_S = 2.0
 _SHOWN = 4  # ranks
+_WIDTH = 160  # characters of a line where a terminal does not say how many it has
 _WAITS = 0.1  # share of its time that a rank may wait for data without a word of it
 
 
@@ -33,7 +36,10 @@ class Progress:
         self._table = Table(display) if display is not None else None
         self._live = sys.stderr.isatty() or self._table is not None
         self._shown_at = time.monotonic() if not self._live else 0.0
+        self._began = time.monotonic()
         self._line = ""
+        self._open = False
+        """Whether the program has begun a line and not ended it."""
 
     def show(self, event: Message) -> None:
         """Take in ``event``, and show it when it is time to."""
@@ -43,9 +49,10 @@ class Progress:
                 self._say(f"lagom: {self._name}: {self._topology()}")
         elif event["type"] == "progress":
             before = self._ranks.get(event["rank"], {})
+            loss = event.get("loss")
             # A loss is there to be read only as long as the program keeps it.
-            self._ranks[event["rank"]] = event | {"loss": event.get("loss") or before.get("loss")}
-            if time.monotonic() - self._shown_at >= (_TERMINAL_S if self._live else _LOG_S):
+            self._ranks[event["rank"]] = event | {"loss": loss if loss is not None else before.get("loss")}
+            if self._worth_showing() and time.monotonic() - self._shown_at >= (_TERMINAL_S if self._live else _LOG_S):
                 self._shown_at = time.monotonic()
                 self._renew()
 
@@ -71,17 +78,16 @@ class Progress:
             "no live output or progress; what rank 0 prints is shown at the end"
         )
 
-    def clear(self) -> None:
-        """Make room for a line of the user's program."""
-        if self._line:
-            sys.stderr.write("\r" + " " * len(self._line) + "\r")
-            sys.stderr.flush()
-            self._line = ""
+    def make_room(self, file: TextIO, text: str) -> None:
+        """The program's ``text`` comes next on ``file``, standard output or error."""
+        self._clear()
+        if file is sys.stderr or (self._live and self._table is None and file.isatty()):
+            self._open = not text.endswith("\n")
 
-    def close(self) -> None:
-        """Leave the last state standing."""
-        if self._table is not None and self._ranks:
-            self._renew()
+    def close(self, ended: str = "") -> None:
+        """Leave the last state standing; ``ended`` says how the run did."""
+        if self._table is not None and self._ranks and self._worth_showing():
+            self._table.show(self._title(), self._ranks, f"lagom: {self._text(_WIDTH * 4, ended)}", ended)
         if self._line:
             sys.stderr.write("\n")
             sys.stderr.flush()
@@ -92,24 +98,47 @@ class Progress:
         hosts = ", ".join(f"{host}: {_spans(sorted(ranks))}" for host, ranks in sorted(self._hosts.items()))
         return f"{ranks} on {self._where} ({hosts})"
 
+    def _worth_showing(self) -> bool:
+        """Whether any rank has trained; a function that does something else is told of when it takes its time."""
+        trained = any(one.get("samples") or one.get("step") for one in self._ranks.values())
+        return trained or time.monotonic() - self._began >= _IDLE_S
+
+    def _title(self) -> str:
+        return f"{self._name} on {self._where}"
+
     def _renew(self) -> None:
         if self._table is not None:
-            self._table.show(f"{self._name} on {self._where}", self._ranks, f"lagom: {self._text()}")
+            self._table.show(self._title(), self._ranks, f"lagom: {self._text(_WIDTH * 4)}")
+        elif self._open:
+            return  # a line of progress would go into the program's own, such as that of a bar
         elif not self._live:
-            sys.stderr.write(f"lagom: {self._text()}\n")
+            sys.stderr.write(f"lagom: {self._text(_WIDTH * 4)}\n")
         else:
-            self.clear()
-            self._line = f"lagom: {self._text()}"[:160]
+            self._clear()
+            self._line = f"lagom: {self._text(_columns() - len('lagom: ') - 1)}"
             sys.stderr.write(self._line)
         sys.stderr.flush()
 
-    def _text(self) -> str:
-        # Of many, also the one that is the farthest behind.
-        first = sorted(self._ranks)[:_SHOWN]
+    def _clear(self) -> None:
+        if self._line:
+            blank = min(len(self._line), _columns() - 1)  # it may have become narrower
+            sys.stderr.write("\r" + " " * blank + "\r")
+            sys.stderr.flush()
+            self._line = ""
+
+    def _text(self, width: int, ended: str = "") -> str:
+        """The first ranks and the one that is farthest behind, as many as there is room for."""
         last = min(self._ranks, key=lambda rank: (self._ranks[rank].get("samples", 0), rank))
-        shown = [self._rank_text(rank) for rank in first + [last] * (last not in first)]
-        more = len(self._ranks) - len(shown)
-        return " | ".join(shown) + (f" | and {more} more ranks" if more else "") + left(self._ranks)
+        text = ""
+        for number in range(_SHOWN, -1, -1):
+            first = sorted(self._ranks)[:number]
+            shown = [self._rank_text(rank) for rank in first + [last] * (last not in first)]
+            more = len(self._ranks) - len(shown)
+            rest = f" | and {more} more rank{'s' * (more != 1)}" if more else ""
+            text = " | ".join(shown) + rest + (f", {ended}" if ended else left(self._ranks))
+            if len(text) <= width:
+                break
+        return text[:width]
 
     def _rank_text(self, rank: int) -> str:
         event = self._ranks[rank]
@@ -128,11 +157,20 @@ class Progress:
         return f"rank {rank}: {', '.join(parts)}"
 
     def _say(self, text: str) -> None:
-        self.clear()
-        sys.stderr.write(text + "\n")
+        self._clear()
+        sys.stderr.write("\n" * self._open + text + "\n")
+        self._open = False
         sys.stderr.flush()
         if self._also is not None:
             self._also(text)
+
+
+def _columns() -> int:
+    """Width of the terminal."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or _WIDTH
+    except (OSError, ValueError, AttributeError):  # no terminal, or something in its place
+        return _WIDTH
 
 
 def _spans(ranks: list[int]) -> str:

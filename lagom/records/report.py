@@ -39,10 +39,10 @@ def report(folder: Path) -> str:
     if not run:
         raise ValueError(f"{folder} holds no records of a run: there is no {RUN} in it")
     result = _loaded(folder / RESULT)
-    events = _events(folder / PROGRESS)
+    events = events_of(folder / PROGRESS)
     charts = ""
     for key, title, factor, unit in _CHARTS:
-        lines = {f"rank {rank}": _series(own, key, factor) for rank, own in events.items()}
+        lines = {f"rank {rank}": series(own, key, factor) for rank, own in events.items()}
         charts += chart(title, lines, unit, from_zero=key != "loss")
     said = _tail(folder / "lagom.log")
     logs = sorted(folder.glob("rank-*.log"), key=lambda path: int(path.stem.partition("-")[2]))
@@ -102,7 +102,8 @@ def _mean_waits(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"waits": sum(one.get("waits") or 0.0 for one in events) / len(events), "waits_for": waits_for}
 
 
-def _events(path: Path) -> dict[int, list[dict[str, Any]]]:
+def events_of(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """What the first ranks told of their progress, by rank; empty where none did."""
     found: dict[int, list[dict[str, Any]]] = {}
     if path.exists():
         for line in path.read_text().splitlines():
@@ -114,7 +115,8 @@ def _events(path: Path) -> dict[int, list[dict[str, Any]]]:
     return {rank: found[rank] for rank in sorted(found)[:_MAX_RANKS]}
 
 
-def _series(events: Sequence[Mapping[str, Any]], key: str, factor: float) -> list[tuple[float, float]]:
+def series(events: Sequence[Mapping[str, Any]], key: str, factor: float) -> list[tuple[float, float]]:
+    """Seconds and values of ``key``, times ``factor``, where it is told."""
     return [(one["seconds"], one[key] * factor) for one in events if one.get(key) is not None]
 
 

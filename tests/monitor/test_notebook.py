@@ -16,6 +16,7 @@ def rank(**more: Any) -> dict[str, Any]:
 def test_each_rank_is_a_row_and_the_caption_sums_them_up() -> None:
     text = table("train on <Spark>", {0: rank(), 1: rank(step=60, loss=None, data=0.01, rate=488.0)})
     caption, rows = text.split("<tbody>")
+    assert "GPU" not in caption  # no rank has one
     assert "train on &lt;Spark&gt;</b>: 8,192 samples, 1,000/s, this epoch ends in 1:00" in caption
     first, second = re.findall("<tr>.*?</tr>", rows)
     for shown in (
@@ -78,3 +79,13 @@ def test_who_holds_up_the_others_is_seen() -> None:
     assert ">31%<" in first
     assert "<b>31%</b>" in second
     assert ">87%<" in second
+
+
+def test_a_loss_that_is_no_number_is_loud() -> None:
+    assert "<b style='color:#d55e00'>nan</b>" in table("train", {0: rank(loss=float("nan"))})
+
+
+def test_how_the_run_ended_takes_the_place_of_what_it_has_still_to_go() -> None:
+    text = table("train", {0: rank()}, "failed on rank 0: <ValueError>")
+    assert "train</b>: 4,096 samples, failed on rank 0: &lt;ValueError&gt;</div>" in text
+    assert "this epoch" not in text

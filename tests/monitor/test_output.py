@@ -8,7 +8,7 @@ from lagom.monitor.output import Output
 
 
 def shown(capsys: pytest.CaptureFixture[str], named: bool, *pieces: tuple[int, str, bytes]) -> tuple[str, str]:
-    output = Output(named, lambda: None)
+    output = Output(named, lambda *_: None)
     for piece in pieces:
         output.show(*piece)
     output.close()

@@ -77,9 +77,9 @@ def test_the_line_makes_room_for_what_the_program_prints(monkeypatch: pytest.Mon
     progress, stream = shown(monkeypatch, live=True)
     progress.show(step(0))
     line = stream.getvalue()
-    progress.clear()
+    progress.make_room(stream, "loss 0.1\n")
     assert stream.getvalue() == line + "\r" + " " * len(line) + "\r"
-    progress.clear()
+    progress.make_room(stream, "loss 0.1\n")
     assert stream.getvalue() == line + "\r" + " " * len(line) + "\r"
 
 
@@ -124,3 +124,40 @@ def test_a_rank_that_holds_up_the_others_is_named(monkeypatch: pytest.MonkeyPatc
     progress.show(step(0, waits=0.31, waits_for={"1": 0.31}))
     progress.show(step(1))
     assert "the others wait for it 31% of their time" in stream.getvalue().rpartition("rank 1:")[2]
+
+
+def test_the_line_keeps_away_from_one_that_the_program_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
+    progress, stream = shown(monkeypatch, live=True)
+    progress.make_room(stream, "\r 10%|#  ")
+    progress.show(step(0))
+    assert stream.getvalue() == ""
+    progress.warn("rank 1 is slow")
+    assert stream.getvalue() == "\nlagom: train: rank 1 is slow\n"
+    progress.show(step(0))
+    assert stream.getvalue().endswith("samples")
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_the_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
+    monkeypatch.setattr(module, "_columns", lambda: columns)
+    progress, stream = shown(monkeypatch, live=True, world_size=3)
+    for rank, samples in ((0, 4096), (1, 4000), (2, 4050)):
+        progress.show(step(rank, samples=samples))
+    line = stream.getvalue().split("\r")[-1]
+    assert len(line) < columns
+    if columns > 40:  # there is room for one: that which is the farthest behind
+        assert "rank 1: epoch 1" in line
+        assert line.endswith(" more ranks") or columns == 120
+    monkeypatch.setattr(module, "_columns", lambda: 20)
+    progress.make_room(stream, "x\n")
+    assert stream.getvalue().endswith("\r" + " " * 19 + "\r")
+
+
+def test_a_loss_of_zero_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOG_S", 0.0)
+    progress, stream = shown(monkeypatch, live=False)
+    for loss in (0.5, 0.0, None):
+        progress.show(step(0, loss=loss))
+    assert [line.rpartition("loss ")[2] for line in stream.getvalue().splitlines()] == ["0.5", "0", "0"]

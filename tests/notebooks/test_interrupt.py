@@ -1,0 +1,70 @@
+"""The square button of a notebook: the run ends, nothing of it is left, and the next cell works."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration import programs
+from tests.notebooks.kernel import Notebook
+
+SOON_S = 5.0
+"""It takes 0.2 s by itself, and longer on a machine that does other things; the ranks would go on for minutes."""
+
+PROGRAM = """
+import os, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import lagom
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+def train(folder):
+    os.system(f"echo {os.getpid()} > {folder}/{lagom.rank()}")  # there at once, unlike what rank 1 writes itself
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=4, num_workers=1)
+    for epoch in range(100_000):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+        print(f"epoch {epoch} is done", flush=True)
+
+config = TorchDistributedConfig(launcher="local", world_size=2, hparams={"folder": "pids"}, hb_interval=0.1)
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """With the program's cell run, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("notebook")
+    (folder / "pids").mkdir()
+    with Notebook(folder) as found:
+        assert found.run(PROGRAM).error == ""
+        yield found
+
+
+def test_a_run_is_interrupted_nothing_is_left_and_the_next_cell_works(
+    notebook: Notebook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (notebook.folder / "pids").iterdir():
+        path.unlink()
+    cell = notebook.start("experiment.lagom(train, config)")
+    notebook.wait(cell, until="epoch 1 is done")
+    pids = programs.pids_in(notebook.folder / "pids", 2)
+    start = time.monotonic()
+    notebook.interrupt()
+    notebook.wait(cell)
+    seconds = time.monotonic() - start
+    assert cell.error.startswith("KeyboardInterrupt: "), cell.traceback
+    assert cell.displays[-1]["text/plain"].endswith(", interrupted")
+    while any(programs.alive(pid) for pid in pids):
+        assert time.monotonic() - start < SOON_S
+        time.sleep(0.02)
+    assert seconds < SOON_S
+    assert notebook.run("experiment.lagom(lagom.world_size, config).value").value["text/plain"] == "2"
+    with capsys.disabled():
+        print(f"\nthe cell ended {seconds:.2f} s after its interrupt")

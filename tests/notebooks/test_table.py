@@ -1,0 +1,87 @@
+"""What a notebook shows of a run, executed in a real kernel and drawn by a real browser."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.notebooks.kernel import Notebook
+
+PROGRAM = """
+import time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import lagom
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+def train(fails=False):
+    model = torch.nn.Linear(2, 1)
+    for step, (x,) in enumerate(DataLoader(TensorDataset(torch.ones(80, 2)), batch_size=4)):
+        model(x).mean().backward()
+        time.sleep(0.05)
+        if fails and step == 15 and lagom.rank() == 1:
+            raise ValueError("a <bad> sample")
+    return {"loss": 0.5 + lagom.rank()}
+
+def config(**hparams):
+    return TorchDistributedConfig(launcher="local", world_size=2, hb_interval=0.1, hparams=hparams)
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """With the program's cell run."""
+    with Notebook(tmp_path_factory.mktemp("notebook")) as found:
+        assert found.run(PROGRAM).error == ""
+        yield found
+
+
+def test_a_table_renews_itself_and_the_result_shows_what_came_of_it(notebook: Notebook, tmp_path: Path) -> None:
+    cell = notebook.run("experiment.lagom(train, config())")
+    assert cell.error == ""
+    first, *_, last = cell.displays
+    assert len(cell.displays) >= 2
+    assert "this epoch" in last["text/plain"] or last["text/plain"].endswith(", done")
+    assert "20/20" in last["text/html"]
+    assert "80 samples, done</div>" in last["text/html"]
+    assert first["text/html"] != last["text/html"]
+    assert "rank 1" in cell.value["text/html"]
+    assert "<svg" in cell.value["text/html"]
+    drawn(last["text/html"] + cell.value["text/html"], tmp_path)
+
+
+def test_the_table_of_a_run_that_failed_says_so(notebook: Notebook) -> None:
+    cell = notebook.run("experiment.lagom(train, config(fails=True))")
+    assert cell.error == "ValueError: a <bad> sample"
+    assert "samples, failed on rank 1: ValueError</div>" in cell.displays[-1]["text/html"]
+
+
+def test_a_front_end_that_renews_nothing_has_the_lines_and_the_result(notebook: Notebook) -> None:
+    """Of the table it keeps the first state; all else is said on standard error, and by the result."""
+    cell = notebook.run("result = experiment.lagom(train, config()); print(result)")
+    assert "lagom: train: 2 ranks on this machine" in cell.err
+    assert "Result of train: 2 ranks on this machine" in cell.out
+    assert set(cell.displays[0]) == {"text/html", "text/plain"}
+
+
+def drawn(page: str, folder: Path) -> None:
+    """Look at ``page`` with a browser, where there is one: nothing is wider than it, and there is something to see."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        return
+    (folder / "page.html").write_text(f"<!doctype html><meta charset=utf-8><body>{page}")
+    shot = folder / "page.png"
+    options = ["--no-sandbox", "--headless", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    command = [chromium, *options, "--window-size=900,600", f"--screenshot={shot}", f"file://{folder / 'page.html'}"]
+    subprocess.run(command, check=True, capture_output=True, timeout=50)
+    image: Any = pytest.importorskip("PIL.Image")
+    with image.open(shot) as picture:
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
+    assert (0x2F, 0x8F, 0xD0) in colours  # a bar
+    assert (0x00, 0x72, 0xB2) in colours  # the line of rank 0
