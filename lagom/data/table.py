@@ -78,8 +78,10 @@ class Table:
         """The Parquet file number ``file``; ``footer`` is its metadata, if that is known."""
         return open_file(self.home, self.files[file], footer, whole=self.chunk_bytes <= PAGE_BYTES)
 
-    def batches(self, opened: Any, group: int, most: int) -> Iterator[Any]:
+    def batches(self, opened: Any, group: int, most: int, *, threads: bool) -> Iterator[Any]:
         """The rows of row group number ``group``, a few at a time, as record batches of ``fields``.
+
+        With ``threads`` Arrow decodes columns in threads of its own.
 
         Raises:
             DataError: when they cannot be read.
@@ -88,7 +90,9 @@ class Table:
         file = self.files[found.file]
         names = [field.name for field in self._read if field.name not in self.partitions]
         try:
-            for batch in opened.iter_batches(batch_size=most, row_groups=[found.index], columns=names):
+            for batch in opened.iter_batches(
+                batch_size=most, row_groups=[found.index], columns=names, use_threads=threads
+            ):
                 yield self._finished(batch, file)
         except (OSError, ValueError) as error:  # Arrow's are one or the other
             raise DataError(

@@ -356,17 +356,17 @@ def test_ranks_read_row_groups_of_their_own(tmp_path: Path) -> None:
     """Where their number divides the streams: about once all that is there, not once each."""
     dataset = ParquetDataset(numbers(tmp_path, [[10] * 8, [10] * 8]), window_bytes=2000)
     read: list[set[int]] = []
+    original = type(dataset.table).batches
     for rank in range(4):
         copy = pickle.loads(pickle.dumps(dataset))
         groups: set[int] = set()
-        original = copy.table.__class__.batches
 
-        def counting(self: Any, opened: Any, group: int, most: int, groups: Any = groups, read: Any = original) -> Any:
+        def counting(self: Any, opened: Any, group: int, *rest: Any, groups: Any = groups, **options: Any) -> Any:
             groups.add(group)
-            return read(self, opened, group, most)
+            return original(self, opened, group, *rest, **options)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(copy.table.__class__, "batches", counting)
+            patch.setattr(type(dataset.table), "batches", counting)
             for batch in dataset.batches(6, shuffle=True, seed=5):
                 copy.__getitems__(batch.deal(rank, 4)).batch()
             copy.close()
