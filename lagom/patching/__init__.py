@@ -18,6 +18,7 @@ from lagom.patching.precision import Precision
 from lagom.patching.random import OwnStreams
 from lagom.patching.rates import scaled_rates
 from lagom.patching.timing import timed
+from lagom.patching.tracking import tracked_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,6 +47,7 @@ def patched(session: Session) -> Iterator[None]:
                 stack.enter_context(reentrant_checkpoints(session))
         if distributed:
             stack.enter_context(spawned_ranks(session))
+            end_tracking = stack.enter_context(tracked_once(session))
             stack.enter_context(tracked_modules(session))
             if session.plan.backend == "torch":
                 stack.enter_context(synchronised_backward(session))
@@ -70,5 +72,7 @@ def patched(session: Session) -> Iterator[None]:
         if session.spans is not None:
             stack.enter_context(timed(session, session.spans, forwards=has_forwards))
         yield
+        if distributed:
+            end_tracking()
         if session.watch is not None and session.frame is not None and not session.joined:
             session.watch.end(session.frame)

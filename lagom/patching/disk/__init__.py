@@ -4,10 +4,20 @@ from lagom.patching.disk.install import (
     asked_for_rank,
     downloading,
     found,
+    has_asked,
     own_disk,
     share_disk,
     writes_for_real,
     written,
 )
 
-__all__ = ["asked_for_rank", "downloading", "found", "own_disk", "share_disk", "writes_for_real", "written"]
+__all__ = [
+    "asked_for_rank",
+    "downloading",
+    "found",
+    "has_asked",
+    "own_disk",
+    "share_disk",
+    "writes_for_real",
+    "written",
+]

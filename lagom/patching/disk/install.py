@@ -72,6 +72,11 @@ def asked_for_rank() -> None:
         _calls.asked()
 
 
+def has_asked() -> bool:
+    """Whether the program of this rank, not the first, knows which rank it is."""
+    return isinstance(_calls, CallsOfOthers) and _calls.was_asked
+
+
 def share_disk() -> None:
     """From now on the program sees the real disk: it is distributed by itself, and says which rank writes."""
     if _calls is not None:

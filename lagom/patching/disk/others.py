@@ -15,7 +15,8 @@ from lagom.patching.disk.seeing import ELSEWHERE, Seeing, name_in
 class CallsOfOthers(Seeing):
     """Those of every rank that is not rank 0."""
 
-    _was_asked = False
+    was_asked = False
+    """The program has asked which rank it is."""
 
     def replacements(self) -> dict[str, Any]:
         present = self.original
@@ -42,8 +43,8 @@ class CallsOfOthers(Seeing):
         self.overlay.log.add("free", path)
 
     def asked(self) -> None:
-        if not self._was_asked:
-            self._was_asked = True
+        if not self.was_asked:
+            self.was_asked = True
             with self.original["io.open"](self.overlay.folder + "/asked", "w") as file:
                 file.write(str(os.getpid()))
 
