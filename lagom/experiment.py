@@ -72,6 +72,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
         name=the_plan.name,
         where=launcher.where(),
         run_dir=records.folder if records is not None else None,
+        upload=records.upload if records is not None else None,
     )
 
 

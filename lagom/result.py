@@ -6,7 +6,10 @@ import html
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lagom.records.remote import Upload
 
 TEST_RESULT = "test result"
 _SHOWN_RANKS = 8
@@ -31,6 +34,7 @@ class Result(Mapping[str, Any]):
         name: str = "",
         where: str = "",
         run_dir: Path | None = None,
+        upload: Upload | None = None,
     ) -> None:
         metrics = {key: item for key, item in value.items() if isinstance(key, str)} if isinstance(value, dict) else {}
         self._items = {**metrics, TEST_RESULT: value}
@@ -40,6 +44,7 @@ class Result(Mapping[str, Any]):
         self._name = name
         self._where = where
         self._run_dir = run_dir
+        self._upload = upload
 
     @property
     def value(self) -> Any:
@@ -63,14 +68,22 @@ class Result(Mapping[str, Any]):
 
     @property
     def run_dir(self) -> Path | None:
-        """Folder that keeps the run's records; None where the config had none kept."""
+        """Folder that has the run's records; None where the config had none kept.
+
+        Where they are kept at a URL it is a copy, there for as long as this object is.
+        """
         return self._run_dir
+
+    @property
+    def run_url(self) -> str | None:
+        """Where the run's records are kept, if that is no folder of this machine."""
+        return self._upload.url if self._upload is not None else None
 
     def report(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write one HTML page about the run, which needs no network to be looked at; returns its path.
 
         Args:
-            path: of the page; None: "report.html" in the run's folder.
+            path: of the page; None: "report.html" in the run's folder, and at its URL if it has one.
 
         Raises:
             ValueError: when no records were kept, as the config said.
@@ -81,6 +94,8 @@ class Result(Mapping[str, Any]):
 
         target = Path(path) if path is not None else self._run_dir / "report.html"
         target.write_text(report(self._run_dir), encoding="utf-8")
+        if self._upload is not None and path is None:
+            self._upload.send(target)
         return target
 
     def __getitem__(self, key: str) -> Any:

@@ -80,6 +80,7 @@ RULES = {
     "lagom.monitor": Rule(),
     "lagom.monitor.certificate": Rule(always=("lagom.monitor",), later=("cryptography",)),
     "lagom.records": Rule(always=("lagom.errors", "lagom.monitor")),
+    "lagom.records.remote": Rule(later=("fsspec", "pyarrow")),
     "lagom.collectives": Rule(always=("lagom.errors", "torch", "numpy"), later=("lagom._native",)),
     "lagom.patching": Rule(always=(*_TORCH_SIDE, "lagom.data.shard", "lagom.recognise", "lagom.worker.place")),
     "lagom.strategies": Rule(always=_TORCH_SIDE),

@@ -94,7 +94,8 @@ class TorchDistributedConfig:
     """Whose output is shown as it comes: rank 0's, as that of one process; or "all", each line after its rank."""
     run_dir: str | os.PathLike[str] | None = field(default_factory=lambda: os.environ.get("LAGOM_RUN_DIR", RUN_DIR))
     """Each run gets a folder of its own here, with its settings, versions, ranks, their output, progress and result as
-    text; None: nothing is kept. The environment variable LAGOM_RUN_DIR replaces the default."""
+    text; None: nothing is kept. A URL ("s3://bucket/runs") is one of fsspec's or pyarrow's. The environment variable
+    LAGOM_RUN_DIR replaces the default."""
     timeline: bool | str | os.PathLike[str] = False
     """A trace of what all ranks do, for chrome://tracing or Perfetto, as "timeline.json" in the run's folder; a path
     writes it there as well. It has the first 100 steps, and samples of later ones."""
@@ -185,7 +186,7 @@ class TorchDistributedConfig:
         if self.name is not None and not isinstance(self.name, str):
             raise ValueError(f"name is {self.name!r}; want a str, or None for the function's name")
         if self.run_dir is not None and not isinstance(self.run_dir, (str, os.PathLike)):
-            raise ValueError(f"run_dir is {self.run_dir!r}; want the path of a folder, or None to keep nothing")
+            raise ValueError(f"run_dir is {self.run_dir!r}; want the path or URL of a folder, or None to keep nothing")
         if not isinstance(self.timeline, (bool, str, os.PathLike)):
             raise ValueError(f"timeline is {self.timeline!r}; want True, False or the path of a file to write")
         if self.timeline and (self.run_dir is None or not os.fspath(self.run_dir)):

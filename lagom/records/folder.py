@@ -26,6 +26,7 @@ from typing import IO, Any, Concatenate, ParamSpec
 from lagom.errors import PlanError
 from lagom.monitor.link import Message
 from lagom.monitor.spans import unpacked
+from lagom.records.remote import Upload, is_url, on_disk
 from lagom.records.timeline import TIMELINES, merge
 
 RUN, RESULT, PROGRESS = "run.json", "result.json", "progress.jsonl"
@@ -61,8 +62,11 @@ def _harmless(method: Callable[Concatenate[Records, P], None]) -> Callable[Conca
 class Records:
     """Writes as the run goes, so that what there is of a run that was killed can be read as well."""
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, facts: Mapping[str, Any], upload: Upload | None = None) -> None:
         self.folder = folder
+        """On this machine."""
+        self.upload = upload
+        """To where it goes, where that is not its place."""
         self.broken = False
         self._started = time.monotonic()
         self._facts = {
@@ -76,6 +80,8 @@ class Records:
         self._kept_at: dict[int, float] = {}
         self._progress: IO[str] | None = None
         self._write(RUN, self._facts)
+        if upload is not None:
+            upload.begin()
 
     @_harmless
     def joined(self, ranks: list[int], host: str, ip: str, last: bool = True) -> None:
@@ -138,9 +144,14 @@ class Records:
         """What came of the run."""
         self._write(RESULT, {**outcome, "seconds": round(time.monotonic() - self._started, 3)})
 
-    @_harmless
     def close(self) -> None:
         """Nothing more is written."""
+        self._close()
+        if self.upload is not None:
+            self.upload.finish()
+
+    @_harmless
+    def _close(self) -> None:
         for file in self._logs.values():
             file.close()
         if self._progress is not None:
@@ -163,7 +174,10 @@ def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Map
         return None
     now = datetime.datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     name = re.sub(r"[^\w.-]+", "-", str(facts["name"]))[:60]
-    folder = Path(run_dir).expanduser() / f"{now}-{name}-{secrets.token_hex(3)}"
+    name = f"{now}-{name}-{secrets.token_hex(3)}"
+    if is_url(run_dir):
+        return _elsewhere(os.fspath(run_dir), name, facts)
+    folder = on_disk(run_dir) / name
     try:
         folder.mkdir(parents=True, mode=0o700)
         return Records(folder.resolve(), facts)
@@ -173,6 +187,18 @@ def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Map
             log.warning("%s; nothing is kept of this run. Set run_dir, or run_dir=None", text)
             return None
         raise PlanError(f"{text}; name another folder, or None to keep nothing") from error
+
+
+def _elsewhere(url: str, name: str, facts: Mapping[str, Any]) -> Records:
+    try:
+        upload = Upload(url, name)
+        return Records(upload.folder, facts, upload)
+    except Exception as error:  # of any file system
+        kind = url.partition(":")[0]
+        raise PlanError(
+            f"run_dir is {url.partition('?')[0]!r}, and nothing can be written there: {type(error).__name__}: {error}; "
+            f"install what fsspec needs for {kind}:, see to the credentials, or name another place, or None for nothing"
+        ) from error
 
 
 def _surroundings() -> dict[str, Any]:
