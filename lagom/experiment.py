@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,7 +59,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
     call = {"function": train, "provided": provided, "random": _random(config)}
     if config.verify and the_plan.world_size > 1 and not the_plan.already_distributed:
         show(verify(launcher, the_plan, call))
-    with _kept(config, the_plan, launcher.where()) as records:
+    with _kept(config, the_plan, launcher.where(), source_of(train)) as records:
         outcomes = launcher.run(the_plan, call, records)
         raise_failure(outcomes)
         loaded = [outcome.load() for outcome in outcomes]
@@ -99,11 +101,17 @@ def what_is_told() -> dict[str, Any]:
 
 
 @contextmanager
-def _kept(config: TorchDistributedConfig, the_plan: Plan, where: str) -> Iterator[Records | None]:
+def _kept(config: TorchDistributedConfig, the_plan: Plan, where: str, source: str | None) -> Iterator[Records | None]:
     """Records of the run, if they are wanted; what it raises is among them."""
     settings = {each.name: getattr(config, each.name) for each in fields(config)}
-    facts = {"name": the_plan.name, "description": config.description, "where": where, "config": settings}
-    plan_facts = {"world_size": the_plan.world_size, "seed": the_plan.seed, "gpu": the_plan.gpu}
+    facts = {
+        "name": the_plan.name,
+        "description": config.description,
+        "where": where,
+        "config": settings,
+        "source": source,
+    }
+    plan_facts = {name: getattr(the_plan, name) for name in ("world_size", "seed", "gpu", "ranks_per_slot", "zero_lvl")}
     records = new_records(config.run_dir, config.run_dir == DEFAULT_RUN_DIR, {**facts, **plan_facts})
     try:
         yield records
@@ -118,6 +126,14 @@ def _kept(config: TorchDistributedConfig, the_plan: Plan, where: str) -> Iterato
             if the_plan.timeline:
                 records.merge_timelines(None if isinstance(config.timeline, bool) else config.timeline)
             records.close()
+
+
+def source_of(train: Callable[..., Any]) -> str | None:
+    """The file that ``train`` was written in; None where it is none, as in a notebook."""
+    path = getattr(train, "path", None) or getattr(
+        getattr(inspect.unwrap(train), "__code__", None), "co_filename", None
+    )
+    return os.path.abspath(path) if isinstance(path, (str, os.PathLike)) and os.path.isfile(path) else None
 
 
 def _provided(config: TorchDistributedConfig) -> dict[str, Any]:

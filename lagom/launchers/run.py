@@ -225,8 +225,7 @@ class Run:
             return
         self._joins[task] = message
         if self._records is not None:
-            host, last = str(message["host"]).split("|")[0], len(self._joins) == self._num_tasks
-            self._records.joined(message["ranks"], host, message["ip"], last)
+            self._records.joined(message, last=len(self._joins) == self._num_tasks)
         if self._gathering:
             self.channel.send(task, {"type": "gather"})
         elif len(self._joins) == self._num_tasks:

@@ -26,6 +26,7 @@ from typing import IO, Any, Concatenate, ParamSpec
 from lagom.errors import PlanError
 from lagom.monitor.link import Message
 from lagom.monitor.spans import unpacked
+from lagom.records.checkout import Checkout
 from lagom.records.remote import Upload, is_url, on_disk
 from lagom.records.timeline import TIMELINES, merge
 
@@ -69,10 +70,13 @@ class Records:
         """To where it goes, where that is not its place."""
         self.broken = False
         self._started = time.monotonic()
+        source = facts.get("source")
+        self._checkout = Checkout(Path(source).parent if source else Path.cwd())
         self._facts = {
             **facts,
             "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             **_surroundings(),
+            "git": self._checkout.facts(),
             "ranks": {},
         }
         self._logs: dict[int, IO[bytes]] = {}
@@ -84,9 +88,15 @@ class Records:
             upload.begin()
 
     @_harmless
-    def joined(self, ranks: list[int], host: str, ip: str, last: bool = True) -> None:
-        """Ranks have come, from a host; the ``last`` ones are written at once, as a thousand would each time anew."""
-        self._facts["ranks"] |= {str(rank): {"host": host, "ip": ip} for rank in ranks}
+    def joined(self, message: Message, last: bool = True) -> None:
+        """Ranks have come, of a task; the ``last`` ones are written at once, as a thousand would each time anew."""
+        place = {"host": str(message["host"]).split("|")[0], "ip": message["ip"], "task": message.get("task")}
+        place |= {name: message[name] for name in ("python", "torch") if name in message}
+        gpus = message.get("gpus") or []
+        for number, rank in enumerate(message["ranks"]):
+            device = {"gpu": gpus[number]} if number < len(gpus) else {}
+            self._facts["ranks"][str(rank)] = {**place, **device}
+        self._facts["seconds_to_join"] = round(time.monotonic() - self._started, 3)
         number = len(self._facts["ranks"])
         if last or number & (number - 1) == 0:
             self._write(RUN, self._facts)
@@ -142,10 +152,13 @@ class Records:
     @_harmless
     def ended(self, outcome: Mapping[str, Any]) -> None:
         """What came of the run."""
+        self._checkout.finish()
+        self._write(RUN, self._facts | {"git": self._checkout.facts()})
         self._write(RESULT, {**outcome, "seconds": round(time.monotonic() - self._started, 3)})
 
     def close(self) -> None:
         """Nothing more is written."""
+        self._checkout.finish()
         self._close()
         if self.upload is not None:
             self.upload.finish()
@@ -214,7 +227,6 @@ def _surroundings() -> dict[str, Any]:
             "argv": sys.argv,
         },
         "versions": _versions(),
-        "commit": _commit(Path.cwd()),
     }
 
 
@@ -225,24 +237,6 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
-
-
-def _commit(folder: Path) -> str | None:
-    """What git has checked out there; read from its files, since to start git would take longer than a launch."""
-    with contextlib.suppress(OSError, StopIteration):
-        git = next(one / ".git" for one in (folder, *folder.parents) if (one / ".git").exists())
-        if git.is_file():  # of a worktree
-            git = Path(git.read_text().partition(": ")[2].strip())
-        head = (git / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head
-        common = git / (git / "commondir").read_text().strip() if (git / "commondir").exists() else git
-        name = head.removeprefix("ref: ")
-        if (common / name).exists():
-            return (common / name).read_text().strip()
-        packed = (common / "packed-refs").read_text().splitlines()
-        return next(line.split()[0] for line in packed if line.endswith(f" {name}"))
-    return None
 
 
 def as_json(value: Any, depth: int = 6) -> Any:

@@ -56,11 +56,32 @@ def report(folder: Path) -> str:
         *(_section(f"Output of {path.stem.replace('-', ' ')}", _tail(path)) for path in logs[:_MAX_RANKS]),
         _table("Settings", run.get("config", {})),
         _table("Versions", run.get("versions", {})),
-        _table("Ranks", {f"rank {rank}": f"{one['host']} ({one['ip']})" for rank, one in run.get("ranks", {}).items()}),
-        _table("Driver", {**run.get("driver", {}), "commit": run.get("commit"), "started": run.get("started")}),
+        _table("Ranks", {f"rank {rank}": _place(one) for rank, one in run.get("ranks", {}).items()}),
+        _table("Git", _checkout(run.get("git") or {})),
+        _table("Driver", {**run.get("driver", {}), **_durations(run, result)}),
     ]
     title = _text(f"lagom: {run['name']}")
     return f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>{_STYLE}<body>{''.join(parts)}\n"
+
+
+def _place(one: Mapping[str, Any]) -> str:
+    words = [f"{one['host']} ({one['ip']})"]
+    words += [f"task {one['task']}"] if one.get("task") is not None else []
+    words += [f"GPU {one['gpu']}"] if one.get("gpu") else []
+    return ", ".join(words + [f"{name} {one[name]}" for name in ("python", "torch") if name in one])
+
+
+def _checkout(git: Mapping[str, Any]) -> dict[str, Any]:
+    if not git:
+        return {}
+    changes = git.get("changes")
+    said = "not known" if changes is None else "\n".join(changes) or "none"
+    return {**git, "changes": said}
+
+
+def _durations(run: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+    seconds = {"seconds until the ranks had joined": run.get("seconds_to_join"), "seconds": result.get("seconds")}
+    return {"started": run.get("started")} | {name: value for name, value in seconds.items() if value is not None}
 
 
 def _headline(run: Mapping[str, Any], result: Mapping[str, Any]) -> str:
@@ -162,5 +183,5 @@ pre { background: #f5f5f5; padding: .7em; overflow-x: auto; font-size: 13px; mar
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: 1em; margin: 1em 0 }
 summary { cursor: pointer; font-weight: 600; margin-top: .8em }
 th { text-align: left; padding-right: 1.5em; font-weight: 500; vertical-align: top; white-space: nowrap }
-td { font-family: ui-monospace, monospace; font-size: 13px; word-break: break-word }
+td { font-family: ui-monospace, monospace; font-size: 13px; word-break: break-word; white-space: pre-wrap }
 </style>"""

@@ -68,7 +68,11 @@ def test_a_run_leaves_its_settings_versions_ranks_output_progress_and_result(tmp
     assert facts["versions"]["lagom"] == lagom.__version__
     assert facts["driver"]["argv"] == sys.argv
     assert set(facts["ranks"]) == {"0", "1"}
-    assert re.fullmatch("[0-9a-f]{40}", facts["commit"])
+    assert facts["ranks"]["1"]["torch"] == torch.__version__.split("+")[0]
+    assert (facts["source"], facts["git"]["folder"]) == (__file__, str(Path(__file__).parents[2]))
+    assert re.fullmatch("[0-9a-f]{40}", facts["git"]["commit"])
+    assert isinstance(facts["git"]["changes"], list)
+    assert 0 < facts["seconds_to_join"] < loaded(folder / "result.json")["seconds"]
     for rank in range(2):
         lines = (folder / f"rank-{rank}.log").read_text().splitlines()
         assert sorted(lines) == sorted([*(f"batch {number}" for number in range(8)), "from C"])

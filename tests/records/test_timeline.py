@@ -255,6 +255,7 @@ def test_time_is_counted_once_however_deep(tmp_path: Path) -> None:
         passes(60)
     spans.finish()
     records = Records(tmp_path, {"name": "x"})
+    records.close()
     for block in spans.blocks():
         records.timed(block | {"rank": 0})
     told = json.loads(merge(tmp_path).read_text())["otherData"]["summary"]["ranks"]["0"]
@@ -271,6 +272,7 @@ def test_an_activity_has_a_row_of_its_own(tmp_path: Path) -> None:
     with current(spans), activity("weight", "ALLREDUCE", 64):
         pass
     records = Records(tmp_path, {"name": "x"})
+    records.close()
     for block in spans.blocks():
         records.timed(block | {"rank": 0})
     found = events(merge(tmp_path))
@@ -282,6 +284,7 @@ def test_clocks_of_several_hosts_are_put_on_one(tmp_path: Path, monkeypatch: pyt
     ahead = {0: 0, 1: 7_000_000_000, 2: -3_000_000}
     draws = random.Random(1)
     records = Records(tmp_path, {"name": "x"})
+    records.close()
     clocks = {rank: Clock(10**12 + ahead[rank]) for rank in ahead}
     ranks = {}
     for rank, clock in clocks.items():
