@@ -189,15 +189,17 @@ class _Buffers:
     def __init__(self, array: Any) -> None:
         import pyarrow as pa
 
-        array = array.cast(pa.large_binary())
+        if not (pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type)):
+            array = array.cast(pa.large_binary())
         _, offsets, data = array.buffers()
-        self.offsets = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+        width = np.int32 if pa.types.is_binary(array.type) else np.int64
+        self.offsets = np.frombuffer(offsets, width)[array.offset : array.offset + len(array) + 1].astype(np.int64)
         self.data = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
         self.valid: NDArray[np.bool_] = array.is_valid().to_numpy(zero_copy_only=False)
 
 
 def _alike(cells: _Buffers, field: Field, memory: Memory | None) -> NDArray[Any] | None:
-    """Cells with one header as one array, in ``memory``; None where headers differ, or are wrong."""
+    """Cells with one header as one array, in ``memory`` or uncopied; None where headers differ, or are wrong."""
     lengths = np.diff(cells.offsets)
     if not len(lengths) or (lengths != lengths[0]).any():
         return None
@@ -215,9 +217,10 @@ def _alike(cells: _Buffers, field: Field, memory: Memory | None) -> NDArray[Any]
     size = int(np.prod(shape)) * dtype.itemsize
     if start + size != lengths[0] or (matrix[:, :start] != matrix[0, :start]).any():
         return None
-    empty = np.empty if memory is None else memory.empty
-    bare = empty((len(lengths), size), np.dtype(np.uint8))
-    np.copyto(bare, matrix[:, start:])
+    bare = matrix[:, start:]
+    if memory is not None:
+        bare = memory.empty((len(lengths), size), np.dtype(np.uint8))
+        np.copyto(bare, matrix[:, start:])
     body = bare.view(dtype)
     if is_fortran:
         body = np.ascontiguousarray(body.reshape(len(lengths), *shape[::-1]).transpose(0, *range(len(shape), 0, -1)))

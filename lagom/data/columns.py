@@ -42,7 +42,7 @@ class Where:
     first: int
     """The row of the group that is row 0 here."""
     memory: Memory | None = None
-    """For what is made of them."""
+    """For what is made of them; None: it is copied later, and need not be."""
 
     def error(self, path: Path, row: int, why: str) -> DataError:
         """The error for one row of a column."""

@@ -112,7 +112,7 @@ class Reader:
 
     def _group(self, number: int) -> Block:
         whole = Piece(number, 0, self._table.counts[number])
-        return values.joined(list(Cursor(self._source, MOST, is_alone=True).read(whole)))
+        return values.joined(list(Cursor(self._source, MOST, is_alone=True, is_last=False).read(whole)))
 
 
 _FROM_EVERYWHERE = (

@@ -16,6 +16,7 @@ from lagom.data.cells import Encoded
 from lagom.data.codecs import Slow
 from lagom.data.columns import Leaf, Where
 from lagom.data.memory import Memory
+from lagom.data.mixing import Round
 from lagom.data.shard import Lane, Order, Piece
 from lagom.errors import DataError
 
@@ -65,9 +66,12 @@ class Source:
         """Whether there are columns whose cells take time to decode."""
         return any(isinstance(leaf.codec, Slow) for _, leaves in self._leaves for leaf in leaves)
 
-    def convert(self, batch: Any, group: int, first: int) -> Block:
-        """The rows of a record batch, the first of which is row ``first`` of row group number ``group``."""
-        where = Where(self.table, group, first, self.memory)
+    def convert(self, batch: Any, group: int, first: int, *, is_last: bool) -> Block:
+        """The rows of a record batch, the first of which is row ``first`` of row group number ``group``.
+
+        With ``is_last`` they go into batches as they are; otherwise they are copied first.
+        """
+        where = Where(self.table, group, first, self.memory if is_last else None)
         found: dict[Path, Any] = {}
         for number, (_, leaves) in enumerate(self._leaves):
             column = batch.column(number)
@@ -84,9 +88,10 @@ class Source:
 class Cursor:
     """Reads pieces of row groups, each from where the one before ended."""
 
-    def __init__(self, source: Source, most: int, *, is_alone: bool) -> None:
+    def __init__(self, source: Source, most: int, *, is_alone: bool, is_last: bool) -> None:
         """``most`` rows at a time; with ``is_alone`` by several threads. See Note [Whose threads]."""
         self._source = source
+        self._is_last = is_last
         self._most = most
         self._threads = is_alone and torch.get_num_threads() > 1
         self._file = -1
@@ -113,7 +118,7 @@ class Cursor:
             first = self._at + skipped
             self._at += used
             if len(part):
-                yield self._source.convert(part, piece.group, first)
+                yield self._source.convert(part, piece.group, first, is_last=self._is_last)
 
     def _begin(self, group: int) -> None:
         table = self._source.table
@@ -179,11 +184,11 @@ def _row_groups(source: Source, order: Order, at: int) -> Generator[Block, None,
     pieces = deque(order.pieces(0, at, order.num_rows))
     threads = min(torch.get_num_threads(), _AT_ONCE * order.window // max(order.counts))
     if threads < 2:
-        cursor = Cursor(source, most, is_alone=True)
+        cursor = Cursor(source, most, is_alone=True, is_last=True)
         for piece in pieces:
             yield from cursor.read(piece)
         return
-    cursors = deque(Cursor(source, most, is_alone=False) for _ in range(threads))
+    cursors = deque(Cursor(source, most, is_alone=False, is_last=True) for _ in range(threads))
 
     def read(cursor: Cursor, piece: Piece) -> tuple[Cursor, list[Block]]:
         return cursor, list(cursor.read(piece))
@@ -203,19 +208,28 @@ def _shuffled(source: Source, order: Order, lane: Lane, at: int) -> Blocks:
     streams = range(lane.first, order.streams, lane.step)
     # What is decoded and left over is a round again at most.
     most = min(MOST, 2 * order.window)
-    cursors = {stream: Cursor(source, most, is_alone=len(streams) == 1) for stream in streams}
+    is_alone = len(streams) == 1
+    cursors = {stream: Cursor(source, most, is_alone=is_alone, is_last=False) for stream in streams}
     size = order.window * len(streams)
-    # Gathering waits for memory, and numpy lets go of the interpreter meanwhile.
+    # Copying waits for memory, and numpy lets go of the interpreter meanwhile.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for number in range(at // size, -(-order.length(lane.first) // order.window)):
+            index, bases = _mixed(order, streams, number)
+            made = Round(index, source.memory)
 
-            def window(stream: int, number: int = number) -> list[Block]:
-                pieces = order.pieces(stream, number * order.window, (number + 1) * order.window)
-                return [block for piece in pieces for block in cursors[stream].read(piece)]
+            def window(
+                stream: int, base: int, number: int = number, made: Round = made
+            ) -> list[tuple[list[Path], Block]]:
+                found = []
+                for piece in order.pieces(stream, number * order.window, (number + 1) * order.window):
+                    for block in cursors[stream].read(piece):
+                        found.append((list(block), made.put(block, base)))
+                        base += values.num_rows(block)
+                return found
 
-            parts = [block for found in pool.map(window, streams) for block in found]
-            yield number * size, values.joined(parts, _mixed(order, streams, number), source.memory, pool)
-            del parts
+            parts = [part for found in pool.map(window, streams, bases) for part in found]
+            yield number * size, made.block(parts[0][0], [rest for _, rest in parts], pool)
+            del parts, made
 
 
 def decoded(found: Blocks, row_bytes: int, at: int) -> Blocks:
@@ -231,16 +245,16 @@ def decoded(found: Blocks, row_bytes: int, at: int) -> Blocks:
                 )
 
 
-def _mixed(order: Order, streams: range, number: int) -> NDArray[np.int64]:
-    """Where the rows of round ``number`` are in the windows of ``streams``, one behind another."""
+def _mixed(order: Order, streams: range, number: int) -> tuple[NDArray[np.int64], list[int]]:
+    """Where the rows of round ``number`` are in the windows of ``streams``, laid end to end, and where each begins."""
     index = np.full((order.window_rows(streams[0], number), len(streams)), -1, np.int64)
-    base = 0
+    bases = [0]
     for column, stream in enumerate(streams):
         rows = order.shuffled(stream, number)
-        index[: len(rows), column] = rows + base
-        base += len(rows)
+        index[: len(rows), column] = rows + bases[-1]
+        bases.append(bases[-1] + len(rows))
     flat = index.ravel()
-    return flat if base == flat.size else flat[flat >= 0]
+    return flat if bases[-1] == flat.size else flat[flat >= 0], bases[:-1]
 
 
 # Note [Whose threads]

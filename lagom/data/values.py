@@ -43,7 +43,7 @@ class Values(Protocol):
 
 
 class Dense:
-    """Rows of equal shape: a writable array of shape ``(rows, ...)``, whose rows only one batch gets."""
+    """Rows of equal shape: an array of shape ``(rows, ...)``; once in batches, writable, and its rows only in one."""
 
     __slots__ = ("array",)
 
