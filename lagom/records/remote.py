@@ -63,6 +63,10 @@ class Upload:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a run that is over, with its `Result`; the copy on this machine stays the original's."""
+        return {name: vars(self)[name] for name in ("url", "folder", "_system", "_root")}
+
     def begin(self) -> None:
         """Copy what there is, and from now on what changes.
 

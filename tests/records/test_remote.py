@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import pickle
 import threading
 import uuid
 from collections.abc import Iterator
@@ -65,6 +66,9 @@ def test_a_run_is_kept_at_a_url_as_it_is_in_a_folder(url: str, tmp_path: Path) -
     result.report()
     found = there(result.run_url)
     assert found == {path.relative_to(copy).as_posix(): path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    kept = pickle.loads(pickle.dumps(result))
+    assert (kept.run_url, kept.value) == (result.run_url, result.value)
+    assert kept.report().exists()
     beside = run(tmp_path)
     assert beside.run_url is None
     beside.report()
