@@ -25,6 +25,7 @@ from lagom.result import Result
 from lagom.signature import arguments
 from lagom.verify.rehearsals import verify
 from lagom.verify.verification import show
+from lagom.worker.settings import process_settings
 
 
 def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
@@ -56,7 +57,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
     name = getattr(train, "__name__", "lagom")
     the_plan = plan(config, launcher.cluster(), name, already_distributed=_is_distributed(train, provided))
     provided = handed_over(provided)
-    call = {"function": train, "provided": provided, "random": _random(config)}
+    call = {"function": train, "provided": provided, "random": _random(config), "settings": process_settings()}
     if config.verify and the_plan.world_size > 1 and not the_plan.already_distributed:
         show(verify(launcher, the_plan, call))
     with _kept(config, the_plan, launcher.where(), source_of(train)) as records:

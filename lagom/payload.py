@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import io
 import json
 import mmap
@@ -10,6 +11,7 @@ import os
 import pickle
 import struct
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -136,6 +138,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type) and value in self._at_home:
             return _class_at_home, (self._at_home[value], value.__qualname__)
+        if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:
+            # A module of a class of its own, which cloudpickle does not know, such as torch.backends.cudnn.
+            name: str = value.__name__
+            if sys.modules.get(name) is value:
+                return importlib.import_module, (name,)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.storage.TypedStorage):
             return _typed_storage, (self._storage(value._untyped_storage), value.dtype)
@@ -224,7 +231,7 @@ def _put_together(kind: type[BaseException], args: tuple[Any, ...], attributes: 
 def find_unpicklable(value: object, name: str = "", seen: frozenset[int] = frozenset()) -> str:
     """Name the innermost part of ``value`` that cannot be pickled, or "" when all of it can be."""
     try:
-        cloudpickle.dumps(value)
+        _Pickler(io.BytesIO(), lambda _: False, {}).dump(value)
         return ""
     except Exception:  # the error was seen once already; only the place is wanted
         pass

@@ -38,7 +38,8 @@ _TORCH_SIDE = (
 )
 # Parts of the worker that the driver has use for; without torch, so that it need not import it.
 _SHARED = tuple(
-    f"lagom.worker.{name}" for name in ("compatible", "place", "random_states", "rendezvous", "spec", "task")
+    f"lagom.worker.{name}"
+    for name in ("compatible", "place", "random_states", "rendezvous", "settings", "spec", "task")
 )
 _DRIVER_SIDE = (
     *_FACTS,
@@ -105,6 +106,7 @@ RULES = {
     "lagom.worker.task": Rule(later=("lagom.worker", "pyspark", "pyarrow")),
     "lagom.worker.place": Rule(),
     "lagom.worker.random_states": Rule(later=("torch", "numpy")),
+    "lagom.worker.settings": Rule(later=("torch", "numpy")),
     "lagom.worker.interfaces": Rule(always=("lagom.errors",)),
     "lagom.worker.rendezvous": Rule(always=("lagom.errors", "lagom.monitor")),
     "lagom.worker.spec": Rule(always=("lagom.plan",)),

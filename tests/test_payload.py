@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -421,3 +422,18 @@ print(sorted({"torch", "pyspark", "numpy", "pandas", "pyarrow"} & set(sys.module
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_a_function_that_sets_how_cudnn_works_can_travel() -> None:
+    def train() -> bool:
+        torch.backends.cudnn.benchmark = True
+        return torch.backends.cudnn.benchmark
+
+    source = train.__code__
+    scope = {"torch": torch, "__name__": "__main__"}
+    function = unpack(bytearray(Parcel(types.FunctionType(source, scope)).tobytes()))
+    before = torch.backends.cudnn.benchmark
+    try:
+        assert function()
+    finally:
+        torch.backends.cudnn.benchmark = before

@@ -28,10 +28,12 @@ from lagom.worker.place import Place, standing_at
 from lagom.worker.process_group import process_group
 from lagom.worker.random_states import random_states, set_random_states
 from lagom.worker.reporter import Reporter
+from lagom.worker.settings import set_process_settings
 from lagom.worker.spec import Seat
 
 Call = Mapping[str, Any]
-"""``function``, ``provided`` (the config's fields by name) and ``random`` (the driver's generators, or None)."""
+"""``function``, ``provided`` (the config's fields by name), ``random`` (the driver's generators, or None), and
+``settings`` (what the driver has set for its process)."""
 
 
 def run(
@@ -75,6 +77,8 @@ def run(
         stack.enter_context(compatible(plan.already_distributed))
         call = load()  # inside the patches: modules that arrive by pickle are seen as they are made
         session.has_arrived = True
+        if seat is not None:  # without, this is the process that has been set so
+            set_process_settings(call.get("settings", {}))
         stack.enter_context(seeded(plan.seed, call["random"]))
         provided = dict(call["provided"]) | {"reporter": Reporter(session)}
         positional, named = arguments(call["function"], Made(provided))

@@ -1,0 +1,160 @@
+"""What a program has set for its whole process, as plain values: its ranks take it over; loads no library.
+
+Of torch: the default dtype, whether gradients are recorded, determinism, precisions, how tensors are printed. Of numpy:
+how arrays are printed, and what is done about overflows. Levels of loggers, and handlers that write to standard output
+or error. Filters of warnings, but for those that make errors of them, as lagom's own code would meet them. The text of
+a notebook's cells, for tracebacks and for whoever asks for the source of a function.
+"""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_MAX_SOURCES = 1 << 19  # characters of cells
+_CUDNN = ("enabled", "benchmark", "deterministic", "allow_tf32")
+Settings = Mapping[str, Any]
+
+
+def process_settings() -> dict[str, Any]:
+    """Those of this process."""
+    found: dict[str, Any] = {"recursion": sys.getrecursionlimit(), "logging": _logging(), "warnings": list(_filters())}
+    found["cells"] = _cells()
+    if (torch := sys.modules.get("torch")) is not None:
+        found["torch"] = _of_torch(torch)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found["numpy"] = {"print": numpy.get_printoptions(), "errors": numpy.geterr()}
+    return found
+
+
+def set_process_settings(settings: Settings) -> None:
+    """Have this process be as ``process_settings`` found another; what is not in there stays."""
+    if not settings:
+        return
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), settings["recursion"]))
+    for name, text in settings["cells"].items():
+        # Without a time of its last change: linecache then does not look for a file.
+        linecache.cache.setdefault(name, (len(text), None, text.splitlines(keepends=True), name))
+    _set_logging(settings["logging"])
+    _set_filters(settings["warnings"])
+    if "torch" in settings:
+        _set_torch(settings["torch"])
+    if "numpy" in settings:
+        import numpy
+
+        numpy.set_printoptions(**settings["numpy"]["print"])
+        numpy.seterr(**settings["numpy"]["errors"])
+
+
+def _of_torch(torch: Any) -> dict[str, Any]:
+    printing = torch._tensor_str.PRINT_OPTS
+    names = ("precision", "threshold", "edgeitems", "linewidth", "sci_mode")
+    return {
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "grad": torch.is_grad_enabled(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "precision": torch.get_float32_matmul_precision(),
+        "anomalies": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        "cudnn": {name: getattr(torch.backends.cudnn, name) for name in _CUDNN},
+        "print": {name: getattr(printing, name) for name in names},
+    }
+
+
+def _set_torch(found: Settings) -> None:
+    import torch
+
+    torch.set_default_dtype(getattr(torch, found["dtype"]))
+    torch.set_grad_enabled(found["grad"])
+    enabled, warn_only = found["deterministic"]
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    torch.set_float32_matmul_precision(found["precision"])
+    anomalies, check_nan = found["anomalies"]
+    torch.autograd.set_detect_anomaly(anomalies, check_nan=check_nan)
+    for name, value in found["cudnn"].items():
+        if getattr(torch.backends.cudnn, name) != value:
+            setattr(torch.backends.cudnn, name, value)
+    torch.set_printoptions(**found["print"])
+
+
+def _logging() -> dict[str, Any]:
+    """By name of a logger, "" for the root: level, whether it hands on, whether it is off, and its handlers."""
+    loggers = {"": logging.getLogger()} | {
+        name: one for name, one in logging.Logger.manager.loggerDict.items() if isinstance(one, logging.Logger)
+    }
+    found = {}
+    for name, logger in loggers.items():
+        handlers = [told for handler in logger.handlers if (told := _handler(handler)) is not None]
+        told_of = (logger.level, logger.propagate, logger.disabled, handlers)
+        if name.partition(".")[0] != "lagom" and told_of != (logging.NOTSET, True, False, []):
+            found[name] = told_of
+    return {"disabled": logging.root.manager.disable, "loggers": found}
+
+
+def _handler(handler: logging.Handler) -> tuple[str, int, tuple[str, str | None, str] | None] | None:
+    if type(handler) is not logging.StreamHandler:
+        return None
+    streams = {"stdout": (sys.stdout, sys.__stdout__), "stderr": (sys.stderr, sys.__stderr__)}
+    stream = next((name for name, ours in streams.items() if any(handler.stream is one for one in ours)), None)
+    if stream is None:
+        return None
+    layout = handler.formatter
+    if layout is None or type(layout) is not logging.Formatter:
+        return stream, handler.level, None
+    kind: Any = type(layout._style)
+    style = next((key for key, (one, _) in logging._STYLES.items() if one is kind), "%")
+    return stream, handler.level, (str(layout._fmt), layout.datefmt, style)
+
+
+def _set_logging(found: Settings) -> None:
+    logging.disable(found["disabled"])
+    for name, (level, propagate, disabled, handlers) in found["loggers"].items():
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        logger.propagate, logger.disabled = propagate, disabled
+        for stream, own_level, layout in handlers:
+            handler = logging.StreamHandler(getattr(sys, stream))
+            handler.setLevel(own_level)
+            if layout is not None:
+                handler.setFormatter(logging.Formatter(layout[0], layout[1], layout[2]))
+            logger.addHandler(handler)
+
+
+def _filters() -> Iterator[tuple[str, str, str, str, str, int]]:
+    for action, message, category, module, line in warnings.filters:
+        texts = [one.pattern if isinstance(one, re.Pattern) else one or "" for one in (message, module)]
+        if action != "error" and isinstance(category, type):
+            yield action, texts[0], category.__module__, category.__qualname__, texts[1], line
+
+
+def _set_filters(found: list[tuple[str, str, str, str, str, int]]) -> None:
+    for action, message, home, name, module, line in reversed(found):
+        try:
+            category = getattr(importlib.import_module(home), name) if home in sys.modules else None
+        except AttributeError:  # a class of the notebook, or of another version
+            category = None
+        if isinstance(category, type) and issubclass(category, Warning):
+            warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]
+
+
+def _cells() -> dict[str, str]:
+    """Text by the name that code objects have for its file, of what has no file; of much, the newest."""
+    found: dict[str, str] = {}
+    room = _MAX_SOURCES
+    for name, entry in reversed(list(linecache.cache.items())):
+        if len(entry) == 4 and not name.startswith("<frozen") and not os.path.exists(name):
+            text = "".join(entry[2])
+            room -= len(text)
+            if room < 0:
+                break
+            found[name] = text
+    return found
