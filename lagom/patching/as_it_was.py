@@ -94,3 +94,19 @@ def buffers_of(inside: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
         if buffer is not None and buffer.layout == torch.strided
     }
     return [(buffer, buffer.detach().clone()) for buffer in found.values()]
+
+
+def marks_of(module: nn.Module) -> list[int]:
+    """Of each of its parameters the sum of the bits of a million numbers at most: another one after a change."""
+    marks = []
+    for parameter in module.parameters():
+        if parameter.layout == torch.strided and not parameter.is_meta and parameter.itemsize in _BITS:
+            flat = parameter.detach().reshape(-1)
+            some = torch.view_as_real(flat) if flat.is_complex() else flat
+            some = some[:: -(-len(some) // _MANY)] if len(some) > _MANY else some
+            marks.append(int(some.contiguous().view(_BITS[some.itemsize]).sum(dtype=torch.int64)))
+    return marks
+
+
+_MANY = 1 << 20
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

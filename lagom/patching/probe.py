@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from lagom.patching.as_it_was import as_it_was, buffers_of
+from lagom.errors import LagomError
+from lagom.patching.as_it_was import as_it_was, buffers_of, marks_of
 from lagom.patching.recorder import BlockRecorder, NotByRowsError, Recorder, Work
 from lagom.strategies.draws import Kind, UnsupportedDrawError
 from lagom.strategies.whole_batch import Block
@@ -30,6 +31,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 UNIFORM = "is called with rows that are all alike, which does not show whether it mixes them"
 """Why a forward is not looked at this time."""
+
+
+class ChangedError(LagomError):
+    """A forward that was only looked at has changed its parameters."""
 
 
 @dataclass
@@ -140,6 +145,8 @@ def probe(
         examine(candidate, finding, world_size, statistics)
     except (NotByRowsError, UnsupportedDrawError) as error:
         finding.reason = str(error)
+    except ChangedError:
+        raise
     except Exception as error:  # a forward that does not run on a part of its batch
         finding.reason = f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
 
@@ -155,10 +162,21 @@ def examine(
     Raises:
         NotByRowsError: when rows are not computed one by one, or may not be.
         UnsupportedDrawError: when random numbers cannot be drawn for the whole batch.
+        ChangedError: when a forward has changed parameters, of which no second copy is kept.
     """
     check(candidate)
     with as_it_was(candidate.module, candidate.inside, candidate.device) as begin_again:
-        _look(candidate, finding, num_blocks, statistics, begin_again)
+        before = marks_of(candidate.module)
+        try:
+            _look(candidate, finding, num_blocks, statistics, begin_again)
+        finally:
+            if marks_of(candidate.module) != before:
+                raise ChangedError(
+                    f"the forward of {type(candidate.module).__name__} changes parameters. lagom has run it once more, "
+                    "to look whether ranks or micro-batches can share out its rows, and cannot put them back. Change "
+                    "them after the optimizer's step, or keep them as buffers, or use batches='split', "
+                    "evaluation='replicated' and no micro_batches for this program"
+                )
 
 
 def check(candidate: Candidate) -> None:
@@ -323,4 +341,5 @@ def _compare_buffers(
 #
 # A batch whose rows are all alike, as of a warm-up with zeros, shows nothing: the next one is looked at.
 # Parameters that are (almost) zero get some size in the meantime: a gate that starts closed would hide a coupling of
-# the rows that shows later. Random numbers, buffers and attributes are put back.
+# the rows that shows later. Random numbers, buffers and attributes are put back. Parameters are not, for a copy might
+# not fit: a module whose calls of its own change them (momentum encoders) is found out by these, and not looked at.

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lagom.patching.as_it_was import SMALL, as_it_was, buffers_of
 from lagom.patching.inside import numbers_of
-from lagom.patching.probe import UNIFORM, BatchStatistics, Candidate, Finding, check, examine, is_batch
+from lagom.patching.probe import UNIFORM, BatchStatistics, Candidate, ChangedError, Finding, check, examine, is_batch
 from lagom.patching.random import equal_states, states
 from lagom.patching.recorder import NotByRowsError
 from lagom.patching.shortage import wanted_bytes
@@ -60,6 +60,8 @@ class Examiner:
             self._find(candidate, found, num)
         except (NotByRowsError, UnsupportedDrawError) as error:
             found.finding.reason = str(error)
+        except ChangedError:
+            raise
         except Exception as error:
             short = wanted_bytes(error) is not None
             fails = "has no memory to look at a whole batch" if short else "fails on a part of its batch"

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
+from lagom.patching.as_it_was import marks_of
 from lagom.patching.inside import Insides, kind_of, numbers_of, run_with
 from lagom.patching.passes import Share
 from lagom.patching.probe import UNIFORM, Candidate, Finding, is_batch, measured, probe
@@ -70,6 +71,7 @@ class Slicer:
         self._findings: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._small: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._changing: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._depth = 0
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,13 +93,15 @@ class Slicer:
         if module in self._counting:
             return self._descend(module, args, kwargs)
         if finding is None and len(known) < _MAX_KINDS:
-            before = numbers_of(inside)
+            before, marks = numbers_of(inside), marks_of(module)
             output, known[kind] = measured(candidate, lambda: self._original(module, *args, **kwargs))
             if numbers_of(inside) != before:
                 self._counting[module] = None
                 self._say_whole(
                     module, "changes numbers among its attributes, by which a later call may go another way"
                 )
+            elif marks_of(module) != marks:
+                self._changes_parameters(module, known, kind)
             return output
         if finding is None or finding.reason is not None:
             return self._descend(module, args, kwargs)
@@ -109,6 +113,13 @@ class Slicer:
         if not finding.sliced:
             self._probe(candidate, finding)
         return self._sliced(candidate, finding) if finding.sliced else self._descend(module, args, kwargs)
+
+    def _changes_parameters(self, module: nn.Module, known: dict[object, Finding], kind: object) -> None:
+        del known[kind]
+        if module in self._changing:
+            self._counting[module] = None
+            self._say_whole(module, "changes parameters, which a look at it would do once more")
+        self._changing[module] = None  # once may have been to initialise them
 
     def _say_small(self, module: nn.Module, finding: Finding) -> None:
         if not (finding.told or self._depth) and self._session.plan.batches == "whole" and torch.is_grad_enabled():
