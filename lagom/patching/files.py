@@ -41,6 +41,9 @@ def shared_files(session: Session) -> Iterator[None]:
         for owner in (torch, torch.serialization):
             stack.enter_context(replaced(owner, "save", _saving(torch.serialization.save)))
         stack.enter_context(replaced(torch.jit, "save", _at_place(torch.jit.save, 1, disk.written)))
+        for scripted in (torch.jit.ScriptModule, torch.jit.RecursiveScriptModule):  # one copies the other's methods
+            for name in ("save", "_save_for_lite_interpreter"):
+                stack.enter_context(replaced(scripted, name, _at_place(getattr(scripted, name), 1, disk.written)))
         stack.enter_context(replaced(torch.jit, "load", _at_place(torch.jit.load, 0, disk.found)))
         stack.enter_context(replaced(torch, "from_file", _mapping(torch.from_file)))
         mapping = staticmethod(_mapping(torch.UntypedStorage.from_file))

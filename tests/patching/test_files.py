@@ -46,6 +46,28 @@ def test_a_saved_file_has_the_bytes_of_a_plain_save(name: str, tmp_path: Path) -
     assert run_ranks(2, run) == [plain, plain]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("by_method", [False, True])
+def test_torchscript_is_read_back_as_each_rank_has_saved_it(by_method: bool, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.pt")
+
+    def run(session: Session) -> list[float]:
+        found = []
+        for number in range(5):
+            model = torch.jit.script(torch.nn.Linear(100, 100))
+            torch.nn.init.constant_(model.weight, 10 * number + session.rank)
+            if by_method:
+                model.save(path)
+            else:
+                torch.jit.save(model, path)
+            found.append(torch.jit.load(path).weight.mean().item())
+        return found
+
+    assert run_ranks(3, run) == [[10.0 * number + rank for number in range(5)] for rank in range(3)]
+    assert os.listdir(tmp_path) == ["model.pt"]
+    assert torch.jit.load(path).weight.mean().item() == 40
+
+
 def test_a_failed_save_raises_on_every_rank_and_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
 
