@@ -107,7 +107,8 @@ class Pending:
         if before is not None:
             _accumulate(leaf, before)
         for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
-            hook(leaf)
+            if hook(leaf) is not None:
+                raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # as torch says it
 
     def undo(self) -> None:
         """The backward failed: gradients are what they were; those owed have what was added to them."""

@@ -204,3 +204,16 @@ def test_a_hook_may_run_a_backward_of_its_own() -> None:
         return p.grad.item(), q.grad.item()
 
     assert run_ranks(2, run) == [(0.5, 0.75)] * 2
+
+
+def test_a_hook_that_gives_something_fails_as_in_torch() -> None:
+    def program(_: Session) -> str:
+        model = mlp()
+        x, y = next(iter(DataLoader(data(), batch_size=6)))
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.9))
+        with pytest.raises(RuntimeError) as failed:
+            mse(model)(x, y).backward()
+        return str(failed.value)
+
+    assert run_ranks(2, program) == [alone(program)] * 2
