@@ -6,6 +6,7 @@ import logging
 import numbers
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 _log = logging.getLogger("lagom")
@@ -44,9 +45,18 @@ def _equal(left: Any, right: Any) -> bool:
     if compare is object.__eq__:
         return _equal_states(left, right)
     try:
-        return bool(left == right or (left != left and right != right))  # or both are NaN
+        if left == right or (left != left and right != right):  # or both are NaN
+            return True
     except Exception:  # a foreign __eq__ may do anything, such as give an array
-        return left is right
+        if left is right:
+            return True
+    return _compares_fields(left) and _equal(vars(left), vars(right))
+
+
+def _compares_fields(value: Any) -> bool:
+    """Whether it compares what it holds with ``==``, which arrays and modules do not answer as is meant here."""
+    made = getattr(type(value), "__dataclass_params__", None)
+    return hasattr(value, "__dict__") and (isinstance(value, SimpleNamespace) or (made is not None and made.eq))
 
 
 def _equal_states(left: Any, right: Any) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -201,6 +203,32 @@ def test_objects_without_an_equality_of_their_own_are_rank_0s_without_alarm(capl
     models[1].load_state_dict(models[0].state_dict())
     assert aggregate(models, EVEN) is models[0]
     assert caplog.records == []
+
+
+@dataclass
+class Report:
+    curve: list[float]
+    model: Any
+    predictions: Any
+
+
+@pytest.mark.parametrize("kind", [Report, SimpleNamespace])
+def test_fields_are_compared_one_by_one(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Their own ``==`` calls modules different, and fails on arrays."""
+
+    def made(weight: float, last: float = 2.0) -> Any:
+        model = torch.nn.Linear(2, 1)
+        torch.nn.init.constant_(model.weight, weight)
+        torch.nn.init.zeros_(model.bias)
+        return kind(curve=[0.5, math.nan], model=model, predictions=np.array([1.0, last]))
+
+    first = made(1.0)
+    assert aggregate([first, made(1.0)], EVEN) is first
+    assert caplog.records == []
+    for other in (made(2.0), made(1.0, 3.0)):
+        caplog.clear()
+        assert aggregate([first, other], EVEN) is first
+        assert "rank 0's" in caplog.text
 
 
 def test_models_with_different_weights_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
