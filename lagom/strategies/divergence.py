@@ -185,7 +185,8 @@ class Watch:
             raise DivergenceError(
                 f"the ranks are at different points of the program: {told}; a branch that only some ranks take "
                 "(on the data, the loss, the rank) must not contain a backward, a BatchNorm in training or a "
-                "data loader; evaluation='replicated' lets a rank evaluate alone"
+                "data loader; evaluation='replicated' lets a rank evaluate alone, and with batches='whole' all ranks "
+                "have the same batches, and the same numbers to branch on"
             )
         if mine.values is not None:
             self._due = False
@@ -231,7 +232,8 @@ def _difference(name: str) -> str:
     return (
         f"{name} no longer has the same values on all ranks; gradients are averaged in backward() and "
         "torch.autograd.grad, so update parameters from these, not from torch.func.grad, and not from this rank's own "
-        "data"
+        "data; and where a number of its own share decides, as a running loss does in ReduceLROnPlateau, use "
+        "batches='whole'"
     )
 
 
