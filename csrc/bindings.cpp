@@ -122,7 +122,7 @@ bool average_in_place(Communicator& self, nb::bytes head, const std::vector<uint
 
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a rank ends by os._exit
-    module.attr("VERSION") = 3;  // of what is bound here; lagom/collectives/native.py asks for it
+    module.attr("VERSION") = 4;  // of what is bound here; lagom/collectives/native.py asks for it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -173,6 +173,9 @@ NB_MODULE(_native, module) {
                               int op) { self.all_reduce(at(data), count, type_of(type), op_of(op)); }, Released())
         .def("reduce_scatter", [](Communicator& self, uintptr_t in, uintptr_t out, size_t count, int type, int op) {
             self.reduce_scatter(at(in), at(out), count, type_of(type), op_of(op)); }, Released())
+        .def("reduce_parts", [](Communicator& self, uintptr_t in, const std::vector<uint64_t>& counts, uintptr_t out,
+                                int type, int op) {
+            self.reduce_parts(at(in), counts, at(out), type_of(type), op_of(op)); }, Released())
         .def("all_gather", [](Communicator& self, uintptr_t in, uintptr_t out, size_t bytes) {
             self.all_gather(at(in), at(out), bytes); }, Released())
         .def("broadcast", [](Communicator& self, uintptr_t data, size_t bytes, int root) {

@@ -99,6 +99,36 @@ void Communicator::reduce_scatter(const void* in, void* out, size_t count, Type 
     }
 }
 
+void Communicator::reduce_parts(const void* in, const std::vector<uint64_t>& counts, void* out, Type type, Op op) {
+    const Turn turn(*this);
+    if (!has(type, op)) throw Failure(std::string("there is no ") + name_of(op) + " of " + name_of(type));
+    if (counts.size() != size_t(size_)) throw Failure("reduce_parts needs as many counts as there are ranks");
+    const size_t width = size_of(type);
+    const size_t piece = segment_.slot_bytes() / width / 64 * 64;
+    const char* const numbers = static_cast<const char*>(in);
+    size_t total = 0, own_start = 0;
+    for (int k = 0; k < size_; total += counts[k++])
+        if (k == rank_) own_start = total;
+    const size_t own_end = own_start + counts[rank_];
+    std::vector<const void*> sources(size_);
+    begin(REDUCE_SCATTER, type, op, -1, total);
+    // A slot has the numbers of a piece at their places, but for this rank's own.
+    for (size_t start = 0; start == 0 || start < total; start += piece) {
+        if (start != 0) next();
+        const size_t end = std::min(total, start + piece);
+        const size_t first = std::clamp(own_start, start, end), last = std::clamp(own_end, start, end);
+        copy(slot(rank_), numbers + start * width, (first - start) * width);
+        copy(slot(rank_) + (last - start) * width, numbers + last * width, (end - last) * width);
+        publish();
+        wait_all(step_);
+        if (start == 0) check_calls();
+        for (int k = 0; k < size_; ++k)
+            sources[k] = k == rank_ ? numbers + first * width : slot(k) + (first - start) * width;
+        if (first < last)
+            reduce(type, op, sources.data(), size_, static_cast<char*>(out) + (first - own_start) * width, nullptr, last - first);
+    }
+}
+
 void Communicator::all_gather(const void* in, void* out, size_t bytes) {
     const Turn turn(*this);
     const size_t piece = segment_.slot_bytes();

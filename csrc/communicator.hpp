@@ -38,6 +38,8 @@ class Communicator {
     void all_reduce(void* data, size_t count, Type type, Op op);
     // `in` has `count` numbers for each rank.
     void reduce_scatter(const void* in, void* out, size_t count, Type type, Op op);
+    // `in` has `counts[k]` numbers for rank k, one behind the other; `out` may be this rank's place in it.
+    void reduce_parts(const void* in, const std::vector<uint64_t>& counts, void* out, Type type, Op op);
     // `out` has `bytes` of each rank; `in` may be this rank's place in it.
     void all_gather(const void* in, void* out, size_t bytes);
     void broadcast(void* data, size_t bytes, int root);

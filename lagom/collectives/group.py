@@ -156,6 +156,23 @@ class Group(Asking):
         with naming("all_reduce"):
             return self._aside.allreduce([tensor])
 
+    @property
+    def reduces_parts(self) -> bool:
+        """Whether there is ``reduce_parts_aside``; not before the first exchange, and then alike on all ranks."""
+        return self._near_aside is not None
+
+    def reduce_parts_aside(self, whole: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> Work:
+        """As ``all_reduce_aside``, where each rank needs some of the sums only, in the same bits.
+
+        Args:
+            whole: what this rank gives.
+            counts: so many numbers for each rank, one behind the other.
+            out: gets this rank's; or ``whole``, where all are.
+        """
+        assert self._thread is not None
+        assert self._near_aside is not None
+        return self._thread.later(partial(_sum_parts, self._near_aside, whole, counts, out))
+
     def wait(self, work: Work) -> None:
         """Until ``work`` is done."""
         with naming("all_reduce"):
@@ -173,9 +190,13 @@ class Group(Asking):
             else:
                 self._serving(tensor).broadcast(tensor, root).wait()
 
-    def broadcast_later(self, tensor: torch.Tensor, root: int) -> dist.Work:
+    def broadcast_later(self, tensor: torch.Tensor, root: int) -> Work:
         """Begin to overwrite a contiguous ``tensor`` with the one of rank ``root``."""
         with naming("broadcast"):
+            near = self._connected() if tensor.device.type == "cpu" else None
+            if near:
+                near.broadcast(tensor.data_ptr(), tensor.nbytes, root)
+                return Done()
             return self._serving(tensor).broadcast(tensor, root)
 
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
@@ -374,6 +395,10 @@ class Group(Asking):
 
 def _sum(near: Communicator, tensor: torch.Tensor) -> None:
     near.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], _SUM)
+
+
+def _sum_parts(near: Communicator, whole: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> None:
+    near.reduce_parts(whole.data_ptr(), counts, out.data_ptr(), TYPES[whole.dtype], _SUM)
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

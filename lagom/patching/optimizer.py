@@ -36,7 +36,7 @@ def sharded_steps(session: Session) -> Iterator[None]:
     with ExitStack() as stack:
         if session.plan.zero_lvl > 1:
             session.gradients = stack.enter_context(parted_gradients(session))
-            session.replicate.overlap.part = session.gradients.keep_part_early
+            session.replicate.overlap.parts = session.gradients
         if session.plan.zero_lvl > 2:
             assert session.gradients is not None
             weights = stack.enter_context(sharded_weights(session))

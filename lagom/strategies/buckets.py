@@ -1,4 +1,4 @@
-"""``Buckets``: large gradients, each or a few together summed over the ranks while something else goes on."""
+"""``Moving`` and ``Parting``: large gradients, each or a few together summed while something else goes on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lagom.strategies.layout import travelling
+from lagom.strategies.zero.flat import flat_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,6 +49,72 @@ def land(moving: Moving, wait: Callable[[Work], None], world_size: int) -> None:
         moving.flat.div_(world_size)
     if moving.views is not None:
         torch._foreach_copy_(moving.gradients, moving.views)
+
+
+class Deal(NamedTuple):
+    """Which rank needs which of the averages of a bucket."""
+
+    counts: list[int]
+    """Of numbers, by rank."""
+    pieces: list[tuple[int, int, int]]
+    """Place of a leaf in the bucket, first element and the one after the last; those of a rank one behind the other."""
+    own: list[tuple[int, int]]
+    """Place of a leaf, and how many of its elements: this rank's."""
+
+
+def dealt(parts: Sequence[Sequence[tuple[int, int, int]]], rank: int, world_size: int) -> Deal:
+    """Of each leaf's ``parts``, which are an owner, first element and the one after the last, and have all of it."""
+    pieces = sorted((owner, place, start, end) for place, row in enumerate(parts) for owner, start, end in row)
+    counts = [0] * world_size
+    for owner, _, start, end in pieces:
+        counts[owner] += end - start
+    own = [(place, end - start) for owner, place, start, end in pieces if owner == rank]
+    return Deal(counts, [piece[1:] for piece in pieces], own)
+
+
+class Parting(NamedTuple):
+    """A bucket that is under way, of whose averages each rank gets what it needs."""
+
+    work: Work
+    whole: torch.Tensor
+    out: torch.Tensor
+    """What this rank gets; in the memory of ``whole``, where it is all of it."""
+    deal: Deal
+
+
+def launch_parts(
+    gradients: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    deal: Deal,
+    rank: int,
+    reduce: Callable[[torch.Tensor, Sequence[int], torch.Tensor], Work],
+) -> Parting:
+    """Begin to average ``gradients`` of ``leaves``; they are not to be used any more, and may be anything."""
+    is_all = deal.counts[rank] == sum(deal.counts)
+    may_be_used = not is_all or _is_sole_owner(gradients[0])
+    lines = [flat_like(gradient, leaf) for gradient, leaf in zip(gradients, leaves, strict=True)]
+    in_order = len(lines) == 1 and [start for _, start, _ in deal.pieces] == sorted(x[1] for x in deal.pieces)
+    is_half = lines[0].element_size() < 4
+    if in_order and not is_half and may_be_used:
+        whole = lines[0]
+    else:
+        whole = torch.cat([lines[place][start:end] for place, start, end in deal.pieces])
+    if is_half:  # the sum of halves may not fit
+        whole.div_(len(deal.counts))
+    out = whole if is_all else whole.new_empty(deal.counts[rank])
+    return Parting(reduce(whole, deal.counts, out), whole, out, deal)
+
+
+def land_parts(moving: Parting, wait: Callable[[Work], None], num_leaves: int) -> list[torch.Tensor | None]:
+    """Wait for this rank's parts of the averages, by the place of the leaf."""
+    wait(moving.work)
+    if moving.out.element_size() >= 4:
+        moving.out.div_(len(moving.deal.counts))
+    found: list[torch.Tensor | None] = [None] * num_leaves
+    sizes = [size for _, size in moving.deal.own]
+    for (place, _), part in zip(moving.deal.own, moving.out.split(sizes) if sizes else (), strict=True):
+        found[place] = part
+    return found
 
 
 def _is_sole_owner(gradient: torch.Tensor) -> bool:

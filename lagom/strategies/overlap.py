@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from lagom.errors import CollectiveError, LagomError
 from lagom.strategies.averaging import real
-from lagom.strategies.buckets import Moving, land, launch
+from lagom.strategies.buckets import Moving, Parting, land, land_parts, launch, launch_parts
 from lagom.strategies.frame import signature
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from lagom.collectives.group import Group
+    from lagom.strategies.buckets import Deal
     from lagom.strategies.divergence import Watch
     from lagom.strategies.frame import Frame
     from lagom.strategies.layout import Layout
@@ -37,6 +38,19 @@ _NAP_S = 2e-4
 Key = tuple[tuple[int, torch.dtype, torch.Size], ...]
 
 
+class Parts(Protocol):
+    """Takes this rank's parts of averages, and leaves leaves without gradients; with ``zero_lvl=2``."""
+
+    def dealt(self, leaves: Sequence[torch.Tensor]) -> Deal | None:
+        """Which rank needs which part of their averages; None where one of them is to be whole."""
+
+    def keep_part_early(self, leaf: torch.Tensor) -> None:
+        """Of an average that is whole, in a backward that still runs and may yet fail."""
+
+    def take_part_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
+        """As it came; None where this rank needs nothing of it."""
+
+
 class Overlap:
     """Sums buckets of gradients as soon as a backward has them. See Note [Overlap].
 
@@ -54,9 +68,8 @@ class Overlap:
         self._pause = 0
         self._patience = 1
         self._running: Running | None = None
-        self._abandoned: list[Moving | None] = []
-        self.part: Callable[[torch.Tensor], None] | None = None
-        """Takes this rank's part of an average, and leaves the leaf without a gradient; with ``zero_lvl=2``."""
+        self._abandoned: list[Moving | Parting | None] = []
+        self.parts: Parts | None = None
 
     @property
     def is_launching(self) -> bool:
@@ -95,14 +108,29 @@ class Overlap:
             return
         key = _key(numbers, leaves)
         mine, buckets = self._known.get(key) or (_signed(key), [])
+        early = set(map(id, plain))
+        deals = self._deals(buckets, early)
+        if deals:  # which rank keeps what is to be the same on all
+            mine = signature(mine + repr([(i, deal.counts, deal.pieces) for i, deal in deals.items()]).encode())
         if not self._frame.exchange(mine):
             self._watch.meet(_PLACE)
             self._pause, self._patience = self._patience, min(2 * self._patience, _MAX_PATIENCE)
         elif buckets:
             self._group.open_aside()
             self._running = Running(self._group, self._leaves, buckets)
-            if self.part is not None:
-                self._running.part_early(plain, self.part)
+            if self.parts is not None:
+                self._running.part_early(early, self.parts, deals)
+
+    def _deals(self, buckets: Sequence[Sequence[int]], early: set[int]) -> dict[int, Deal]:
+        """Of buckets from which each rank needs its part only."""
+        found: dict[int, Deal] = {}
+        if self.parts is None or not self._group.reduces_parts:
+            return found
+        for i, bucket in enumerate(buckets):
+            leaves = [leaf for number in bucket if (leaf := self._leaves.tensor(number)) is not None]
+            if all(id(leaf) in early for leaf in leaves) and (deal := self.parts.dealt(leaves)) is not None:
+                found[i] = deal
+        return found
 
     def accumulates_inside(self, leaves: Sequence[torch.Tensor]) -> None:
         """A backward inside the one under way will accumulate into ``leaves``."""
@@ -141,11 +169,12 @@ class Running:
     def __init__(self, group: Group, leaves: Leaves, buckets: Sequence[Sequence[int]]) -> None:
         self.missing: list[torch.Tensor] = []
         """Leaves that got no gradient; they have zeros for one."""
-        self.moving: list[Moving | None] = []
+        self.moving: list[Moving | Parting | None] = []
         """None for those that have landed already."""
         self.is_launching = False
         self._early: set[int] = set()
-        self._part: Callable[[torch.Tensor], None] | None = None
+        self._parts: Parts | None = None
+        self._deals: Mapping[int, Deal] = {}
         self._num_landed = 0
         self._patience_s = _PATIENCE_S
         self._group = group
@@ -173,9 +202,14 @@ class Running:
                     )
                 self._num_left[place] = len(self._place) + 1
 
-    def part_early(self, plain: Iterable[torch.Tensor], part: Callable[[torch.Tensor], None]) -> None:
-        """Call ``part`` for the leaves of buckets that have been summed while the backward still runs."""
-        self._early, self._part = set(map(id, plain)), part
+    def part_early(self, plain: set[int], parts: Parts, deals: Mapping[int, Deal]) -> None:
+        """Give ``parts`` the leaves of buckets that have been summed while the backward still runs.
+
+        Args:
+            plain: ids of leaves of which that may be done.
+            deals: of buckets of which each rank gets its part only.
+        """
+        self._early, self._parts, self._deals = plain, parts, deals
 
     def finish(self) -> None:
         """Launch what has not been."""
@@ -183,11 +217,23 @@ class Running:
             handle.remove()
         self._launch(len(self._buckets))
 
-    def land(self) -> None:
-        """Wait for all; gradients are averages then."""
-        for moving in self.moving:
+    def land(self, without: set[int]) -> None:
+        """Wait for all; gradients are averages then, and those ``without`` one, by the ids of leaves, None."""
+        for moving, bucket in zip(self.moving, self._buckets, strict=True):
             if moving is not None:
-                land(moving, self._group.wait, self._group.world_size)
+                self._land(moving, bucket, without)
+        for leaf in self.missing:
+            if id(leaf) in without:
+                leaf.grad = None
+
+    def _land(self, moving: Moving | Parting, bucket: Sequence[torch.Tensor], without: set[int]) -> None:
+        if isinstance(moving, Moving):
+            land(moving, self._group.wait, self._group.world_size)
+            return
+        assert self._parts is not None
+        for leaf, part in zip(bucket, land_parts(moving, self._group.wait, len(bucket)), strict=True):
+            if id(leaf) not in without:
+                self._parts.take_part_early(leaf, part)
 
     def _ready(self, leaf: torch.Tensor) -> None:
         self._num_left[self._place[id(leaf)]] -= 1
@@ -199,19 +245,19 @@ class Running:
 
     @torch.no_grad()
     def _land_what_is_there(self) -> None:
-        while self._part is not None and self._num_landed < len(self.moving):
+        while self._parts is not None and self._num_landed < len(self.moving):
             moving, bucket = self.moving[self._num_landed], self._buckets[self._num_landed]
             if moving is None or not all(id(leaf) in self._early for leaf in bucket):
                 return
             if not moving.work.is_completed() and not self._may_wait(moving):
                 return
-            land(moving, self._group.wait, self._group.world_size)
+            self._land(moving, bucket, set())
+            for leaf in bucket if isinstance(moving, Moving) else ():
+                self._parts.keep_part_early(leaf)
             self.moving[self._num_landed] = moving = None
             self._num_landed += 1
-            for leaf in bucket:
-                self._part(leaf)
 
-    def _may_wait(self, moving: Moving) -> bool:
+    def _may_wait(self, moving: Moving | Parting) -> bool:
         """Wait for ``moving`` where too much is under way, but not for long; whether it has come."""
         if len(self.moving) - self._num_landed <= _MAX_MOVING:
             return False
@@ -233,7 +279,12 @@ class Running:
                     leaf.grad = torch.zeros_like(leaf)
                     self.missing.append(leaf)
             gradients = [real(leaf.grad) for leaf in bucket if leaf.grad is not None]
-            self.moving.append(launch(gradients, self._group.all_reduce_aside, self._group.world_size))
+            deal = self._deals.get(len(self.moving))
+            if deal is None:
+                self.moving.append(launch(gradients, self._group.all_reduce_aside, self._group.world_size))
+            else:
+                reduce = self._group.reduce_parts_aside
+                self.moving.append(launch_parts(gradients, bucket, deal, self._group.rank, reduce))
         self.is_launching = False
 
 
@@ -248,9 +299,10 @@ class Running:
 # got no gradient after all, also when it failed: so whatever happens, all ranks send the same buckets. The small
 # gradients follow as in any other backward, with its signature.
 #
-# With ``zero_lvl=2`` a rank keeps only its part of an average. Buckets that have been summed are cut while the backward
-# runs, and where more than two are under way it waits for the first: not longer than a moment, since what that needs
-# of another rank may come after an exchange in which that rank waits for this one. Sums do not depend on it.
+# With ``zero_lvl=2`` a rank keeps only its part of an average. Where ranks share memory it gets no more than that; that
+# all do is a part of what they agree on at the start. Elsewhere buckets that have been summed are cut. Both while the
+# backward runs, and where more than two are under way it waits for the first: not longer than a moment, since what that
+# needs of another rank may come after an exchange in which that rank waits for this one. Sums do not depend on it.
 #
 # Where the signatures differ nothing has been sent. The ranks go on as ever, and leave that exchange out of more and
 # more backwards.

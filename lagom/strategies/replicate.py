@@ -146,10 +146,7 @@ class Replicate:
             everywhere = [set(pickle.loads(part)) for part in self._group.all_gather_bytes(pickle.dumps(missing))]
             missing = sorted(set.intersection(*everywhere))
         pending.agreed()
-        running.land()
-        for leaf in running.missing:
-            if self._leaves.known(leaf) in missing:
-                leaf.grad = None
+        running.land({id(leaf) for leaf in running.missing if self._leaves.known(leaf) in missing})
 
     def average(self, kind: str, reached: Reached, besides: bytes = b"", *, averages: bool = False) -> bool:
         """Reduce in place, if all ranks mean the same ``kind`` of exchange and reached the same.

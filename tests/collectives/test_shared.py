@@ -102,6 +102,14 @@ def test_every_reduction_has_torchs_bits_on_all_ranks() -> None:
             near.reduce_scatter(parts[session.rank].data_ptr(), out.data_ptr(), count, TYPES[dtype], OPERATIONS[name])
             if not torch.equal(out, folded(name, parts)[session.rank * count :][:count]):
                 wrong.append(("reduce_scatter", name, dtype, count))
+            counts = [0, 300_001, 7][: session.world_size]
+            parts = [given(rank, sum(counts), dtype) for rank in world]
+            first, own = sum(counts[: session.rank]), counts[session.rank]
+            out = torch.empty(own, dtype=dtype)
+            address = parts[session.rank].data_ptr()
+            near.reduce_parts(address, counts, out.data_ptr(), TYPES[dtype], OPERATIONS[name])
+            if not torch.equal(out, folded(name, parts)[first : first + own]):
+                wrong.append(("reduce_parts", name, dtype, counts[1]))
         near.barrier()
         return wrong
 

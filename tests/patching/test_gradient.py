@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.collectives.aside import _Task as Overlapped
+from lagom.collectives.group import Group
 from lagom.patching.gradient import parted_gradients
 from lagom.patching.session import Session
-from lagom.strategies import overlap
+from lagom.strategies import layout, overlap
 from tests.patching.test_optimizer import close, same
 from tests.ranks import RankFailedError, alone, run_ranks
 
@@ -242,8 +243,12 @@ class Fragile(torch.autograd.Function):
         return gradient
 
 
-def test_large_gradients_are_cut_while_a_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["parts", "whole"])
+def test_large_gradients_are_cut_while_a_backward_runs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks share memory each gets its part of the sums only, else whole ones."""
     monkeypatch.setattr(overlap, "WORTH", 1 << 20)
+    if way == "whole":
+        monkeypatch.setattr(Group, "reduces_parts", False)
     # At once, and not when it has come to pass: that depends on the machine.
     monkeypatch.setattr(Overlapped, "is_completed", lambda task: task.wait() or True, raising=False)
 
@@ -254,8 +259,9 @@ def test_large_gradients_are_cut_while_a_backward_runs(monkeypatch: pytest.Monke
         optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
         early: list[int] = []
         if session.gradients is not None:
-            cut = session.gradients._cut
-            session.gradients._cut = lambda leaf, entry: early.append(session.depth) or cut(leaf, entry)  # type: ignore[method-assign, func-returns-value]
+            name = "_cut" if way == "whole" or not _shares_memory(session) else "take_part_early"
+            done: Any = getattr(session.gradients, name)
+            setattr(session.gradients, name, lambda *given: early.append(session.depth) or done(*given))  # type: ignore[func-returns-value]
         none = []
         for number in range(7):
             x = torch.randn(6, 3)
@@ -279,6 +285,54 @@ def test_large_gradients_are_cut_while_a_backward_runs(monkeypatch: pytest.Monke
         return none, _weights(model)
 
     same(train, (2, 2), (2, 3))
+
+
+def _shares_memory(session: Session) -> bool:
+    assert session.group is not None
+    session.group.barrier()
+    return session.group.shares_memory
+
+
+def test_parts_of_sums_have_the_bits_of_whole_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of halves, of gradients that lie otherwise in memory, unused ones, and several in a bucket."""
+    monkeypatch.setattr(overlap, "WORTH", 1 << 16)
+    monkeypatch.setattr(layout, "ALONE", 1 << 17)
+    monkeypatch.setattr(layout, "TOGETHER", 1 << 16)
+
+    def train(session: Session) -> Any:
+        assert session.gradients is not None
+        came: list[int] = []
+        take = session.gradients.take_part_early
+        session.gradients.take_part_early = lambda *given: came.append(is_whole) or take(*given)  # type: ignore[func-returns-value, method-assign]
+        found_by_way = []
+        for is_whole in (True, False):
+            Group.reduces_parts = False if is_whole else way  # type: ignore[assignment, method-assign]
+            torch.manual_seed(1)
+            first: Any = nn.Conv2d(3, 64, 3)
+            first.to(memory_format=torch.channels_last)
+            rest = [nn.Linear(64, 300), nn.Linear(300, 300), *[nn.Linear(300, 61) for _ in range(3)]]
+            half = nn.Linear(300, 301).bfloat16()
+            model = nn.ModuleList([first, *rest, half])
+            optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+            for number in range(6):
+                x = torch.randn(2, 3, 4, 4) * (1 + session.rank)
+                hidden = rest[1](rest[0](first(x).relu().mean((2, 3))).tanh())
+                found = sum(one(hidden).square().mean() for one in rest[2 : 5 - (number == 4)])
+                found = found + half(hidden.bfloat16()).float().square().mean()
+                assert isinstance(found, Tensor)
+                found.backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found_by_way.append(_weights(model))
+        assert True not in came
+        assert len(came) > 10 or not _shares_memory(session)
+        return found_by_way
+
+    way = vars(Group)["reduces_parts"]
+    for world_size in (2, 3):
+        for whole, parts in run_ranks(world_size, train, zero_lvl=2):
+            assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 def test_gradients_that_only_one_rank_reads() -> None:

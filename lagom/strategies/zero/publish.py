@@ -85,13 +85,13 @@ class Publisher:
         rows = self._frame.gather(None if self._rows is None else self._rows[rank][1], signed)
         if rows is None:
             return False
-        moving = [self._group.broadcast_later(place.view(torch.uint8), owner) for owner, place in self._alone]
-        if self._rows is None:
-            moving += [self._group.broadcast_later(one.together.view(torch.uint8), one.owner) for one in all_packed]
-        else:
+        if self._rows is not None:  # now: they do not outlast the next exchange
             for (_, own), row in zip(self._rows, rows, strict=True):
                 if row is not None and own is not None:
                     own[:] = row  # in the memory of ``_framed``
+        moving = [self._group.broadcast_later(place.view(torch.uint8), owner) for owner, place in self._alone]
+        if self._rows is None:
+            moving += [self._group.broadcast_later(one.together.view(torch.uint8), one.owner) for one in all_packed]
         for work in moving:
             self._group.wait(work)
         for packed in all_packed:
