@@ -68,7 +68,12 @@ def test_example_runs(name: str, launcher: str, capsys: pytest.CaptureFixture[st
 @pytest.mark.integration
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "scalar_field" else [pytest.mark.soak]) for name in TINY]
+    "name",
+    [
+        # 20 s each on an idle machine, of which Spark takes most.
+        pytest.param(name, marks=[] if name == "scalar_field" else [pytest.mark.soak, pytest.mark.timeout(300)])
+        for name in TINY
+    ],
 )
 def test_example_runs_on_spark(name: str) -> None:
     command = [sys.executable, f"examples/{name}.py", *TINY[name], "--launcher", "spark"]

@@ -56,6 +56,7 @@ class Footer:
         with open_file(home, file) as opened:
             self.metadata = opened.metadata
             self.schema = opened.schema_arrow
+        self._names = set(self.schema.names)
 
     def num_bytes(self, names: set[str]) -> int:
         """Of the columns ``names``, decoded."""
@@ -64,7 +65,7 @@ class Footer:
             group = self.metadata.row_group(index)
             for number in range(group.num_columns):
                 column = group.column(number)
-                name = column.path_in_schema.split(".")[0]
+                name = self._column_of(column.path_in_schema)
                 if name in stored:
                     stored[name] += column.total_uncompressed_size
         rows = self.metadata.num_rows
@@ -87,7 +88,13 @@ class Footer:
         for index in range(self.metadata.num_row_groups):
             group = self.metadata.row_group(index)
             columns = [group.column(number) for number in range(group.num_columns)]
-            yield [column for column in columns if column.path_in_schema.split(".")[0] in names]
+            yield [column for column in columns if self._column_of(column.path_in_schema) in names]
+
+    def _column_of(self, path: str) -> str:
+        """The column that the values at ``path`` are in: names may have dots themselves."""
+        while path and path not in self._names:
+            path = path.rpartition(".")[0]
+        return path
 
 
 def partitions_of(files: list[File]) -> list[str]:

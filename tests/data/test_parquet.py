@@ -352,6 +352,24 @@ def test_a_file_that_is_gone_changed_or_damaged_is_an_error_not_a_shorter_epoch(
     dataset.close()
 
 
+def test_names_may_have_dots_and_spaces(tmp_path: Path) -> None:
+    """And count with their own bytes, not with those of the column that begins alike."""
+    columns = {
+        "a.b": ["z" * 1000] * 9,
+        "a": range(9),
+        "s.t": [{"u": n, "v.w": "y"} for n in range(9)],
+        "b c.d": range(9),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", compression="none", use_dictionary=False)
+    assert ParquetDataset(tmp_path, columns=["a.b"]).table.row_bytes > 1000
+    assert ParquetDataset(tmp_path, columns=["a"]).table.row_bytes == 8
+    found = ParquetDataset(tmp_path, filters=[("b c.d", ">", 5)])
+    assert [
+        (row["a"].item(), row["s.t"]["u"].item(), row["s.t"]["v.w"]) for row in map(found.__getitem__, range(3))
+    ] == [(n, n, "y") for n in (6, 7, 8)]
+    found.close()
+
+
 def test_ranks_read_row_groups_of_their_own(tmp_path: Path) -> None:
     """Where their number divides the streams: about once all that is there, not once each."""
     dataset = ParquetDataset(numbers(tmp_path, [[10] * 8, [10] * 8]), window_bytes=2000)
