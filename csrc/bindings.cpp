@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "adam.hpp"
 #include "communicator.hpp"
 #include "permutation.hpp"
 #include "png.hpp"
@@ -20,6 +21,7 @@ using namespace nb::literals;
 
 namespace {
 
+using lagom::AdamStep;
 using lagom::Communicator;
 using lagom::Op;
 using lagom::Type;
@@ -110,6 +112,19 @@ bool average(Communicator& self, nb::bytes head, uintptr_t body, size_t size, co
     return self.average({head.c_str(), head.size()}, view(body, size), sections.all);
 }
 
+// `given`: addresses of a parameter, its gradient, averages and number of steps, and how many numbers it has, in turn.
+void adam_step(AdamStep* self, const std::vector<uintptr_t>& given, bool is_double, bool steps_are_double, double beta1,
+               double beta2, double rate, double eps, double weight_decay, bool decoupled, bool maximize, bool fused) {
+    constexpr size_t each = 6;
+    if (given.size() % each) throw lagom::Failure("an entry is not whole");
+    std::vector<lagom::AdamEntry> entries;
+    entries.reserve(given.size() / each);
+    for (auto e = given.begin(); e != given.end(); e += each)
+        entries.push_back({at(e[0]), at(e[1]), at(e[2]), at(e[3]), at(e[4]), size_t(e[5])});
+    const lagom::Adam settings{beta1, beta2, rate, eps, weight_decay, decoupled, maximize, fused};
+    new (self) AdamStep(std::move(entries), is_double, steps_are_double, settings);
+}
+
 bool average_in_place(Communicator& self, nb::bytes head, const std::vector<uintptr_t>& numbers, const Sections& sections) {
     if (numbers.size() != sections.all.size()) throw lagom::Failure("there are other numbers than sections");
     const nb::gil_scoped_release released;
@@ -164,6 +179,12 @@ NB_MODULE(_native, module) {
             }
         },
         Released());
+    nb::class_<AdamStep>(module, "AdamStep")
+        .def("__init__", &adam_step)
+        .def("lies_apart", &AdamStep::lies_apart)
+        .def("averages", [](AdamStep& self, uintptr_t squares, size_t most) { return self.averages(at(squares), most); },
+             Released())
+        .def("changes", [](AdamStep& self, uintptr_t roots) { self.changes(at(roots)); }, Released());
     nb::class_<Sections>(module, "Sections")
         .def(nb::init<const std::vector<std::tuple<size_t, size_t, int, uintptr_t>>&, size_t>());
     nb::class_<Communicator>(module, "Communicator", nb::is_weak_referenceable())

@@ -17,6 +17,7 @@ from lagom.patching.own_ranks import spawned_ranks
 from lagom.patching.precision import Precision
 from lagom.patching.random import OwnStreams
 from lagom.patching.rates import scaled_rates
+from lagom.patching.stepping import quick_steps
 from lagom.patching.timing import timed
 from lagom.patching.tracking import tracked_once
 
@@ -51,6 +52,7 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(tracked_modules(session))
             if session.plan.backend == "torch":
                 stack.enter_context(synchronised_backward(session))
+                stack.enter_context(quick_steps(session))
                 if session.plan.zero_lvl:
                     stack.enter_context(sharded_steps(session))
             if session.plan.lr_scaling is not None and not session.plan.already_distributed:

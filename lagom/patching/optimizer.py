@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lagom.patching.gradient import parted_gradients
 from lagom.patching.replace import replaced
+from lagom.patching.stepping import kinds
 from lagom.patching.weights import sharded_weights
 from lagom.strategies.zero.optimizers import Optimizers
 
@@ -65,7 +66,7 @@ def sharded_steps(session: Session) -> Iterator[None]:
                 if kind is not Optimizer and "step" in vars(kind):
                     patch(kind)
 
-        for kind in _kinds(Optimizer):
+        for kind in kinds(Optimizer):
             if "step" in vars(kind):
                 patch(kind)
         stack.enter_context(replaced(Optimizer, "_patch_step_function", patched_wrap))
@@ -106,9 +107,3 @@ def _state(session: Session, optimizers: Optimizers) -> property:
         del vars(self)["state"]
 
     return property(get, put, drop)
-
-
-def _kinds(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
-    for below in kind.__subclasses__():
-        yield below
-        yield from _kinds(below)
