@@ -44,6 +44,8 @@ def test_ranks_as_threads_exchange_without_a_fault_that_a_sanitizer_sees(tmp_pat
     cases.write_bytes(b"".join(inflated(random.Random(seed)) for seed in range(6000)))
     done = subprocess.run([harness.with_name("inflating"), cases], capture_output=True, text=True, check=False)
     assert done.stdout + done.stderr == "ok, 6000 cases\n"
+    done = subprocess.run([harness.with_name("stepping")], capture_output=True, text=True, check=False)
+    assert done.stdout + done.stderr == "ok, 534 cases\n"
 
 
 def inflated(drawn: random.Random) -> bytes:
