@@ -4,8 +4,8 @@
 
 The loop of examples/scalar_field.py with a clock between its lines; microseconds, of each part the median over the
 steps of a rank that is no longer new, then over ranks and starts. "over plain" is what forward, loss, backward and
-optimizer take more than in one process on as many samples. All have one thread per process. Run it on a machine that
-has two free cores.
+optimizer take more than in one process on as many samples. "evaluate" is a batch of 64 of its evaluation, loading and
+all, which every rank sees whole. All have one thread per process. Run it on a machine that has two free cores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lagom.config import TorchDistributedConfig
 WORLD_SIZE = 2
 BATCH_SIZE = 64
 POINTS = 10_000
-PARTS = ("next", "zero_grad", "forward", "loss", "backward", "step", "all")
+PARTS = ("next", "zero_grad", "forward", "loss", "backward", "step", "all", "evaluate")
 CONTENDERS = {
     "plain 64": "one process, 64 samples",
     "per_rank 64": "lagom, per_rank, 64 on each rank",
@@ -72,14 +72,15 @@ def contender(name: str, epochs: int) -> list[float]:
     torch.set_num_threads(1)
     kind, size = name.split()
     hparams = {"epochs": epochs, "batch_size": int(size)}
-    train_set, _ = scalar_field(POINTS)
+    train_set, test_set = scalar_field(POINTS)
     if kind == "plain":
-        return timed(Approximator, hparams, train_set)
+        return timed(Approximator, hparams, train_set, test_set)
     logging.getLogger("lagom").setLevel(logging.ERROR)
     config = TorchDistributedConfig(
         module=Approximator,
         hparams=hparams,
         train_set=train_set,
+        test_set=test_set,
         world_size=WORLD_SIZE,
         launcher="local",
         batches="per_rank" if kind == "per_rank" else "split",
@@ -89,7 +90,7 @@ def contender(name: str, epochs: int) -> list[float]:
     return [statistics.median(parts) for parts in zip(*ranks, strict=True)]
 
 
-def timed(module: Any, hparams: Mapping[str, Any], train_set: TensorDataset) -> list[float]:
+def timed(module: Any, hparams: Mapping[str, Any], train_set: TensorDataset, test_set: TensorDataset) -> list[float]:
     """The median of each of ``PARTS`` of a plain loop, which knows nothing of ranks; microseconds."""
     torch.set_num_threads(1)
     model = module()
@@ -97,7 +98,9 @@ def timed(module: Any, hparams: Mapping[str, Any], train_set: TensorDataset) -> 
     criterion = torch.nn.MSELoss()
     loader = DataLoader(train_set, batch_size=hparams["batch_size"], shuffle=True)
     rows = []
+    evaluations = []
     for _ in range(hparams["epochs"]):
+        model.train()
         batches = iter(loader)
         while True:
             at = [perf_counter_ns()]
@@ -117,12 +120,19 @@ def timed(module: Any, hparams: Mapping[str, Any], train_set: TensorDataset) -> 
             optimizer.step()
             at.append(perf_counter_ns())
             rows.append([*(end - start for start, end in pairwise(at)), at[-1] - at[0]])
-    return [statistics.median(part) / 1e3 for part in zip(*rows[len(rows) // 4 :], strict=True)]
+        model.eval()
+        with torch.no_grad():
+            batches = iter(DataLoader(test_set, batch_size=BATCH_SIZE))
+            start = perf_counter_ns()
+            squares = [((model(points) - values) ** 2).sum().item() for points, values in batches]
+            evaluations.append((perf_counter_ns() - start) / len(squares))
+    parts = [statistics.median(part) / 1e3 for part in zip(*rows[len(rows) // 4 :], strict=True)]
+    return [*parts, statistics.median(evaluations[len(evaluations) // 4 :]) / 1e3]
 
 
 def _over(start: Mapping[str, Sequence[float]], name: str) -> float:
     own, plain = start[name], start[PEERS[name]]
-    return sum(own[i] - plain[i] for i, part in enumerate(PARTS) if part not in ("next", "all"))
+    return sum(own[i] - plain[i] for i, part in enumerate(PARTS) if part not in ("next", "all", "evaluate"))
 
 
 def _started(name: str, epochs: int) -> list[float]:
