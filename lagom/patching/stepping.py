@@ -43,7 +43,8 @@ def _stepping(session: Session, torchs: Callable[..., None]) -> Callable[..., No
     at_once = Adam(torchs)
 
     def step(*args: Any, **options: Any) -> None:
-        (at_once.step if session.live else torchs)(*args, **options)
+        plain = torch.compiler.is_compiling() or not session.live
+        (torchs if plain else at_once.step)(*args, **options)
 
     return step
 
@@ -113,7 +114,7 @@ def _hooked(session: Session, wrapper: Any) -> Callable[..., Any]:
 
 
 def _is_looked_at() -> bool:
-    return torch.autograd._profiler_enabled() or torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() or torch.autograd._profiler_enabled()
 
 
 def kinds(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
