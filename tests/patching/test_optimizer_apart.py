@@ -225,3 +225,21 @@ def test_classes_are_what_they_were_afterwards() -> None:
         return inside, changed, vars(SGD)["step"] is before[0], dict(vars(Optimizer)) == dict(before[2])
 
     assert run_ranks(2, train, patches=False) == [(0, True, True, True)] * 2
+
+
+@pytest.mark.parametrize("zero_lvl", [1, 3])
+def test_a_learning_rate_of_a_ranks_own_is_an_error(zero_lvl: int) -> None:
+    """Parameters would be equal on all ranks, each rank's part of them stepped by another rate: nobody would see it."""
+
+    def train(session: Session) -> None:
+        model = _model()
+        groups: list[dict[str, Any]] = [{"params": model[0].parameters()}, {"params": model[2:].parameters()}]
+        optimizer = SGD(groups, 0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        for i in range(6):
+            model(torch.ones(4, 7)).square().mean().backward()
+            optimizer.step()
+            plateau.step(i if session.rank == 1 and i > 2 else -i)
+
+    with pytest.raises(RankFailedError, match=r"'lr' of .* group 0 is 0\.1 on rank 0, 0\.05 on rank 1\. .*'whole'"):
+        run_ranks(2, train, zero_lvl=zero_lvl)

@@ -19,10 +19,11 @@ from lagom.strategies.zero.flat import is_dense, overlapping
 from lagom.strategies.zero.gradients import ASK
 from lagom.strategies.zero.probe import Kind, Nature, nature_of
 from lagom.strategies.zero.sharded import Parted, Sharded, refuse
+from lagom.strategies.zero.state import compare_settings, settings_of
 from lagom.strategies.zero.weights import WEIGHTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
     from torch.optim import Optimizer
@@ -276,8 +277,11 @@ class Optimizers:
         # Before the exchange: what dies later may still be there on another rank.
         gone, self._gone[:] = list(self._gone), []
         gone_units = [] if self._weights is None else self._weights.gone()
-        if not self._frame.exchange(signature(repr((_BEFORE, sharded.steps(), sharded.clock, sums)).encode())):
-            self._apart(_BEFORE, sharded, sums)
+        settings = settings_of(optimizer)
+        if not self._frame.exchange(
+            signature(repr((_BEFORE, sharded.steps(), sharded.clock, sums, settings)).encode())
+        ):
+            self._apart(_BEFORE, sharded, sums, settings)
         for number in gone:
             self._by_number.pop(number, None)
         if self._weights is not None:
@@ -302,12 +306,18 @@ class Optimizers:
             self._apart(place)
 
     def _apart(
-        self, place: str, sharded: Sharded | None = None, sums: dict[int, tuple[str, int]] | None = None
+        self,
+        place: str,
+        sharded: Sharded | None = None,
+        sums: dict[int, tuple[str, int]] | None = None,
+        settings: Sequence[Mapping[str, Any]] = (),
     ) -> NoReturn:
         """Raise the DivergenceError that ranks which disagree get."""
         self._watch.meet(place)
-        told = (None if sharded is None else sharded.identity, sums)
+        told = (None if sharded is None else sharded.identity, sums, settings)
         rows = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(told))]
+        if sharded is not None and all(row[0] == sharded.identity for row in rows):
+            compare_settings([row[2] for row in rows])
         if sharded is not None and all(row[0] == sharded.identity and row[1] is not None for row in rows):
             for i, p in enumerate(sharded.parameters):
                 if len({row[1].get(i) for row in rows}) > 1:
