@@ -257,7 +257,7 @@ class _Backwards:
             hooks.put_back()
         if weight not in (0, 1):
             found = [g if g is None or i in shared else g / weight for i, g in enumerate(found)]
-        averages = self._grads.returned([inputs[i] for i in shared], [found[i] for i in shared])
+        averages = self._grads.returned([inputs[i] for i in shared], [found[i] for i in shared], weight)
         for i, average in zip(shared, averages, strict=True):
             found[i] = None if average is None else run_hooks(inputs[i], average)
         return tuple(found)

@@ -40,11 +40,16 @@ class Grads:
         self._watch = watch
         self._replicate = replicate
 
-    def returned(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def returned(
+        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], weight: float = 1.0
+    ) -> list[Tensor | None]:
         """The averages of what ``torch.autograd.grad`` gave for ``inputs``; a collective.
 
         None where all ranks have None; a gradient stays the rank's own where a plain tensor among ``inputs``
         is not equal on all ranks.
+
+        Args:
+            weight: of this rank's share, by which ``gradients`` are multiplied: not those that stay its own.
 
         Raises:
             DivergenceError: on all ranks, when they ask for gradients of different parameters.
@@ -58,7 +63,8 @@ class Grads:
             found = self._averaged(PLACE, numbers, [None if i in local else g for i, g in enumerate(filled)])
             assert found is not None, "ranks have just agreed"
             for i in local:
-                found[i] = gradients[i]
+                own = gradients[i]
+                found[i] = own if own is None or weight in (0, 1) else own / weight
         return found
 
     def accumulated(self, pending: Pending) -> None:

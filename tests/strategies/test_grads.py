@@ -111,6 +111,20 @@ def penalty_on_inputs(_: Session) -> list[Tensor]:
     return weights(critic)
 
 
+def slopes(_: Session) -> list[Tensor]:
+    """A differential equation: inputs of one number a row, whose gradients meet values in the loss."""
+    model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader():
+        t = x[:, :1].clone().requires_grad_()
+        u = model(t)
+        (slope,) = torch.autograd.grad(u, t, torch.ones_like(u), create_graph=True)
+        optimizer.zero_grad()
+        (slope + u - y).square().mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
 def with_hooks(_: Session) -> list[Tensor]:
     model: Any = mlp()
     model[0].weight.register_hook(lambda grad: grad.sign())
@@ -127,6 +141,7 @@ PROGRAMS: list[Program] = [
     penalty_on_gradients,
     hessian_times_vector,
     penalty_on_inputs,
+    slopes,
     with_hooks,
 ]
 
