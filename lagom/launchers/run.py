@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lagom.errors import LagomError, PlanError
+from lagom.launchers.events import Events
 from lagom.monitor.channel import Channel
 from lagom.monitor.link import Message
 from lagom.monitor.output import Output
@@ -48,7 +49,7 @@ class Run:
         self._stopping = False
         self._connected: set[int] = set()
         self._done: set[int] = set()
-        self._events: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._events = Events()
         self._failures: list[Message] = []
         self._lost: list[str] = []
         self._refused: PlanError | None = None
@@ -143,7 +144,7 @@ class Run:
     def _show_rest(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._show(self._events.get_nowait())
+                self._show(self._events.get())
 
     def _show(self, event: Message) -> None:
         if self.plan.rehearsal is not None:
