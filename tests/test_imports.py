@@ -98,6 +98,7 @@ RULES = {
     "lagom.launchers.frames": Rule(always=("lagom.errors",), later=("lagom.data.frame", "numpy", "pyarrow")),
     "lagom.launchers.spark": _SPARK_SIDE,
     "lagom.launchers.spark_session": _SPARK_SIDE,
+    "lagom.launchers.survey": _SPARK_SIDE,
     "lagom.memory": Rule(always=(*_TORCH_SIDE, "lagom.worker.place"), later=("lagom.launchers",)),
     "lagom.worker": Rule(
         always=(*_TORCH_SIDE, *_DRIVER_SIDE, "lagom.data", "lagom.memory", "cloudpickle"), later=("pyspark", "pyarrow")

@@ -15,16 +15,13 @@ from typing import Any
 import lagom
 from lagom.config import TorchDistributedConfig
 from lagom.doctor.examination import examine
+from lagom.doctor.executors import APART, of_executors
 from lagom.doctor.findings import Finding, findings
 from lagom.errors import CollectiveError
 from lagom.launchers import choose
 from lagom.launchers.failure import raise_failure
 from lagom.plan import plan
 
-_APART = (
-    "ranks connect to each other at ports that the system chooses: let executors reach each other at all ports; where "
-    "they have several networks, GLOO_SOCKET_IFNAME names the interface of the one that joins them"
-)
 _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
 
 
@@ -41,12 +38,16 @@ def visit(config: TorchDistributedConfig) -> list[Finding]:
     try:
         with _listening(launcher) as address:
             provided = {"hparams": {"address": address}}
+            if hasattr(launcher, "survey"):
+                found += of_executors(launcher.survey(the_plan, address))
+                if any(one.level == "fail" for one in found):
+                    return found  # a run would only end with the same, later
             start = time.monotonic()
             outcomes = launcher.run(the_plan, {"function": examine, "provided": provided, "random": None})
             seconds = time.monotonic() - start
             raise_failure(outcomes)
     except CollectiveError as error:
-        return [*found, Finding("fail", "launch", str(error), _APART)]
+        return [*found, Finding("fail", "launch", str(error), APART)]
     except Exception as error:
         return [*found, Finding("fail", "launch", f"{type(error).__name__}: {error}", "see the message")]
     found += findings([outcome.load()["value"] for outcome in outcomes], seconds)

@@ -251,8 +251,13 @@ class Run:
                 self.channel.send(task, {"type": "gather"})
 
 
-def in_thread(function: Callable[[], Any], thread_class: type[threading.Thread], run: Run) -> Callable[[], Any]:
-    """Start ``function`` in a thread of its own; returns a function that gives its result or raises its error."""
+def in_thread(
+    function: Callable[[], Any], thread_class: type[threading.Thread], run: Run | None = None
+) -> Callable[[], Any]:
+    """Start ``function`` in a thread of its own; returns a function that gives its result or raises its error.
+
+    ``run`` is told when it is over.
+    """
     result: dict[str, Any] = {}
 
     def target() -> None:
@@ -261,7 +266,8 @@ def in_thread(function: Callable[[], Any], thread_class: type[threading.Thread],
         except BaseException as error:  # carried to the calling thread
             result["error"] = error
         finally:
-            run.finish()
+            if run is not None:
+                run.finish()
 
     thread = thread_class(target=target, name="lagom-job", daemon=True)
     thread.start()

@@ -74,6 +74,12 @@ class SparkLauncher:
             home.unpack_files(spec.cwd)
             return home.outcomes()
 
+    def survey(self, plan: Plan, driver: tuple[str, int] | None) -> Sequence[Mapping[str, Any]]:
+        """What the tasks of ``plan`` find where they run; see ``lagom.launchers.survey``."""
+        from lagom.launchers.survey import survey
+
+        return survey(self._session, self._facts, plan, driver)
+
     def _listen(self, run: Run, tls: ssl.SSLContext | None) -> tuple[str, int] | None:
         if self._facts.bind is None:
             return None
@@ -86,7 +92,7 @@ class SparkLauncher:
     def _job(self, run: Run, plan: Plan, spec: Spec, stack: contextlib.ExitStack) -> Sequence[Any]:
         """Run the job in a thread of its own while this one shows it; Ctrl-C and failures end it."""
         group = f"lagom-{spec.run_id}"
-        function = _travelling(task_module.spark_task(lagom_zip(), _pickled(spec)))
+        function = travelling(task_module.spark_task(lagom_zip(), _pickled(spec)))
 
         def job() -> Sequence[Any]:
             self._facts.tag(group, f"lagom: {plan.name} on {plan.world_size} ranks")
@@ -94,7 +100,7 @@ class SparkLauncher:
             rows: Sequence[Any] = frame.mapInArrow(function, task_module.SCHEMA, barrier=plan.barrier).collect()
             return rows
 
-        stack.enter_context(_plain_interrupt())
+        stack.enter_context(plain_interrupt())
         collect = in_thread(job, self._facts.thread_class(), run)
         try:
             run.watch()
@@ -195,7 +201,7 @@ def _pickled(spec: Spec) -> bytes:
     return pickle.dumps(spec)
 
 
-def _travelling(function: Callable[..., Any]) -> Callable[..., Any]:
+def travelling(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` and its module by value: executors need no lagom to unpickle it."""
     from pyspark import cloudpickle as untyped
 
@@ -220,7 +226,13 @@ def _rows_of_failure(error: Exception, run: Run) -> Sequence[Any]:
         return []
     if own := re.findall(r"^lagom\.[\w.]+: (.+)$", text, flags=re.MULTILINE):
         raise LagomError(own[-1]) from error
-    raise LagomError(f"Spark's job failed: {_reason(text)}{_of_missing_module(text)}") from error
+    raise LagomError(f"Spark's job failed: {why_it_failed(error)}") from error
+
+
+def why_it_failed(error: Exception) -> str:
+    """What Spark says of a job that failed, without its stack traces, and what to do where that is known."""
+    text = _whole_text(error)
+    return _reason(text) + _of_missing_module(text)
 
 
 def _whole_text(error: BaseException) -> str:
@@ -252,7 +264,7 @@ def _of_missing_module(text: str) -> str:
 
 
 @contextmanager
-def _plain_interrupt() -> Iterator[None]:
+def plain_interrupt() -> Iterator[None]:
     """Let Ctrl-C raise KeyboardInterrupt here; PySpark's own handler calls into a JVM that is being talked to."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 SCHEMA = "rank int, name string, part int, data binary, report string"
+SURVEY_SCHEMA = "task int, facts string"
 FAILURE = "lagom-failure:"
 
 
@@ -31,6 +32,23 @@ def spark_task(code_zip: bytes, spec_pickle: bytes) -> Callable[[Iterator[Any]],
             from lagom.worker.executor import attend
 
             rows = attend(pickle.loads(spec_pickle))
+        yield from rows
+
+    return run
+
+
+def spark_survey(
+    code_zip: bytes, driver: tuple[str, int] | None, barrier: bool, env: dict[str, str]
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """The function for ``mapInArrow`` by which a task says what it finds, in rows of ``SURVEY_SCHEMA``."""
+
+    def run(batches: Iterator[Any]) -> Iterator[Any]:
+        for _ in batches:
+            pass
+        with _sources(code_zip):
+            from lagom.worker.survey import look_around
+
+            rows = list(look_around(driver, barrier, env))
         yield from rows
 
     return run

@@ -1,0 +1,50 @@
+"""``survey``: what the tasks of a Spark session find where they run, before any run of lagom."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lagom.errors import LagomError
+from lagom.launchers.run import in_thread
+from lagom.launchers.spark import changed_environment, plain_interrupt, travelling, why_it_failed
+from lagom.launchers.spark_session import SparkFacts
+from lagom.plan import Plan
+from lagom.sources import lagom_zip
+from lagom.worker import task as task_module
+
+
+def survey(session: Any, facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Sequence[Mapping[str, Any]]:
+    """The facts of each task of ``plan``, in order; see ``lagom.worker.survey``.
+
+    Raises:
+        LagomError: when a task's Python cannot even say this, with what Spark says of it and what to do.
+    """
+    group = f"lagom-survey-{secrets.token_hex(4)}"
+    function = travelling(task_module.spark_survey(lagom_zip(), driver, plan.barrier, changed_environment()))
+
+    def job() -> Sequence[Any]:
+        facts.tag(group, f"lagom: a survey of {plan.num_slots} tasks")
+        frame = session.range(0, plan.num_slots, 1, plan.num_slots)
+        rows: Sequence[Any] = frame.mapInArrow(function, task_module.SURVEY_SCHEMA, barrier=plan.barrier).collect()
+        return rows
+
+    with plain_interrupt():
+        try:
+            rows = in_thread(job, facts.thread_class())()
+        except KeyboardInterrupt:
+            facts.cancel(group)
+            raise
+        except Exception as error:
+            raise LagomError(_short(why_it_failed(error))) from error
+    return sorted((json.loads(row["facts"]) for row in rows), key=lambda one: int(one["task"]))
+
+
+def _short(text: str) -> str:
+    """Of what Spark says, the error of the task rather than the names of stages and tasks around it."""
+    found = re.search(r"(\[[A-Z_.]+\] .*|Cannot run program .*|\w*(?:Error|Exception): .*)", text)
+    rest = re.search(r"^The executors' Python .*", text, flags=re.MULTILINE)
+    return " ".join([found[1] if found else text, *([rest[0]] if rest else [])])

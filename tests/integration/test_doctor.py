@@ -1,0 +1,62 @@
+"""``lagom doctor`` on clusters: one in order, one whose hosts are cut off from each other, one without torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from typing import Any
+
+import pytest
+
+from lagom.config import TorchDistributedConfig
+from lagom.doctor.findings import Finding
+from lagom.doctor.visit import shown, visit
+
+
+def on(kind: str, soak: bool = False) -> pytest.MarkDecorator:
+    """Runs a test on that kind of Spark."""
+    marks = [pytest.mark.soak] if soak else []
+    return pytest.mark.parametrize("spark", [pytest.param(kind, marks=marks)], indirect=True, scope="session")
+
+
+def found_on(world_size: int) -> dict[str, Finding]:
+    """What ``visit`` finds, by what it is about."""
+    found = visit(TorchDistributedConfig(launcher="spark", world_size=world_size))
+    print(shown(found))
+    return {one.what: one for one in found}
+
+
+@on("standalone")
+def test_a_cluster_in_order_passes(spark: Any) -> None:
+    found = found_on(2)
+    assert {one.level for one in found.values()} <= {"pass", "warn"}, found
+    assert found["executors"].found.startswith("2 tasks on 1 host: Python 3.")
+    assert found["launch"].found.startswith("2 ranks ran and came back in")
+    assert found["driver"].found == "all ranks reach it"
+
+
+@on("foreign")
+def test_hosts_that_are_cut_off_from_each_other_are_named_before_anything_waits_for_them(spark: Any) -> None:
+    found = found_on(3)
+    assert found["executors"].found.startswith("3 tasks on 2 hosts: ")
+    assert "2 hosts reach each other" in found["network"].found
+    one, other = (f"lgh{os.getpid()}n{number}" for number in range(2))
+    address = f"10.213.{os.getpid() % 250}.11"  # of the other
+    subprocess.run(["ip", "-n", one, "route", "add", "prohibit", address], check=True)
+    start = time.monotonic()
+    try:
+        network = found_on(3)["network"]
+    finally:
+        subprocess.run(["ip", "-n", one, "route", "del", "prohibit", address], check=True)
+    assert network.level == "fail"
+    assert f"{one} does not reach {other} at {address}:" in network.found
+    assert "GLOO_SOCKET_IFNAME" in network.remedy
+    assert time.monotonic() - start < 30  # a run would have waited for a minute
+
+
+@on("torchless")
+def test_executors_without_torch_are_a_line_and_not_a_traceback(spark: Any) -> None:
+    found = found_on(1)
+    assert (found["torch"].level, list(found)[-1]) == ("fail", "torch")
+    assert "there is none for /var/tmp/" in found["torch"].found
