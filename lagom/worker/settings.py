@@ -8,6 +8,7 @@ a notebook's cells, for tracebacks and for whoever asks for the source of a func
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import linecache
 import logging
@@ -49,7 +50,8 @@ def set_process_settings(settings: Settings) -> None:
     if "numpy" in settings:
         import numpy
 
-        numpy.set_printoptions(**settings["numpy"]["print"])
+        with contextlib.suppress(TypeError):  # executors may have another version, with other options
+            numpy.set_printoptions(**settings["numpy"]["print"])
         numpy.seterr(**settings["numpy"]["errors"])
 
 
