@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lagom.errors import LagomError
 from lagom.patching.replace import replaced
+from lagom.patching.weights_state import state_that_fits
 from lagom.strategies.zero.unit import Unit
 from lagom.strategies.zero.weights import Weights
 
@@ -89,6 +90,8 @@ def sharded_weights(session: Session) -> Iterator[Weights]:
         stack.enter_context(replaced(Tensor, "__reduce_ex__", _copied(weights, vars(Tensor)["__reduce_ex__"])))
         stack.enter_context(replaced(Tensor, "__deepcopy__", _deepcopied(weights, vars(Tensor)["__deepcopy__"])))
         stack.enter_context(replaced(Tensor, "data", _data(weights)))
+        state_dict = state_that_fits(session, weights, vars(torch.nn.Module)["state_dict"])
+        stack.enter_context(replaced(torch.nn.Module, "state_dict", state_dict))
         stack.enter_context(replaced(threading.Thread, "_bootstrap_inner", _in_thread(weights)))
         stack.enter_context(Uses(weights))
         yield weights

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import DivergenceError, LagomError
+from lagom.patching import weights_state
 from lagom.patching.session import Session
 from lagom.strategies.zero import weights
 from lagom.strategies.zero.unit import storage_of
@@ -212,6 +213,41 @@ def _programs(session: Session) -> Any:
 
 def test_training_of_all_kinds() -> None:
     same(_programs, (LEVEL, 3))
+
+
+def test_a_state_that_does_not_fit_the_device_is_on_the_cpu_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    free = 1 << 40
+
+    def free_bytes(device: torch.device) -> int:
+        asked.append(device)
+        return free
+
+    monkeypatch.setattr(weights_state, "free_bytes", free_bytes)
+
+    def train(session: Session) -> Any:
+        nonlocal free
+        model, tokens = _net(), _tokens(1)[0]
+        model(tokens).square().mean().backward()
+        shared = session.weights
+        assert shared is not None
+        own = model.state_dict()
+        assert shared.unit(own["place"]) is shared.unit(model.place)
+        wanted = copy.deepcopy(own)
+        free, copied = 1000, wanted
+        if session.rank == 0:  # alone, as for a checkpoint
+            copied = model.state_dict()
+            assert len(asked) == 2  # once for a whole model, and not for each module in it
+            assert list(copied) == list(own)
+            assert all(shared.unit(one) is None and not one.requires_grad for one in copied.values())
+            assert sum(unit.is_whole for unit in shared.units.values()) < 3
+            assert model.state_dict(keep_vars=True)["place"] is model.place
+        return [torch.equal(copied[key], value) for key, value in wanted.items()], model(tokens)
+
+    judge = alone(lambda _: _net()(_tokens(1)[0]))
+    for same_values, found in run_ranks(2, train, zero_lvl=LEVEL):
+        assert all(same_values)
+        assert torch.equal(found, judge)
 
 
 def _looks(session: Session) -> Any:
