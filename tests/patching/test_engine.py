@@ -390,6 +390,18 @@ def test_without_deepspeed_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
         run_ranks(2, lambda _: None, backend="deepspeed", zero_lvl=1)
 
 
+def test_nvme_without_what_its_op_is_built_of_is_refused_before_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is asked for; DeepSpeed would find out in the first forward."""
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().get_op_builder("AsyncIOBuilder")
+    monkeypatch.setattr(builder, "is_compatible", lambda *_, **__: False)
+    for place in ("offload_optimizer", "offload_param"):
+        config = {"zero_optimization": {place: {"device": "nvme", "nvme_path": "/tmp"}}}
+        with pytest.raises(RankFailedError, match=rf"NVMe \({place}\).*libaio"):
+            run_ranks(1, lambda _: pytest.fail("it began"), backend="deepspeed", zero_lvl=3, deepspeed_config=config)
+
+
 def test_nothing_is_compiled_and_no_compiler_is_needed() -> None:
     """DeepSpeed's own sums through shared memory would be; they are left out, as is every op of the configuration."""
 

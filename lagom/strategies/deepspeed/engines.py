@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
 from lagom.strategies.deepspeed.engine import Engine
-from lagom.strategies.deepspeed.loading import as_imported, environment, load, variable
+from lagom.strategies.deepspeed.loading import as_imported, check_nvme, environment, load, variable
 from lagom.strategies.zero.probe import Kind, nature_of
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class Engines:
         """DeepSpeed is there; see ``load``."""
         with ExitStack() as stack:
             self._deepspeed = load(self._device.type)
+            check_nvme(self._config)
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of names that it still uses
             # Its third stage looks this up in every forward.

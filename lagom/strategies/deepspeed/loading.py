@@ -68,6 +68,29 @@ def load(device: str) -> Any:
     return deepspeed
 
 
+def check_nvme(config: Mapping[str, Any]) -> None:
+    """See that DeepSpeed can build its op for NVMe, where ``config`` asks for that; it would find out much later.
+
+    Raises:
+        LagomError: when it cannot.
+    """
+    zero = config["zero_optimization"]
+    asks = [name for name in ("offload_optimizer", "offload_param") if (zero.get(name) or {}).get("device") == "nvme"]
+    if not asks:
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    with _quietly():
+        builder = get_accelerator().create_op_builder("AsyncIOBuilder")
+        able = builder is not None and builder.is_compatible(verbose=False)
+    if not able:
+        raise LagomError(
+            f"deepspeed_config asks for NVMe ({', '.join(asks)}), whose op DeepSpeed cannot build here: it needs a C++ "
+            "compiler, and libaio with its headers (libaio-dev or libaio-devel), on every executor; offload to 'cpu' "
+            "instead"
+        )
+
+
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
     before = dict(os.environ)
