@@ -68,7 +68,10 @@ def _zeroing(session: Session) -> Callable[..., None]:
 
 @contextmanager
 def _unprofiled(session: Session) -> Iterator[None]:
-    """Have each class's ``step`` go past torch's wrapper, which its first instance puts around it, where it may."""
+    """Have ``step`` of torch's classes go past the wrapper that their first instance puts around it, where it may.
+
+    Not of a program's own, which cloudpickle would take along with all that a run has.
+    """
     wrap = vars(Optimizer)["_patch_step_function"]
     torchs = Optimizer.profile_hook_step(_hooked).__code__
 
@@ -76,7 +79,8 @@ def _unprofiled(session: Session) -> Iterator[None]:
 
         def patch(kind: type) -> None:
             current = vars(kind).get("step")
-            if getattr(current, "__code__", None) is torchs:  # not by attributes, which decorators copy
+            # Not by attributes, which decorators copy.
+            if kind.__module__.startswith("torch.") and getattr(current, "__code__", None) is torchs:
                 stack.enter_context(replaced(kind, "step", _hooked(session, current)))
 
         def patched_wrap(self: Optimizer) -> None:

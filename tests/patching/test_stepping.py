@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -76,7 +78,10 @@ def program(_: Session | None = None) -> list[Any]:
 
 
 def on_a_rank(session: Session) -> list[Any]:
-    return [*program(session), [_is_torchs(name) for name in ("step", "zero_grad")]]
+    found = program(session)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    cloudpickle.dumps(Own)  # which a run's own functions would not allow
+    return [*found, [_is_torchs(name) for name in ("step", "zero_grad")]]
 
 
 def _is_torchs(name: str) -> bool:
