@@ -18,7 +18,7 @@ from lagom.patching.device import moved
 from lagom.patching.fetching import PASS, fetcher_made, fetching
 from lagom.patching.iterable import Dealing, Turns, is_iterable
 from lagom.patching.order import synchronise
-from lagom.patching.passes import Pass
+from lagom.patching.passes import LEFT_OUT, Pass, leaves_out
 from lagom.patching.permutation import shuffled
 from lagom.patching.random import OwnStreams, derived
 from lagom.patching.replace import replaced
@@ -255,6 +255,8 @@ def _yielding(session: Session) -> Any:
                 if not torch.is_grad_enabled():
                     session.say_once(_GOES_ON)
                 session.provenance.remember(data, share)
+                if (data is None or num_samples(data) < share.num_mine) and leaves_out(data, share):
+                    session.say_once(LEFT_OUT)
             session.yielded(current, share, num_samples(data) if share is None else share.num_mine)
         else:
             session.evaluating(current)

@@ -59,3 +59,19 @@ def tensors(data: Any) -> list[torch.Tensor]:
         elif isinstance(part, (tuple, list, dict)):
             found += tensors(part)
     return found
+
+
+LEFT_OUT = (
+    "a batch has fewer rows than samples that were fetched for it: where collate_fn leaves samples out, ranks are left "
+    "with other numbers of them than their shares are weighted by. Leave them out of the data set (a Subset, a "
+    "sampler), or use batches='whole'"
+)
+
+
+def leaves_out(data: Any, share: Share) -> bool:
+    """Whether ``data`` seems to be of fewer samples than the ``share``: all its tensors have as few rows."""
+    if data is None:
+        return share.num_mine > 0
+    found = [tensor.shape for tensor in tensors(data) if tensor.dim()]
+    same = len({shape[0] for shape in found}) == 1
+    return same and found[0][0] < share.num_mine and not any(share.num_mine in shape for shape in found)

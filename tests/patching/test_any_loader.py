@@ -238,3 +238,34 @@ def test_len_under_per_rank_is_that_of_the_passes_a_loader_has_had() -> None:
     assert alone(run) == [6, 6, 6, 6, 6]
     assert run_ranks(2, run, batches="per_rank") == [[3, 3, 6, 3, 6]] * 2
     assert run_ranks(2, run) == [[6, 6, 6, 6, 6]] * 2
+
+
+def without_thirds(samples: list[Tensor]) -> Tensor | None:
+    kept = [sample for sample in samples if int(sample[0]) % 3]
+    return torch.stack(kept) if kept else None
+
+
+def time_first(samples: list[Tensor]) -> Tensor:
+    return torch.stack(samples).T
+
+
+@pytest.mark.parametrize("collate_fn", [None, time_first, without_thirds])
+def test_samples_that_collate_leaves_out_are_told_of(collate_fn: Any) -> None:
+    def program(session: Session) -> bool:
+        rows = torch.arange(12.0)[:, None].expand(12, 2)
+        for _ in DataLoader(TensorRows(rows), batch_size=6, collate_fn=collate_fn):
+            pass
+        return any("collate_fn leaves samples out" in line for line in session._said)
+
+    assert run_ranks(2, program) == [collate_fn is without_thirds] * 2
+
+
+class TensorRows(Dataset[Tensor]):
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
