@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from lagom.data.unischema import Field
 
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+_CREDENTIALS = {
+    "s3": "credentials come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws or the machine's role",
+    "gs": "credentials come from GOOGLE_APPLICATION_CREDENTIALS, gcloud or the machine; gs://anonymous@... is without",
+    "abfs": "credentials come from AZURE_* variables, az login or the machine, or filesystem=fs.AzureFileSystem(...)",
+    "hdfs": "libhdfs is found by HADOOP_HOME, Java by JAVA_HOME, and Hadoop by CLASSPATH=$(hadoop classpath --glob)",
+}
+_GCS_SECONDS = 60
+"""That pyarrow tries Google's store for; by itself it takes 15 minutes to give up."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,15 @@ def located(sources: list[str], filesystem: Any = None) -> Location:
     Raises:
         DataError: when there is none, or a folder belongs to a format whose log says which files are current.
     """
+    from pyarrow import ArrowException
+
+    try:
+        return _located(sources, filesystem)
+    except ArrowException as error:  # what clients of stores raise, some of it under no other name
+        raise DataError(f"{sources[0]} cannot be reached: {_first_line(error)}{_remedy(sources[0])}") from error
+
+
+def _located(sources: list[str], filesystem: Any) -> Location:
     places = [_place(source, filesystem) for source in sources]
     home = places[0][0]
     for source, (other, _) in zip(sources, places, strict=True):
@@ -98,9 +115,7 @@ def _place(source: str, filesystem: Any) -> tuple[Any, str]:
         if not isinstance(filesystem, fs.FileSystem):
             filesystem = fs.PyFileSystem(fs.FSSpecHandler(filesystem))
         return filesystem, source
-    # As Spark calls them.
-    source = re.sub(r"^s3[an]://", "s3://", source)
-    source = re.sub(r"^dbfs:/+", "/dbfs/", source)
+    source = _as_pyarrow_says(source)
     scheme = urlsplit(source).scheme
     if len(scheme) < 2:  # none, or a drive
         import os
@@ -114,8 +129,9 @@ def _place(source: str, filesystem: Any) -> tuple[Any, str]:
             import fsspec
 
             other, path = fsspec.core.url_to_fs(source)
-        except (ImportError, ValueError) as second:
-            raise DataError(f"{source} cannot be opened: {error} ({second})") from error
+        except (ImportError, ValueError, OSError) as second:
+            told = f"{_first_line(error)} ({_first_line(second)})"
+            raise DataError(f"{source} cannot be opened: {told}{_remedy(source)}") from error
         return fs.PyFileSystem(fs.FSSpecHandler(other)), path
 
 
@@ -125,7 +141,7 @@ def _files(home: Any, path: str, source: str) -> list[File]:
     try:
         info = home.get_file_info(path)
     except OSError as error:
-        raise DataError(f"{source} cannot be reached: {error}") from error
+        raise DataError(f"{source} cannot be reached: {error}{_remedy(source)}") from error
     if info.type == fs.FileType.NotFound:
         raise DataError(f"{source} does not exist (as seen from this machine)")
     if info.type == fs.FileType.File:
@@ -146,6 +162,27 @@ def _files(home: Any, path: str, source: str) -> list[File]:
     if not found:
         raise DataError(f"{source} holds no data files, {len(infos)} entries in all")
     return sorted(found, key=lambda file: file.name)
+
+
+def _as_pyarrow_says(source: str) -> str:
+    """The URL ``source``, which may be in Spark's spelling."""
+    source = re.sub(r"^s3[an]://", "s3://", source)
+    source = re.sub(r"^dbfs:/+", "/dbfs/", source)
+    if urlsplit(source).scheme in ("gs", "gcs") and "retry_limit_seconds" not in source:
+        source += f"{'&' if '?' in source else '?'}retry_limit_seconds={_GCS_SECONDS}"
+    return source
+
+
+def _first_line(error: Exception) -> str:
+    """Of what it says: who looks for libhdfs and Java tells of 80 places."""
+    return (str(error).splitlines() or [repr(error)])[0]
+
+
+def _remedy(source: str) -> str:
+    kinds = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfss": "abfs", "viewfs": "hdfs"}
+    scheme = urlsplit(source).scheme
+    told = _CREDENTIALS.get(kinds.get(scheme, scheme))
+    return f" ({told})" if told else ""
 
 
 def _hidden(name: str) -> bool:

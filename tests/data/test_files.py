@@ -1,0 +1,58 @@
+"""``lagom.data.files``: URLs reach the file system that they name, and what it says comes in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pytest
+from pyarrow import fs
+
+from lagom.data import files
+from lagom.errors import DataError
+
+
+def test_urls_of_stores_reach_their_file_systems_without_a_connection() -> None:
+    found, path = files._place("gs://anonymous@bucket/table", None)
+    assert isinstance(found, fs.GcsFileSystem)
+    assert path == "bucket/table"
+    azure, path = files._place("abfs://container@account.dfs.core.windows.net/table", None)
+    assert azure.type_name == "abfs"
+    assert path == "container/table"
+    for scheme in ("s3", "s3a"):
+        found, path = files._place(f"{scheme}://key:secret@bucket/table?region=eu-north-1", None)
+        assert isinstance(found, fs.S3FileSystem)
+        assert (path, found.region) == ("bucket/table", "eu-north-1")
+
+
+def test_googles_store_is_not_tried_for_15_minutes() -> None:
+    assert files._as_pyarrow_says("gs://b/t") == "gs://b/t?retry_limit_seconds=60"
+    assert files._as_pyarrow_says("gs://b/t?anonymous=true") == "gs://b/t?anonymous=true&retry_limit_seconds=60"
+    assert files._as_pyarrow_says("gs://b/t?retry_limit_seconds=5") == "gs://b/t?retry_limit_seconds=5"
+    assert files._as_pyarrow_says("s3a://b/t") == "s3://b/t"
+    assert files._as_pyarrow_says("dbfs:/b/t") == "/dbfs/b/t"
+
+
+def test_what_pyarrow_does_not_know_goes_to_fsspec() -> None:
+    found, path = files._place("memory://folder/table", None)
+    assert isinstance(found.handler.fs, type(fsspec.filesystem("memory")))
+    assert path.strip("/") == "folder/table"
+    with pytest.raises(DataError, match=r"nobody://x cannot be opened: .*nobody"):
+        files.located(["nobody://x"])
+
+
+def test_hdfs_without_hadoop_is_told_what_it_needs() -> None:
+    with pytest.raises(DataError, match=r"hdfs://somewhere:1/table cannot be .*HADOOP_HOME"):
+        files.located(["hdfs://somewhere:1/table"])
+
+
+def test_an_error_of_a_store_says_where_credentials_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(fs.FSSpecHandler):  # type: ignore[misc]
+        def get_file_info(self, paths: list[str]) -> Any:
+            raise pa.ArrowException("Unknown error: AuthenticationException")
+
+    home = fs.PyFileSystem(Refusing(fsspec.filesystem("memory")))
+    monkeypatch.setattr(files, "_place", lambda source, filesystem: (home, "container/table"))
+    with pytest.raises(DataError, match=r"abfss://x@y/t cannot be reached: .*AuthenticationException \(.*az login"):
+        files.located(["abfss://x@y/t"])
