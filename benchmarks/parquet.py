@@ -8,11 +8,11 @@ Petastorm does not import with today's pyarrow, so it runs in an environment of 
     PEER/bin/pip install petastorm==0.12.1 pyarrow==14.0.2 numpy==1.26.4 pandas==2.2.3 torch==2.6.0 \
         pyspark opencv-python-headless==4.10.0.84 "setuptools<70"
 
-Each contender runs in a process of its own, for three passes over a table, the first of which is not counted. Of
-petastorm all configurations in ``benchmarks/petastorm_peer.py`` run, and the best one counts; it shuffles within as
-many rows as lagom's window has. lagom decodes in as many threads as torch has, beside the program's own. "The scan"
-is pyarrow's ``read_row_group`` over the same columns, which decodes these in as many threads, or in one where there is
-one column; what the disk and pyarrow can give at most is a scan of several row groups at once in as many threads.
+Each contender runs in a process of its own, for three passes over a table and a second at least, of which the first
+pass is not counted. Of petastorm all configurations in ``benchmarks/petastorm_peer.py`` run, and the best one counts;
+it shuffles within as many rows as lagom's window has. lagom decodes in as many threads as torch has, beside the
+program's own. "The scan" is pyarrow's ``read_row_group`` over the same columns, which decodes these in as many threads,
+or in one where there is one column; what the disk and pyarrow can give at most is a scan of several row groups at once.
 """
 
 from __future__ import annotations

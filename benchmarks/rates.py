@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 LIMIT_S = 20.0
 """After which what has come is counted."""
+LEAST_S = 1.0
+"""For which it is counted at least: two passes over a small table are over in 0.1 s."""
 
 
 class Rate(NamedTuple):
@@ -23,7 +25,7 @@ class Rate(NamedTuple):
 
 
 def rate(batches: Iterator[int], num_rows: int, row_bytes: int) -> Rate:
-    """Rows a second in the second and third pass over ``num_rows`` rows; ``batches`` gives sizes of batches."""
+    """Rows a second after a first pass over ``num_rows`` rows, in two or ``LEAST_S``; ``batches`` gives sizes."""
     seen, begun, start = 0, 0, time.perf_counter()
     first = start
     for size in batches:
@@ -31,7 +33,7 @@ def rate(batches: Iterator[int], num_rows: int, row_bytes: int) -> Rate:
         now = time.perf_counter()
         if not begun and (seen >= num_rows or now - first > LIMIT_S / 2):
             begun, start = seen, now
-        elif begun and (seen >= 3 * num_rows or now - first > LIMIT_S):
+        elif begun and ((seen >= 3 * num_rows and now - start > LEAST_S) or now - first > LIMIT_S):
             break
     rows_s = (seen - begun) / (time.perf_counter() - start)
     peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
