@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 T = TypeVar("T")
+
+_ENDING_S = 10.0
+"""That the end of the process waits for a thread which reads. See Note [The end of the process]."""
+_running: dict[threading.Thread, tuple[_Line[Any], int]] = {}
+"""Threads that have not ended, what they draw for, and the process that they are in."""
 
 
 class Ahead(Generic[T]):
@@ -22,6 +28,7 @@ class Ahead(Generic[T]):
         self._line: _Line[T] = _Line(depth)
         # The thread knows the line only, so that dropping this object ends it.
         self._thread = threading.Thread(target=_draw, args=(items, self._line), name="lagom-reader", daemon=True)
+        _running[self._thread] = self._line, os.getpid()
         self._thread.start()
         weakref.finalize(self, _end, self._line, os.getpid())
 
@@ -90,9 +97,27 @@ def _draw(items: Iterator[T], line: _Line[T]) -> None:
     finally:
         if isinstance(items, Generator):
             items.close()  # a traceback may hold it for long
+        _running.pop(threading.current_thread(), None)
 
 
 def _end(line: _Line[T], pid: int) -> None:
     # In a forked process there is no such thread, and it may have held the lock.
     if os.getpid() == pid:
         line.close()
+
+
+def _end_all() -> None:
+    for thread, (line, pid) in list(_running.items()):
+        _end(line, pid)
+        if pid == os.getpid():
+            thread.join(_ENDING_S)
+
+
+atexit.register(_end_all)
+
+
+# Note [The end of the process]
+#
+# A program may leave a loop over a loader and end. A thread that is reading then comes back from Arrow to an
+# interpreter that is gone, which ends the thread in the midst of C++, and with it the process: "terminate called
+# without an active exception". So what is being read is waited for.

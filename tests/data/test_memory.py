@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -71,3 +73,25 @@ def test_a_thread_ends_when_nobody_draws_any_more() -> None:
     thread.join()
     assert threading.active_count() == before
     assert len(drawn) <= 5
+
+
+_LEFT = """
+import os, time
+from lagom.data.ahead import Ahead
+
+def items():
+    yield 1
+    time.sleep(0.5)  # as Arrow reads, without the interpreter
+    os.write(1, b"read")
+    yield 2
+
+next(Ahead(items(), 2))
+ahead = Ahead(items(), 2)
+next(ahead)
+"""
+
+
+def test_the_end_of_a_process_waits_for_what_is_being_read() -> None:
+    """A thread that came back from Arrow to an interpreter that is gone would abort the process."""
+    done = subprocess.run([sys.executable, "-c", _LEFT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "readread", "")
