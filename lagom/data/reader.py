@@ -57,7 +57,7 @@ class Reader:
             if current is not None and current.epoch == epoch and narrow.step < current.lane.step and len(places) == 1:
                 # A row of others, in place of one that this rank lacks; the pass goes on with its own.
                 group, row = order.row(places.start)
-                return self.pick(self._starts[group : group + 1] + row)
+                return self.pick(self._starts[group : group + 1] + row, is_asked=False)
             if current is not None:
                 current.close()
             # A worker has some batches only, and a rank whose number divides no streams some rows.
@@ -73,10 +73,11 @@ class Reader:
             self._passes.pop(epoch.source).close()
         return found
 
-    def pick(self, index: NDArray[np.int64]) -> list[Span]:
+    def pick(self, index: NDArray[np.int64], *, is_asked: bool = True) -> list[Span]:
         """The rows at ``index``, counted in the order of the table.
 
-        Row groups stay in memory, as many as there is room for; all of them as one block where they fit.
+        Row groups stay in memory, as many as there is room for; all of them as one block where they fit. Where the
+        program has asked for these rows it is told once that they come from everywhere.
         """
         if self._table.row_bytes * int(self._starts[-1]) <= self._most_bytes:
             if not self._blocks:
@@ -86,7 +87,7 @@ class Reader:
         parts, places = [], []
         for number in np.unique(groups):
             mine = np.flatnonzero(groups == number)
-            block = self._kept(int(number))
+            block = self._kept(int(number), is_asked)
             parts.append(values.joined([block], index[mine] - self._starts[number]))
             places.append(mine)
         return _whole(values.joined(parts, np.argsort(np.concatenate(places))))
@@ -97,12 +98,12 @@ class Reader:
             one.close()
         self._passes.clear()
 
-    def _kept(self, number: int) -> Block:
+    def _kept(self, number: int, is_asked: bool) -> Block:
         block = self._blocks.pop(number, None)
         if block is None:
             block = self._group(number)
-            self._num_decoded += 1
-            if self._num_decoded == 2 * len(self._table.groups):
+            self._num_decoded += is_asked
+            if is_asked and self._num_decoded == 2 * len(self._table.groups):
                 warnings.warn(_FROM_EVERYWHERE, stacklevel=2)
             held = sum(map(values.num_rows, self._blocks.values())) + values.num_rows(block)
             while self._blocks and held * self._table.row_bytes > self._most_bytes:

@@ -352,6 +352,16 @@ def test_a_file_that_is_gone_changed_or_damaged_is_an_error_not_a_shorter_epoch(
     dataset.close()
 
 
+def test_ranks_that_lack_rows_are_not_told_to_shuffle_otherwise(tmp_path: Path) -> None:
+    """They take single rows of others, in place of their own; a warning would be an error here."""
+    dataset = ParquetDataset(numbers(tmp_path, [[5] * 4, [5] * 4]), window_bytes=40, streams=4)
+    last = pickle.loads(pickle.dumps(dataset))
+    for batch in dataset.batches(1, shuffle=True, seed=1):
+        share = batch.deal(3, 4)
+        assert len(last.__getitems__(share if len(share) else batch[:1])) == 1
+    last.close()
+
+
 def test_names_may_have_dots_and_spaces(tmp_path: Path) -> None:
     """And count with their own bytes, not with those of the column that begins alike."""
     columns = {
