@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lagom
 from lagom import experiment
@@ -110,6 +110,43 @@ def be_stuck() -> None:
     """Rank 1 gets nowhere; the other is done."""
     if lagom.rank() == 1:
         time.sleep(1000)
+
+
+class Stuck(Dataset[torch.Tensor]):
+    """Samples of which one never comes, where they are asked to."""
+
+    def __init__(self, stuck: bool) -> None:
+        self.stuck = stuck
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.stuck and index == 9:  # of rank 1
+            time.sleep(1000)
+        return torch.ones(2)
+
+
+def train_until_stuck(kind: str) -> None:
+    """Rank 1 gets nowhere, in one of several ways; the other waits for its gradients."""
+    model = torch.nn.Linear(2, 1)
+    for number, batch in enumerate(
+        DataLoader(Stuck(kind == "worker"), batch_size=4, num_workers=int(kind == "worker"))
+    ):
+        if number == 1 and lagom.rank() == 1:
+            if kind == "sleep":
+                time.sleep(1000)
+            while kind == "loop":
+                pass
+        model(batch).mean().backward()
+
+
+def skip_an_exchange() -> None:
+    """A program that is distributed already, whose rank 1 leaves out an exchange."""
+    torch.distributed.init_process_group()
+    if lagom.rank() == 1:
+        time.sleep(1000)
+    torch.distributed.all_reduce(torch.ones(250))
 
 
 def kill_the_holder() -> None:

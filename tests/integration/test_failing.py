@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -54,6 +55,30 @@ def test_a_rank_that_is_stuck_is_named_and_ended(spark: Any) -> None:
     with pytest.raises(StallError, match="rank 1 made no progress for 2 s") as caught:
         programs.run(programs.be_stuck, 2, stall_timeout_s=1.0, timeout_s=2.0)
     assert "in be_stuck" in str(caught.value.__cause__)
+
+
+@pytest.mark.soak  # tests/launchers/test_stalls.py shows each by default
+@pytest.mark.parametrize(
+    ("kind", "at", "waits_in"),
+    [
+        ("sleep", "time.sleep(1000)", r"exchange \d+ of \d+ bytes \(gradients\)"),
+        ("loop", 'while kind == "loop"', r"exchange \d+ of \d+ bytes \(gradients\)"),
+        ("worker", "in __getitem__", r"exchange \d+ of \d+ bytes \(gradients\)"),
+        ("skipped", "in skip_an_exchange", r"all_reduce \d+ \(sum\) of 250 float32"),
+    ],
+)
+def test_what_others_wait_for_is_named(
+    spark: Any, kind: str, at: str, waits_in: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    function = programs.skip_an_exchange if kind == "skipped" else programs.train_until_stuck
+    hparams = {} if kind == "skipped" else {"kind": kind}
+    with pytest.raises(StallError) as caught:
+        programs.run(function, 2, hparams=hparams, stall_timeout_s=4.0, timeout_s=8.5)
+    assert caught.value.rank == 1
+    said = capfd.readouterr().err
+    assert re.search(rf"rank 1 made no progress for [4-9] s; rank 0 waits for it in {waits_in}\n", said)
+    assert at in said
+    assert at in str(caught.value.__cause__)
 
 
 def test_a_killed_rank_is_named_with_its_last_words(spark: Any) -> None:
