@@ -6,9 +6,9 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.notebooks.kernel import Notebook
 
@@ -42,7 +42,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
         yield found
 
 
-def test_a_table_renews_itself_and_the_result_shows_what_came_of_it(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_table_renews_itself_and_the_result_shows_what_came_of_it(notebook: Notebook) -> None:
     cell = notebook.run("experiment.lagom(train, config())")
     assert cell.error == ""
     first, *_, last = cell.displays
@@ -53,7 +53,16 @@ def test_a_table_renews_itself_and_the_result_shows_what_came_of_it(notebook: No
     assert first["text/html"] != last["text/html"]
     assert "rank 1" in cell.value["text/html"]
     assert "<svg" in cell.value["text/html"]
-    drawn(last["text/html"] + cell.value["text/html"], tmp_path)
+
+
+def test_a_browser_draws_the_bars_and_the_lines(notebook: Notebook, tmp_path: Path) -> None:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium here to draw the page")
+    cell = notebook.run("experiment.lagom(train, config())")
+    colours = drawn(chromium, cell.displays[-1]["text/html"] + cell.value["text/html"], tmp_path)
+    assert (0x2F, 0x8F, 0xD0) in colours  # a bar
+    assert (0x00, 0x72, 0xB2) in colours  # the line of rank 0
 
 
 def test_the_table_of_a_run_that_failed_says_so(notebook: Notebook) -> None:
@@ -70,18 +79,12 @@ def test_a_front_end_that_renews_nothing_has_the_lines_and_the_result(notebook: 
     assert set(cell.displays[0]) == {"text/html", "text/plain"}
 
 
-def drawn(page: str, folder: Path) -> None:
-    """Look at ``page`` with a browser, where there is one: nothing is wider than it, and there is something to see."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        return
+def drawn(chromium: str, page: str, folder: Path) -> set[tuple[int, int, int]]:
+    """The colours of ``page`` as a browser shows it."""
     (folder / "page.html").write_text(f"<!doctype html><meta charset=utf-8><body>{page}")
     shot = folder / "page.png"
     options = ["--no-sandbox", "--headless", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
     command = [chromium, *options, "--window-size=900,600", f"--screenshot={shot}", f"file://{folder / 'page.html'}"]
     subprocess.run(command, check=True, capture_output=True, timeout=50)
-    image: Any = pytest.importorskip("PIL.Image")
-    with image.open(shot) as picture:
-        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
-    assert (0x2F, 0x8F, 0xD0) in colours  # a bar
-    assert (0x00, 0x72, 0xB2) in colours  # the line of rank 0
+    with Image.open(shot) as picture:
+        return {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
