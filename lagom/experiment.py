@@ -24,7 +24,7 @@ from lagom.records.folder import records as new_records
 from lagom.result import Result
 from lagom.signature import arguments
 from lagom.verify.rehearsals import verify
-from lagom.verify.verification import show
+from lagom.verify.verification import say_not_rehearsed, show
 from lagom.worker.settings import process_settings
 
 
@@ -58,8 +58,11 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
     the_plan = plan(config, launcher.cluster(), name, already_distributed=_is_distributed(train, provided))
     provided = handed_over(provided)
     call = {"function": train, "provided": provided, "random": _random(config), "settings": process_settings()}
-    if config.verify and the_plan.world_size > 1 and not the_plan.already_distributed:
-        show(verify(launcher, the_plan, call))
+    if config.verify and the_plan.world_size > 1:
+        if the_plan.already_distributed:
+            say_not_rehearsed(name)
+        else:
+            show(verify(launcher, the_plan, call))
     with _kept(config, the_plan, launcher.where(), source_of(train)) as records:
         outcomes = launcher.run(the_plan, call, records)
         raise_failure(outcomes)

@@ -95,3 +95,12 @@ def show(verification: Verification) -> None:
     else:
         sys.stderr.write(f"lagom: {verification}\n")
         sys.stderr.flush()
+
+
+def say_not_rehearsed(name: str) -> None:
+    """On standard error: the program is distributed already, as its code tells."""
+    sys.stderr.write(
+        f"lagom: {name}: not rehearsed: it, or a module of yours that it uses, starts a process group of its own "
+        "(init_process_group, Horovod), and so its ranks are its own business\n"
+    )
+    sys.stderr.flush()

@@ -141,14 +141,6 @@ def train_until_stuck(kind: str) -> None:
         model(batch).mean().backward()
 
 
-def skip_an_exchange() -> None:
-    """A program that is distributed already, whose rank 1 leaves out an exchange."""
-    torch.distributed.init_process_group()
-    if lagom.rank() == 1:
-        time.sleep(1000)
-    torch.distributed.all_reduce(torch.ones(250))
-
-
 def kill_the_holder() -> None:
     """The process that holds rank 1, Spark's own, is killed; the other sleeps."""
     if lagom.rank() == 1:

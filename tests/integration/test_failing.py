@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed
 
+import lagom
 from lagom.errors import LagomError, PayloadError, PlanError, RankError, StallError
 from tests.integration import programs
 
@@ -70,7 +73,13 @@ def test_a_rank_that_is_stuck_is_named_and_ended(spark: Any) -> None:
 def test_what_others_wait_for_is_named(
     spark: Any, kind: str, at: str, waits_in: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    function = programs.skip_an_exchange if kind == "skipped" else programs.train_until_stuck
+    def skip_an_exchange() -> None:  # not in programs: all that takes a class from there would count as distributed
+        torch.distributed.init_process_group()
+        if lagom.rank() == 1:
+            time.sleep(1000)
+        torch.distributed.all_reduce(torch.ones(250))
+
+    function = skip_an_exchange if kind == "skipped" else programs.train_until_stuck
     hparams = {} if kind == "skipped" else {"kind": kind}
     with pytest.raises(StallError) as caught:
         programs.run(function, 2, hparams=hparams, stall_timeout_s=4.0, timeout_s=8.5)

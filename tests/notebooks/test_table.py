@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -79,7 +80,7 @@ def test_a_front_end_that_renews_nothing_has_the_lines_and_the_result(notebook: 
     assert set(cell.displays[0]) == {"text/html", "text/plain"}
 
 
-def drawn(chromium: str, page: str, folder: Path) -> set[tuple[int, int, int]]:
+def drawn(chromium: str, page: str, folder: Path) -> set[Any]:
     """The colours of ``page`` as a browser shows it."""
     (folder / "page.html").write_text(f"<!doctype html><meta charset=utf-8><body>{page}")
     shot = folder / "page.png"
@@ -87,4 +88,4 @@ def drawn(chromium: str, page: str, folder: Path) -> set[tuple[int, int, int]]:
     command = [chromium, *options, "--window-size=900,600", f"--screenshot={shot}", f"file://{folder / 'page.html'}"]
     subprocess.run(command, check=True, capture_output=True, timeout=50)
     with Image.open(shot) as picture:
-        return {colour for _, colour in picture.convert("RGB").getcolors(1 << 20)}
+        return {colour for _, colour in picture.convert("RGB").getcolors(1 << 20) or []}
