@@ -36,6 +36,7 @@ def test_a_cluster_in_order_passes(spark: Any) -> None:
     assert found["driver"].found == "all ranks reach it"
 
 
+@pytest.mark.soak  # a minute of time limits
 @on("foreign")
 def test_hosts_that_are_cut_off_from_each_other_are_named_before_anything_waits_for_them(spark: Any) -> None:
     found = found_on(3)
