@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -188,6 +189,7 @@ def _rank(
     always_slices: bool,
 ) -> None:
     torch.set_num_threads(1)
+    forget_spark()
     try:
         value = _run(rank, plan, function, host_dir, ports, patches, always_slices)
         answer = pickle.dumps(("returned", value))
@@ -197,6 +199,22 @@ def _rank(
     pipe.send_bytes(answer)
     pipe.close()
     os._exit(0)
+
+
+def forget_spark() -> None:
+    """Leave the Spark session of an earlier test to the process that was forked.
+
+    What a fork does with it goes through one socket with what the test's process and the other ranks do, and each
+    gets the others' answers: libraries ask for an active session (MLflow), and whatever is collected tells Java.
+    """
+    core = sys.modules.get("pyspark.core.context")
+    sql = sys.modules.get("pyspark.sql")
+    if core is None or core.SparkContext._gateway is None:
+        return
+    core.SparkContext._gateway._gateway_client.is_connected = False  # what is collected is told no more
+    core.SparkContext._gateway = core.SparkContext._jvm = core.SparkContext._active_spark_context = None
+    if sql is not None:
+        sql.SparkSession._instantiatedSession = None
 
 
 def _run(

@@ -15,6 +15,7 @@ import torch
 from lagom.data import ParquetDataset, ParquetLoader
 from tests.data.write_rows import image, schema
 from tests.integration import programs
+from tests.ranks import run_ranks
 
 WRITTEN = Path(__file__).parent.parent / "data" / "petastorm_0_12_1"
 
@@ -151,3 +152,18 @@ def test_what_petastorm_materialised_trains_its_own_programs_and_others(spark: A
     for ours, theirs in zip(first["seen"], second["seen"], strict=True):
         assert ours | theirs == set(range(20))
         assert not ours & theirs
+
+
+def test_forked_ranks_leave_the_session_to_the_process_that_has_it(spark: Any) -> None:
+    """``run_ranks`` forks from processes in which a session of another test is open, and MLflow asks for one."""
+    from pyspark.sql import SparkSession
+
+    client = spark._sc._gateway._gateway_client  # whatever is collected tells Java through it
+    assert client.is_connected
+
+    def active(_: object) -> list[bool]:
+        return [SparkSession.getActiveSession() is None, client.is_connected]
+
+    assert run_ranks(3, active) == [[True, False]] * 3
+    assert client.is_connected and SparkSession.getActiveSession() is not None
+    assert spark.range(5).count() == 5
