@@ -120,9 +120,8 @@ def reached(*values: Any) -> Iterator[Any]:
         elif isinstance(value, property):
             waiting += [value.fget, value.fset]
         elif isinstance(value, type):
-            # A class of a module travels with its module, which is read as text.
-            waiting += [*vars(value).values(), *value.__bases__] if value.__module__ == "__main__" else []
-        elif type(value).__module__ == "__main__":
+            waiting += [*vars(value).values(), *value.__bases__] if _is_own(value) else []
+        elif _is_own(type(value)):
             waiting.append(type(value))
 
 
@@ -150,6 +149,14 @@ def _opened(values: Iterable[Any], names: set[str]) -> Iterator[Any]:
 def is_foreign(function: types.FunctionType) -> bool:
     """Whether ``function`` is not the user's own: it is lagom's, Python's or that of an installed package."""
     return (function.__module__ or "").partition(".")[0] == "lagom" or is_installed(function.__code__.co_filename)
+
+
+def _is_own(cls: type) -> bool:
+    """Whether the user wrote ``cls``."""
+    if cls.__module__ == "__main__":
+        return True
+    path = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return path is not None and cls.__module__.partition(".")[0] != "lagom" and not is_installed(path)
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:

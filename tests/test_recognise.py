@@ -91,6 +91,25 @@ def test_others_are_not(program: Any) -> None:
 
 
 SETUP = "import torch.distributed as dist\ndef setup():\n    dist.init_process_group()\n"
+MODELS = """
+from torch.distributed import init_process_group
+from own_setup import setup
+
+class Net:
+    def forward(self, x):
+        return scaled(x)
+
+def scaled(x):
+    return x
+
+class Trainer:
+    def fit(self):
+        setup()
+
+def main():
+    init_process_group()
+"""
+"""A network, beside what trains it under torchrun."""
 
 
 @pytest.fixture
@@ -100,11 +119,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         "own_setup.py": SETUP,
         "own_indirect.py": "from own_setup import *\n",
         "own_plain.py": "import torch\n",
+        "own_renamed.py": "from own_setup import setup as begin\n",
+        "own_models.py": MODELS,
+        "own_registry.py": "kinds = []\n@kinds.append\ndef one():\n    import own_setup\n    own_setup.setup()\n",
+        "own_guarded.py": "class Net: ...\nif __name__ == '__main__':\n    import own_setup\n    own_setup.setup()\n",
+        "own_at_import.py": "import own_setup\nif True:\n    own_setup.setup()\n",
         "own_package/__init__.py": "",
         "own_package/ordinary.py": "from . import layers\n",
         "own_package/layers.py": "",
         "own_package/distributed.py": "from .deep import run\n",
-        "own_package/deep/__init__.py": "from ..parallel import run\n",
+        "own_package/deep/__init__.py": "from ..parallel import setup as run\n",
         "own_package/parallel.py": SETUP,
     }
     for name, text in files.items():
@@ -119,14 +143,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("import own_setup", True),
-        ("import own_indirect", True),
+        ("import own_setup\nown_setup.setup()", True),
+        ("import own_setup\ngetattr(own_setup, 'setup')()", True),
+        ("import own_setup", False),
+        ("from own_indirect import setup\nsetup()", True),
+        ("from own_renamed import begin\nbegin()", True),
+        ("from own_models import Net\nNet()", False),
+        ("from own_models import Trainer\nTrainer()", True),
+        ("from own_models import main\nmain()", True),
+        ("from own_registry import kinds\nkinds[0]()", True),
+        ("from own_guarded import Net\nNet()", False),
+        ("import own_at_import", True),
         ("def f():\n    from own_setup import setup", True),
         ("import own_plain", False),
         ("import own_package.ordinary", False),
         ("from own_package import ordinary", False),
-        ("from own_package import distributed", True),
-        ("import own_package.distributed as d", True),
+        ("from own_package import distributed\ndistributed.run()", True),
+        ("import own_package.distributed as d\nd.run()", True),
+        ("import own_package.distributed as d", False),
         ("import own_nowhere", False),
     ],
 )
@@ -141,8 +175,17 @@ def test_modules_that_a_function_knows_are_read(folder: Path, name: str, wanted:
     assert is_distributed(lambda: module.setup()) is wanted
 
 
+@pytest.mark.parametrize(("name", "wanted"), [("Net", False), ("Trainer", True)])
+def test_of_a_loaded_module_what_is_used_counts(folder: Path, name: str, wanted: bool) -> None:
+    models = importlib.import_module("own_models")
+    cls = getattr(models, name)
+    made = cls()
+    for program in (lambda: cls(), lambda: made, functools.partial(cls)):
+        assert is_distributed(program) is wanted
+
+
 def test_an_edited_module_is_read_again(folder: Path) -> None:
-    script = Script(str(folder / "x.py"), "import own_plain", ())
+    script = Script(str(folder / "x.py"), "import own_plain\nown_plain.setup()", ())
     assert not is_distributed(script)
     (folder / "own_plain.py").write_text(SETUP)
     assert is_distributed(script)

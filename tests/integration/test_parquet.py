@@ -165,5 +165,6 @@ def test_forked_ranks_leave_the_session_to_the_process_that_has_it(spark: Any) -
         return [SparkSession.getActiveSession() is None, client.is_connected]
 
     assert run_ranks(3, active) == [[True, False]] * 3
-    assert client.is_connected and SparkSession.getActiveSession() is not None
+    assert client.is_connected
+    assert SparkSession.getActiveSession() is not None
     assert spark.range(5).count() == 5
