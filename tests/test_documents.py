@@ -64,11 +64,12 @@ def config(world_size: int, **fields: Any) -> TorchDistributedConfig:
     return TorchDistributedConfig(launcher="local", world_size=world_size, **fields)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_articles_program_gives_the_tensor_of_a_plain_call(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "zero_lvl"), [(1, 0), (2, 0), (3, 0), (2, 1), (2, 2), (3, 3)])
+def test_the_articles_program_gives_the_tensor_of_a_plain_call(world_size: int, zero_lvl: int) -> None:
     torch.manual_seed(0)
     plain = train_field(Field, {}, TRAIN_SET, TEST_SET)
-    result = experiment.lagom(train_field, config(world_size, module=Field, train_set=TRAIN_SET, test_set=TEST_SET))
+    sets = {"module": Field, "train_set": TRAIN_SET, "test_set": TEST_SET}
+    result = experiment.lagom(train_field, config(world_size, zero_lvl=zero_lvl, **sets))
     assert isinstance(result["test result"], torch.Tensor)
     torch.testing.assert_close(result["test result"], plain, rtol=1e-6, atol=0)
     assert len(result.per_rank) == world_size
