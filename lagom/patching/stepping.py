@@ -5,21 +5,25 @@ from __future__ import annotations
 import functools
 import importlib
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer, optimizer
 
 from lagom.collectives.native import native
+from lagom.monitor.spans import OPTIMIZER
 from lagom.patching.replace import replaced
 from lagom.strategies.adam import Adam
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from lagom.monitor.spans import Spans
     from lagom.patching.session import Session
 
 _FUNCTION = "_single_tensor_adam"
+_NONE: frozenset[int] = frozenset()
 
 
 @contextmanager
@@ -96,15 +100,18 @@ def _unprofiled(session: Session) -> Iterator[None]:
 
 
 def _hooked(session: Session, wrapper: Any) -> Callable[..., Any]:
-    inner = wrapper.__wrapped__
+    inner, spans = wrapper.__wrapped__, session.spans
+    if spans is not None:
+        inner = _timed(spans, inner)
 
     @functools.wraps(wrapper)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        own = _NONE if spans is None else spans.step_hooks
         if (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
-            or optimizer._global_optimizer_pre_hooks
-            or optimizer._global_optimizer_post_hooks
+            or not optimizer._global_optimizer_pre_hooks.keys() <= own
+            or not optimizer._global_optimizer_post_hooks.keys() <= own
             or _is_looked_at()
             or not session.live
         ):
@@ -113,7 +120,22 @@ def _hooked(session: Session, wrapper: Any) -> Callable[..., Any]:
         self._optimizer_step_code()
         return result
 
-    vars(step)["__wrapped__"] = inner
+    vars(step)["__wrapped__"] = wrapper.__wrapped__
+    return step
+
+
+def _timed(spans: Spans, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """``inner``, noted as the hooks of a timeline would, of which the first alone sends a step the long way."""
+    clock, append = spans.clock, spans.append
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not spans.keeps:
+            return inner(self, *args, **kwargs)
+        start = clock()
+        result = inner(self, *args, **kwargs)
+        append((OPTIMIZER, f"{type(self).__name__}.step", start, clock(), get_ident()))
+        return result
+
     return step
 
 

@@ -7,12 +7,17 @@ import sys
 from typing import Any
 
 import cloudpickle
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.autograd.profiler import record_function
+from torch.optim import SGD, Adam, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lagom.monitor.spans import OPTIMIZER
+from lagom.patching.replace import replaced
 from lagom.patching.session import Session
+from tests import ranks
 from tests.patching.programs import data, mlp
 from tests.ranks import alone, run_ranks
 
@@ -23,6 +28,18 @@ class Own(SGD):
     def step(self, closure: Any = None) -> Any:
         self.steps = getattr(self, "steps", 0) + 1
         return super().step(closure)
+
+
+class Rounded(Optimizer):
+    """One that has nothing of torch's steps, and knows of no short way."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad.sign() * 0.01)
 
 
 def doubled(step: Any) -> Any:
@@ -100,3 +117,46 @@ def test_steps_and_hooks_are_those_of_one_process() -> None:
     assert _is_torchs("step")
     assert _is_torchs("zero_grad")
     assert vars(Optimizer)["_patch_step_function"].__qualname__ == "Optimizer._patch_step_function"
+
+
+def with_a_timeline(session: Session) -> tuple[list[str], list[str], list[str]]:
+    """Steps by the short way, with hooks of the program's own, and of a class of its own."""
+    assert session.spans is not None
+    model = mlp()
+    entries: list[str] = []
+    seen: list[str] = []
+
+    class Noted(record_function):
+        def __init__(self, name: str, args: str | None = None) -> None:
+            entries.append(name)
+            super().__init__(name, args)
+
+    def step(optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        x, y = data(6).tensors
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    optimizers = [SGD(model.parameters(), 0.1), Adam(model.parameters(), 0.1), Rounded(model.parameters())]
+    for optimizer in optimizers:
+        step(optimizer)  # the first makes its profiler's name
+    with replaced(torch.autograd.profiler, "record_function", Noted):
+        for optimizer in optimizers[:2]:
+            step(optimizer)
+        everywhere = register_optimizer_step_post_hook(lambda one, *_: seen.append(type(one).__name__))
+        for optimizer in optimizers:
+            step(optimizer)
+        everywhere.remove()
+    session.spans.keeps = False
+    step(optimizers[0])
+    steps = [span[1] for span in session.spans._spans if span[0] == OPTIMIZER]
+    return steps, seen, entries
+
+
+def test_a_timeline_has_each_step_once_and_sends_none_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "TIMELINE", True)
+    each = ["SGD.step", "Adam.step", "Rounded.step"]
+    for steps, seen, entries in run_ranks(2, with_a_timeline):
+        assert steps == [*each, *each[:2], *each]
+        assert seen == ["SGD", "Adam", "Rounded"]
+        assert [name for name in entries if ".step#" in name] == [f"Optimizer.step#{kind}.step" for kind in seen]
