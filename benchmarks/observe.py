@@ -1,49 +1,58 @@
 """What it costs to see a run: progress, heartbeats, watchdog, the output of all ranks and a timeline, on against off.
 
-    python -m benchmarks.observe [--turns 60] [--starts 7]
+    python -m benchmarks.observe [--rounds 1500] [--starts 3]
 
-All run the same loop on 2 ranks with a thread each, at once, and take short turns, so that what else the machine does
-slows all alike. A turn's time is that of its slowest rank. What is judged is the 10th percentile of turns, which other
-processes have least to do with; of several starts the median. "on" is how a long run goes, whose timeline keeps
-samples; "kept" has it keep every step, as it does with the first 100.
+A loop on 2 ranks with a thread each, run with everything off and then with everything on: a timeline, log="all", a
+line printed by each rank every 100 steps, a folder, a heartbeat a second, a terminal whose line of progress is renewed.
+"on" is how a long run goes, whose timeline keeps samples; "kept" has it keep every step, as it does with the first 100.
+
+What a step takes more is the sum of three figures. See Note [Three figures].
+
+- noting: what the timeline has the program's own thread do.
+- prints: what printing takes that thread.
+- beside: processor time of all other threads and processes of the run, as if each microsecond held up a step.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import logging
 import math
 import os
-import socket
+import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import optimizer
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import lagom
-from benchmarks.step import Contender
-from benchmarks.step_programs import Clock
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.monitor import spans
+from lagom.monitor import spans as kinds
+from lagom.patching.replace import replaced
 
-Times = dict[str, list[float]]
-"""Seconds per step, turn by turn, by contender."""
 WORLD_SIZE = 2
-WARM_UP = 4
-CONTENDERS = ("off", "on", "kept")
+ROUND = ("off", "on", "kept")
+"""Ways to take a step, each of which has its turn in a round, in a random order."""
 _PRINTS = 100
 """Steps for each line that every rank prints."""
+_WARM_UP = 200
+"""Steps that do not count; the first 100 are kept."""
+_ALL_S = 5.0
+"""Of steps one after the other."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +63,6 @@ class Task:
     width: int
     layers: int
     batch_size: int
-    steps: int
-    """In a turn."""
     most_us: float
     """That a step may take more; 0: a hundredth of it."""
 
@@ -66,152 +73,232 @@ class Task:
 
 
 TASKS = (
-    Task("a step of about 0.3 ms", width=16, layers=1, batch_size=16, steps=150, most_us=20),
-    Task("a step of about 5 ms", width=32, layers=48, batch_size=448, steps=12, most_us=0),
+    Task("a step of about 0.3 ms", width=16, layers=1, batch_size=16, most_us=20),
+    Task("a step of about 5 ms", width=32, layers=48, batch_size=448, most_us=0),
 )
 
 
-def train(arguments: Mapping[str, Any]) -> None:
+class Loop:
     """The loop that is timed."""
-    torch.set_num_threads(1)
-    clock = Clock(arguments, lagom.rank())
-    if arguments["contender"] == "kept":
-        _keep_all()
-    for task in TASKS:
+
+    def __init__(self, task: Task) -> None:
         torch.manual_seed(0)
-        model = task.module()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        count = task.batch_size * task.steps * 4
-        loader = DataLoader(TensorDataset(torch.randn(count, 8), torch.randn(count, 1)), batch_size=task.batch_size)
-        clock.start(task)  # type: ignore[arg-type]
-        _train(clock, loader, model, optimizer)
+        self._model = task.module()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        count = task.batch_size * 500
+        self._loader = DataLoader(
+            TensorDataset(torch.randn(count, 8), torch.randn(count, 1)), batch_size=task.batch_size
+        )
+        self._batches: Iterator[Any] = iter(self._loader)
+        self.printed_s = 0.0
+
+    def steps(self, count: int) -> None:
+        """As anybody would write them."""
+        number = 0
+        while True:
+            for x, y in self._loader:
+                number += 1
+                self._train(x, y)
+                if number % _PRINTS == 0:
+                    start = time.perf_counter()
+                    print(f"step {number}")
+                    self.printed_s += time.perf_counter() - start
+                if number == count:
+                    return
+
+    def step(self) -> float:
+        """One; seconds."""
+        for _ in range(2):  # a pass may be over
+            start = time.perf_counter()
+            for x, y in self._batches:
+                self._train(x, y)
+                return time.perf_counter() - start
+            self._batches = iter(self._loader)
+        raise AssertionError("an empty loader")
+
+    def _train(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self._optimizer.zero_grad()
+        F.mse_loss(self._model(x), y).backward()
+        self._optimizer.step()
 
 
-def _train(clock: Clock, loader: Any, model: nn.Module, optimizer: Any) -> None:
-    number = 0
-    while True:
-        for x, y in loader:
-            if clock.is_over():
-                return
-            number += 1
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-            if number % _PRINTS == 0:
-                print(f"step {number}")
+def train(numbers: Sequence[int], rounds: int, driver: int) -> list[dict[str, Any]]:
+    """What one rank measures, of each task.
+
+    Args:
+        numbers: how many steps of each task are taken one after the other.
+        driver: its process.
+    """
+    torch.set_num_threads(1)
+    return [_measured(task, number, rounds, driver) for task, number in zip(TASKS, numbers, strict=True)]
 
 
-def _keep_all() -> None:
-    noted = spans._current
+def _measured(task: Task, number: int, rounds: int, driver: int) -> dict[str, Any]:
+    loop = Loop(task)
+    loop.steps(_WARM_UP)
+    loop.printed_s = 0.0
+    # What all ranks share counts once.
+    others = [os.getppid(), driver] if lagom.rank() == 0 else []
+    start, beside = time.perf_counter(), _beside_s(others)
+    loop.steps(number)
+    passed = time.perf_counter() - start
+    found: dict[str, Any] = {"step": passed / number, "prints": loop.printed_s / number}
+    found["beside"] = (_beside_s(others) - beside) / number
+    found["rounds"] = _rounds(loop, rounds) if kinds._current is not None else []
+    return found
+
+
+def _beside_s(others: Sequence[int]) -> float:
+    """Processor time of other threads of this process, and of all of other processes."""
+    threads = [path for path in Path("/proc/self/task").iterdir() if path.name != str(os.getpid())]
+    for process in others:
+        threads += Path(f"/proc/{process}/task").iterdir()
+    return sum(int((path / "schedstat").read_text().split()[0]) for path in threads) * 1e-9
+
+
+def _rounds(loop: Loop, count: int) -> list[list[float]]:
+    """Seconds of steps, taken in the ways of ``ROUND``."""
+    order = random.Random(0)  # equal on all ranks
+    names = list(ROUND)
+    found = []
+    with _chosen() as choose:
+        for number in range(count):
+            order.shuffle(names)
+            seconds = {}
+            for name in names:
+                choose(name)
+                seconds[name] = loop.step()
+            if number >= count // 10:
+                found.append([seconds[name] for name in ROUND])
+    return found
+
+
+@contextmanager
+def _chosen() -> Iterator[Callable[[str], None]]:
+    """Gives what chooses how the next step is taken: with the functions and hooks that note, or without them."""
+    noted, way = kinds._current, {"notes": True}
     assert noted is not None
-    noted._closes_at, noted._opens_at, noted._ends_at, noted.keeps = -1, -1, 10**9, True
+
+    def either(notes: Any, bare: Any) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            return notes(*args, **options) if way["notes"] else bare(*args, **options)
+
+        return call
+
+    hooks: list[Any] = [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
+    own = [dict(some) for some in hooks]
+
+    def choose(name: str) -> None:
+        way["notes"] = name != "off"
+        noted.keeps = name == "kept"
+        for some, all_of_them in zip(hooks, own, strict=True):
+            some.clear()
+            some.update(all_of_them if name != "off" else {})
+        if name == "off":
+            noted._spans.clear()
+            noted._step_at = 0
+
+    noted._closes_at, noted._opens_at, noted._ends_at = -1, -1, 10**9
+    with ExitStack() as stack:
+        for owner, name, around in (
+            (_BaseDataLoaderIter, "__next__", "original"),
+            (nn.Module, "__call__", "call"),
+            (torch.autograd, "_engine_run_backward", "original"),
+        ):
+            notes = vars(owner)[name]
+            assert notes.__module__.startswith("lagom.patching.timing"), f"{name} is not timed where it was"
+            names, cells = notes.__code__.co_freevars, notes.__closure__
+            stack.enter_context(replaced(owner, name, either(notes, cells[names.index(around)].cell_contents)))
+        yield choose
+    choose("on")
+
+
+class _Terminal(TextIOWrapper):
+    """Shows nothing, and has what is live shown."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def measure(steps: Sequence[int], rounds: int, settings: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """By rank and task."""
+    given = {"numbers": steps, "rounds": rounds, "driver": os.getpid()}
+    config = TorchDistributedConfig(hparams=given, world_size=WORLD_SIZE, launcher="local", **settings)
+    with _Terminal(open(os.devnull, "wb")) as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        found = experiment.lagom(train, config).per_rank
+    return list(found)
+
+
+def start(rounds: int) -> list[dict[str, Any]]:
+    """One figure of each kind for each task, in seconds per step."""
+    off = {"hb_interval": 1e6, "stall_timeout_s": math.inf, "run_dir": None}
+    tried = measure([_WARM_UP] * len(TASKS), 0, off)
+    steps = [int(_ALL_S / one["step"]) for one in tried[0]]
+    without = measure(steps, 0, off)
+    with tempfile.TemporaryDirectory() as folder:
+        having = measure(steps, rounds, {"timeline": True, "log": "all", "run_dir": folder})
+    return [_more([r[i] for r in without], [r[i] for r in having]) for i in range(len(TASKS))]
+
+
+def _more(without: Sequence[Mapping[str, Any]], having: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"off": max(one["step"] for one in without), "all": max(one["step"] for one in having)}
+    found["prints"] = max(one["prints"] for one in having) - max(one["prints"] for one in without)
+    found["beside"] = sum(one["beside"] for one in having) - sum(one["beside"] for one in without)
+    # A step takes as long as on its slowest rank.
+    rounds = [
+        [max(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+        for ranks in zip(*[one["rounds"] for one in having], strict=True)
+    ]
+    for place, name in enumerate(ROUND[1:], 1):
+        found[name] = statistics.median(one[place] - one[0] for one in rounds)
+    return found
+
+
+def report(task: Task, starts: Sequence[Mapping[str, Any]]) -> bool:
+    """Print; whether the limits hold."""
+    off = statistics.median(one["off"] for one in starts)
+    both = statistics.median(one["all"] - one["off"] for one in starts)
+    limit = task.most_us * 1e-6 or 0.01 * off
+    print(f"{task.name}: {1e3 * off:.3f} ms with everything off, limit {1e6 * limit:.0f} us more; ", end="")
+    print(f"the one run took {1e6 * both:+.1f} us more than the other")
+    good = True
+    for name in ROUND[1:]:
+        more = sorted(one[name] + one["prints"] + one["beside"] for one in starts)
+        parts = {"noting": name, "prints": "prints", "beside": "beside"}
+        told = [f"{part} {1e6 * statistics.median(one[key] for one in starts):+.1f}" for part, key in parts.items()]
+        median = statistics.median(more)
+        good = good and median <= limit
+        print(
+            f"{'holds ' if median <= limit else 'MISSED'} {name:4} {1e6 * median:+6.1f} us a step "
+            f"({median / off:+.2%}): {', '.join(told)}; of {len(more)} starts "
+            f"{1e6 * more[0]:+.1f} to {1e6 * more[-1]:+.1f}"
+        )
+    return good
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what a step takes more; 0 when the limits hold, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--turns", type=int, default=60, help="that count, of each contender in each start")
-    parser.add_argument("--starts", type=int, default=7)
-    parser.add_argument("--be", choices=CONTENDERS, help=argparse.SUPPRESS)
-    parser.add_argument("--arguments", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=1500, help="steps of each way in each start")
+    parser.add_argument("--starts", type=int, default=3)
     args = parser.parse_args(argv)
-    if args.be:
-        _be(args.be, args.arguments)
-        return 0
-    starts: dict[str, list[Times]] = {task.name: [] for task in TASKS}
-    for _ in range(args.starts):
-        with contenders(args.turns) as able:
-            for task in TASKS:
-                starts[task.name].append(measure(able, task, args.turns))
-    held = [report(task, starts[task.name]) for task in TASKS]
+    logging.getLogger("lagom").setLevel(logging.ERROR)
+    starts = [start(args.rounds) for _ in range(args.starts)]
+    held = [report(task, [one[i] for one in starts]) for i, task in enumerate(TASKS)]
     return 0 if all(held) else 1
-
-
-def measure(able: Mapping[str, Contender], task: Task, turns: int) -> Times:
-    """Let the contenders take turns, none of them twice in a row: the second turn would find its caches full."""
-    times: Times = {name: [] for name in able}
-    for number in range(WARM_UP + turns):
-        for name in able:
-            seconds = able[name].turn(task.steps)
-            if number >= WARM_UP:
-                times[name].append(seconds)
-    return times
-
-
-def report(task: Task, starts: Sequence[Times]) -> bool:
-    """Print; whether the limits hold."""
-    off = statistics.median(_low(times["off"]) for times in starts)
-    limit = task.most_us * 1e-6 or 0.01 * off
-    print(f"{task.name}: {1e3 * off:.3f} ms with everything off")
-    good = True
-    for name in CONTENDERS[1:]:
-        more = sorted(_low(times[name]) - _low(times["off"]) for times in starts)
-        median = statistics.median(more)
-        good = good and median <= limit
-        verdict = "holds " if median <= limit else "MISSED"
-        print(
-            f"{verdict} {name:4} {1e6 * median:+7.1f} us a step ({median / off:+.2%}; "
-            f"of {len(more)} starts {1e6 * more[0]:+.1f} to {1e6 * more[-1]:+.1f}), limit {1e6 * limit:.0f} us"
-        )
-    return good
-
-
-def _low(times: Sequence[float]) -> float:
-    return statistics.quantiles(times, n=10)[0]
-
-
-@contextmanager
-def contenders(turns: int) -> Iterator[dict[str, Contender]]:
-    """Start all."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
-        arguments = {"port": listener.getsockname()[1], "turns": WARM_UP + turns, "run_dir": folder}
-        started = {}
-        for name in CONTENDERS:
-            errors = open(os.path.join(folder, f"{name}.err"), "w+")  # noqa: SIM115  (closed with its contender)
-            command = [sys.executable, "-m", "benchmarks.observe", "--be", name, "--arguments", json.dumps(arguments)]
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, text=True)
-            started[name] = Contender(process, errors)
-        try:
-            _connect(listener, started)
-            yield started
-            for one in started.values():
-                one.process.wait(timeout=60)
-        finally:
-            for one in started.values():
-                one.process.terminate()
-                one.process.wait()
-                one.errors.close()
-
-
-def _connect(listener: socket.socket, started: Mapping[str, Contender]) -> None:
-    listener.settimeout(1)
-    deadline = time.monotonic() + 120
-    while any(len(one.ranks) < WORLD_SIZE for one in started.values()):
-        for name, one in started.items():
-            if one.process.poll() is not None:
-                one.errors.seek(0)
-                raise RuntimeError(f"{name} ended: {one.errors.read()[-1000:]}")
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            if time.monotonic() > deadline:
-                raise
-            continue
-        connection.settimeout(120)
-        lines = connection.makefile("rw")
-        hello = json.loads(lines.readline())
-        started[hello["contender"]].ranks[hello["rank"]] = lines
-
-
-def _be(name: str, arguments: Mapping[str, Any]) -> None:
-    """Launch the ranks of a contender."""
-    settings: dict[str, Any] = {"hb_interval": 1e6, "stall_timeout_s": math.inf, "run_dir": None}
-    if name != "off":
-        settings = {"timeline": True, "log": "all", "run_dir": arguments["run_dir"]}
-    given = {"arguments": {**arguments, "contender": name}}
-    experiment.lagom(train, TorchDistributedConfig(hparams=given, world_size=WORLD_SIZE, launcher="local", **settings))
 
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.exit(main())
+
+# Note [Three figures]
+#
+# Two runs are not simply compared: how fast a process computes depends on where its memory happens to lie, and runs
+# with everything off differ from one another by 5%. By how much they differ is printed, and judged by nobody.
+#
+# So the timeline is measured within a run, step against step, each in milliseconds of the others: with its functions
+# around those of the program, and without them. Of what a timeline adds to a step a test and half a microsecond around
+# the average of gradients are in both. Heartbeats, the processes that carry what ranks say, and the driver that shows
+# and writes it down work in the background, a few times a second, so that most steps see nothing of them. With as many
+# ranks as cores they take their time from a step, and no more than that: all of it counts.
