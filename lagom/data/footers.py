@@ -39,7 +39,13 @@ def open_file(home: Any, file: File, footer: Any = None, *, whole: bool = False)
             )
         buffer = 0 if whole else _BUFFER
         return pq.ParquetFile(
-            source, metadata=footer, pre_buffer=False, buffer_size=buffer, coerce_int96_timestamp_unit="us"
+            source,
+            metadata=footer,
+            pre_buffer=False,
+            buffer_size=buffer,
+            coerce_int96_timestamp_unit="us",
+            # Where the writer has noted them, as Spark does: a bit that has flipped is an error, and no other number.
+            page_checksum_verification=True,
         )
     except FileNotFoundError as error:
         raise DataError(f"{file.path} is gone; it was there when the data set was made") from error

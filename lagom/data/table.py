@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lagom.data import unischema
 from lagom.data.files import File, arrow, located
 from lagom.data.footers import PAGE_BYTES, Footer, check_names, common_field, open_file, partitions_of
+from lagom.data.stamps import Stamps
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class Table:
     """The largest part of a column in a row group, as it is stored."""
     schema: Mapping[str, unischema.Field] | None
     """Petastorm's, where it wrote the files."""
+    stamps: Stamps = dataclasses.field(compare=False)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -76,6 +79,7 @@ class Table:
 
     def open(self, file: int, footer: Any = None) -> Any:
         """The Parquet file number ``file``; ``footer`` is its metadata, if that is known."""
+        self.stamps.check(self.home, self.files[file].path)
         return open_file(self.home, self.files[file], footer, whole=self.chunk_bytes <= PAGE_BYTES)
 
     def batches(self, opened: Any, group: int, most: int, *, threads: bool) -> Iterator[Any]:
@@ -93,6 +97,8 @@ class Table:
             for batch in opened.iter_batches(
                 batch_size=most, row_groups=[found.index], columns=names, use_threads=threads
             ):
+                # Not only when it is opened: it may be written over while it is read.
+                self.stamps.check(self.home, file.path)
                 yield self._finished(batch, file)
         except (OSError, ValueError) as error:  # Arrow's are one or the other
             raise DataError(
@@ -136,6 +142,9 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
     where = located(list(sources), filesystem)
     home, files = where.home, where.files
     schema = unischema.found(home, where.folder) if where.folder is not None else None
+    stamps = Stamps()
+    for file in files:
+        stamps.check(home, file.path)
     with ThreadPoolExecutor(_THREADS) as pool:
         footers = list(pool.map(lambda file: Footer(home, file), files))
     partitions = partitions_of(files)
@@ -173,6 +182,7 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
         page_bytes=max(footer.page_bytes(stored) for footer in footers),
         chunk_bytes=max(footer.chunk_bytes(stored) for footer in footers),
         schema=schema,
+        stamps=stamps,
     )
     if expression is not None:
         made = replace(made, groups=tuple(_counted(made)))
