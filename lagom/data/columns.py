@@ -140,7 +140,11 @@ class Leaf:
         if array.null_count:
             lengths = np.where(_valid(array), lengths, 0)
         strict = self.nulls in ("error", "mask")
-        values = lists.dense(array.flatten(), inner, self._fill(), strict=strict)
+        try:
+            values = lists.dense(array.flatten(), inner, self._fill(), strict=strict, depth=1)
+        except lists.RowError as error:
+            row = int(np.searchsorted(np.cumsum(lengths), error.row, side="right"))
+            raise lists.RowError(row, str(error)) from None
         starts = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64())
         flat = pa.LargeListArray.from_arrays(starts, pa.array(values))
         return Arrow(flat, lists.padded if self.ragged == "pad" else lists.tensors)
@@ -181,7 +185,7 @@ def policy(choice: Any | Mapping[str, Any], name: str) -> Any:
 
 
 def check_policies(nulls: Any, ragged: Any, names: list[str]) -> None:
-    """Make sure that the choices are such.
+    """Make sure that the choices are such, and that masks have names of their own.
 
     Raises:
         ValueError: otherwise.
@@ -193,6 +197,12 @@ def check_policies(nulls: Any, ragged: Any, names: list[str]) -> None:
     for one in nulls.values() if isinstance(nulls, dict) else [nulls]:
         if isinstance(one, bool) or (one not in NULLS if isinstance(one, str) else not isinstance(one, (int, float))):
             raise ValueError(f"nulls is {one!r}; {_NULL_CHOICES}")
+    for name in names:
+        if policy(nulls, name) == "mask" and f"{name}__valid" in names:
+            raise ValueError(
+                f"nulls is 'mask' for the column {name!r}, and there is a column '{name}__valid' already; "
+                "leave one of them out with columns=[...], or say nulls= by column"
+            )
     for one in ragged.values() if isinstance(ragged, dict) else [ragged]:
         if one not in RAGGED:
             raise ValueError(f"ragged is {one!r}, not one of {RAGGED}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from lagom.data import types
@@ -118,6 +119,11 @@ def check_names(files: list[File], footers: list[Footer]) -> None:
     """Make sure that all files have the same columns."""
     wanted = set(footers[0].schema.names)
     for file, footer in zip(files, footers, strict=True):
+        name, times = Counter(footer.schema.names).most_common(1)[0] if footer.schema.names else ("", 1)
+        if times > 1:
+            raise DataError(
+                f"{file.path} has {times} columns that are all called {name!r}; say columns=[...] without it"
+            )
         if different := wanted ^ set(footer.schema.names):
             name = min(different)
             has, lacks = (files[0], file) if name in wanted else (file, files[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,6 +79,13 @@ class ParquetDataset(Dataset[Any]):
         streams: int = DEFAULT_STREAMS,
         filesystem: Any = None,
     ) -> None:
+        for name, number in (("window_bytes", window_bytes), ("streams", streams)):
+            if isinstance(number, bool) or not isinstance(number, Integral):
+                raise ValueError(f"{name} is {number!r}; it is a whole number")
+        if isinstance(columns, str):
+            raise ValueError(f"columns is {columns!r}; say [{columns!r}], a list of names")
+        if source is None or isinstance(source, bytes):
+            raise ValueError(f"the data set is {source!r}; it is a path, a URL or a list of these")
         if window_bytes < 1 or streams < 1:
             raise ValueError(f"window_bytes is {window_bytes} and streams {streams}; both are at least 1")
         sources = [source] if isinstance(source, (str, os.PathLike)) else list(source)

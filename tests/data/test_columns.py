@@ -117,6 +117,9 @@ def test_a_null_is_an_error_until_the_program_chooses(tmp_path: Path) -> None:
         batch(tmp_path, NULL, nulls="nan")
     with pytest.raises(ValueError, match="nulls is 'zero'"):
         ParquetDataset(tmp_path, nulls="zero")
+    with pytest.raises(ValueError, match="there is a column 'i__valid' already"):
+        batch(tmp_path, {**NULL, "i__valid": [0, 1, 2, 3, 4]}, nulls="mask")
+    assert len(batch(tmp_path, {**NULL, "i__valid": [0, 1, 2, 3, 4]}, nulls={"i": 0, "f": "mask"})) == 4
     with pytest.raises(ValueError, match="nulls names the column 'z'"):
         ParquetDataset(tmp_path, nulls={"z": 0})
 
@@ -147,6 +150,13 @@ def test_lists_of_different_lengths_are_an_error_until_the_program_chooses(tmp_p
     assert [part.tolist() for part in batch(tmp_path, lists, ragged="list")["a"]] == lists["a"]
     with pytest.raises(DataError, match=r"row group 1, column 'a', row 0: a shape of \(1,\) where others have \(2,\)"):
         batch(tmp_path, {"a": [[1, 2]] * 3 + [[1]]})
+    holed = {"a": [[1.0], [], None, [2.0, 3.0], [4.0, None]]}
+    for ragged in ("pad", "list"):
+        with pytest.raises(DataError, match=r"row group 1, column 'a', row 1: a null inside of a list; nulls= may be"):
+            batch(tmp_path, holed, ragged=ragged, nulls="mask")
+        with pytest.raises(DataError, match=r"column 'a', row 1: a null inside of a list"):
+            batch(tmp_path, {"a": [[1, 2], [None]]}, ragged=ragged)
+    assert batch(tmp_path, holed, ragged="pad", nulls=7)["a"].tolist() == [[1, 0], [0, 0], [0, 0], [2, 3], [4, 7]]
     with pytest.raises(ValueError, match="ragged is 'cut'"):
         ParquetDataset(tmp_path, ragged="cut")
 

@@ -298,6 +298,12 @@ def test_what_is_no_data_set_is_said(tmp_path: Path) -> None:
         ParquetDataset(numbers(tmp_path / "norows", [[0], []]))
     with pytest.raises(ValueError, match=r"no column 'z' in .*part-000.*\['row', 'x', 'y'\]"):
         ParquetDataset(good, columns=["z"])
+    with pytest.raises(ValueError, match=r"columns is 'row'; say \['row'\]"):
+        ParquetDataset(good, columns="row")
+    with pytest.raises(ValueError, match="the data set is None; it is a path"):
+        ParquetDataset(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="window_bytes is '1 GB'; it is a whole number"):
+        ParquetDataset(good, window_bytes="1 GB")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size is 0"):
         ParquetLoader(good, 0)
     with pytest.raises(ValueError, match="batches of its own"):
@@ -324,6 +330,10 @@ def test_files_that_do_not_fit_together_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"column 'a' is int64 in .*part-0.parquet and string in .*part-1.parquet"):
         ParquetDataset(folder)
     assert len(ParquetDataset(folder, columns=["b"])) == 2
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2.0]), pa.array([3])], ["a", "b", "a"])
+    pq.write_table(twice, folder / "part-1.parquet")
+    with pytest.raises(DataError, match=r"part-1.parquet has 2 columns that are all called 'a'"):
+        ParquetDataset(folder)
     pq.write_table(pa.table({"a": [1]}), folder / "part-1.parquet")
     with pytest.raises(DataError, match=r"column 'b' is in .*part-0.parquet but not in .*part-1.parquet"):
         ParquetDataset(folder)
