@@ -73,6 +73,11 @@ class SharedWork(dist.Work):
             raise self._error
         return True
 
+    def finish(self) -> None:
+        """As ``wait``, without what it raises."""
+        if self._done is not None:
+            self._done.wait()
+
     def synchronize(self) -> None:
         """As ``wait``: there is no device to wait for."""
         self.wait()
@@ -151,6 +156,11 @@ class Lane:
         """Take nothing more; what was given is done."""
         if self._thread is not None:
             self._queue.put(None)
+
+    def wait(self) -> None:
+        """Until what was given is done or has failed, which takes no longer than an exchange waits for a rank."""
+        if self._last is not None and threading.current_thread() is not self._thread:
+            self._last.finish()
 
 
 def _work_off(given: queue.SimpleQueue[SharedWork | None]) -> None:

@@ -41,7 +41,7 @@ class Moves:
 
     def all_reduce(self, tensor: Tensor, name: str) -> None:
         """In place."""
-        flat = tensor.contiguous()
+        flat = flat_of(tensor)
         self.near.all_reduce(flat.data_ptr(), flat.numel(), TYPES[flat.dtype], OPERATIONS[name])
         put(tensor, flat)
 
@@ -54,14 +54,14 @@ class Moves:
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """In place."""
-        flat = tensor.contiguous()
+        flat = flat_of(tensor)
         self.near.broadcast(flat.data_ptr(), flat.nbytes, root)
         put(tensor, flat)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """``output`` gets the tensors of all ranks, one behind the other."""
         fit("all_gather", output.numel(), self._size * tensor.numel(), output, tensor)
-        given, flat = tensor.contiguous(), output.contiguous()
+        given, flat = flat_of(tensor), flat_of(output)
         self.near.all_gather(given.data_ptr(), flat.data_ptr(), given.nbytes)
         put(output, flat)
 
@@ -75,19 +75,28 @@ class Moves:
     def reduce_scatter(self, output: Tensor, tensor: Tensor, name: str) -> None:
         """``output`` gets this rank's part of what the tensors of all ranks are reduced to."""
         fit("reduce_scatter", tensor.numel(), self._size * output.numel(), output, tensor)
-        given, flat = tensor.contiguous(), output.contiguous()
+        given, flat = flat_of(tensor), flat_of(output)
         code, operation = TYPES[flat.dtype], OPERATIONS[name]
         self.near.reduce_scatter(given.data_ptr(), flat.data_ptr(), flat.numel(), code, operation)
         put(output, flat)
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], name: str) -> None:
-        """``output`` gets what the tensors in its rank's place of each list are reduced to."""
-        self._check_list("reduce_scatter", tensors, output)
-        self.reduce_scatter(output, torch.cat([tensor.reshape(-1) for tensor in tensors]), name)
+        """``output`` gets what the tensors in its rank's place of each list, of any sizes, are reduced to."""
+        self._check_length("reduce_scatter", tensors)
+        fit("reduce_scatter", tensors[self._rank].numel(), output.numel(), tensors[self._rank], output)
+        given = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        counts = [tensor.numel() for tensor in tensors]
+        if len(set(counts)) == 1:
+            self.reduce_scatter(output, given, name)
+            return
+        self.agree(f"reduce_scatter ({name}) of {counts} {given.dtype}")
+        flat = flat_of(output)
+        self.near.reduce_parts(given.data_ptr(), counts, flat.data_ptr(), TYPES[flat.dtype], OPERATIONS[name])
+        put(output, flat)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
         """Each of rank ``root``'s ``outputs`` gets the tensor of a rank."""
-        given = tensor.contiguous()
+        given = flat_of(tensor)
         if self._rank != root:
             self.near.gather(given.data_ptr(), 0, given.nbytes, root)
             return
@@ -98,7 +107,7 @@ class Moves:
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> None:
         """``output`` gets this rank's of ``root``'s ``tensors``."""
-        flat = output.contiguous()
+        flat = flat_of(output)
         if self._rank == root:
             self._check_list("scatter", tensors, output)
             together = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -117,11 +126,11 @@ class Moves:
         back = [one.nbytes for one in outputs]
         self.near.all_to_all(given.data_ptr(), [one.nbytes for one in tensors], out.data_ptr(), back)
         for one, part in zip(outputs, out.split(back), strict=True):
-            one.copy_(part.clone().view(one.dtype).view(one.shape))
+            one.detach().copy_(part.clone().view(one.dtype).view(one.shape))
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, to_here: Sequence[int], to_all: Sequence[int]) -> None:
         """Rows to each rank, rows from each; even parts where sizes are empty."""
-        given, flat = tensor.contiguous(), output.contiguous()
+        given, flat = flat_of(tensor), flat_of(output)
         to, back = self._split(given, to_all), self._split(flat, to_here)
         self.near.all_to_all(given.data_ptr(), to, flat.data_ptr(), back)
         put(output, flat)
@@ -130,14 +139,23 @@ class Moves:
         """Wait for all."""
         self.near.barrier()
 
+    def agree(self, what: str) -> None:
+        """Make sure that all ranks call the same, where ``near`` does not compare it."""
+        called = [bytes(row).decode() for row in self.near.exchange(what.encode(), None)]
+        for rank, other in enumerate(called):
+            if other != called[0]:
+                why = f"the ranks call different things: rank 0 {called[0]}, rank {rank} {other}"
+                self.near.abort(why)
+                raise RuntimeError(why)
+
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Not a collective: ``to`` receives it."""
-        given = tensor.contiguous()
+        given = flat_of(tensor)
         self.near.send(given.data_ptr(), given.nbytes, TYPES.get(given.dtype, _U8), to, tag)
 
     def receive(self, tensor: Tensor, sender: int, tag: int) -> None:
         """Not a collective: ``sender`` sends it."""
-        flat = tensor.contiguous()
+        flat = flat_of(tensor)
         self.near.receive(flat.data_ptr(), flat.nbytes, TYPES.get(flat.dtype, _U8), sender, tag)
         put(tensor, flat)
 
@@ -157,9 +175,12 @@ class Moves:
         width = tensor.nbytes // rows if rows else 0
         return [size * width for size in sizes]
 
-    def _check_list(self, what: str, tensors: Sequence[Tensor], like: Tensor) -> None:
+    def _check_length(self, what: str, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self._size:
             raise ValueError(f"{what} has a list of {len(tensors)} tensors, but there are {self._size} ranks")
+
+    def _check_list(self, what: str, tensors: Sequence[Tensor], like: Tensor) -> None:
+        self._check_length(what, tensors)
         for one in tensors:
             fit(what, one.numel(), like.numel(), one, like)
 
@@ -173,16 +194,22 @@ def fit(what: str, found: int, wanted: int, one: Tensor, other: Tensor) -> None:
         )
 
 
+def flat_of(tensor: Tensor) -> Tensor:
+    """``tensor`` where its numbers lie in order and as they are, or a copy of which that is true."""
+    found = tensor.contiguous()
+    return found.resolve_neg().resolve_conj() if found.is_neg() or found.is_conj() else found
+
+
 def put(tensor: Tensor, flat: Tensor) -> None:
-    """Have ``tensor`` be ``flat``, which was made contiguous of it."""
+    """Have ``tensor`` be ``flat``, which ``flat_of`` made of it."""
     if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat)
+        tensor.detach().copy_(flat)  # also into a parameter, as over gloo
 
 
 def _deal(outputs: Sequence[Tensor], together: Tensor) -> None:
     for one, row in zip(outputs, together, strict=True):
-        one.copy_(row.view(one.shape))
+        one.detach().copy_(row.view(one.shape))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return flat_of(tensor).view(-1).view(torch.uint8)

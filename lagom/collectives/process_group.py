@@ -11,6 +11,7 @@ from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -81,6 +82,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         self._moves = moves
         self._rank = rank
         self._timeout = timeout
+        self._name = ""
         self._lanes: dict[object, Lane] = {}
         self._lock = threading.Lock()
         _all.add(self)
@@ -96,13 +98,27 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
     @property
     def group_name(self) -> str:
         """What torch calls it: the base class knows that only of groups that torch makes whole."""
-        return str(dist.distributed_c10d._world.pg_names[self])
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        """Torch's, which asks for the name also when it has forgotten the group: `destroy_process_group(group)`."""
+        self._name = name
+        super()._set_group_name(name)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Torch's checkpoints ask for it."""
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Of the device types."""
+        return self
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """In place, each tensor by itself."""
         moves, given, reduction = self._moves, listed(tensors), reduction_of(opts)
         if reduction is None or not moves.reduces(given, reduction):
-            return self._gloo.allreduce(given, *_given(opts))
+            return self._by_gloo("all_reduce", lambda: self._gloo.allreduce(given, *_given(opts)), opts, given)
 
         def run() -> None:
             for tensor in given:
@@ -118,7 +134,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         """In place; ``opts`` has the root, or is it."""
         moves, given, root = self._moves, listed(tensors), root_of(opts)
         if not moves.carries(given):
-            return self._gloo.broadcast(given, *_given(opts))
+            return self._by_gloo("broadcast", lambda: self._gloo.broadcast(given, *_given(opts)), opts, given)
 
         def run() -> None:
             for tensor in given:
@@ -131,7 +147,8 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         moves, given, root = self._moves, listed(tensors), root_of(opts)
         reduction = reduction_of(op if isinstance(opts, int) else opts)
         if reduction is None or not moves.reduces(given, reduction):
-            return self._gloo.reduce(given, *_given(opts), *_given(op))
+            others = (*_given(opts), *_given(op))
+            return self._by_gloo("reduce", lambda: self._gloo.reduce(given, *others), opts, given)
 
         def run() -> None:
             for tensor in given:
@@ -144,7 +161,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         outs, given = _nested(output_lists), listed(inputs)
         moves = self._moves
         if not moves.carries([*given, *chain.from_iterable(outs)]):
-            return self._gloo.allgather(outs, given, *_given(opts))
+            return self._by_gloo("all_gather", lambda: self._gloo.allgather(outs, given, *_given(opts)), opts, outs[0])
 
         def run() -> None:
             for out, tensor in zip(outs, given, strict=True):
@@ -166,7 +183,8 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         moves = self._moves
         outs, given = listed(outputs), listed(inputs)
         if not moves.carries([*given, *outs]):
-            return self._gloo.allgather_into_tensor_coalesced(outs, given, *_given(opts))
+            gloos = self._gloo.allgather_into_tensor_coalesced
+            return self._by_gloo("all_gather", lambda: gloos(outs, given, *_given(opts)), opts, outs)
 
         def run() -> None:
             for out, tensor in zip(outs, given, strict=True):
@@ -178,7 +196,8 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         """One list of inputs for each output."""
         moves, outs, given, reduction = self._moves, listed(outputs), _nested(input_lists), reduction_of(opts)
         if reduction is None or not moves.reduces([*outs, *chain.from_iterable(given)], reduction):
-            return self._gloo.reduce_scatter(outs, given, *_given(opts))
+            gloos = self._gloo.reduce_scatter
+            return self._by_gloo("reduce_scatter", lambda: gloos(outs, given, *_given(opts)), opts, outs)
 
         def run() -> None:
             for out, parts in zip(outs, given, strict=True):
@@ -194,7 +213,8 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         """As ``reduce_scatter_single``, of several."""
         moves, outs, given, reduction = self._moves, listed(outputs), listed(inputs), reduction_of(opts)
         if reduction is None or not moves.reduces([*outs, *given], reduction):
-            return self._gloo.reduce_scatter_tensor_coalesced(outs, given, *_given(opts))
+            gloos = self._gloo.reduce_scatter_tensor_coalesced
+            return self._by_gloo("reduce_scatter", lambda: gloos(outs, given, *_given(opts)), opts, outs)
 
         def run() -> None:
             for out, tensor in zip(outs, given, strict=True):
@@ -206,28 +226,30 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         """The root's lists get the inputs of all ranks."""
         moves, outs, given, root = self._moves, _nested(output_lists), listed(inputs), root_of(opts)
         if not moves.carries([*given, *chain.from_iterable(outs)]):
-            return self._gloo.gather(outs, given, *_given(opts))
+            return self._by_gloo("gather", lambda: self._gloo.gather(outs, given, *_given(opts)), opts, given)
         return self._collective(lambda: moves.gather(outs[0] if outs else [], given[0], root), opts, given)
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """Each rank's output gets its place in the root's list."""
         moves, outs, given, root = self._moves, listed(outputs), _nested(input_lists), root_of(opts)
         if not moves.carries([*outs, *chain.from_iterable(given)]):
-            return self._gloo.scatter(outs, given, *_given(opts))
+            return self._by_gloo("scatter", lambda: self._gloo.scatter(outs, given, *_given(opts)), opts, outs)
         return self._collective(lambda: moves.scatter(outs[0], given[0] if given else [], root), opts, outs)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """One tensor to each rank and one from each, of any shapes."""
         moves, outs, given = self._moves, listed(outputs), listed(inputs)
         if not moves.carries([*outs, *given]):
-            return self._gloo.alltoall(outs, given, *_given(opts))
+            return self._by_gloo("all_to_all", lambda: self._gloo.alltoall(outs, given, *_given(opts)), opts, outs)
         return self._collective(lambda: moves.all_to_all(outs, given), opts, outs)
 
     def all_to_all_single(self, output: Tensor, input: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
         """Rows of ``input`` to each rank, in even parts unless sizes are given."""
         moves = self._moves
         if not moves.carries([output, input]):
-            return self._gloo.alltoall_base(output, input, out_sizes, in_sizes, *_given(opts))
+            others = (out_sizes, in_sizes, *_given(opts))
+            gloos = self._gloo.alltoall_base
+            return self._by_gloo("all_to_all_single", lambda: gloos(output, input, *others), opts, [output])
         return self._collective(lambda: moves.all_to_all_single(output, input, out_sizes, in_sizes), opts, [output])
 
     def barrier(self, opts: Any = None) -> Any:
@@ -274,13 +296,15 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         self._moves.near.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
-        """Hang up; what is under way goes on."""
+        """Hang up, when the collectives that were called for are done or have failed."""
         self._close_lanes()
         self._moves.near.close()
 
-    def _close_lanes(self) -> None:
+    def _close_lanes(self, *, waits: bool = True) -> None:
         for lane in self._lanes.values():
             lane.close()
+        if waits and "collective" in self._lanes:
+            self._lanes["collective"].wait()
         self._lanes.clear()
 
     def abort(self) -> None:
@@ -301,6 +325,16 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         work = lane.later(run, result)
         work.wait()
         return work
+
+    def _by_gloo(self, name: str, call: Callable[[], Any], opts: Any, result: Sequence[Tensor]) -> Any:
+        """What memory does not carry. A rank whose tensors it carries would wait there for the others, in vain."""
+        moves = self._moves
+
+        def run() -> None:
+            moves.agree(f"{name} over gloo")
+            call().wait()
+
+        return self._collective(run, opts, result)
 
     def _lane(self, key: object) -> Lane:
         with self._lock:

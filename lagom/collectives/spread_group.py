@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lagom.collectives.hosts import Hosts
-from lagom.collectives.moves import Moves, fit, put
+from lagom.collectives.moves import Moves, fit, flat_of, put
 from lagom.collectives.process_group import SharedProcessGroup, listed, reduction_of, root_of
 
 _TYPES = (
@@ -46,7 +46,7 @@ class SpreadProcessGroup(SharedProcessGroup):
 
         def run() -> None:
             for tensor in given:
-                flat = tensor.contiguous()
+                flat = flat_of(tensor)
                 hosts.all_reduce(flat)
                 put(tensor, flat)
 
@@ -60,7 +60,7 @@ class SpreadProcessGroup(SharedProcessGroup):
 
         def run() -> None:
             for tensor in given:
-                flat = tensor.contiguous()
+                flat = flat_of(tensor)
                 hosts.broadcast(flat, root)
                 put(tensor, flat)
 
@@ -75,8 +75,8 @@ class SpreadProcessGroup(SharedProcessGroup):
         def run() -> None:
             for out, tensor in zip(outs, given, strict=True):
                 fit("all_gather", out.numel(), self.size() * tensor.numel(), out, tensor)
-                flat = out.contiguous()
-                hosts.all_gather(flat, tensor.contiguous())
+                flat = flat_of(out)
+                hosts.all_gather(flat, flat_of(tensor))
                 put(out, flat)
 
         return self._collective(run, opts, outs)
@@ -91,8 +91,8 @@ class SpreadProcessGroup(SharedProcessGroup):
         def run() -> None:
             for out, tensor in zip(outs, given, strict=True):
                 fit("reduce_scatter", tensor.numel(), self.size() * out.numel(), out, tensor)
-                flat = out.contiguous()
-                hosts.reduce_scatter(flat, tensor.contiguous())
+                flat = flat_of(out)
+                hosts.reduce_scatter(flat, flat_of(tensor))
                 put(out, flat)
 
         return self._collective(run, opts, outs)
@@ -100,6 +100,10 @@ class SpreadProcessGroup(SharedProcessGroup):
     def barrier(self, opts: Any = None) -> Any:
         """All ranks are here when the work is done."""
         return self._gloo.barrier(*(() if opts is None else (opts,)))
+
+    def _by_gloo(self, name: str, call: Callable[[], Any], opts: Any, result: Sequence[Tensor]) -> Any:
+        """At once, beside what goes over hosts."""
+        return call()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long exchanges wait for a rank from now on."""
@@ -116,7 +120,8 @@ class SpreadProcessGroup(SharedProcessGroup):
         """End what is under way, on this host's ranks, with an error."""
         if self._hosts.near is not None:
             self._hosts.near.abort(f"rank {self._rank} aborted its process group")
-        self.shutdown()
+        self._close_lanes(waits=False)
+        self._hosts.close()
 
     # What older versions of torch call the same.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
