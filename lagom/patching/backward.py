@@ -275,7 +275,7 @@ class _Backwards:
             return [i for i, one in enumerate(inputs) if isinstance(one, Tensor)]
         session = self._session
         session.tell_weights(outputs, [one for one in inputs if isinstance(one, Tensor) and one.is_leaf])
-        shared_out = session.share is not None or session.plan.batches == "whole"
+        shared_out = session.passes.share is not None or session.plan.batches == "whole"
         return [
             i
             for i, one in enumerate(inputs)

@@ -135,7 +135,7 @@ class Statistics:
     def _apart(self, direction: object, number: object, channels: object, _: object) -> NoReturn:
         layer = f"a BatchNorm of {channels} channels"
         if isinstance(number, int):
-            layer += f" with {self._session.name_of(self._session.leaves.tensor(number))}"
+            layer += f" with {self._session.modules.name_of(self._session.leaves.tensor(number))}"
         assert self._session.watch is not None
         self._session.watch.meet(f"the {direction} of {layer}")
         raise DivergenceError(f"other ranks ran another layer in place of {layer}")

@@ -72,7 +72,7 @@ class _Loaders:
     def begin(self, loader: DataLoader[Any]) -> Pass:
         """A pass over ``loader`` begins."""
         session = self.session
-        session.boundary()  # the iterator draws from the common stream
+        session.common.settle()  # the iterator draws from the common stream
         current = start(session, can_share(session, loader))
         current.own = session.distributed and shards_itself(loader.dataset)
         if current.own and session.plan.batches == "whole":
@@ -227,7 +227,7 @@ def _yielding(session: Session) -> Any:
         current = held.get(PASS)
         if current is None or not session.live:
             return original(self)
-        session.boundary()
+        session.common.settle()
         if current.failed and session.may_meet:
             current.failed = False
             session.at(_AFTER_FAILURE)

@@ -110,7 +110,7 @@ class Driver:
     def _whole(self, optimizer: Optimizer) -> nn.Module:
         """The smallest module that has all that ``optimizer`` steps."""
         wanted = {id(p) for p in _parameters(optimizer)}
-        made: list[nn.Module] = [module for module in self.session.modules if "_parameters" in vars(module)]
+        made: list[nn.Module] = list(self.session.modules.made())
         able = [module for module in made if wanted <= {id(p) for p in module.parameters()}]
         if not able:
             raise LagomError(
@@ -176,11 +176,12 @@ class Driver:
 
     def _refuse_undriven(self, leaves: Sequence[Tensor]) -> None:
         session = self.session
-        shared_out = session.share is not None or session.plan.batches == "whole"
+        shared_out = session.passes.share is not None or session.plan.batches == "whole"
+        name_of = session.modules.name_of
         for leaf in leaves if session.world_size > 1 else ():
             if not self.engines.drives([leaf]) and is_averaged(leaf, session.likeness(leaf), shared_out=shared_out):
                 raise LagomError(
-                    f"a backward reaches {session.name_of(leaf)}, which DeepSpeed does not drive, so that its gradient "
+                    f"a backward reaches {name_of(leaf)}, which DeepSpeed does not drive, so that its gradient "
                     "would be this rank's own: make the optimizer before the first training forward, and call the "
                     "module rather than its functions; freeze what is not trained (requires_grad_(False)); or use "
                     "backend='torch', which averages all gradients"

@@ -109,9 +109,9 @@ def guarded(driver: Driver) -> property:
         session, engines = driver.session, driver.engines
         if session.live and not engines.inside and not session.depth and engines.dirty(tensor):
             raise LagomError(
-                f"the gradient of {session.name_of(tensor)} is asked for, which DeepSpeed keeps in parts; for clipping "
-                "set deepspeed_config={'gradient_clipping': max_norm} and take the call out, for anything else use "
-                "backend='torch', where gradients are whole at every level"
+                f"the gradient of {session.modules.name_of(tensor)} is asked for, which DeepSpeed keeps in parts; "
+                "for clipping set deepspeed_config={'gradient_clipping': max_norm} and take the call out, for anything "
+                "else use backend='torch', where gradients are whole at every level"
             )
         return original.__get__(tensor)
 

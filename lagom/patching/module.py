@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from lagom.patching.device import follow_input
 from lagom.patching.micro_batches import MicroBatches
 from lagom.patching.replace import replaced
-from lagom.patching.slicing import Slicer
+from lagom.patching.slicing import Slicer, slices
 from lagom.patching.timing_forwards import timed_forward
 
 if TYPE_CHECKING:
@@ -110,14 +110,14 @@ class _Forwards:
         """Whether this call, an outermost one, draws from the rank's own stream."""
         session = self.session
         trains = session.distributed and getattr(function, "training", True) and torch.is_grad_enabled()
-        if not (trains and session.depth == 0 and session.share is not None):
+        if not (trains and session.depth == 0 and session.passes.share is not None):
             return False
         return not isinstance(function, nn.Module) or self._was_called(function)
 
     def trains_own(self, module: nn.Module) -> bool:
         """As ``draws_own``, of a module in training, with gradients on, on one of several ranks."""
         session = self.session
-        return session.depth == 0 and session.share is not None and self._was_called(module)
+        return session.depth == 0 and session.passes.share is not None and self._was_called(module)
 
     def _was_called(self, module: nn.Module) -> bool:
         """Whether it was before; from now on it has been."""
@@ -160,7 +160,7 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
                 data = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
                 share = session.uses(data)
                 trains = getattr(module, "training", True)
-            if slicer is not None and (slices_training or not trains) and session.slices(module):
+            if slicer is not None and (slices_training or not trains) and slices(session, module):
                 return slicer.call(module, args, kwargs)
             if trains and forwards.trains_own(module):
                 common = streams.swap()

@@ -50,7 +50,7 @@ def sharded_steps(session: Session) -> Iterator[None]:
             session.weights,
             is_own=session.replicate.keeps_own,
             say=session.say_once,
-            name=session.name_of,
+            name=session.modules.name_of,
         )
 
         def patch(kind: type) -> None:

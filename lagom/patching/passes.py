@@ -1,7 +1,8 @@
-"""``Pass`` and ``Share``: an iteration over a loader, and what of its batches is this rank's."""
+"""``Pass``, ``Share``, ``Passes``: iterations over loaders, and what of a batch is this rank's."""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,87 @@ class Pass:
     current: Share | None = None
     failed: bool = False
     """Its next batch could not be loaded."""
+
+
+_NONE = weakref.ref(Pass(training=False, sharded=False))
+"""To no pass: it is gone at once."""
+
+
+class Passes:
+    """Those that the program is in, as far as it has got, and the share of the batch that it is at."""
+
+    def __init__(self) -> None:
+        self.used: Share | None = None
+        """Of the batch that a model was called with since the last one was seen."""
+        self.evaluation: weakref.ref[Pass] = _NONE
+        """The pass of the batch seen last, if that is an evaluation."""
+        self.by_mode: weakref.ref[Pass] = _NONE
+        """The last evaluation, as long as it goes on, that is one because the model is in eval mode."""
+        self.progress: dict[str, int | None] = {"epoch": 0, "step": 0, "steps": None}
+        """Of training; another one for each batch, so that another thread may read it."""
+        self._training: list[weakref.ref[Pass]] = []
+        """That go on, the one that went on last at the end."""
+        self._last: Share | None = None
+        self._epoch = 0
+
+    def yielded(self, current: Pass, share: Share | None) -> None:
+        """The program sees a training batch; its share holds until another one's or the end of its pass."""
+        self.evaluation = _NONE
+        self.used = None
+        current.current = share
+        current.step += 1
+        if not (self._training and self._training[-1]() is current):
+            self._goes_on(current)
+        self._last = share
+        self.progress = {"epoch": self._epoch, "step": current.step, "steps": current.steps}
+
+    def _goes_on(self, current: Pass) -> None:
+        """A pass that is not the last one that went on."""
+        ref = next((ref for ref in self._training if ref() is current), None)
+        if ref is None:
+            self._epoch += 1
+            ref = weakref.ref(current)
+        else:
+            self._training.remove(ref)
+        self._training.append(ref)
+
+    def evaluating(self, current: Pass) -> None:
+        """The program sees a batch of a pass that is evaluation."""
+        self.evaluation = weakref.ref(current)
+        if current.by_mode and self.by_mode() is not current:
+            self.by_mode = self.evaluation
+
+    def ended(self, current: Pass) -> None:
+        """The pass is exhausted."""
+        self._training = [ref for ref in self._training if ref() is not current]
+        if self.by_mode() is current:
+            self.by_mode = _NONE
+        self.evaluation = _NONE
+        self.used = None
+
+    def trains(self) -> bool:
+        """Whether one of those that go on is training."""
+        return any(ref() is not None for ref in self._training)
+
+    @property
+    def share(self) -> Share | None:
+        """Of the batch that a model was called with since the last one was seen; where that is not known, of the
+        batch most recently seen in a pass that is still going on, else in the last one.
+
+        The last one's stays: ``x, y = next(iter(loader))`` may be trained on for long. On a loss that is
+        equal on all ranks no weight does harm, since weights average to 1. None in an evaluation, whose batches
+        every rank has whole.
+        """
+        if self.used is not None:
+            return self.used
+        if self.evaluation() is not None:
+            return None
+        while self._training:
+            innermost = self._training[-1]()
+            if innermost is not None:
+                return innermost.current
+            self._training.pop()
+        return self._last
 
 
 def tensors(data: Any) -> list[torch.Tensor]:

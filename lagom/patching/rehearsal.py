@@ -139,7 +139,7 @@ class _Notes:
         number = self._leaves.number(leaf)
         if number not in self._kept:
             self._kept[number] = leaf
-            share = None if isinstance(leaf, nn.Parameter) else self.session.share
+            share = None if isinstance(leaf, nn.Parameter) else self.session.passes.share
             self.record.leaves[number] = Leaf(
                 name=self._name(number, leaf),
                 shape=tuple(leaf.shape),
@@ -151,7 +151,7 @@ class _Notes:
         return number
 
     def _name(self, number: int, leaf: Tensor) -> str:
-        name = self.session.name_of(leaf)
+        name = self.session.modules.name_of(leaf)
         return name.removeprefix("the parameter ") if "parameter" in name else f"tensor {number} {tuple(leaf.shape)}"
 
     def step(self, loss: float, weight: float, reached: list[int]) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.collectives.process_group import whole_groups
-from lagom.patching.passes import Pass, Share
+from lagom.patching.known_modules import KnownModules
+from lagom.patching.passes import Pass, Passes, Share
 from lagom.patching.provenance import Provenance
 from lagom.patching.random import CommonStreams
 from lagom.patching.terms import Terms
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from torch import nn
     from torch._C._distributed_c10d import Store
 
     from lagom.collectives.group import Group
@@ -86,9 +86,10 @@ class Session:
     """The random numbers that are equal on all ranks."""
     terms: Terms = field(init=False)
     """Of losses, and their weights."""
+    passes: Passes = field(default_factory=Passes, init=False)
     starting: Pass | None = field(default=None, init=False)
     """The pass whose iterator is being made."""
-    modules: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
+    modules: KnownModules = field(default_factory=KnownModules, init=False)
     leaves: Leaves = field(default_factory=Leaves, init=False)
     synchronised: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """Buffers that are equal on all ranks because of what lagom does in the forward."""
@@ -96,7 +97,6 @@ class Session:
     """Inputs of forwards that a backward repeats: leaves whose gradients stay the rank's own."""
     provenance: Provenance = field(init=False)
     """Of tensors: which batches they come from."""
-    _used: Share | None = field(default=None, init=False)
     region: Region | None = field(default=None, init=False)
     """The sliced forward under way."""
     probed: BatchStatistics | None = field(default=None, init=False)
@@ -110,13 +110,7 @@ class Session:
     """With ``zero_lvl=2``."""
     weights: Weights | None = field(default=None, init=False)
     """With ``zero_lvl=3``."""
-    _open: list[weakref.ref[Pass]] = field(default_factory=list, init=False)
-    _last: Share | None = field(default=None, init=False)
-    _evaluating: weakref.ref[Pass] | None = field(default=None, init=False)
-    _evaluation_pass: weakref.ref[Pass] | None = field(default=None, init=False)
     _thread: int = field(default_factory=threading.get_ident, init=False)
-    _epoch: int = field(default=0, init=False)
-    _progress: dict[str, int | None] = field(default_factory=lambda: {"epoch": 0, "step": 0, "steps": None}, init=False)
     _said: set[str] = field(default_factory=set, init=False)
     is_probing: bool = field(default=False, init=False)
     num_micro_batches: int = field(default=1, init=False)
@@ -130,10 +124,10 @@ class Session:
         self.provenance = Provenance(self.world_size, self.leaves)
         if self.group is not None:
             self.frame = Frame(self.group, 0 if self.device.type == "cuda" else FRAME)
-            self.watch = Watch(self.group, self.leaves, self._trainable, self.synchronised, self.name_of)
+            self.watch = Watch(self.group, self.leaves, self.modules.made, self.synchronised, self.modules.name_of)
             reduced = reduction(self.group, self.plan.gradient_compression, self.plan.reduction == "adasum")
             self.replicate = Replicate(
-                self.group, self.leaves, self.watch, self.frame, self.likeness, self.name_of, reduced
+                self.group, self.leaves, self.watch, self.frame, self.likeness, self.modules.name_of, reduced
             )
         _alive.add(self)
 
@@ -155,67 +149,34 @@ class Session:
     def yielded(self, current: Pass, share: Share | None, num_samples: int) -> None:
         """The program sees a training batch; its share holds until another one's or the end of its pass."""
         self.ticks += 1
-        self._evaluation_pass = None
-        self._used = None
-        current.current = share
-        current.step += 1
-        if not (self._open and self._open[-1]() is current):
-            self._goes_on(current)
-        self._last = share
+        self.passes.yielded(current, share)
         self.provenance.batch(share)
         self.samples_trained += num_samples
         if share is not None and not share.even:
             self.common.note()
-        self._progress = {"epoch": self._epoch, "step": current.step, "steps": current.steps}
         if share is not None and self.may_meet:
             assert self.watch is not None
             assert self.frame is not None
             self.watch.batch(self.frame)
 
-    def _goes_on(self, current: Pass) -> None:
-        """A pass that is not the last one that went on."""
-        ref = next((ref for ref in self._open if ref() is current), None)
-        if ref is None:
-            self._epoch += 1
-            ref = weakref.ref(current)
-        else:
-            self._open.remove(ref)
-        self._open.append(ref)
-
     def ended(self, current: Pass) -> None:
         """The pass is exhausted."""
-        self._open = [ref for ref in self._open if ref() is not current]
-        if self._evaluating is not None and self._evaluating() is current:
-            self._evaluating = None
-        self._evaluation_pass = None
-        self._used = None
-        self.boundary()
-
-    def boundary(self) -> None:
-        """Between two batches: start the common random numbers anew when ranks may have drawn different amounts.
-
-        That is when the program drew any while the shares were uneven, as in ``torch.randn(len(x))``.
-        """
+        self.passes.ended(current)
         self.common.settle()
 
     def evaluating(self, current: Pass) -> None:
         """The program sees a batch of a pass that is evaluation."""
         self.ticks += 1
-        self._evaluation_pass = weakref.ref(current)
-        if current.by_mode and (self._evaluating is None or self._evaluating() is not current):
-            self._evaluating = weakref.ref(current)
+        self.passes.evaluating(current)
 
     def trained(self) -> None:
         """A backward ran."""
         self.ticks += 1
-        if self._evaluating is not None and self._evaluating() is not None and not self._open_training():
+        if self.passes.by_mode() is not None and not self.passes.trains():
             self.say_once(
                 "a loop over a data loader trains while the whole model is in eval mode: every rank trains on all of "
                 "its batches, which is right but not faster; call model.train() before the loop"
             )
-
-    def _open_training(self) -> bool:
-        return any(ref() is not None for ref in self._open)
 
     def uses(self, data: Any) -> Share | None:
         """A model is called with ``data``: the share of the batch it comes from holds until another is seen.
@@ -228,9 +189,9 @@ class Session:
         self.ticks += 1
         found = self.provenance.share(data)
         if found is not None:
-            self._used, self.position = found, found.step
+            self.passes.used, self.position = found, found.step
         else:
-            self.provenance.check_rows(data, self.share)
+            self.provenance.check_rows(data, self.passes.share)
         return found
 
     def tell_weights(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor]) -> None:
@@ -240,44 +201,12 @@ class Session:
             DivergenceError: when one was taken for the perturbation of a batch, and is trained with another.
         """
         self.tell_loss(roots)
-        self.provenance.tell_weights(roots, leaves, self.share)
+        self.provenance.tell_weights(roots, leaves, self.passes.share)
 
     def tell_loss(self, roots: Sequence[Any]) -> None:
         """A backward from ``roots`` is about to run."""
         # Not held, as its graph would be; a loop's variable keeps it for about as long as it is of interest.
         self._loss = weakref.ref(roots[0]) if len(roots) == 1 else None
-
-    @property
-    def share(self) -> Share | None:
-        """Of the batch that a model was called with since the last one was seen; where that is not known, of the
-        batch most recently seen in a pass that is still going on, else in the last one.
-
-        The last one's stays: ``x, y = next(iter(loader))`` may be trained on for long. On a loss that is
-        equal on all ranks no weight does harm, since weights average to 1. None in an evaluation, whose batches
-        every rank has whole.
-        """
-        if self._used is not None:
-            return self._used
-        if self._evaluation_pass is not None and self._evaluation_pass() is not None:
-            return None
-        while self._open:
-            innermost = self._open[-1]()
-            if innermost is not None:
-                return innermost.current
-            self._open.pop()
-        return self._last
-
-    def slices(self, module: nn.Module) -> bool:
-        """Whether a call of ``module`` is one that the ranks may share out by rows: all have the same input."""
-        if not self.distributed or self.depth or self.is_probing or not self.shares_forwards:
-            return False
-        evaluates = not (torch.is_grad_enabled() and module.training)
-        if evaluates and self.plan.evaluation != "gathered":
-            return False
-        if self.plan.batches == "whole":
-            return True
-        current = self._evaluation_pass() if self._evaluation_pass is not None else None
-        return evaluates and current is not None and not current.own
 
     @contextmanager
     def probing(self) -> Iterator[None]:
@@ -297,10 +226,6 @@ class Session:
         finally:
             self.probed = None
 
-    def drew_unevenly(self, before: torch.Tensor) -> None:
-        """Ranks have drawn different amounts from the common random numbers since their state was ``before``."""
-        self.common.drawn_unevenly(before)
-
     @property
     def share_in_forward(self) -> Share | None:
         """Of the batch that a forward sees, if the other ranks run it as well.
@@ -309,50 +234,25 @@ class Session:
         """
         if self.region is not None:
             return self.region.share
-        evaluates = self._evaluation_pass is not None and self._evaluation_pass() is not None
-        return self.share if self.distributed and not evaluates else None
+        return self.passes.share if self.distributed and self.passes.evaluation() is None else None
 
     @property
     def weight(self) -> float:
         """What the root of a backward is multiplied by."""
-        share = self.share
+        share = self.passes.share
         return 1.0 if share is None else share.weight(self.world_size)
 
     def likeness(self, leaf: torch.Tensor) -> Likeness:
         """How much ``leaf`` is like this rank's share of a batch, and not like something to be trained."""
-        return self.provenance.likeness(leaf, self.share)
+        return self.provenance.likeness(leaf, self.passes.share)
 
     def evaluates_by_mode(self) -> bool:
         """Whether the modules that are trained are all in eval mode."""
-        reached = self.watch.reached if self.watch is not None else set()
-        trained = False
-        for module in self._trainable():
-            own = [p for p in module.__dict__.get("_parameters", {}).values() if p is not None and p.requires_grad]
-            if reached:
-                own = [p for p in own if self.leaves.known(p) in reached]
-            if own:
-                if module.__dict__.get("training", True):
-                    return False
-                trained = True
-        return trained
-
-    def name_of(self, leaf: torch.Tensor | None) -> str:
-        """What to call a leaf in a message."""
-        if leaf is None:
-            return "a tensor that this rank does not have"
-        best = ""
-        for module in self._trainable():
-            for name, parameter in module.named_parameters():
-                full = f"{type(module).__name__}.{name}"
-                # The longest path starts at the outermost module.
-                if parameter is leaf and full.count(".") > best.count("."):
-                    best = full
-        shape = tuple(leaf.shape)
-        return f"the parameter {best} of shape {shape}" if best else f"a tensor of shape {shape}"
+        return self.modules.in_eval_mode(self.leaves, self.watch.reached if self.watch is not None else set())
 
     def progress(self) -> dict[str, int | float | None]:
         """Where training is, as plain numbers; may be called from another thread."""
-        now = {**self._progress, "samples": self.samples_trained, "ticks": self.ticks, "data_s": self.data_s}
+        now = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks, "data_s": self.data_s}
         return {**now, "loss": self._last_loss(), **self.reported}
 
     def waited(self) -> list[int]:
@@ -379,9 +279,6 @@ class Session:
         if text not in self._said:
             self._said.add(text)
             log.warning(text)
-
-    def _trainable(self) -> Iterator[nn.Module]:
-        return (module for module in list(self.modules) if "_parameters" in module.__dict__)
 
 
 _alive: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -51,6 +51,19 @@ class Region:
             session.region = before
 
 
+def slices(session: Session, module: nn.Module) -> bool:
+    """Whether a call of ``module`` is one that the ranks may share out by rows: all have the same input."""
+    if not session.distributed or session.depth or session.is_probing or not session.shares_forwards:
+        return False
+    evaluates = not (torch.is_grad_enabled() and module.training)
+    if evaluates and session.plan.evaluation != "gathered":
+        return False
+    if session.plan.batches == "whole":
+        return True
+    current = session.passes.evaluation()
+    return evaluates and current is not None and not current.own
+
+
 class Slicer:
     """Slices the forwards of modules that compute their rows one by one, and runs others whole.
 
@@ -180,7 +193,7 @@ class Slicer:
             outputs, spec = tree_flatten(candidate.run(leaves))
         if before is not None and not torch.equal(before, torch.default_generator.get_state()):
             finding.reason = "draws random numbers only now and then"
-            session.drew_unevenly(before)
+            session.common.drawn_unevenly(before)
         if spec != finding.spec:
             raise LagomError(
                 f"the forward of {type(candidate.module).__name__} gave outputs of another structure than at its first "

@@ -171,7 +171,7 @@ def seen(loader: Any, session: Session) -> list[list[int]]:
     """The batches of a pass; copies that count nowhere left out."""
     epoch = []
     for batch in loader:
-        share = session.share
+        share = session.passes.share
         epoch.append(batch.tolist() if share is None else batch.tolist()[: share.num_mine])
     return epoch
 

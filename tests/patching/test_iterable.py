@@ -77,7 +77,7 @@ def test_drawn_samples_are_those_of_one_machine(num_workers: int) -> None:
     def run(session: Session) -> Any:
         found = []
         for parts in DataLoader(Shuffled(11), batch_size=3, num_workers=num_workers):
-            count = len(parts[0]) if session.share is None else session.share.num_mine
+            count = len(parts[0]) if session.passes.share is None else session.passes.share.num_mine
             found.append([part.tolist()[:count] for part in parts])
         return found
 
@@ -93,7 +93,7 @@ def test_each_sample_comes_once_though_collate_and_the_program_draw_by_their_sha
         loader = DataLoader(Shuffled(11), batch_size=3, num_workers=num_workers, collate_fn=noisy_collate)
         found = []
         for (number, *_), _ in loader:
-            count = len(number) if session.share is None else session.share.num_mine
+            count = len(number) if session.passes.share is None else session.passes.share.num_mine
             found.append(number.tolist()[:count])
             torch.rand(len(number)), random.random(), np.random.rand(len(number))
         return found, torch.rand(1).item(), random.random(), np.random.rand()
