@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from lagom.collectives.aside import Aside, Done
-from lagom.collectives.asking import Asking, named, naming
-from lagom.collectives.hosts import hosts
+from lagom.collectives.asking import naming
+from lagom.collectives.averaging import Averaging
 from lagom.collectives.meeting import connected
-from lagom.collectives.native import OPERATIONS, TYPES, native
-from lagom.collectives.shared import SEVERAL_HOSTS, shared
+from lagom.collectives.messages import as_bytes, as_tensor, gathered
+from lagom.collectives.native import OPERATIONS, TYPES
+from lagom.collectives.ways import KEPT, Ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,22 +21,17 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from lagom.collectives.aside import Work
-    from lagom.collectives.hosts import Hosts
     from lagom.collectives.mesh import Mesh
     from lagom.collectives.native import Communicator
 
 TIMEOUT_S = 30 * 60.0
 """How long a rank waits for another; torch's own default for gloo."""
-_kept: list[dist.ProcessGroup] = []
-"""Groups that threads of gloo may still hold tensors of: to destroy one then can deadlock, so a rank never does."""
 _FIRST = 4096 - 8
 """Bytes that travel along with their own length, so that a short message takes one exchange."""
 _SUM = OPERATIONS["sum"]
 
-log = logging.getLogger("lagom")
 
-
-class Group(Asking):
+class Group(Averaging):
     """All ranks of a run, in order.
 
     The process groups are made directly, never registered as torch's default one, so that
@@ -75,20 +70,16 @@ class Group(Asking):
         self._mesh: Mesh | None = None
         self._another = another
         self._aside: dist.ProcessGroup | None = None
-        self._shares_memory = shares_memory
-        self._near: Communicator | Literal[False] | None = None
-        """Of this host; False where not all ranks are there, None before that is known."""
-        self._near_aside: Communicator | None = None
-        self._among = among
-        self._hosts: Hosts | None = None
-        """Where there are several, some with several ranks."""
-        self._hosts_aside: Hosts | None = None
+        self._first_gather = partial(gathered, process_group, rank, world_size)
+        self._ways = Ways(
+            rank, self._first_gather, among, TIMEOUT_S, shares_memory=shares_memory, tells=not self.has_gpus
+        )
         self._thread: Aside | None = None
 
     def waited(self) -> list[int]:
         """Nanoseconds for which this rank has waited for each other in exchanges of messages; may be asked anywhere."""
-        if self._near:
-            return self._near.waited()
+        if self._ways.near:
+            return self._ways.near.waited()
         return list(self._mesh.waited) if self._mesh is not None else []
 
     def standing(self) -> tuple[str, int, list[int]]:
@@ -96,8 +87,8 @@ class Group(Asking):
 
         No words where it does not wait, or in one that is gloo's or NCCL's own.
         """
-        if self._near:
-            return self._near.standing()
+        if self._ways.near:
+            return self._ways.near.standing()
         return self._mesh.standing() if self._mesh is not None else ("", 0, [])
 
     @property
@@ -108,7 +99,7 @@ class Group(Asking):
     @property
     def shares_memory(self) -> bool:
         """Whether what is on the CPU is exchanged through memory; not before the first exchange."""
-        return bool(self._near)
+        return bool(self._ways.near)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a contiguous ``tensor`` over the ranks, in place."""
@@ -118,12 +109,12 @@ class Group(Asking):
         """Begin to sum a contiguous ``tensor`` over the ranks, in place."""
         assert tensor.is_contiguous()
         with naming("all_reduce"):
-            near = self._connected() if tensor.device.type == "cpu" and tensor.dtype in TYPES else None
+            near = self._ways.connected() if tensor.device.type == "cpu" and tensor.dtype in TYPES else None
             if near:
                 near.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], _SUM)
                 return Done()
-            if self._hosts is not None and near is not None:
-                self._hosts.all_reduce(tensor)
+            if self._ways.hosts is not None and near is not None:
+                self._ways.hosts.all_reduce(tensor)
                 return Done()
             return self._serving(tensor).allreduce([tensor])
 
@@ -136,22 +127,22 @@ class Group(Asking):
         """Connect for ``all_reduce_aside``, the first time; a collective then."""
         assert self._another is not None
         with naming("connecting"):
-            near = self._connected()
-        if near or self._hosts_aside is not None:
+            near = self._ways.connected()
+        if near or self._ways.hosts_aside is not None:
             if self._thread is None:
                 self._thread = Aside("lagom-all-reduce")
         elif self._aside is None:
             with naming("connecting"):
                 self._aside = self._another()
-            _kept.append(self._aside)
+            KEPT.append(self._aside)
 
     def all_reduce_aside(self, tensor: torch.Tensor) -> Work:
         """As ``all_reduce_later``, of CPU tensors, in an order of its own: other exchanges may come before or after."""
         assert tensor.is_contiguous()
-        if self._thread is not None and self._near_aside is not None:
-            return self._thread.later(partial(_sum, self._near_aside, tensor))
-        if self._thread is not None and self._hosts_aside is not None:
-            return self._thread.later(partial(self._hosts_aside.all_reduce, tensor))
+        if self._thread is not None and self._ways.near_aside is not None:
+            return self._thread.later(partial(_sum, self._ways.near_aside, tensor))
+        if self._thread is not None and self._ways.hosts_aside is not None:
+            return self._thread.later(partial(self._ways.hosts_aside.all_reduce, tensor))
         assert self._aside is not None
         with naming("all_reduce"):
             return self._aside.allreduce([tensor])
@@ -159,7 +150,7 @@ class Group(Asking):
     @property
     def reduces_parts(self) -> bool:
         """Whether there is ``reduce_parts_aside``; not before the first exchange, and then alike on all ranks."""
-        return self._near_aside is not None
+        return self._ways.near_aside is not None
 
     def reduce_parts_aside(self, whole: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> Work:
         """As ``all_reduce_aside``, where each rank needs some of the sums only, in the same bits.
@@ -170,8 +161,8 @@ class Group(Asking):
             out: gets this rank's; or ``whole``, where all are.
         """
         assert self._thread is not None
-        assert self._near_aside is not None
-        return self._thread.later(partial(_sum_parts, self._near_aside, whole, counts, out))
+        assert self._ways.near_aside is not None
+        return self._thread.later(partial(_sum_parts, self._ways.near_aside, whole, counts, out))
 
     def wait(self, work: Work) -> None:
         """Until ``work`` is done."""
@@ -182,18 +173,18 @@ class Group(Asking):
         """Overwrite a contiguous ``tensor`` with the one of rank ``root``."""
         assert tensor.is_contiguous()
         with naming("broadcast"):
-            near = self._connected() if tensor.device.type == "cpu" else None
+            near = self._ways.connected() if tensor.device.type == "cpu" else None
             if near:
                 near.broadcast(tensor.data_ptr(), tensor.nbytes, root)
-            elif self._hosts is not None and near is not None:
-                self._hosts.broadcast(tensor, root)
+            elif self._ways.hosts is not None and near is not None:
+                self._ways.hosts.broadcast(tensor, root)
             else:
                 self._serving(tensor).broadcast(tensor, root).wait()
 
     def broadcast_later(self, tensor: torch.Tensor, root: int) -> Work:
         """Begin to overwrite a contiguous ``tensor`` with the one of rank ``root``."""
         with naming("broadcast"):
-            near = self._connected() if tensor.device.type == "cpu" else None
+            near = self._ways.connected() if tensor.device.type == "cpu" else None
             if near:
                 near.broadcast(tensor.data_ptr(), tensor.nbytes, root)
                 return Done()
@@ -203,16 +194,16 @@ class Group(Asking):
         """The ``data`` of rank ``root``; what the others give is ignored."""
         frame = torch.zeros(8 + _FIRST, dtype=torch.uint8)
         if self.rank == root:
-            frame[:8] = _as_tensor(len(data).to_bytes(8, "little"))
-            frame[8 : 8 + min(len(data), _FIRST)] = _as_tensor(data[:_FIRST])
+            frame[:8] = as_tensor(len(data).to_bytes(8, "little"))
+            frame[8 : 8 + min(len(data), _FIRST)] = as_tensor(data[:_FIRST])
         self.broadcast(frame, root)
-        length = int.from_bytes(_as_bytes(frame[:8]), "little")
-        head = _as_bytes(frame[8 : 8 + min(length, _FIRST)])
+        length = int.from_bytes(as_bytes(frame[:8]), "little")
+        head = as_bytes(frame[8 : 8 + min(length, _FIRST)])
         if length <= _FIRST:
             return head
-        rest = _as_tensor(data[_FIRST:]) if self.rank == root else torch.empty(length - _FIRST, dtype=torch.uint8)
+        rest = as_tensor(data[_FIRST:]) if self.rank == root else torch.empty(length - _FIRST, dtype=torch.uint8)
         self.broadcast(rest, root)
-        return head + _as_bytes(rest)
+        return head + as_bytes(rest)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """The ``data`` of all ranks, in rank order; lengths may differ."""
@@ -222,14 +213,14 @@ class Group(Asking):
         """The contiguous ``tensor`` of every rank, in rank order; all of one shape."""
         assert tensor.is_contiguous()
         with naming("all_gather"):
-            near = self._connected() if tensor.device.type == "cpu" else None
+            near = self._ways.connected() if tensor.device.type == "cpu" else None
             if near:
                 found = tensor.new_empty((self.world_size, *tensor.shape))
                 near.all_gather(tensor.data_ptr(), found.data_ptr(), tensor.nbytes)
                 return list(found.unbind())
-            if self._hosts is not None and near is not None:
+            if self._ways.hosts is not None and near is not None:
                 found = tensor.new_empty((self.world_size, *tensor.shape))
-                self._hosts.all_gather(found, tensor)
+                self._ways.hosts.all_gather(found, tensor)
                 return list(found.unbind())
             theirs = [torch.empty_like(tensor) for _ in range(self.world_size)]
             self._serving(tensor).allgather([theirs], [tensor]).wait()
@@ -239,11 +230,11 @@ class Group(Asking):
         """The contiguous ``part`` of every rank, in rank order, in a contiguous ``whole``; bytes, all as many."""
         assert whole.numel() == part.numel() * self.world_size
         with naming("all_gather"):
-            near = self._connected() if part.device.type == "cpu" else None
+            near = self._ways.connected() if part.device.type == "cpu" else None
             if near:
                 near.all_gather(part.data_ptr(), whole.data_ptr(), part.nbytes)
-            elif self._hosts is not None and near is not None:
-                self._hosts.all_gather(whole, part)
+            elif self._ways.hosts is not None and near is not None:
+                self._ways.hosts.all_gather(whole, part)
             else:
                 self._serving(part)._allgather_base(whole, part).wait()
 
@@ -255,7 +246,7 @@ class Group(Asking):
             return self.all_to_all(rows.cpu()).to(rows.device)
         found = torch.empty_like(rows)
         with naming("all_to_all"):
-            near = self._connected() if rows.device.type == "cpu" else None
+            near = self._ways.connected() if rows.device.type == "cpu" else None
             if near:
                 sizes = [row.nbytes for row in rows]
                 near.all_to_all(rows.data_ptr(), sizes, found.data_ptr(), sizes)
@@ -266,7 +257,7 @@ class Group(Asking):
 
     def _exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
         with naming("exchange"):
-            near = self._connected()
+            near = self._ways.connected()
             if near:
                 return near.exchange(head, body)
         if self._mesh is None:
@@ -275,93 +266,10 @@ class Group(Asking):
         with naming("exchange"):
             return self._mesh.exchange(head, body)
 
-    def averaging(
-        self, packed: torch.Tensor, sections: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
-    ) -> Callable[[bytes], bool] | None:
-        """A function that averages over the ranks if all call it with the same bytes, or None where there is none.
-
-        To the other ranks a call is an ``exchange`` of these bytes and ``packed``.
-
-        Args:
-            packed: what this rank gives, at its address now.
-            sections: start in ``packed``, the numbers there, and where their averages go.
-        """
-        near = self._with_room(packed.nbytes)
-        if near is None:
-            return None
-        places = [(start, own.numel(), TYPES[own.dtype], total.data_ptr()) for start, own, total in sections]
-        prepared = native().Sections(places, packed.nbytes)
-        address, size = packed.data_ptr(), packed.nbytes
-
-        def average(signed: bytes) -> bool:
-            return self._agreed(near.rows, lambda: near.average(signed, address, size, prepared))
-
-        return average
-
-    def averaging_in_place(
-        self, size: int, sections: Sequence[tuple[int, int, torch.dtype]]
-    ) -> Callable[[bytes, Sequence[int]], bool] | None:
-        """A function that does the same with numbers at addresses that are given with each call, and become averages.
-
-        Args:
-            size: bytes that would be packed.
-            sections: start there, how many numbers, and of which type.
-        """
-        near = self._with_room(size)
-        if near is None:
-            return None
-        prepared = native().Sections([(start, count, TYPES[dtype], 0) for start, count, dtype in sections], size)
-
-        call = near.average_in_place
-
-        def average(signed: bytes, addresses: Sequence[int]) -> bool:
-            try:
-                if call(signed, addresses, prepared):
-                    return True
-            except (RuntimeError, OSError) as error:
-                raise named("exchange", error) from error
-            again = self._served(near.rows())
-            return again and self._agreed(near.rows, lambda: call(signed, addresses, prepared))
-
-        return average
-
     def _with_room(self, size: int) -> Communicator | None:
         with naming("exchange"):
-            near = self._connected()
+            near = self._ways.connected()
         return near if near and size <= near.room() // 2 else None
-
-    def _connected(self) -> Communicator | Literal[False]:
-        """The communicator of this host, if all ranks are there; the first call is a collective."""
-        if self._near is None:
-            self._near = False
-            if self._shares_memory:
-                found = shared(self.rank, self._first_gather, TIMEOUT_S, 2)
-                if found == SEVERAL_HOSTS and self._among is not None:
-                    found = self._spread(self._among)
-                if not isinstance(found, str):
-                    self._near, self._near_aside = found
-                elif self._hosts is None and self.rank == 0 and not self.has_gpus:
-                    log.info("CPU tensors are exchanged through gloo: %s", found)
-        return self._near
-
-    def _spread(self, among: Callable[[str, int, int], dist.ProcessGroup]) -> str:
-        """Make ``_hosts``; a word on what ranks share."""
-        found = hosts(self.rank, self._first_gather, among, TIMEOUT_S, 2)
-        if isinstance(found, str):
-            return found
-        self._hosts, self._hosts_aside = found
-        _kept.extend(one.leaders for one in found if one.leaders is not None)
-        return SEVERAL_HOSTS
-
-    def _first_gather(self, data: bytes) -> list[bytes]:
-        lengths = torch.zeros(self.world_size, dtype=torch.int64)
-        lengths[self.rank] = len(data)
-        self._cpu.allreduce([lengths]).wait()
-        mine = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-        mine[: len(data)] = _as_tensor(data)
-        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        self._cpu.allgather([parts], [mine]).wait()
-        return [_as_bytes(part[:length]) for part, length in zip(parts, lengths.tolist(), strict=True)]
 
     def close(self) -> None:
         """Hang up on the other ranks, who may still be busy with what they have got."""
@@ -369,18 +277,12 @@ class Group(Asking):
             self._mesh.close()
         if self._thread is not None:
             self._thread.close()
-        if self._near:
-            self._near.close()
-        if self._near_aside is not None:
-            self._near_aside.close()
-        for one in (self._hosts, self._hosts_aside):
-            if one is not None:
-                one.close()
+        self._ways.close()
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         with naming("barrier"):
-            near = self._connected()
+            near = self._ways.connected()
             if near:
                 near.barrier()
                 return
@@ -399,20 +301,3 @@ def _sum(near: Communicator, tensor: torch.Tensor) -> None:
 
 def _sum_parts(near: Communicator, whole: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> None:
     near.reduce_parts(whole.data_ptr(), counts, out.data_ptr(), TYPES[whole.dtype], _SUM)
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _as_bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.numpy().data)
-
-
-# Note [Shared memory]
-#
-# Where all ranks are processes of one host, what is on the CPU goes through memory that they share; see
-# csrc/communicator.hpp. Whether that is so is found out by the first exchange, through gloo, on all ranks together:
-# a rank without the compiled part means gloo for all. Where ranks are on several hosts, only sums go through what
-# memory they share, and then between hosts; see Note [Several hosts]. Exchanges in an order of their own have memory of
-# their own, and a thread.

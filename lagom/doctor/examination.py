@@ -87,8 +87,8 @@ def _exchanges(session: Any) -> dict[str, Any]:
     if group is None:
         return {"latency_s": None, "bytes_s": None, "way": "none", "clock_s": 0.0}
     small, large = (torch.zeros(size // 4) for size in (_SMALL, _LARGE))
-    way = "shared memory" if group._connected() else "gloo"
     latency = _seconds(lambda: group.all_reduce(small), _TURNS)
+    way = "shared memory" if group.shares_memory else "gloo"
     seconds = _seconds(lambda: group.all_reduce(large), 5)
     group.barrier()
     now = time.time()

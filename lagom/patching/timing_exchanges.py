@@ -166,7 +166,7 @@ class _Later:
         spans, group = self._spans, self._group
 
         def later(tensor: Any) -> Any:
-            if stream == ASIDE and group._thread is not None and group._near_aside is not None:
+            if stream == ASIDE and group._thread is not None and group.reduces_parts:
                 return original(tensor)  # its thread notes what it does
             size, number = tensor.nbytes, spans.numbers(stream)()
             start = spans.clock()

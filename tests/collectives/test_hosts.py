@@ -52,7 +52,7 @@ def test_sums_over_hosts_are_those_of_gloo(where: list[int], monkeypatch: pytest
                     wrong.append((dtype, count))
         one = torch.ones(1000) / (session.rank + 3)
         group.all_reduce(one)
-        near = group._hosts.near
+        near = group._ways.hosts.near
         return wrong, near is not None, [bytes(row) for row in group.exchange(one.numpy().tobytes())]
 
     found = run_ranks(len(where), run, patches=False, collectives="auto")
@@ -67,7 +67,7 @@ def test_what_is_broadcast_gathered_and_dealt_over_hosts_is_what_gloo_gives(
     def run(session: Session) -> Any:
         group = joined(session, monkeypatch, where)
         group.barrier()
-        rank, size, hosts = session.rank, session.world_size, group._hosts
+        rank, size, hosts = session.rank, session.world_size, group._ways.hosts
         wrong: list[tuple[object, ...]] = []
         for dtype in (*TYPES, torch.bool):
             for count in (0, 1, 77, 2_000_003 if dtype == torch.float32 else 10_001):
@@ -110,7 +110,7 @@ def test_large_gradients_over_hosts_are_those_of_one_machine(monkeypatch: pytest
 
     def run(session: Session) -> Any:
         group = joined(session, monkeypatch, [0, 1, 0, 1])
-        return weights(), group._hosts is not None
+        return weights(), group._ways.hosts is not None
 
     wanted = alone(lambda _: weights())
     for found, spread in run_ranks(4, run, collectives="auto"):

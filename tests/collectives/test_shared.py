@@ -397,7 +397,7 @@ def test_ranks_without_the_compiled_part_or_on_other_hosts_fall_back_together(
         one = torch.ones(5)
         group.all_reduce(one)
         rows = [bytes(row) for row in group.exchange(b"x")]
-        return one.sum().item(), rows, said, bool(group._near)
+        return one.sum().item(), rows, said, bool(group._ways.near)
 
     for run, reason in (
         (without, "lagom was installed without its compiled part (rank 1)"),
@@ -426,7 +426,7 @@ def test_both_ways_of_exchanging_are_taken_as_configured(collectives: Any) -> No
         group.broadcast(one, 1)
         for work in works:
             group.wait(work)
-        return bool(group._near), one.tolist(), [part.sum().item() for part in moving]
+        return bool(group._ways.near), one.tolist(), [part.sum().item() for part in moving]
 
     wanted = (collectives == "auto", [3.0] * 3, [3e6, 3.0])
     assert run_ranks(2, run, collectives=collectives) == [wanted] * 2
