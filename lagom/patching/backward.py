@@ -103,7 +103,7 @@ class _Backwards:
         if self._session.weights is not None:
             for leaf in leaves:
                 self._session.weights.adopt(leaf)
-            self._session.weights.begin()
+            self._session.weights.resident.begin()
         if self.accumulation.keeps(leaves, create_graph=bool(args[2])):
             return self._kept(leaves, outputs, args, options)
         if (gradients := self._session.gradients) is None:

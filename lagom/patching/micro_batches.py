@@ -232,7 +232,7 @@ class MicroBatches:
             restore()
         try:
             if self._session.weights is not None:
-                self._session.weights.begin()
+                self._session.weights.resident.begin()
             with self._left_alone(), Draws(part.block, finding.axes, remedy=_REMEDY):
                 outputs, spec = tree_flatten(candidate.run(leaves))
         finally:

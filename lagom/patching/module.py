@@ -152,7 +152,7 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
         forwards.inside = True
         try:
             if session.weights is not None:
-                session.weights.begin()
+                session.weights.resident.begin()
             if on_cuda and session.live:
                 follow_input(module, args, kwargs, session.device)
             share, trains = None, False

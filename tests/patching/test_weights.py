@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lagom.errors import DivergenceError, LagomError
 from lagom.patching import weights_state
 from lagom.patching.session import Session
-from lagom.strategies.zero import weights
+from lagom.strategies.zero import resident, weights
 from lagom.strategies.zero.unit import storage_of
 from lagom.worker.out_of_memory import held
 from tests.patching.test_optimizer import OPTIMIZERS, close, same, trained
@@ -37,8 +37,8 @@ LEVEL = 3
 def everything_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small parameters too, and nothing is kept whole for the next use."""
     monkeypatch.setattr(weights, "LEAST", 2)
-    monkeypatch.setattr(weights, "ROOM", 0)
-    monkeypatch.setattr(weights, "SHARE_KEPT", 1 << 40)
+    monkeypatch.setattr(resident, "ROOM", 0)
+    monkeypatch.setattr(resident, "SHARE_KEPT", 1 << 40)
     yield
     torch.set_default_dtype(torch.float32)
 
@@ -318,7 +318,7 @@ def test_what_is_used_again_and_again_is_made_whole_a_few_times() -> None:
         Unrolled()(torch.randn(4, 16)).sum().backward()
         return len(calls)
 
-    assert all(count <= 2 * 4 * weights.TIMES for count in run_ranks(2, train, zero_lvl=LEVEL))
+    assert all(count <= 2 * 4 * resident.TIMES for count in run_ranks(2, train, zero_lvl=LEVEL))
 
 
 def test_parameters_that_share_memory() -> None:

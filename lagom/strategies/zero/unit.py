@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lagom.strategies.checksum import digest
 from lagom.strategies.zero.flat import is_dense
 
 _ALIGNED = 64
@@ -76,6 +77,19 @@ class Unit:
         storage = self.storage()
         empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return empty.set_(storage, 0, (num_bytes,), (1,))
+
+    def total(self) -> int:
+        """Of all bits, each at its place: rows that change places are other values, which a sum would not tell."""
+        return int.from_bytes(digest(self.bytes(self.num_bytes)), "little")
+
+    def cut(self, rank: int) -> None:
+        """Have this rank's part be that of the whole."""
+        whole, total = self.bytes(self.num_bytes), self.total()
+        if self.shard is None:
+            self.shard = torch.zeros(self.chunk, dtype=torch.uint8, device=whole.device)
+        first, last = self.part(rank)
+        self.shard[: last - first] = whole[first:last]
+        self.stamp, self.is_changed, self.seen = Stamp(total, 0), False, total
 
     @property
     def own(self) -> torch.Tensor:

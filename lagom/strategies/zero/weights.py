@@ -15,6 +15,7 @@ from lagom.errors import DivergenceError, LagomError
 from lagom.strategies.checksum import checksums, digest
 from lagom.strategies.zero.flat import is_dense
 from lagom.strategies.zero.memory import give_back_memory
+from lagom.strategies.zero.resident import Resident
 from lagom.strategies.zero.unit import Stamp, Unit, storage_of
 
 if TYPE_CHECKING:
@@ -28,12 +29,6 @@ if TYPE_CHECKING:
 WEIGHTS = b"weights"
 LEAST = 1 << 12
 """Elements of a parameter from which it is shared out: an exchange for fewer costs more than they take."""
-ROOM = 4 << 20
-"""Bytes of whole parameters that are kept for the next use, at least."""
-TIMES = 3
-"""Of being made whole in one forward or backward, from which a parameter is kept until that has ended."""
-SHARE_KEPT = 16
-"""One of so many bytes of all parameters is kept."""
 
 
 class Weights:
@@ -58,16 +53,8 @@ class Weights:
         self._released: dict[int, Unit] = {}
         """Those that stay whole, by the address of their storage, which is theirs as long as they are here."""
         self._num_made: dict[int, int] = {}
-        self._whole: dict[int, Unit] = {}
-        """Those that are, in the order in which they became so."""
-        self._num_whole = 0
-        """Their bytes."""
-        self._num_bytes = 0
-        """Of all."""
-        self._times: dict[Unit, int] = {}
-        """How often each has been made whole since ``begin``."""
-        self._more = 0
-        """Bytes to be kept besides, of those that are needed again and again."""
+        self.resident = Resident(self._settle)
+        """Those that are whole."""
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Share out a parameter from now on, if that can be; it stays whole for the moment."""
@@ -89,11 +76,10 @@ class Weights:
         self._num_made[number] = self._num_made.get(number, 0) + 1
         unit = Unit(b"%d.%d" % (number, self._num_made[number]), tensor, self._group.world_size)
         self._sweep()
-        if self._let_go(coming=unit.num_bytes):
+        if self.resident.make_room(coming=unit.num_bytes):
             give_back_memory()
-        self.units[unit.place] = self._by_key[unit.key] = self._whole[unit.place] = unit
-        self._num_whole += unit.num_bytes
-        self._num_bytes += unit.num_bytes
+        self.units[unit.place] = self._by_key[unit.key] = unit
+        self.resident.adopt(unit)
 
     def unit(self, tensor: torch.Tensor) -> Unit | None:
         """What ``tensor``, any view of a parameter, has its memory in."""
@@ -161,10 +147,10 @@ class Weights:
                 "a parameter is used where the other ranks cannot be reached, in another thread or process; with "
                 "zero_lvl=3 each rank has a part of it: use it in the thread that trains, or use zero_lvl=2"
             )
-        self._let_go(coming=sum(unit.room for unit in missing), keep=units)
+        self.resident.make_room(coming=sum(unit.room for unit in missing), keep=units)
         for unit in missing:
             if unit in blank:
-                self._has_memory(unit)
+                self.resident.allocate(unit)
                 unit.is_changed = True
             else:
                 self._make_whole(unit)
@@ -174,7 +160,7 @@ class Weights:
         """What was to be overwritten was not: the parts have the values still."""
         for unit in units:
             if unit.is_whole:
-                self._free(unit)
+                self.resident.free(unit)
 
     def changed(self, units: Iterable[Unit]) -> None:
         """The whole has got other values."""
@@ -209,7 +195,7 @@ class Weights:
                 self._fill(unit)
                 unit.seen = self._total(unit)
             else:
-                self._free(unit)
+                self.resident.free(unit)
         if changed:
             torch.autograd.graph.increment_version([t for t in changed if self.unit(t) is not None])
 
@@ -217,18 +203,9 @@ class Weights:
         """Of the parts that this rank holds."""
         return sum(unit.shard.nbytes for unit in self._by_key.values() if unit.shard is not None)
 
-    def begin(self) -> None:
-        """A forward or a backward does."""
-        self._times.clear()
-        self._more = 0
-
     def rest(self) -> None:
         """Nothing is needed for the moment: a backward has ended."""
-        self.begin()
-        for unit in list(self._whole.values()):
-            if unit.is_alive and not unit.is_held:
-                self._settle(unit)
-                self._free(unit)
+        self.resident.rest()
 
     def gone(self) -> list[Unit]:
         """What no tensor has any more on this rank."""
@@ -261,7 +238,7 @@ class Weights:
         """
         gc.collect()
         self._sweep()
-        for unit in list(self._whole.values()):
+        for unit in self.resident.units():
             self._settle(unit)
         wanted = sorted(unit.key for unit in self.units.values() if not unit.is_whole)
         has = {key: unit.stamp for key, unit in self._by_key.items() if unit.is_alive or not unit.is_changed}
@@ -272,24 +249,22 @@ class Weights:
             unit = self._by_key[key]
             with self.own():
                 if unit.is_alive and not unit.is_whole:
-                    self._has_memory(unit)
+                    self.resident.allocate(unit)
                     self._collect(unit)
                 else:
                     out = torch.empty(unit.room, dtype=torch.uint8, device=unit.own.device)
                     self._group.all_gather_into(out, unit.own)
         self.units.clear()
         self._by_key.clear()
-        self._whole.clear()
+        self.resident.clear()
 
     def _make_whole(self, unit: Unit) -> None:
-        self._times[unit] = self._times.get(unit, 0) + 1
-        if self._times[unit] == TIMES:
-            self._more += unit.room
-        self._has_memory(unit)
+        self.resident.needed(unit)
+        self.resident.allocate(unit)
         try:
             self._fill(unit)
         except BaseException:
-            self._free(unit)
+            self.resident.free(unit)
             raise
 
     def _fill(self, unit: Unit) -> None:
@@ -313,30 +288,6 @@ class Weights:
             self._group.all_gather_into(out, unit.own)
             unit.bytes(unit.num_bytes).copy_(out[: unit.num_bytes])
 
-    def _has_memory(self, unit: Unit) -> None:
-        unit.storage().resize_(unit.room)
-        unit.is_whole = True
-        self._whole[unit.place] = unit
-        self._num_whole += unit.num_bytes
-
-    def _free(self, unit: Unit) -> None:
-        unit.storage().resize_(0)
-        unit.is_whole = unit.is_changed = False
-        del self._whole[unit.place]
-        self._num_whole -= unit.num_bytes
-
-    def _let_go(self, coming: int = 0, keep: Sequence[Unit] = ()) -> bool:
-        """Make room for what is ``coming``; whether anything had to go."""
-        room = max(ROOM, self._num_bytes // SHARE_KEPT) + self._more - coming
-        before = self._num_whole
-        for unit in list(self._whole.values()):
-            if self._num_whole <= room:
-                break
-            if not (unit.is_held or unit in keep or not unit.is_alive):
-                self._settle(unit)
-                self._free(unit)
-        return self._num_whole < before
-
     def _settle(self, unit: Unit) -> None:
         if not unit.is_whole:
             return
@@ -345,17 +296,11 @@ class Weights:
             unit.is_changed, unit.seen = total != unit.seen, total
         if unit.is_changed:
             with self.own():
-                whole = unit.bytes(unit.num_bytes)
-                total = _told(whole)
-                if unit.shard is None:
-                    unit.shard = torch.zeros(unit.chunk, dtype=torch.uint8, device=whole.device)
-                first, last = unit.part(self._group.rank)
-                unit.shard[: last - first] = whole[first:last]
-            unit.stamp, unit.is_changed, unit.seen = Stamp(total, 0), False, total
+                unit.cut(self._group.rank)
 
     def _total(self, unit: Unit) -> int:
         with self.own():
-            return _told(unit.bytes(unit.num_bytes))
+            return unit.total()
 
     def _sweep(self) -> None:
         for unit in list(self.units.values()):
@@ -364,9 +309,7 @@ class Weights:
 
     def _forget(self, unit: Unit) -> None:
         del self.units[unit.place]
-        self._num_bytes -= unit.num_bytes
-        if self._whole.pop(unit.place, None) is not None:
-            self._num_whole -= unit.num_bytes
+        self.resident.forget(unit)
 
     @contextmanager
     def own(self) -> Iterator[None]:
@@ -377,11 +320,6 @@ class Weights:
                 yield
         finally:
             self.is_busy = before
-
-
-def _told(line: torch.Tensor) -> int:
-    """Of all bits, each at its place: rows that change places are other values, which a sum would not tell."""
-    return int.from_bytes(digest(line), "little")
 
 
 _APART = (
