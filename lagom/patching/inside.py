@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.patching.probe import Candidate, is_batch
+from lagom.patching.candidate import Candidate, is_batch
 from lagom.patching.recorder import NotByRowsError
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
 from lagom.patching.as_it_was import random_numbers
+from lagom.patching.candidate import Candidate, Finding, is_batch
 from lagom.patching.inside import Insides, kind_of, run_with
-from lagom.patching.probe import Candidate, Finding, is_batch
 from lagom.patching.random import equal_states, states
 from lagom.patching.recorder import NotByRowsError
 from lagom.patching.repeatable import Examined, Examiner, backward_has_room

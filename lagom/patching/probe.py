@@ -8,24 +8,24 @@ from __future__ import annotations
 import io
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import tree_flatten
 
 from lagom.errors import LagomError
 from lagom.patching.as_it_was import as_it_was, buffers_of, marks_of
-from lagom.patching.recorder import BlockRecorder, NotByRowsError, Recorder, Work
-from lagom.strategies.draws import Kind, UnsupportedDrawError
+from lagom.patching.candidate import Candidate, Finding, is_batch
+from lagom.patching.recorder import BlockRecorder, NotByRowsError, Recorder
+from lagom.strategies.draws import UnsupportedDrawError
 from lagom.strategies.whole_batch import Block
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
+    from torch.utils._pytree import TreeSpec
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -35,30 +35,6 @@ UNIFORM = "is called with rows that are all alike, which does not show whether i
 
 class ChangedError(LagomError):
     """A forward that was only looked at has changed its parameters."""
-
-
-@dataclass
-class Finding:
-    """What is known of a module's forward on inputs of one kind."""
-
-    rows: int
-    """Of the batch that it was looked at with."""
-    flops: float = 0.0
-    """For these rows."""
-    num_bytes: int = 0
-    """Of its outputs, for these rows."""
-    spec: TreeSpec | None = None
-    """How its outputs are laid out."""
-    factors: list[int | None] = field(default_factory=list)
-    """Of each output, rows per row of the batch; None for what is no tensor."""
-    axes: dict[Kind, int | None] = field(default_factory=dict)
-    """Its random draws; see ``Draws``."""
-    reason: str | None = None
-    """Why it runs whole on every rank; None: it is sliced."""
-    sliced: bool = False
-    """It was found to compute its rows one by one."""
-    told: bool = False
-    """The log has been told that it is too small."""
 
 
 class BatchStatistics:
@@ -85,46 +61,6 @@ class BatchStatistics:
         if found is None:
             raise NotByRowsError("runs BatchNorm another number of times on a part of the batch")
         return found
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A call of a module that might be sliced."""
-
-    module: nn.Module
-    inside: Sequence[nn.Module]
-    """All its modules."""
-    run: Callable[[list[Any]], Any]
-    """Calls the module with these leaves of its arguments."""
-    leaves: list[Any]
-    """Of its arguments."""
-    rows: int
-    """Of the batch: the leaves with so many are sliced."""
-    device: torch.device
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether the rows of its batch are all alike: a mean over them would be each of them, and nothing seen."""
-        batches = [leaf for leaf in self.leaves if is_batch(leaf, self.rows)]
-        return self.rows > 1 and all(bool((leaf == leaf[:1]).all()) for leaf in batches)
-
-    def block_of(self, block: Block) -> list[Any]:
-        """The leaves for one block."""
-        return [block.of(leaf.detach()) if is_batch(leaf, self.rows) else leaf for leaf in self.leaves]
-
-
-def is_batch(leaf: Any, rows: int) -> bool:
-    """Whether ``leaf`` is a tensor with a row for each sample."""
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
-
-
-def measured(candidate: Candidate, call: Callable[[], Any]) -> tuple[Any, Finding]:
-    """Make the ``call``; its output, and how much work it was."""
-    with Work() as work:
-        output = call()
-    own = sum(parameter.numel() for parameter in candidate.module.parameters())
-    num_bytes = sum(o.numel() * o.element_size() for o in tree_flatten(output)[0] if isinstance(o, torch.Tensor))
-    return output, Finding(candidate.rows, max(work.flops, 2.0 * own * candidate.rows), num_bytes)
 
 
 def probe(

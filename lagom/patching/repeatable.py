@@ -13,8 +13,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lagom.patching.as_it_was import SMALL, as_it_was, buffers_of
+from lagom.patching.candidate import Candidate, Finding, is_batch
 from lagom.patching.inside import numbers_of
-from lagom.patching.probe import UNIFORM, BatchStatistics, Candidate, ChangedError, Finding, check, examine, is_batch
+from lagom.patching.probe import UNIFORM, BatchStatistics, ChangedError, check, examine
 from lagom.patching.random import equal_states, states
 from lagom.patching.recorder import NotByRowsError
 from lagom.patching.shortage import wanted_bytes

@@ -14,9 +14,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
 from lagom.patching.as_it_was import marks_of
+from lagom.patching.candidate import Candidate, Finding, is_batch, measured
 from lagom.patching.inside import Insides, kind_of, numbers_of, run_with
 from lagom.patching.passes import Share
-from lagom.patching.probe import UNIFORM, Candidate, Finding, is_batch, measured, probe
+from lagom.patching.probe import UNIFORM, probe
 from lagom.strategies.draws import Draws
 from lagom.strategies.whole_batch import Block, Exchange, Gatherer, UnequalInputError, gathered, pays, sliced
 

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.config.torch_distributed import Collectives
 from lagom.errors import DivergenceError
-from lagom.patching.probe import Candidate, Finding, probe
+from lagom.patching.candidate import Candidate, Finding
+from lagom.patching.probe import probe
 from lagom.patching.session import Session
 from tests.ranks import RankFailedError, alone, run_ranks
 
