@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torch.nn.parameter import is_lazy
 
-from lagom.errors import DivergenceError, LagomError
+from lagom.errors import LagomError
 from lagom.strategies.checksum import checksums
 from lagom.strategies.divergence import INTERVAL
 from lagom.strategies.frame import signature
+from lagom.strategies.zero.apart import Step, refuse_step, settings_of
 from lagom.strategies.zero.flat import is_dense, overlapping
 from lagom.strategies.zero.gradients import ASK
 from lagom.strategies.zero.probe import Kind, Nature, nature_of
 from lagom.strategies.zero.sharded import Parted, Sharded, refuse
-from lagom.strategies.zero.state import compare_settings, settings_of
 from lagom.strategies.zero.weights import WEIGHTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator
 
     import torch
     from torch.optim import Optimizer
@@ -213,7 +213,12 @@ class Optimizers:
                 nature = nature_of(optimizer, inner, closure=closure is not None)
         if not self._frame.exchange(signature(f"{_FIRST} {number} {nature}".encode())):
             self._apart(_FIRST)
-        name = type(optimizer).__name__
+        self._tell(type(optimizer).__name__, nature)
+        found = self._found[optimizer] = _Found(number, nature, every)
+        return found
+
+    def _tell(self, name: str, nature: Nature) -> None:
+        """Say what becomes of an optimizer that is not stepped element by element."""
         if nature.kind is Kind.COUPLED:
             self._say(
                 f"{name} is not shared out over the ranks, but stepped whole on each: what it makes of a parameter "
@@ -226,8 +231,6 @@ class Optimizers:
             )
         elif nature.kind is Kind.BY_PARAMETER:
             self._say(f"{name} steps by whole parameters; each rank steps some, and holds their state")
-        found = self._found[optimizer] = _Found(number, nature, every)
-        return found
 
     def _can_be(self, p: torch.Tensor) -> bool:
         """Whether ``p`` can be shared out."""
@@ -281,7 +284,7 @@ class Optimizers:
         if not self._frame.exchange(
             signature(repr((_BEFORE, sharded.steps(), sharded.clock, sums, settings)).encode())
         ):
-            self._apart(_BEFORE, sharded, sums, settings)
+            self._apart(_BEFORE, Step(sharded.identity, sharded.parameters, sums, settings))
         for number in gone:
             self._by_number.pop(number, None)
         if self._weights is not None:
@@ -305,31 +308,10 @@ class Optimizers:
         if not sharded.publish(place):
             self._apart(place)
 
-    def _apart(
-        self,
-        place: str,
-        sharded: Sharded | None = None,
-        sums: dict[int, tuple[str, int]] | None = None,
-        settings: Sequence[Mapping[str, Any]] = (),
-    ) -> NoReturn:
+    def _apart(self, place: str, step: Step | None = None) -> NoReturn:
         """Raise the DivergenceError that ranks which disagree get."""
         self._watch.meet(place)
-        told = (None if sharded is None else sharded.identity, sums, settings)
-        rows = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(told))]
-        if sharded is not None and all(row[0] == sharded.identity for row in rows):
-            compare_settings([row[2] for row in rows])
-        if sharded is not None and all(row[0] == sharded.identity and row[1] is not None for row in rows):
-            for i, p in enumerate(sharded.parameters):
-                if len({row[1].get(i) for row in rows}) > 1:
-                    raise DivergenceError(
-                        f"{self._name(p)} has other gradients on other ranks when its optimizer steps; gradients are "
-                        "averaged in backward() and torch.autograd.grad, so step by these, and not by torch.func.grad "
-                        "or this rank's own data"
-                    )
-        raise DivergenceError(
-            "the ranks step different optimizers, or parameters that differ; create the same optimizers with the same "
-            "parameters, and step them in the same order, on every rank"
-        )
+        refuse_step(self._group, step, self._name)
 
     def _serve(self, asked: bytes) -> None:
         kind, *rest = asked.split()

@@ -13,8 +13,6 @@ from lagom.strategies.zero.flat import flat, flat_like
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch.optim import Optimizer
-
     from lagom.collectives.group import Group
     from lagom.strategies.zero.cut import Piece
 
@@ -136,36 +134,3 @@ def _put(entries: dict[str, Any], key: str, held: Held, value: Any, piece: Piece
     if key not in entries:
         entries[key] = torch.empty_like(parameter, dtype=held.dtype, device=value.device, requires_grad=False)
     flat(entries[key])[piece.start : piece.end] = value
-
-
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Of each group the learning rate, and what else the optimizer has a default for."""
-    return [
-        {name: value for name in optimizer.defaults if (value := _setting(group.get(name))) is not None}
-        for group in optimizer.param_groups
-    ]
-
-
-def _setting(value: object) -> object:
-    """A number or a tuple of them; None for what is not compared: a tensor on a GPU would have to be waited for."""
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
-    return value if isinstance(value, (int, float, tuple)) else None
-
-
-def compare_settings(rows: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Make sure that all ranks step by the same settings: each one's part would be another optimizer's.
-
-    Raises:
-        DivergenceError: when they do not.
-    """
-    for number, groups in enumerate(zip(*rows, strict=False)):
-        for name in groups[0]:
-            found = [group.get(name) for group in groups]
-            if len(set(map(repr, found))) > 1:
-                told = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(found))
-                raise DivergenceError(
-                    f"{name!r} of an optimizer's parameter group {number} is {told}. Each rank steps a part of the "
-                    "parameters (zero_lvl), so settings must be equal on all; where a number of the rank's own share "
-                    "decides, as a running loss does in ReduceLROnPlateau, use batches='whole'"
-                )

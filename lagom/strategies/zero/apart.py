@@ -1,0 +1,89 @@
+"""``refuse_step``: what ranks are told whose optimizers have come apart."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+
+from lagom.errors import DivergenceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.optim import Optimizer
+
+    from lagom.collectives.group import Group
+
+
+class Step(NamedTuple):
+    """What a rank was about to step, and by what."""
+
+    identity: bytes
+    """Equal on ranks that have the same parts of the same parameters."""
+    parameters: Sequence[torch.Tensor]
+    sums: Mapping[int, tuple[str, int]] | None
+    """Of gradients, by place among the parameters; None where they were not compared."""
+    settings: Sequence[Mapping[str, Any]]
+    """As of ``settings_of``."""
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Of each group the learning rate, and what else the optimizer has a default for."""
+    return [
+        {name: value for name in optimizer.defaults if (value := _setting(group.get(name))) is not None}
+        for group in optimizer.param_groups
+    ]
+
+
+def _setting(value: object) -> object:
+    """A number or a tuple of them; None for what is not compared: a tensor on a GPU would have to be waited for."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    return value if isinstance(value, (int, float, tuple)) else None
+
+
+def refuse_step(group: Group, step: Step | None, name: Callable[[torch.Tensor | None], str]) -> NoReturn:
+    """Find out what of the ranks' steps differs; a collective.
+
+    Args:
+        step: this rank's; None where it was about to do something else.
+        name: what to call a parameter.
+
+    Raises:
+        DivergenceError: always, which says what it is.
+    """
+    told = None if step is None else (step.identity, step.sums, step.settings)
+    rows = [pickle.loads(part) for part in group.all_gather_bytes(pickle.dumps(told))]
+    if step is not None and all(row is not None and row[0] == step.identity for row in rows):
+        _compare_settings([row[2] for row in rows])
+        for i, p in enumerate(step.parameters) if all(row[1] is not None for row in rows) else ():
+            if len({row[1].get(i) for row in rows}) > 1:
+                raise DivergenceError(
+                    f"{name(p)} has other gradients on other ranks when its optimizer steps; gradients are averaged in "
+                    "backward() and torch.autograd.grad, so step by these, and not by torch.func.grad or this rank's "
+                    "own data"
+                )
+    raise DivergenceError(
+        "the ranks step different optimizers, or parameters that differ; create the same optimizers with the same "
+        "parameters, and step them in the same order, on every rank"
+    )
+
+
+def _compare_settings(rows: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Make sure that all ranks step by the same settings: each one's part would be another optimizer's.
+
+    Raises:
+        DivergenceError: when they do not.
+    """
+    for number, groups in enumerate(zip(*rows, strict=False)):
+        for name in groups[0]:
+            found = [group.get(name) for group in groups]
+            if len(set(map(repr, found))) > 1:
+                told = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(found))
+                raise DivergenceError(
+                    f"{name!r} of an optimizer's parameter group {number} is {told}. Each rank steps a part of the "
+                    "parameters (zero_lvl), so settings must be equal on all; where a number of the rank's own share "
+                    "decides, as a running loss does in ReduceLROnPlateau, use batches='whole'"
+                )
