@@ -8,14 +8,12 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
 
 from lagom.errors import LagomError
 from lagom.strategies.frame import signature
-from lagom.strategies.zero.cut import Piece, by_element, by_parameter
 from lagom.strategies.zero.flat import flat, flat_like
-from lagom.strategies.zero.probe import Kind, Nature
 from lagom.strategies.zero.publish import Publisher
+from lagom.strategies.zero.stand_ins import StandIns
 from lagom.strategies.zero.state import cut, gather
 
 if TYPE_CHECKING:
@@ -26,7 +24,9 @@ if TYPE_CHECKING:
 
     from lagom.collectives.group import Group
     from lagom.strategies.frame import Frame
+    from lagom.strategies.zero.cut import Piece
     from lagom.strategies.zero.gradients import Gradients
+    from lagom.strategies.zero.probe import Nature
     from lagom.strategies.zero.weights import Weights
 
 
@@ -85,31 +85,16 @@ class Sharded:
         """The optimizer's state as it is while it steps: that of this rank's pieces, and all that is not shared out."""
         self._group = group
         self._frame = frame
-        self.every = [p for group in optimizer.param_groups for p in group["params"]]
         self._weights = weights
         self._given = {} if weights is None else {i: x for i, p in enumerate(parameters) if (x := weights.parts(p))}
         """Parts of what is shared out already, by place."""
-        deal = by_element if nature.kind is Kind.ELEMENTWISE else by_parameter
-        sizes = [0 if i in self._given else p.numel() for i, p in enumerate(parameters)]
-        self._dealt = deal(sizes, group.world_size)
-        """Pieces of what is whole, of each rank."""
-        self.pieces = [
-            sorted([*dealt, *(Piece(i, *x[r]) for i, x in self._given.items() if x[r][0] < x[r][1])])
-            for r, dealt in enumerate(self._dealt)
-        ]
-        self._own = [
-            (piece, _stand_in(piece, parameters[piece.param], given=piece.param in self._given))
-            for piece in self.pieces[group.rank]
-        ]
-        place = {id(p) for p in parameters}
-        lists = {id(p): [p] for p in self.every if id(p) not in place}
-        for piece, stand_in in self._own:
-            lists[id(parameters[piece.param])] = [stand_in]
-        self._lists = [[s for p in g["params"] for s in lists.get(id(p), ())] for g in optimizer.param_groups]
-        self._partial = [(piece, one) for piece, one in self._own if one is not parameters[piece.param]]
-        self._whole: list[list[torch.Tensor]] = []
-        self.idle = [p for p in self.every if id(p) not in place]
+        self._stand_ins = StandIns(optimizer, parameters, self._given, nature, group)
+        self.pieces = self._stand_ins.pieces
+        """Of each rank."""
+        self.idle = self._stand_ins.idle
         """What was not shared out."""
+        self._whole: list[list[torch.Tensor]] = []
+        """Of each group, while the optimizer steps."""
         shapes = [(tuple(p.shape), p.dtype) for p in parameters]
         self.identity = repr((number, nature, shapes)).encode()
         """Equal on ranks that have the same parts of the same parameters."""
@@ -170,9 +155,9 @@ class Sharded:
             self._gradients.keep_parts(self.parameters)
         if self._weights is not None:
             self._weights.settle(self.parameters)
-        for group, own in zip(optimizer.param_groups, self._lists, strict=True):
+        for group, own in zip(optimizer.param_groups, self._stand_ins.lists, strict=True):
             group["params"] = own
-        for piece, stand_in in self._partial:
+        for piece, stand_in in self._stand_ins.partial:
             parameter = self.parameters[piece.param]
             line = _shaped(self._line(piece, parameter), parameter)
             if stand_in.data_ptr() != line.data_ptr() or stand_in.dtype != line.dtype:
@@ -187,7 +172,7 @@ class Sharded:
                 gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient.to_dense())
             part = None if gradient is None else flat_like(gradient, parameter)[piece.start : piece.end]
             stand_in.grad = None if part is None else _shaped(part, parameter)
-        for _, stand_in in self._own:
+        for _, stand_in in self._stand_ins.own:
             is_cut, part = self._part(stand_in)
             if is_cut and part is not None:
                 self._lent.append(stand_in)
@@ -210,7 +195,7 @@ class Sharded:
     def _swap_back(self, optimizer: Optimizer) -> None:
         self.part = vars(optimizer)["state"]
         vars(optimizer)["state"] = Parted(self)
-        for _, stand_in in self._partial:
+        for _, stand_in in self._stand_ins.partial:
             stand_in.grad = None
         with self._raw():
             for parameter in self._lent:
@@ -229,7 +214,7 @@ class Sharded:
         if self._publisher is None or not self._publisher.is_current:
             whole = [i for i in range(len(self.parameters)) if i not in self._given]
             number = {i: number for number, i in enumerate(whole)}
-            pieces = [[p._replace(param=number[p.param]) for p in part] for part in self._dealt]
+            pieces = [[p._replace(param=number[p.param]) for p in part] for part in self._stand_ins.dealt]
             self._publisher = Publisher(self._group, self._frame, [self.parameters[i] for i in whole], pieces)
         signed = self._published.get(place)
         if signed is None:
@@ -259,7 +244,7 @@ class Sharded:
         for key, state in whole.items():
             if not isinstance(key, torch.Tensor) or id(key) not in shared:
                 part[key] = state
-        for piece, stand_in in self._own:
+        for piece, stand_in in self._stand_ins.own:
             parameter = self.parameters[piece.param]
             if parameter in whole:
                 state = whole[parameter]
@@ -282,19 +267,19 @@ class Sharded:
         found = defaultdict(self.part.default_factory) if isinstance(self.part, defaultdict) else type(self.part)()
         by_id = {id(p): state for p, state in zip(self.parameters, states, strict=True) if state is not None}
         place = {key: i for i, key in enumerate(self._order)}
-        for p in sorted(self.every, key=lambda p: place.get(id(p), len(place))):
+        for p in sorted(self._stand_ins.every, key=lambda p: place.get(id(p), len(place))):
             if id(p) in by_id:
                 found[p] = by_id[id(p)]
             elif p in self.part and any(p is idle for idle in self.idle):
                 found[p] = self.part[p]
-        mine = {id(stand_in) for _, stand_in in self._own}
+        mine = {id(stand_in) for _, stand_in in self._stand_ins.own}
         for key, state in self.part.items():
             if id(key) not in mine and key not in found:
                 found[key] = state
         return found
 
     def _gather(self, *, keep: bool) -> list[dict[str, Any] | None]:
-        mine = {piece: self.part.get(one, {}) for piece, one in self._own}
+        mine = {piece: self.part.get(one, {}) for piece, one in self._stand_ins.own}
         return gather(self._group, self.parameters, self.pieces, mine, keep=keep)
 
     def num_bytes(self) -> int:
@@ -312,18 +297,6 @@ def refuse(group: Group) -> NoReturn:
     """Take part in another rank's ``whole`` without having anything of it."""
     group.all_gather_bytes(pickle.dumps(None))
     raise LagomError("another rank asked for the state of an optimizer that this one does not have")
-
-
-def _stand_in(piece: Piece, parameter: torch.Tensor, *, given: bool) -> torch.Tensor:
-    if not given and (piece.start, piece.end) == (0, parameter.numel()):
-        return parameter
-    # What is shared out already gets its memory when it is stepped.
-    line = parameter.detach().new_empty(0) if given else flat(parameter)[piece.start : piece.end]
-    kind = nn.Parameter if isinstance(parameter, nn.Parameter) else torch.Tensor
-    # Not by the constructor, which numbers parameters alike on all ranks.
-    found: torch.Tensor = torch.Tensor._make_subclass(kind, line, parameter.requires_grad)
-    vars(found).update(vars(parameter))
-    return found
 
 
 # Note [Stepping a part]
