@@ -15,7 +15,7 @@ from lagom import experiment
 from lagom.collectives.group import Group
 from lagom.config import TorchDistributedConfig
 from lagom.launchers.local import visible_gpus
-from lagom.patching.weights import Uses
+from lagom.patching.weights_operations import Uses
 from lagom.strategies.divergence import Watch
 from lagom.strategies.frame import Frame
 from lagom.strategies.leaves import Leaves, Likeness
