@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from lagom.strategies.divergence import Watch
     from lagom.strategies.frame import Frame
     from lagom.strategies.leaves import Leaves
-    from lagom.strategies.overlap import Running
     from lagom.strategies.pending import Pending
     from lagom.strategies.reduction import Reduction
+    from lagom.strategies.running import Running
 
 
 _BACKWARD = "a backward"
