@@ -8,33 +8,28 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.errors import LagomError
 from lagom.patching.as_it_was import random_numbers
-from lagom.patching.candidate import Candidate, Finding, is_batch
+from lagom.patching.candidate import Candidate
+from lagom.patching.in_parts import InParts
 from lagom.patching.inside import Insides, kind_of, run_with
-from lagom.patching.random import equal_states, states
 from lagom.patching.recorder import NotByRowsError
 from lagom.patching.repeatable import Examined, Examiner, backward_has_room
 from lagom.patching.shortage import wanted_bytes
-from lagom.strategies.draws import Draws
-from lagom.strategies.whole_batch import Block
 from lagom.strategies.zero.memory import map_what_is_large
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.utils._pytree import TreeSpec
 
     from lagom.patching.session import Session
 
 _MAX_KINDS = 64
 """Kinds of input of one module, after which it is no longer looked at."""
-_REMEDY = "drop micro_batches for this program"
 
 
 class MicroBatches:
@@ -57,6 +52,7 @@ class MicroBatches:
         self._forced = 1
         """While so: how many, at least."""
         self._examiner = Examiner(session)
+        self._in_parts = InParts(session, self._left_alone)
         self._insides = Insides(lambda _: None)
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Of modules: what is known of them, by kinds of input."""
@@ -90,7 +86,7 @@ class MicroBatches:
             if not found.gains:
                 with self._left_alone():
                     return self._original(module, *args, **kwargs)
-            return self._in_parts(candidate, found.finding, num)
+            return self._in_parts.outputs(candidate, found.finding, num)
         if not self.descends:
             self._session.say_once(
                 f"{type(module).__name__} does not run in micro-batches, though modules inside it may: it "
@@ -194,27 +190,6 @@ class MicroBatches:
             raise short from None
         return more
 
-    def _in_parts(self, candidate: Candidate, finding: Finding, num: int) -> Any:
-        """The outputs of all micro-batches, put together."""
-        begun = [*random_numbers(candidate.device)]
-        parts: list[Sequence[Any]] = []
-        end: dict[str, Any] = {}
-        for block in Block(0, num, candidate.rows).others:
-            part = _Part(self, candidate, finding, block, begun)
-            leaves = [block.of(leaf) if is_of_batch else leaf for leaf, is_of_batch in _marked(candidate)]
-            if torch.is_grad_enabled():
-                # Random numbers are the part's own business, python's and numpy's too.
-                outputs = checkpoint(part, *leaves, use_reentrant=False, preserve_rng_state=False)
-            else:
-                outputs = part(*leaves)
-            parts.append(outputs)
-            if block.rank and not equal_states(end, states()):
-                raise LagomError(f"the forward of {_name(candidate)} drew random numbers in another way; {_REMEDY}")
-            end = end or states()
-        self._session.num_micro_batches = max(self._session.num_micro_batches, num)
-        assert finding.spec is not None
-        return tree_unflatten(_together(parts, finding, candidate), finding.spec)
-
     @contextmanager
     def _left_alone(self) -> Iterator[None]:
         before, self.descends = self.descends, False
@@ -223,83 +198,6 @@ class MicroBatches:
                 yield
         finally:
             self.descends = before
-
-    def run(self, part: _Part, leaves: list[Any]) -> list[Any]:
-        """One micro-batch; modules inside it are left alone, and it finds the numbers of the first time again."""
-        candidate, finding = part.candidate, part.finding
-        before = [*random_numbers(candidate.device)] if part.ran else []
-        for restore in part.begun:
-            restore()
-        try:
-            if self._session.weights is not None:
-                self._session.weights.resident.begin()
-            with self._left_alone(), Draws(part.block, finding.axes, remedy=_REMEDY):
-                outputs, spec = tree_flatten(candidate.run(leaves))
-        finally:
-            part.ran = True
-            for restore in before:
-                restore()
-        if spec != finding.spec:
-            raise LagomError(
-                f"the forward of {_name(candidate)} gave outputs of another structure than at its first call; {_REMEDY}"
-            )
-        return outputs
-
-
-class _Part:
-    """What a checkpoint calls, and calls again in the backward."""
-
-    def __init__(
-        self,
-        owner: MicroBatches,
-        candidate: Candidate,
-        finding: Finding,
-        block: Block,
-        begun: Sequence[Callable[[], object]],
-    ) -> None:
-        self.candidate = candidate
-        self.finding = finding
-        self.block = block
-        self.begun = begun
-        """Put the generators to where the whole forward began."""
-        self.ran = False
-        self._owner = owner
-
-    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
-        return tuple(self._owner.run(self, list(leaves)))
-
-
-def _marked(candidate: Candidate) -> list[tuple[Any, bool]]:
-    return [(leaf, is_batch(leaf, candidate.rows)) for leaf in candidate.leaves]
-
-
-def _together(parts: Sequence[Sequence[Any]], finding: Finding, candidate: Candidate) -> list[Any]:
-    found = []
-    for outputs, factor in zip(zip(*parts, strict=True), finding.factors, strict=True):
-        if factor is None:
-            first, *others = outputs
-            if not isinstance(first, torch.Tensor) and any(one != first and one == one for one in others):
-                raise LagomError(
-                    f"the forward of {_name(candidate)} gave {first!r} for a part of its batch and {others[-1]!r} for "
-                    f"another, unlike at its first call; {_REMEDY}"
-                )
-            found.append(first)
-            continue
-        rows = factor * candidate.rows
-        if not all(isinstance(one, torch.Tensor) and one.dim() for one in outputs):
-            rows = -1
-        whole: Tensor | None = torch.cat(outputs) if rows >= 0 else None
-        if whole is None or whole.shape[0] != rows:
-            raise LagomError(
-                f"the forward of {_name(candidate)} gave an output that has not a row for each sample, unlike at its "
-                f"first call; {_REMEDY}"
-            )
-        found.append(whole)
-    return found
-
-
-def _name(candidate: Candidate) -> str:
-    return type(candidate.module).__name__
 
 
 # Note [Micro-batches]
