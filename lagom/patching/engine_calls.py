@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from lagom.errors import LagomError
 from lagom.patching.replace import replaced
+from lagom.patching.step_methods import replaced_steps
 from lagom.strategies.deepspeed.engine import refuse_parts
 
 if TYPE_CHECKING:
@@ -25,22 +27,12 @@ if TYPE_CHECKING:
 @contextmanager
 def stepped(driver: Driver) -> Iterator[None]:
     """Steps, gradients and states of optimizers that an engine drives are the engine's."""
-    wrap = vars(Optimizer)["_patch_step_function"]
-    ours: set[object] = set()
     with ExitStack() as stack:
-
-        def patch(kind: type) -> None:
-            current = vars(kind)["step"]
-            if current not in ours:
-                patched = _step(driver, kind, current)
-                ours.add(patched)
-                stack.enter_context(replaced(kind, "step", patched))
+        stack.enter_context(replaced_steps(partial(_step, driver), existing=False))
+        wrap = vars(Optimizer)["_patch_step_function"]
 
         def patched_wrap(self: Optimizer) -> None:
             wrap(self)
-            for kind in type(self).__mro__:
-                if kind is not Optimizer and "step" in vars(kind):
-                    patch(kind)
             if not driver.engines.inside:
                 driver.optimizers.add(self)
 
@@ -50,13 +42,9 @@ def stepped(driver: Driver) -> Iterator[None]:
         yield
 
 
-def _step(driver: Driver, kind: type, current: Callable[..., Any]) -> Callable[..., Any]:
-    hooked = vars(current).get("hooked", False)
-    inner: Callable[..., Any] = vars(current)["__wrapped__"] if hooked else current
+def _step(driver: Driver, kind: type, inner: Callable[..., Any]) -> Callable[..., Any]:
     driver.inner[kind] = inner
 
-    @torch._disable_dynamo
-    @functools.wraps(inner)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         engines = driver.engines
         if not driver.session.live or engines.inside:
@@ -73,9 +61,7 @@ def _step(driver: Driver, kind: type, current: Callable[..., Any]) -> Callable[.
             raise LagomError("optimizer.step(closure) cannot go through DeepSpeed's engine; use backend='torch'")
         return driver.step(engine)
 
-    found: Any = Optimizer.profile_hook_step(step)
-    found.hooked = True
-    return found  # type: ignore[no-any-return]
+    return step
 
 
 def _own(driver: Driver, name: str) -> Callable[..., Any]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim import Optimizer
 
 from lagom.patching.gradient import parted_gradients
 from lagom.patching.replace import replaced
-from lagom.patching.stepping import kinds
+from lagom.patching.step_methods import replaced_steps
 from lagom.patching.weights import sharded_weights
 from lagom.strategies.zero.optimizers import Optimizers
 
@@ -31,9 +29,6 @@ def sharded_steps(session: Session) -> Iterator[None]:
     assert session.frame is not None
     assert session.watch is not None
     assert session.replicate is not None
-    wrap = vars(Optimizer)["_patch_step_function"]
-    ours: set[object] = set()
-
     with ExitStack() as stack:
         if session.plan.zero_lvl > 1:
             session.gradients = stack.enter_context(parted_gradients(session))
@@ -53,45 +48,19 @@ def sharded_steps(session: Session) -> Iterator[None]:
             name=session.modules.name_of,
         )
 
-        def patch(kind: type) -> None:
-            current = vars(kind)["step"]
-            if current not in ours:
-                patched = _stepped(session, optimizers, current)
-                ours.add(patched)
-                stack.enter_context(replaced(kind, "step", patched))
+        def step_for(_: type, inner: Callable[..., Any]) -> Callable[..., Any]:
+            def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+                if not session.distributed or optimizers.passes:
+                    return inner(self, *args, **kwargs)
+                return optimizers.step(self, inner, args, kwargs)
 
-        def patched_wrap(self: Optimizer) -> None:
-            wrap(self)
-            for kind in type(self).__mro__:
-                if kind is not Optimizer and "step" in vars(kind):
-                    patch(kind)
+            return step
 
-        for kind in kinds(Optimizer):
-            if "step" in vars(kind):
-                patch(kind)
-        stack.enter_context(replaced(Optimizer, "_patch_step_function", patched_wrap))
+        stack.enter_context(replaced_steps(step_for, existing=True))
         stack.enter_context(replaced(Optimizer, "state", _state(session, optimizers)))
         yield
         if not session.joined:
             optimizers.end()
-
-
-def _stepped(session: Session, optimizers: Optimizers, current: Callable[..., Any]) -> Callable[..., Any]:
-    """``current``, a class's ``step`` with or without its wrapper for hooks, stepping a part."""
-    # Not by hasattr: decorators of torch's copy a function's attributes, but not what they wrapped.
-    hooked = vars(current).get("hooked", False)
-    inner: Callable[..., Any] = vars(current)["__wrapped__"] if hooked else current
-
-    @torch._disable_dynamo
-    @functools.wraps(inner)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not session.distributed or optimizers.passes:
-            return inner(self, *args, **kwargs)
-        return optimizers.step(self, inner, args, kwargs)
-
-    found: Any = Optimizer.profile_hook_step(step)
-    found.hooked = True
-    return found  # type: ignore[no-any-return]
 
 
 def _state(session: Session, optimizers: Optimizers) -> property:
