@@ -1,46 +1,29 @@
-"""``SharedProcessGroup``: the process-group backend "lagom", which DDP, FSDP2 and ``dist`` calls use as they are."""
+"""The process-group backend "lagom", which DDP, FSDP2 and ``dist`` calls use as they are."""
 
 from __future__ import annotations
 
 import logging
-import os
-import threading
-import weakref
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lagom.collectives.futures import Lane, SharedWork, finished
 from lagom.collectives.hosts import hosts
 from lagom.collectives.moves import Moves
 from lagom.collectives.shared import SEVERAL_HOSTS, shared
+from lagom.collectives.shared_group import BACKEND, SharedProcessGroup
+from lagom.collectives.spread_group import SpreadProcessGroup
 
 if TYPE_CHECKING:
-    from lagom.collectives.native import Communicator
+    from collections.abc import Callable
+    from datetime import timedelta
 
-NAME = "lagom"
 log = logging.getLogger("lagom")
-_REDUCTIONS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.PRODUCT: "product",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-}
 
 
 def register() -> None:
     """Make ``dist.init_process_group("lagom")`` and ``new_group(backend="lagom")`` known to torch in this process."""
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _created, devices=["cpu"])
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _created, devices=["cpu"])
 
 
 def _created(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -54,300 +37,12 @@ def _created(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any
 
         found = hosts(rank, gather, among, timeout.total_seconds())
         if not isinstance(found, str):
-            from lagom.collectives.spread_group import SpreadProcessGroup
-
             return SpreadProcessGroup(gloo, found[0], rank, size, timeout)
     if isinstance(found, str):
         if rank == 0:
-            log.info("the backend %r is gloo here: %s", NAME, found)
+            log.info("the backend %r is gloo here: %s", BACKEND, found)
         return gloo
     return SharedProcessGroup(gloo, Moves(found[0], rank, size), rank, size, timeout)
-
-
-_Base: Any = dist.ProcessGroup  # whose methods have overloads of many kinds
-
-
-class SharedProcessGroup(_Base):  # type: ignore[misc]
-    """Exchanges CPU tensors through shared memory, and through gloo what is no dense CPU tensor.
-
-    See Note [Order of collectives].
-
-    Raises:
-        RuntimeError: from every method or its work, when the exchange fails; all later ones fail as well.
-    """
-
-    def __init__(self, gloo: Any, moves: Moves, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = gloo
-        self._moves = moves
-        self._rank = rank
-        self._timeout = timeout
-        self._name = ""
-        self._lanes: dict[object, Lane] = {}
-        self._lock = threading.Lock()
-        _all.add(self)
-
-    def getBackendName(self) -> str:
-        """As torch asks for it."""
-        return NAME
-
-    def name(self) -> str:
-        """As torch asks for it."""
-        return NAME
-
-    @property
-    def group_name(self) -> str:
-        """What torch calls it: the base class knows that only of groups that torch makes whole."""
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        """Torch's, which asks for the name also when it has forgotten the group: `destroy_process_group(group)`."""
-        self._name = name
-        super()._set_group_name(name)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        """Torch's checkpoints ask for it."""
-        return [torch.device("cpu")]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        """Of the device types."""
-        return self
-
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """In place, each tensor by itself."""
-        moves, given, reduction = self._moves, listed(tensors), reduction_of(opts)
-        if reduction is None or not moves.reduces(given, reduction):
-            return self._by_gloo("all_reduce", lambda: self._gloo.allreduce(given, *_given(opts)), opts, given)
-
-        def run() -> None:
-            for tensor in given:
-                moves.all_reduce(tensor, reduction)
-
-        return self._collective(run, opts, given)
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """As ``allreduce``."""
-        return self.allreduce(tensors, opts)
-
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """In place; ``opts`` has the root, or is it."""
-        moves, given, root = self._moves, listed(tensors), root_of(opts)
-        if not moves.carries(given):
-            return self._by_gloo("broadcast", lambda: self._gloo.broadcast(given, *_given(opts)), opts, given)
-
-        def run() -> None:
-            for tensor in given:
-                moves.broadcast(tensor, root)
-
-        return self._collective(run, opts, given)
-
-    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        """The root's tensors become the results."""
-        moves, given, root = self._moves, listed(tensors), root_of(opts)
-        reduction = reduction_of(op if isinstance(opts, int) else opts)
-        if reduction is None or not moves.reduces(given, reduction):
-            others = (*_given(opts), *_given(op))
-            return self._by_gloo("reduce", lambda: self._gloo.reduce(given, *others), opts, given)
-
-        def run() -> None:
-            for tensor in given:
-                moves.reduce(tensor, reduction, root)
-
-        return self._collective(run, opts, given)
-
-    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
-        """One list of outputs for each input."""
-        outs, given = _nested(output_lists), listed(inputs)
-        moves = self._moves
-        if not moves.carries([*given, *chain.from_iterable(outs)]):
-            return self._by_gloo("all_gather", lambda: self._gloo.allgather(outs, given, *_given(opts)), opts, outs[0])
-
-        def run() -> None:
-            for out, tensor in zip(outs, given, strict=True):
-                moves.all_gather_list(out, tensor)
-
-        return self._collective(run, opts, outs[0])
-
-    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
-        """``output_lists`` has a list for each rank, of an output for each input."""
-        outs = _nested(output_lists)
-        return self.allgather([list(one) for one in zip(*outs, strict=True)], inputs, opts)
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """``output`` gets all inputs, one behind the other."""
-        return self.all_gather_single_coalesced([output], [input], opts)
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """As ``all_gather_single``, of several."""
-        moves = self._moves
-        outs, given = listed(outputs), listed(inputs)
-        if not moves.carries([*given, *outs]):
-            gloos = self._gloo.allgather_into_tensor_coalesced
-            return self._by_gloo("all_gather", lambda: gloos(outs, given, *_given(opts)), opts, outs)
-
-        def run() -> None:
-            for out, tensor in zip(outs, given, strict=True):
-                moves.all_gather(out, tensor)
-
-        return self._collective(run, opts, outs)
-
-    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
-        """One list of inputs for each output."""
-        moves, outs, given, reduction = self._moves, listed(outputs), _nested(input_lists), reduction_of(opts)
-        if reduction is None or not moves.reduces([*outs, *chain.from_iterable(given)], reduction):
-            gloos = self._gloo.reduce_scatter
-            return self._by_gloo("reduce_scatter", lambda: gloos(outs, given, *_given(opts)), opts, outs)
-
-        def run() -> None:
-            for out, parts in zip(outs, given, strict=True):
-                moves.reduce_scatter_list(out, parts, reduction)
-
-        return self._collective(run, opts, outs)
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """``output`` gets this rank's part of the reduced ``input``."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """As ``reduce_scatter_single``, of several."""
-        moves, outs, given, reduction = self._moves, listed(outputs), listed(inputs), reduction_of(opts)
-        if reduction is None or not moves.reduces([*outs, *given], reduction):
-            gloos = self._gloo.reduce_scatter_tensor_coalesced
-            return self._by_gloo("reduce_scatter", lambda: gloos(outs, given, *_given(opts)), opts, outs)
-
-        def run() -> None:
-            for out, tensor in zip(outs, given, strict=True):
-                moves.reduce_scatter(out, tensor, reduction)
-
-        return self._collective(run, opts, outs)
-
-    def gather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
-        """The root's lists get the inputs of all ranks."""
-        moves, outs, given, root = self._moves, _nested(output_lists), listed(inputs), root_of(opts)
-        if not moves.carries([*given, *chain.from_iterable(outs)]):
-            return self._by_gloo("gather", lambda: self._gloo.gather(outs, given, *_given(opts)), opts, given)
-        return self._collective(lambda: moves.gather(outs[0] if outs else [], given[0], root), opts, given)
-
-    def scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
-        """Each rank's output gets its place in the root's list."""
-        moves, outs, given, root = self._moves, listed(outputs), _nested(input_lists), root_of(opts)
-        if not moves.carries([*outs, *chain.from_iterable(given)]):
-            return self._by_gloo("scatter", lambda: self._gloo.scatter(outs, given, *_given(opts)), opts, outs)
-        return self._collective(lambda: moves.scatter(outs[0], given[0] if given else [], root), opts, outs)
-
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """One tensor to each rank and one from each, of any shapes."""
-        moves, outs, given = self._moves, listed(outputs), listed(inputs)
-        if not moves.carries([*outs, *given]):
-            return self._by_gloo("all_to_all", lambda: self._gloo.alltoall(outs, given, *_given(opts)), opts, outs)
-        return self._collective(lambda: moves.all_to_all(outs, given), opts, outs)
-
-    def all_to_all_single(self, output: Tensor, input: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
-        """Rows of ``input`` to each rank, in even parts unless sizes are given."""
-        moves = self._moves
-        if not moves.carries([output, input]):
-            others = (out_sizes, in_sizes, *_given(opts))
-            gloos = self._gloo.alltoall_base
-            return self._by_gloo("all_to_all_single", lambda: gloos(output, input, *others), opts, [output])
-        return self._collective(lambda: moves.all_to_all_single(output, input, out_sizes, in_sizes), opts, [output])
-
-    def barrier(self, opts: Any = None) -> Any:
-        """All ranks are here when the work is done."""
-        moves = self._moves
-        return self._collective(moves.barrier, opts, [])
-
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """As gloo's, which names the ranks that did not come."""
-        self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
-
-    def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        """Messages to one rank arrive in the order in which they were sent, and must be received with their tags."""
-        moves, (tensor,) = self._moves, listed(tensors)
-        if not moves.carries([tensor]):
-            return self._gloo.send([tensor], dst, tag)
-        return self._lane(("send", dst)).later(lambda: moves.send(tensor, dst, tag), [tensor])
-
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        """See ``send``."""
-        moves, (tensor,) = self._moves, listed(tensors)
-        if not moves.carries([tensor]):
-            return self._gloo.recv([tensor], src, tag)
-        return self._lane(("receive", src)).later(lambda: moves.receive(tensor, src, tag), [tensor], source=src)
-
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """From the rank that sends next. Not while other receives are under way."""
-        moves, (tensor,) = self._moves, listed(tensors)
-        if not moves.carries([tensor]):
-            return self._gloo.recv_anysource([tensor], tag)
-        work: SharedWork
-
-        def run() -> None:
-            work.source = moves.sender()
-            moves.receive(tensor, work.source, tag)
-
-        work = self._lane("any").prepare(run, [tensor])
-        self._lane("any").start(work)
-        return work
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """How long exchanges wait for a rank from now on."""
-        self._timeout = timeout
-        self._moves.near.set_timeout(timeout.total_seconds())
-
-    def shutdown(self) -> None:
-        """Hang up, when the collectives that were called for are done or have failed."""
-        self._close_lanes()
-        self._moves.near.close()
-
-    def _close_lanes(self, *, waits: bool = True) -> None:
-        for lane in self._lanes.values():
-            lane.close()
-        if waits and "collective" in self._lanes:
-            self._lanes["collective"].wait()
-        self._lanes.clear()
-
-    def abort(self) -> None:
-        """End what is under way, on all ranks, with an error."""
-        self._moves.near.abort(f"rank {self._rank} aborted its process group")
-        self.shutdown()
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Exchanges are numbered anyway."""
-
-    def _collective(self, run: Callable[[], object], opts: Any, result: Sequence[Tensor]) -> Any:
-        lane = self._lane("collective")
-        if getattr(opts, "asyncOp", True):
-            return lane.later(run, result)
-        if lane.is_idle:
-            run()
-            return finished(result)
-        work = lane.later(run, result)
-        work.wait()
-        return work
-
-    def _by_gloo(self, name: str, call: Callable[[], Any], opts: Any, result: Sequence[Tensor]) -> Any:
-        """What memory does not carry. A rank whose tensors it carries would wait there for the others, in vain."""
-        moves = self._moves
-
-        def run() -> None:
-            moves.agree(f"{name} over gloo")
-            call().wait()
-
-        return self._collective(run, opts, result)
-
-    def _lane(self, key: object) -> Lane:
-        with self._lock:
-            if key not in self._lanes:
-                self._lanes[key] = Lane(f"lagom-{key}")
-            return self._lanes[key]
-
-    # What older versions of torch call the same.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
 
 
 def _gather_by(store: dist.Store, rank: int, size: int) -> Callable[[bytes], list[bytes]]:
@@ -360,55 +55,3 @@ def _gather_by(store: dist.Store, rank: int, size: int) -> Callable[[bytes], lis
         return [bytes(store.get(f"lagom/{num}/{peer}"))[1:] for peer in range(size)]
 
     return all_gather
-
-
-def listed(tensors: Any) -> list[Tensor]:
-    """As a list, whatever torch gave."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _nested(lists: Any) -> list[list[Tensor]]:
-    lists = list(lists)
-    return [lists] if lists and isinstance(lists[0], Tensor) else [list(one) for one in lists]
-
-
-def _given(opts: Any) -> tuple[Any, ...]:
-    return () if opts is None else (opts,)
-
-
-def root_of(opts: Any) -> int:
-    """The root of a collective's options, or what stands for them."""
-    return int(opts) if isinstance(opts, int) else int(opts.rootRank)
-
-
-def reduction_of(opts: Any) -> str | None:
-    """The operation of an all-reduce's options; None for what only some backends have."""
-    found = getattr(opts, "reduceOp", opts)
-    if found is None:
-        return "sum"
-    return next((name for op, name in _REDUCTIONS.items() if found == op), None)
-
-
-_all: weakref.WeakSet[SharedProcessGroup] = weakref.WeakSet()
-
-
-def whole_groups(world_size: int) -> list[Communicator]:
-    """What joins the ranks in groups of all of them."""
-    return [one._moves.near for one in list(_all) if one.size() == world_size and type(one._moves) is Moves]
-
-
-def _forget() -> None:
-    for group in list(_all):
-        group._lanes = {}  # their threads are the other process's
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
-# Note [Order of collectives]
-#
-# Collectives of a group run one after the other, in the order in which they were called: those whose caller waits at
-# once in its own thread, others in a thread of the group's. To hand an exchange to a thread and to be woken by it costs
-# ten times what a small exchange does. A caller may only run its own when none is waiting or under way.
-#
-# Messages between two ranks have a thread for each direction, so that a send does not wait for a receive.

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lagom.collectives.arguments import handed_on, listed, reduction_of, root_of
 from lagom.collectives.hosts import Hosts
 from lagom.collectives.moves import Moves, fit, flat_of, put
-from lagom.collectives.process_group import SharedProcessGroup, listed, reduction_of, root_of
+from lagom.collectives.shared_group import SharedProcessGroup
 
 _TYPES = (
     torch.float64,
@@ -99,7 +100,7 @@ class SpreadProcessGroup(SharedProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         """All ranks are here when the work is done."""
-        return self._gloo.barrier(*(() if opts is None else (opts,)))
+        return self._gloo.barrier(*handed_on(opts))
 
     def _by_gloo(self, name: str, call: Callable[[], Any], opts: Any, result: Sequence[Tensor]) -> Any:
         """At once, beside what goes over hosts."""

@@ -16,7 +16,8 @@ import torch.distributed.device_mesh  # noqa: F401  (has init_process_group by i
 from torch.distributed import distributed_c10d
 from torch.utils.data import DistributedSampler
 
-from lagom.collectives import process_group
+from lagom.collectives.process_group import register
+from lagom.collectives.shared_group import BACKEND
 from lagom.errors import LagomError
 from lagom.patching.disk import share_disk
 from lagom.patching.replace import replaced
@@ -110,8 +111,8 @@ class _Joining:
         self._num += 1
         rest = {key: value for key, value in asked.items() if key not in ("init_method", "store", "rank", "world_size")}
         backend = asked.get("backend")
-        if process_group.NAME in str(backend or "").lower():
-            process_group.register()
+        if BACKEND in str(backend or "").lower():
+            register()
         elif backend is None and session.device.type == "cpu" and session.plan.collectives == "auto":
             self._share_memory()
         self._original(**rest, store=prefixed, rank=session.rank, world_size=session.world_size)
@@ -119,10 +120,10 @@ class _Joining:
 
     def _share_memory(self) -> None:
         """Groups whose backend is not named exchange CPU tensors through memory, to the end of the run."""
-        process_group.register()
+        register()
         defaults = dist.Backend.default_device_backend_map
-        if defaults["cpu"] != process_group.NAME:
-            ours = {**defaults, "cpu": process_group.NAME}
+        if defaults["cpu"] != BACKEND:
+            ours = {**defaults, "cpu": BACKEND}
             self._stack.enter_context(replaced(dist.Backend, "default_device_backend_map", ours))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.collectives.process_group import whole_groups
+from lagom.collectives.shared_group import whole_groups
 from lagom.patching.known_modules import KnownModules
 from lagom.patching.passes import Pass, Passes, Share
 from lagom.patching.provenance import Provenance

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lagom.collectives import group as groups
+from lagom.collectives.arguments import listed
 from lagom.collectives.aside import Done
-from lagom.collectives.process_group import SharedProcessGroup, listed
+from lagom.collectives.shared_group import SharedProcessGroup
 from lagom.monitor.spans import ASYNCHRONOUS, COLLECTIVE
 from lagom.patching.replace import replaced
 

@@ -20,7 +20,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from lagom.collectives import shared as handing
 from lagom.collectives.native import native
-from lagom.collectives.process_group import SharedProcessGroup, register
+from lagom.collectives.process_group import register
+from lagom.collectives.shared_group import SharedProcessGroup
 from lagom.patching.session import Session
 from tests.ranks import RankFailedError, run_ranks
 

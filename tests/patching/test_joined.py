@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lagom.collectives.process_group import SharedProcessGroup
+from lagom.collectives.shared_group import SharedProcessGroup
 from lagom.patching import patched
 from lagom.patching.session import Session
 from tests.ranks import RankFailedError, run_ranks, session_alone
