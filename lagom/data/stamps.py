@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,13 @@ class Stamps:
         """
         if home.type_name != "local":
             return
+        # Not by os.stat: the disk that pyarrow reads is what counts.
         try:
-            written = os.stat(path).st_mtime_ns
-        except FileNotFoundError as error:
-            raise DataError(f"{path} is gone; it was there when the data set was made") from error
+            written = home.get_file_info(path).mtime_ns
         except OSError as error:
             raise DataError(f"{path} cannot be looked at: {error}") from error
+        if written is None:
+            raise DataError(f"{path} is gone; it was there when the data set was made")
         if self._times.setdefault(path, written) != written:
             raise DataError(
                 f"{path} was written again since the data set was made; make the ParquetDataset anew, and write to "
