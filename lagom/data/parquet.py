@@ -110,6 +110,11 @@ class ParquetDataset(Dataset[Any]):
         self._generation = _generation
 
     @property
+    def lagom_resizes(self) -> bool:
+        """Whether a batch may have more or fewer rows than were read for it; ranks then count them."""
+        return bool(getattr(self.transform, "resizes", False))
+
+    @property
     def columns(self) -> list[str]:
         """Their names."""
         return [name for name, _ in self._leaves]

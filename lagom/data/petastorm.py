@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,6 +121,8 @@ class _Transform:
         self._selected = None if spec.selected_fields is None else list(spec.selected_fields)
         self._is_petastorm = is_petastorm
         self._nulls_are_none = nulls_are_none and spec.func is not None
+        self.resizes = spec.func is not None and not is_petastorm
+        """Whether there may be more or fewer rows afterwards: a frame may lose some."""
 
     def __call__(self, rows: Rows) -> list[dict[str, Any]]:
         found = numpy_rows(rows.block(), self._nulls_are_none)
@@ -131,16 +134,38 @@ class _Transform:
         import pandas as pd  # type: ignore[import-untyped]
 
         frame = self._func(pd.DataFrame({name: _column([row[name] for row in rows]) for name in rows[0]}))
-        return [
-            dict(zip(frame.columns, row, strict=True)) for row in zip(*(frame[n] for n in frame.columns), strict=True)
-        ]
+        if not isinstance(frame, pd.DataFrame):
+            raise DataError(
+                f"transform_spec's function returned {_described(frame)}; of a data set that petastorm did not write "
+                "it gets a pandas DataFrame of the rows of a batch, and returns one"
+            )
+        if not len(frame):
+            raise DataError(
+                f"transform_spec's function left none of the {len(rows)} rows that it got, a batch or a rank's "
+                "share of one; use filters=[...], or a larger batch_size"
+            )
+        columns = [_cells(frame.iloc[:, number]) for number in range(frame.shape[1])]
+        return [dict(zip(frame.columns, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def _kept(self, row: Any) -> dict[str, Any]:
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"transform_spec's function returned {_described(row)}; it gets a row as a dict, and returns one"
+            )
         names = self._selected if self._selected is not None else [name for name in row if name not in self._removed]
         for name in names:
             if name not in row:
                 raise DataError(f"selected_fields names {name!r}, and a row has {list(row)} after the transform")
         return {name: row[name] for name in names}
+
+
+def _described(value: Any) -> str:
+    return "None (is there a return?)" if value is None else f"a {type(value).__name__}"
+
+
+def _cells(column: Any) -> Any:
+    """A frame's column, cell by cell: numbers keep their type, where pandas' own iteration gives Python's."""
+    return column.to_numpy() if isinstance(column.dtype, np.dtype) and column.dtype.kind in "biuf" else column
 
 
 def _column(values: list[Any]) -> Any:

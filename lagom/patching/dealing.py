@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from lagom.patching.passes import Pass, Share
 from lagom.patching.session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 def split(batch: Any, rank: int, world_size: int) -> tuple[Any, Share]:
@@ -47,12 +48,28 @@ def per_rank(batches: list[Any], rank: int, world_size: int, *, drop_last: bool)
 
 
 def num_samples(data: Any) -> int:
-    """Rows of the first tensor in ``data``; 1 where there is none."""
+    """Rows of the first tensor or array in ``data`` that has rows, wherever texts stand beside it; 1 without one."""
+    count = num_rows(data)
+    return 1 if count is None else count
+
+
+def num_rows(data: Any) -> int | None:
+    """Rows of the first tensor or array in ``data`` that has rows; None without one."""
     if isinstance(data, torch.Tensor):
-        return len(data) if data.dim() else 1
-    if isinstance(data, dict):
-        data = list(data.values())
-    return num_samples(data[0]) if isinstance(data, (list, tuple)) and data else 1
+        return len(data) if data.dim() else None
+    if isinstance(data, Mapping):
+        parts: Iterable[Any] = data.values()
+    elif isinstance(data, (list, tuple)):
+        # Of texts there are as many as rows, and nothing in them.
+        parts = () if data and isinstance(data[0], (str, bytes)) and type(data) is list else data
+    else:
+        shape = getattr(data, "shape", None)
+        return int(shape[0]) if isinstance(shape, tuple) and shape else None
+    for part in parts:
+        count = num_rows(part)
+        if count is not None:
+            return count
+    return None
 
 
 class Dealer:

@@ -66,14 +66,21 @@ class Provenance:
     def share(self, data: Any) -> Share | None:
         """The share of the batch that ``data`` comes from, directly, as a view, or through a model."""
         for tensor in tensors(data):
-            base = tensor._base
-            if base is None:
-                base = tensor
-            entry = self._shares.get(id(base))
-            share = entry[1] if entry is not None and entry[0]() is base else share_behind(tensor)
+            share = self._known(tensor)
+            if share is None:
+                share = share_behind(tensor)
             if share is not None:
                 return share
         return None
+
+    def _known(self, tensor: torch.Tensor) -> Share | None:
+        # It first: a batch may itself be a view, even of one that was a batch before.
+        entry = self._shares.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
+        base = tensor._base
+        entry = None if base is None else self._shares.get(id(base))
+        return entry[1] if entry is not None and entry[0]() is base else None
 
     def check_rows(self, data: Any, share: Share | None) -> None:
         """Make sure that ``data``, made of who knows what, can come from the batch of ``share``.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lagom.errors import DivergenceError
-from lagom.patching.dealing import num_samples
+from lagom.patching.dealing import num_rows, num_samples
 from lagom.patching.passes import Share, tensors
 from lagom.strategies.frame import signature
 from lagom.worker.place import Place, standing_at
@@ -98,6 +98,19 @@ class Sharded:
         self._last, self._has_last = first_sample(data, num_mine), True
         return data, share
 
+    def recounted(self, data: Any, share: Share) -> Share:
+        """How a batch of ``share`` counts, of which ``data`` came: with the rows that there are, on all ranks.
+
+        Raises:
+            DivergenceError: when other ranks are elsewhere.
+        """
+        if not self._session.may_meet:
+            self._session.say_once(_NOT_COUNTED)
+            return share
+        count = num_rows(data) if share.num_mine else 0
+        found, _ = self._agreed(share.num_mine if count is None else count)
+        return share if found is None or not found.num_all else found
+
     def _agreed(self, num_mine: int) -> tuple[Share | None, int]:
         """How this rank's batch counts, None when there is none on any rank; and how many ranks never had one."""
         session = self._session
@@ -121,6 +134,12 @@ _IN_A_THREAD = (
 )
 
 
+_NOT_COUNTED = (
+    "batches whose transform leaves rows out or adds some are drawn in a thread of the program's own: they are "
+    "weighted by the rows that were read"
+)
+
+
 def first_sample(data: Any, count: int) -> Any:
     """``data`` with its tensors cut to one row, if all of them have ``count`` rows; else as it is."""
     found = tensors(data)
@@ -131,7 +150,8 @@ def first_sample(data: Any, count: int) -> Any:
 
 def _cut(data: Any) -> Any:
     if isinstance(data, torch.Tensor):
-        return data[:1]
+        # No view: that would count as the batch that it is a part of.
+        return data[:1].clone()
     if isinstance(data, np.ndarray):
         return data[:1]
     if isinstance(data, tuple) and hasattr(data, "_fields"):

@@ -38,7 +38,8 @@ def taker(session: Session, loader: DataLoader[Any], current: Pass) -> Taker:
     if is_iterable(loader) and current.sharded:
         return _Streamed(session, current)
     if current.sharded:
-        return _Dealt(current)
+        resizes = current.training and getattr(loader.dataset, "lagom_resizes", False)
+        return _Recounted(session, current) if resizes else _Dealt(current)
     if is_iterable(loader) and session.distributed and not current.own and _must_be_equal(session, current):
         return _Compared(session)
     return _Whole()
@@ -64,6 +65,21 @@ class _Dealt:
     def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share | None]:
         data = fetch(source)
         return data, self._shares.popleft() if self._training else None
+
+
+class _Recounted:
+    """From a data set with indices that says it makes more or fewer rows of them, by its attribute ``lagom_resizes``.
+
+    One exchange for each batch, as for a data set that shards itself, tells how many rows all ranks have.
+    """
+
+    def __init__(self, session: Session, current: Pass) -> None:
+        self._dealt = _Dealt(current)
+        self._sharded = Sharded(session)
+
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share | None]:
+        data, share = self._dealt.take(fetch, source)
+        return data, share and self._sharded.recounted(data, share)
 
 
 class _Streamed:

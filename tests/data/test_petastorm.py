@@ -170,6 +170,21 @@ def test_plain_parquet_is_transformed_as_frames(tmp_path: Path) -> None:
     assert found["t"] == ["x", "y", "z", "w"]
     (plain,) = lagom.PetastormDataLoader(str(folder), 4, shuffle=False)
     assert plain["v"].tolist() == [[1, 2]] * 4
+    with pytest.raises(DataError, match=r"function returned None \(is there a return\?\); .* pandas DataFrame"):
+        list(lagom.PetastormDataLoader(str(folder), 4, lambda frame: None))
+    with pytest.raises(DataError, match="left none of the 4 rows"):
+        list(lagom.PetastormDataLoader(str(folder), 4, lambda frame: frame[:0]))
+    with pytest.raises(DataError, match="function returned a list; it gets a row as a dict"):
+        list(lagom.PetastormDataLoader(WRITTEN, 4, lambda row: [1]))
+
+
+@pytest.mark.parametrize("kind", ["f2", "f4", "f8", "i1", "u1", "i4", "i8", "?"])
+def test_numbers_keep_their_type_through_a_frame(tmp_path: Path, kind: str) -> None:
+    folder = str(written(tmp_path, {"a": np.arange(4).astype(kind)}))
+    (plain,) = lagom.PetastormDataLoader(folder, 4, shuffle=False)
+    (found,) = lagom.PetastormDataLoader(folder, 4, lambda frame: frame, shuffle=False)
+    assert found["a"].dtype == plain["a"].dtype
+    assert torch.equal(found["a"], plain["a"])
 
 
 @pytest.mark.parametrize("column", ["fixed", "zipped", "png"])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lagom import experiment
+from lagom import PetastormDataLoader, experiment
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches
 from lagom.data import ParquetDataset, ParquetLoader
@@ -86,6 +86,28 @@ def test_training_is_that_of_one_machine(
             assert sorted(row for part in parts for row in part) == sorted(whole)
         else:
             assert set(whole) == {row for part in parts for row in part}
+
+
+@pytest.mark.parametrize("batches", ["split", "whole"])
+def test_a_transform_of_frames_may_leave_rows_out_and_add_some(folder: Path, batches: Batches) -> None:
+    """71 rows in batches of 14: of the last, of one row, two ranks have none."""
+
+    def run(session: Session) -> Any:
+        def changed(frame: Any) -> Any:
+            import pandas as pd  # type: ignore[import-untyped]
+
+            return pd.concat([frame[frame["row"] % 4 > 0], frame[frame["row"] % 5 == 1]])
+
+        loader = PetastormDataLoader(str(folder), 14, changed, seed=2)
+        return trained(loader, PetastormDataLoader(str(folder), 10, changed, shuffle=False))
+
+    seen, weights, wrong, _ = alone(run)
+    assert len({len(rows) for rows in seen}) > 3
+    for mine, others, metric, _ in run_ranks(3, run, batches=batches):
+        assert batches == "whole" or len({len(rows) for rows in mine}) > 1
+        for found, wanted in zip(others, weights, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        assert metric == pytest.approx(wrong, abs=1e-9)
 
 
 @pytest.mark.parametrize("evaluation", ["replicated", "sharded"])

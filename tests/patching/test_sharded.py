@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lagom
 from lagom.errors import DivergenceError, LagomError
+from lagom.patching.dealing import num_rows, num_samples
 from lagom.patching.session import Session
 from lagom.patching.sharded import first_sample, shards_itself
 from lagom.worker.place import Place, standing_at
@@ -56,31 +58,35 @@ class Part(IterableDataset[Any]):
 
     lagom_sharded = True
 
-    def __init__(self, sizes: list[list[int]]) -> None:
+    def __init__(self, sizes: list[list[int]], *, with_texts: bool = False) -> None:
         total = sum(map(sum, sizes))
         self.x = torch.randn(total, 2, dtype=torch.float64)
         self.sizes = sizes
+        self.with_texts = with_texts
 
     def __iter__(self) -> Any:
         start = 0
         for step in self.sizes:
             parts = torch.split(self.x[start : start + sum(step)], step)
             start += sum(step)
-            if lagom.world_size() == 1:
-                yield torch.cat(parts)
-            elif len(part := parts[lagom.rank()]):
+            part = torch.cat(parts) if lagom.world_size() == 1 else parts[lagom.rank()]
+            if self.with_texts and len(part):
+                yield {"name": ["a text"] * len(part), "x": part.clone()}
+            elif len(part):
                 yield part
 
 
+@pytest.mark.parametrize("with_texts", [False, True], ids=["views", "texts"])
 @pytest.mark.parametrize("sizes", [[[3, 2], [1, 4], [4, 4]], [[2, 2], [3, 0], [5, 0]]], ids=["uneven", "ends"])
-def test_the_weights_are_those_of_the_batches_taken_together(sizes: list[list[int]]) -> None:
+def test_the_weights_are_those_of_the_batches_taken_together(sizes: list[list[int]], with_texts: bool) -> None:
     def run(session: Session) -> list[Tensor]:
         with placed(session):
             model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            part = Part(sizes)
+            part = Part(sizes, with_texts=with_texts)
             for _ in range(2):
-                for x in DataLoader(part, batch_size=None):
+                for batch in DataLoader(part, batch_size=None):
+                    x = batch["x"] if with_texts else batch
                     optimizer.zero_grad()
                     nn.functional.mse_loss(model(x), torch.sin(x[:, :1])).backward()
                     optimizer.step()
@@ -167,10 +173,22 @@ def test_what_stands_for_no_sample_is_cut_to_one_where_all_tensors_have_a_row_fo
     x, y = torch.arange(6).view(3, 2), torch.arange(3)
     cut = first_sample({"x": x, "y": (y, "name")}, 3)
     assert cut["x"].tolist() == [[0, 1]]
+    assert cut["x"]._base is None  # it would count as the batch before
     assert cut["y"][0].tolist() == [0]
     assert cut["y"][1] == "name"
     packed = [x.view(-1), y]
     assert first_sample(packed, 3) is packed
+
+
+def test_rows_are_counted_wherever_texts_and_single_numbers_stand() -> None:
+    x = torch.zeros(3, 2)
+    for batch in (x, [x], ("text", x), {"name": ["a"] * 3, "x": x}, {"step": torch.tensor(1), "x": [x]}, x.numpy()):
+        assert num_rows(batch) == 3
+    assert num_rows(UserDict(name=["a"], x=x)) == 3
+    without: list[Any] = ["text", ["a", "b"], [], {}, 4, torch.tensor(1), None]
+    for empty in without:
+        assert num_rows(empty) is None
+        assert num_samples(empty) == 1
 
 
 def test_shards_itself_looks_for_the_attribute() -> None:
