@@ -9,6 +9,7 @@ from lagom.patching.backward import synchronised_backward
 from lagom.patching.batchnorm import whole_batch_statistics
 from lagom.patching.dataloader import dealt_loaders
 from lagom.patching.engine import driven_by_deepspeed
+from lagom.patching.events import events_once
 from lagom.patching.files import shared_files
 from lagom.patching.joined import joinable
 from lagom.patching.module import own_forwards, reentrant_checkpoints, tracked_modules
@@ -49,6 +50,7 @@ def patched(session: Session) -> Iterator[None]:
         if distributed:
             stack.enter_context(spawned_ranks(session))
             end_tracking = stack.enter_context(tracked_once(session))
+            stack.enter_context(events_once(session))
             stack.enter_context(tracked_modules(session))
             if session.plan.backend == "torch":
                 stack.enter_context(synchronised_backward(session))
