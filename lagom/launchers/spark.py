@@ -220,8 +220,10 @@ def _rows_of_failure(error: Exception, run: Run) -> Sequence[Any]:
     text = _whole_text(error)
     found = task_module.failure_in(text)
     if found is not None:
-        report, data = found
-        return [{"rank": json.loads(report)["rank"], "name": "outcome", "part": 0, "data": data, "report": report}]
+        report, data = json.loads(found[0]), found[1]
+        report["output"] = report.get("output", []) + json.loads(found[2])
+        text = json.dumps(report)
+        return [{"rank": report["rank"], "name": "outcome", "part": 0, "data": data, "report": text}]
     if run.failures():
         return []
     if own := re.findall(r"^lagom\.[\w.]+: (.+)$", text, flags=re.MULTILINE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ _DIAL_S = 1.0
 _INLINE = 8 << 20  # bytes; larger outcomes go beside Spark's results, which have to fit the driver's heap
 _PART = 4 << 20  # bytes of a row
 _MAX_FAILURE = 1 << 20  # bytes of an exception that rides in an error text
+_MAX_TIMELINE = 1 << 16  # of a timeline: Spark logs such a text, and a long one several times
 
 
 def attend(spec: Spec) -> Iterator[Any]:
@@ -74,7 +76,7 @@ def _attend(spec: Spec, task: int, context: Any, link: Link | None, files: conte
         # A driver that has a link to this task ends the run itself, and quietly: a task that raises fills Spark's log,
         # and what other tasks have to tell, which may be the cause, would be lost with the job.
         if failed and link is None:
-            raise RuntimeError(_as_text(failed[0], outcomes[failed[0]["rank"] - first]))
+            raise RuntimeError(_as_text(failed[0], outcomes[failed[0]["rank"] - first], reports))
         found = list(zip(ranks, ["outcome"] * len(ranks), outcomes, reports, strict=True))
         if 0 in ranks and (written := pack_files(place)) is not None:
             files.callback(os.close, written)
@@ -95,13 +97,27 @@ class _Part:
     report: Message
 
 
-def _as_text(report: Message, fd: int) -> str:
+def _as_text(report: Message, fd: int, reports: Sequence[Message]) -> str:
     size = os.fstat(fd).st_size
     error = os.pread(fd, size, 0) if size <= _MAX_FAILURE else b""
     summary = {key: report[key] for key in report if key != "traceback"} | {"traceback": report["traceback"][-20_000:]}
-    if "output" in summary:  # a timeline has no room here
+    if "output" in summary:
         summary["output"] = [said for said in summary["output"] if said["type"] != "timeline"]
-    return f"rank {report['rank']}: {report['error']}: {report['message']}\n" + failure_text(json.dumps(summary), error)
+    told = failure_text(json.dumps(summary), error, json.dumps(_that_fit(reports)))
+    return f"rank {report['rank']}: {report['error']}: {report['message']}\n{told}"
+
+
+def _that_fit(reports: Sequence[Message]) -> list[Message]:
+    """Of the ranks' timelines what a text has room for, the latest first: there is seen how a run came to its end."""
+    of_ranks = [[said for said in one.get("output", []) if said["type"] == "timeline"] for one in reports]
+    found: list[Message] = []
+    left = _MAX_TIMELINE
+    for blocks in itertools.zip_longest(*map(reversed, of_ranks)):
+        for block in blocks:
+            if block is not None and len(block["data"]) <= left:
+                found.insert(0, block)
+                left -= len(block["data"])
+    return found
 
 
 def _delivered(spec: Spec, rank: int, name: str, fd: int, report: Message) -> Message:

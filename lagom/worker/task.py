@@ -104,21 +104,27 @@ def _unpacked(code_zip: bytes) -> str:
     return root
 
 
-def failure_text(report: str, error: bytes) -> str:
+def failure_text(report: str, error: bytes, timeline: str = "[]") -> str:
     """A failure as text that survives Spark's error messages; ``failure_in`` finds it there again."""
-    return FAILURE + base64.b64encode(report.encode()).decode() + ":" + base64.b64encode(error).decode() + ":end"
+    parts = report.encode(), error, timeline.encode()
+    return FAILURE + ":".join(base64.b64encode(part).decode() for part in parts) + ":end"
 
 
-def failure_in(text: str) -> tuple[str, bytes] | None:
-    """The report and the parcelled exception in an error message of Spark's, or None."""
+def failure_in(text: str) -> tuple[str, bytes, str] | None:
+    """Report, parcelled exception and timeline in an error message of Spark's, or None.
+
+    Of a message that was cut off the report is there, and what is whole of the others.
+    """
     if FAILURE not in text:
         return None
     report, _, rest = text.split(FAILURE, 1)[1].partition(":")
-    error, _, _ = rest.partition(":end")
+    error, _, rest = rest.partition(":")
+    timeline, end, _ = rest.partition(":end")
+    found = b"" if not end else base64.b64decode(timeline)
     try:
-        return base64.b64decode(report).decode(), base64.b64decode(error, validate=True)
+        return base64.b64decode(report).decode(), base64.b64decode(error, validate=True), found.decode() or "[]"
     except ValueError:
-        return base64.b64decode(report).decode(), b""
+        return base64.b64decode(report).decode(), b"", "[]"
 
 
 # Note [Worker reuse]

@@ -72,6 +72,23 @@ def test_a_timeline_comes_with_the_job(spark: Any, tmp_path: Path) -> None:
     assert {event["pid"] for event in events if event["name"] == "backward"} == {0, 1}
 
 
+@pytest.mark.soak_on("standalone")
+@pytest.mark.usefixtures("out_of_reach")
+def test_a_run_that_fails_leaves_its_timeline_too(spark: Any, tmp_path: Path) -> None:
+    with pytest.raises(programs.LateError, match="a bad sample"):
+        programs.run(
+            programs.raise_while_the_other_reduces,
+            2,
+            module=programs.Net,
+            train_set=programs.points(),
+            timeline=True,
+            run_dir=tmp_path,
+        )
+    (trace,) = tmp_path.glob("*/timeline.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert 1 in {event["pid"] for event in events if event["name"] == "backward"}
+
+
 @pytest.mark.usefixtures("behind_a_wall")
 def test_executors_that_find_nobody_gather_by_themselves(spark: Any, capfd: pytest.CaptureFixture[str]) -> None:
     def speak() -> int:

@@ -39,8 +39,10 @@ def test_an_address_of_sparks_is_named_as_cuda_does(address: str, mask: str, sho
 def test_a_failure_survives_as_text_in_the_middle_of_sparks_messages() -> None:
     report = json.dumps({"rank": 1, "message": "ünïcödé : and\nlines"})
     error = os.urandom(1000)
-    text = f"org.apache.spark.SparkException: Job aborted\n\tat {failure_text(report, error)}\n\tat java.lang.Thread"
-    assert failure_in(text) == (report, error)
+    timeline = json.dumps([{"type": "timeline", "rank": 1, "data": "x"}])
+    told = failure_text(report, error, timeline)
+    text = f"org.apache.spark.SparkException: Job aborted\n\tat {told}\n\tat java.lang.Thread"
+    assert failure_in(text) == (report, error, timeline)
 
 
 def test_a_text_without_a_failure_has_none() -> None:
@@ -48,22 +50,37 @@ def test_a_text_without_a_failure_has_none() -> None:
 
 
 def test_an_empty_error_is_kept_as_such() -> None:
-    assert failure_in(failure_text("{}", b"")) == ("{}", b"")
+    assert failure_in(failure_text("{}", b"")) == ("{}", b"", "[]")
 
 
-@pytest.mark.parametrize("cut", [1, 10, 100])
-def test_a_failure_whose_error_was_cut_off_still_has_its_report(cut: int) -> None:
-    text = failure_text('{"rank": 1}', os.urandom(1000))
+@pytest.mark.parametrize(("cut", "has_error"), [(1, True), (10, True), (2100, False), (2600, False)])
+def test_a_failure_that_was_cut_off_has_what_is_whole(cut: int, has_error: bool) -> None:
+    error = os.urandom(1000)
+    text = failure_text('{"rank": 1}', error, json.dumps(["x" * 1500]))
     found = failure_in(text[: len(text) - cut])
     assert found is not None
     assert json.loads(found[0]) == {"rank": 1}
+    assert found[1:] == (error if has_error else b"", "[]")
+
+
+def test_of_timelines_the_latest_that_fit_travel_with_a_failure() -> None:
+    def said(rank: int, size: int) -> dict[str, object]:
+        return {"type": "timeline", "rank": rank, "data": rank * size * "x"}
+
+    log = {"type": "log", "rank": 1, "data": "words"}
+    reports = [
+        {"output": [log, said(1, 60_000), said(1, 10), said(1, 20)]},
+        {},
+        {"output": [said(2, 5000), said(2, 7)]},
+    ]
+    assert executor._that_fit(reports) == [said(2, 5000), said(1, 10), said(2, 7), said(1, 20)]
 
 
 def test_the_failure_of_a_rank_becomes_text_with_the_exception_in_it() -> None:
     fd = anonymous_file("outcome")
     Parcel({"error": KeyError("lr")}).write(fd)
     report = {"rank": 3, "ok": False, "error": "KeyError", "message": "'lr'", "traceback": "x" * 100_000}
-    text = executor._as_text(report, fd)
+    text = executor._as_text(report, fd, [report])
     os.close(fd)
     assert text.startswith("rank 3: KeyError: 'lr'")
     found = failure_in(text)
