@@ -13,6 +13,7 @@
 
 #include "adam.hpp"
 #include "communicator.hpp"
+#include "pages.hpp"
 #include "permutation.hpp"
 #include "png.hpp"
 
@@ -24,6 +25,7 @@ namespace {
 using lagom::AdamStep;
 using lagom::Communicator;
 using lagom::Op;
+using lagom::Pages;
 using lagom::Type;
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
@@ -133,11 +135,23 @@ bool average_in_place(Communicator& self, nb::bytes head, const std::vector<uint
                                  reinterpret_cast<void* const*>(numbers.data()));
 }
 
+// The next rows of several columns: of each its pages, the address and size of bytes, and where values are put.
+std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(
+    const std::vector<std::tuple<Pages*, uintptr_t, size_t, uintptr_t, size_t>>& columns) {
+    const nb::gil_scoped_release released;
+    std::vector<std::tuple<size_t, size_t, int, size_t>> found;
+    for (const auto& [pages, data, size, out, rows] : columns) {
+        const auto step = pages->read(static_cast<const uint8_t*>(at(data)), size, static_cast<uint8_t*>(at(out)), rows);
+        found.emplace_back(step.used, step.rows, int(step.status), step.wanted);
+    }
+    return found;
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a rank ends by os._exit
-    module.attr("VERSION") = 4;  // of what is bound here; lagom/collectives/native.py asks for it
+    module.attr("VERSION") = 5;  // of what is bound here; lagom/collectives/native.py asks for it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -179,6 +193,13 @@ NB_MODULE(_native, module) {
             }
         },
         Released());
+    nb::class_<Pages>(module, "Pages")
+        .def(nb::init<>())
+        .def("begin", [](Pages& self, bool is_snappy, bool is_optional, bool is_bytes, nb::bytes prefix, size_t size,
+                         uint64_t count, uint64_t most) {
+            if (!size || (!is_bytes && ((size != 4 && size != 8) || prefix.size()))) throw lagom::Failure("no such values");
+            self.begin({is_snappy, is_optional, is_bytes, {prefix.c_str(), prefix.size()}, size, count, most}); });
+    module.def("read_pages", &read_pages);
     nb::class_<AdamStep>(module, "AdamStep")
         .def("__init__", &adam_step)
         .def("lies_apart", &AdamStep::lies_apart)

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "crc.hpp"
 #include "inflate.hpp"
 
 namespace lagom {
@@ -15,32 +16,6 @@ uint32_t number(const uint8_t* at) {
 
 constexpr uint32_t kind_of(const char (&name)[5]) {
     return uint32_t(name[0]) << 24 | uint32_t(name[1]) << 16 | uint32_t(name[2]) << 8 | uint32_t(name[3]);
-}
-
-// The CRC-32 of ISO 3309, eight bytes at a time (Kounavis and Berry, 2005).
-struct Sums {
-    uint32_t of[8][256]{};
-    constexpr Sums() {
-        for (uint32_t byte = 0; byte < 256; ++byte) {
-            uint32_t sum = byte;
-            for (int bit = 0; bit < 8; ++bit) sum = sum & 1 ? sum >> 1 ^ 0xedb88320 : sum >> 1;
-            of[0][byte] = sum;
-        }
-        for (int k = 1; k < 8; ++k)
-            for (int byte = 0; byte < 256; ++byte) of[k][byte] = of[k - 1][byte] >> 8 ^ of[0][of[k - 1][byte] & 255];
-    }
-};
-constexpr Sums SUMS;
-
-uint32_t sum_of(const uint8_t* data, size_t size) {
-    uint32_t sum = ~0u;
-    for (; size >= 8; data += 8, size -= 8) {
-        sum ^= uint32_t(data[0]) | uint32_t(data[1]) << 8 | uint32_t(data[2]) << 16 | uint32_t(data[3]) << 24;
-        sum = SUMS.of[7][sum & 255] ^ SUMS.of[6][sum >> 8 & 255] ^ SUMS.of[5][sum >> 16 & 255] ^ SUMS.of[4][sum >> 24] ^
-              SUMS.of[3][data[4]] ^ SUMS.of[2][data[5]] ^ SUMS.of[1][data[6]] ^ SUMS.of[0][data[7]];
-    }
-    for (; size; ++data, --size) sum = sum >> 8 ^ SUMS.of[0][(sum ^ *data) & 255];
-    return ~sum;
 }
 
 // The predictor of section 9.4 of the specification.
@@ -117,9 +92,9 @@ bool chunks(const uint8_t* at, size_t size, Data& data) {
         const uint32_t kind = number(at + 4);
         const uint8_t* const body = at + 8;
         if (count > size - 12) return false;
-        if (kind == kind_of("IEND")) return data.start && !count && sum_of(at + 4, 4) == number(body);
+        if (kind == kind_of("IEND")) return data.start && !count && crc32(at + 4, 4) == number(body);
         if (kind == kind_of("IDAT")) {
-            if (ended || sum_of(at + 4, count + 4) != number(body + count)) return false;
+            if (ended || crc32(at + 4, count + 4) != number(body + count)) return false;
             if (count) data.add(body, count);
         } else {
             // Transparent colours and animations change what decoders give; what is critical beside these, too.
@@ -142,7 +117,7 @@ bool decode_png(const uint8_t* data, size_t size, uint32_t height, uint32_t widt
     if (size < 33 || std::memcmp(data, head, 16) || std::memcmp(data + 24, kind, 5)) return false;
     if (channels != 1 && channels != 3) return false;
     if (!height || !width || number(data + 16) != width || number(data + 20) != height) return false;
-    if (sum_of(data + 12, 17) != number(data + 29)) return false;
+    if (crc32(data + 12, 17) != number(data + 29)) return false;
     Data found;
     if (!chunks(data + 33, size - 33, found)) return false;
     const size_t line = size_t(width) * size_t(channels);

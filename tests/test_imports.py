@@ -91,6 +91,14 @@ RULES = {
     "lagom.data.images": Rule(
         always=("numpy", "lagom.data.unischema"), later=("cv2", "PIL", "lagom.collectives.native")
     ),
+    "lagom.data.pages": Rule(
+        always=("numpy", "lagom.data.footers", "lagom.data.memory", "lagom.data.types"),
+        later=("lagom.collectives.native",),
+    ),
+    "lagom.data.plain": Rule(
+        always=("lagom.data.codecs", "lagom.data.pages"),
+        later=("lagom.data.columns", "lagom.data.table", "lagom.collectives.native"),
+    ),
     "lagom.data.shard": Rule(always=("numpy",)),
     # What the driver sends in place of a DataFrame.
     "lagom.data.frame": Rule(later=("lagom.data", "fsspec")),

@@ -55,7 +55,7 @@ class Communicator(Protocol):
     def forget(self) -> None: ...
 
 
-_VERSION = 4
+_VERSION = 5
 
 
 @functools.cache

@@ -100,6 +100,13 @@ class Leaf:
             found[(*self.path[:-1], self.path[-1] + "__valid")] = Dense(valid.copy())
         return found
 
+    def decoded(self, array: NDArray[Any]) -> dict[Path, Values]:
+        """The rows of this leaf that lagom itself has decoded, none of them null; their mask too, where asked for."""
+        found: dict[Path, Values] = {self.path: Dense(array)}
+        if self.nulls == "mask":
+            found[(*self.path[:-1], self.path[-1] + "__valid")] = Dense(np.ones(len(array), bool))
+        return found
+
     def _check_nulls(self, array: Any, told: Callable[[int, str], Exception]) -> None:
         row = int(np.argmin(_valid(array)))
         if self.nulls == "error":

@@ -20,8 +20,8 @@ _BUFFER = 1 << 16
 """Bytes that are read ahead in a column chunk that is larger than a page."""
 
 
-def open_file(home: Any, file: File, footer: Any = None, *, whole: bool = False) -> Any:
-    """The Parquet file ``file``; with ``footer``, its metadata, that is not read again.
+def open_file(home: Any, file: File, footer: Any = None, *, whole: bool = False) -> tuple[Any, Any]:
+    """The file ``file``, and what it is as Parquet; with ``footer``, its metadata, that is not read again.
 
     With ``whole``, a column's part of a row group is read at once. Otherwise it is read as it is decoded, in pages: it
     may be large, and only its beginning wanted.
@@ -39,7 +39,7 @@ def open_file(home: Any, file: File, footer: Any = None, *, whole: bool = False)
                 "written again since; make the ParquetDataset anew"
             )
         buffer = 0 if whole else _BUFFER
-        return pq.ParquetFile(
+        return source, pq.ParquetFile(
             source,
             metadata=footer,
             pre_buffer=False,
@@ -60,7 +60,7 @@ class Footer:
     """What a file's footer says."""
 
     def __init__(self, home: Any, file: File) -> None:
-        with open_file(home, file) as opened:
+        with open_file(home, file)[1] as opened:
             self.metadata = opened.metadata
             self.schema = opened.schema_arrow
         self._names = set(self.schema.names)

@@ -12,8 +12,9 @@ from torch.utils.data import get_worker_info
 from lagom.data import values
 from lagom.data.ahead import Ahead
 from lagom.data.columns import Leaf
+from lagom.data.cursor import Cursor
 from lagom.data.shard import Epoch, Lane, Order, Piece, lane
-from lagom.data.streams import AHEAD, MOST, Cursor, Source, blocks, decoded
+from lagom.data.streams import AHEAD, MOST, Source, blocks, decoded
 from lagom.data.values import Span
 
 if TYPE_CHECKING:

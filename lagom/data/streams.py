@@ -15,17 +15,19 @@ from lagom.data import values
 from lagom.data.cells import Encoded
 from lagom.data.codecs import Slow
 from lagom.data.columns import Leaf, Where
+from lagom.data.cursor import Cursor
 from lagom.data.memory import Memory
 from lagom.data.mixing import Round
+from lagom.data.plain import Plain
 from lagom.data.shard import Lane, Order, Piece
-from lagom.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from lagom.data.table import Table
+    from lagom.data.cursor import Part
+    from lagom.data.table import Known, Opened, Table
     from lagom.data.values import Block, Path
 
 MOST = 1 << 16
@@ -51,12 +53,13 @@ class Source:
         self._leaves = leaves
         self._shapes: dict[Path, tuple[int, ...]] = {}
         self.memory = Memory()
-        self._footers: OrderedDict[int, Any] = OrderedDict()
+        self.plain = Plain(table, leaves)
+        self._footers: OrderedDict[int, Known] = OrderedDict()
 
-    def open(self, file: int) -> Any:
+    def open(self, file: int) -> Opened:
         """The Parquet file number ``file``; its footer is read once, as row groups of many files take turns."""
         opened = self.table.open(file, self._footers.pop(file, None))
-        self._footers[file] = opened.metadata
+        self._footers[file] = opened.known
         if len(self._footers) > _FOOTERS:
             self._footers.popitem(last=False)
         return opened
@@ -66,15 +69,19 @@ class Source:
         """Whether there are columns whose cells take time to decode."""
         return any(isinstance(leaf.codec, Slow) for _, leaves in self._leaves for leaf in leaves)
 
-    def convert(self, batch: Any, group: int, first: int, *, is_last: bool) -> Block:
-        """The rows of a record batch, the first of which is row ``first`` of row group number ``group``.
+    def convert(self, rows: Part, group: int, first: int, *, is_last: bool) -> Block:
+        """The values of ``rows``, the first of which is row ``first`` of row group number ``group``.
 
         With ``is_last`` they go into batches as they are; otherwise they are copied first.
         """
         where = Where(self.table, group, first, self.memory if is_last else None)
         found: dict[Path, Any] = {}
+        columns = iter(()) if rows.batch is None else iter(rows.batch.columns)
         for number, (_, leaves) in enumerate(self._leaves):
-            column = batch.column(number)
+            if number in rows.arrays:
+                found |= leaves[0].decoded(rows.arrays[number])
+                continue
+            column = next(columns)
             for leaf in leaves:
                 found |= leaf.convert(column, where)
         for path, column in found.items():
@@ -83,63 +90,6 @@ class Source:
                 if shape != column.array.shape[1:]:
                     raise where.error(path, 0, f"a shape of {column.array.shape[1:]} where others have {shape}")
         return found
-
-
-class Cursor:
-    """Reads pieces of row groups, each from where the one before ended."""
-
-    def __init__(self, source: Source, most: int, *, is_alone: bool, is_last: bool) -> None:
-        """``most`` rows at a time; with ``is_alone`` by several threads. See Note [Whose threads]."""
-        self._source = source
-        self._is_last = is_last
-        self._most = most
-        self._threads = is_alone and torch.get_num_threads() > 1
-        self._file = -1
-        self._opened: Any = None
-        self._group = -1
-        self._at = 0
-        self._batches: Iterator[Any] = iter(())
-        self._rest: Any = None
-
-    def read(self, piece: Piece) -> Iterator[Block]:
-        """The rows of ``piece``."""
-        if piece.group != self._group or piece.start < self._at:
-            self._begin(piece.group)
-        while self._at < piece.stop:
-            batch = self._next()
-            skipped = max(0, piece.start - self._at)
-            if skipped >= len(batch):
-                self._at += len(batch)
-                continue
-            used = min(len(batch), piece.stop - self._at)
-            if used < len(batch):
-                self._rest = batch.slice(used)
-            part = batch.slice(skipped, used - skipped)
-            first = self._at + skipped
-            self._at += used
-            if len(part):
-                yield self._source.convert(part, piece.group, first, is_last=self._is_last)
-
-    def _begin(self, group: int) -> None:
-        table = self._source.table
-        file = table.groups[group].file
-        if file != self._file:
-            self._opened, self._file = self._source.open(file), file
-        self._batches = table.batches(self._opened, group, self._most, threads=self._threads)
-        self._group, self._at, self._rest = group, 0, None
-
-    def _next(self) -> Any:
-        if self._rest is not None:
-            batch, self._rest = self._rest, None
-            return batch
-        for batch in self._batches:
-            return batch
-        table = self._source.table
-        told = table.groups[self._group]
-        raise DataError(
-            f"{table.files[told.file].path}, row group {told.index}, has {self._at} rows, and had {told.num_rows} when "
-            "the data set was made"
-        )
 
 
 def blocks(source: Source, order: Order, lane: Lane, at: int, size: int) -> Blocks:

@@ -7,16 +7,16 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lagom.data import unischema
+from lagom.data import pages, unischema
 from lagom.data.files import File, arrow, located
 from lagom.data.footers import PAGE_BYTES, Footer, check_names, common_field, open_file, partitions_of
 from lagom.data.stamps import Stamps
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 _THREADS = 16
 """That read footers, which is mostly waiting."""
@@ -30,6 +30,26 @@ class Group:
     index: int
     num_rows: int
     """That pass the filter."""
+
+
+class Opened(NamedTuple):
+    """A file that is being read."""
+
+    parquet: Any
+    """pyarrow's ``ParquetFile``."""
+    file: Any
+    """What it reads from."""
+    places: dict[str, tuple[int, str, bool]]
+    """As ``pages.places`` says."""
+
+    @property
+    def known(self) -> Known:
+        """What need not be read again."""
+        return self.parquet.metadata, self.places
+
+
+Known = tuple[Any, dict[str, tuple[int, str, bool]]]
+"""A file's footer, and what ``pages.places`` says of it."""
 
 
 @dataclass(frozen=True)
@@ -77,29 +97,37 @@ class Table:
         text = repr((told, [str(field) for field in self.fields], str(self.filter), self.groups))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
-    def open(self, file: int, footer: Any = None) -> Any:
-        """The Parquet file number ``file``; ``footer`` is its metadata, if that is known."""
+    def open(self, file: int, known: Known | None = None) -> Opened:
+        """The Parquet file number ``file``, of which ``known`` is known."""
         self.stamps.check(self.home, self.files[file].path)
-        return open_file(self.home, self.files[file], footer, whole=self.chunk_bytes <= PAGE_BYTES)
+        footer, places = known or (None, None)
+        source, opened = open_file(self.home, self.files[file], footer, whole=self.chunk_bytes <= PAGE_BYTES)
+        return Opened(opened, source, pages.places(opened.metadata) if places is None else places)
 
-    def batches(self, opened: Any, group: int, most: int, *, threads: bool) -> Iterator[Any]:
+    def batches(
+        self, opened: Any, group: int, most: int, *, threads: bool, without: Collection[int] = ()
+    ) -> Iterator[Any]:
         """The rows of row group number ``group``, a few at a time, as record batches of ``fields``.
 
-        With ``threads`` Arrow decodes columns in threads of its own.
+        With ``threads`` Arrow decodes columns in threads of its own. Fields with the numbers ``without`` are not read.
 
         Raises:
             DataError: when they cannot be read.
         """
         found = self.groups[group]
         file = self.files[found.file]
-        names = [field.name for field in self._read if field.name not in self.partitions]
+        names = [
+            field.name
+            for number, field in enumerate(self._read)
+            if field.name not in self.partitions and number not in without
+        ]
         try:
             for batch in opened.iter_batches(
                 batch_size=most, row_groups=[found.index], columns=names, use_threads=threads
             ):
                 # Not only when it is opened: it may be written over while it is read.
                 self.stamps.check(self.home, file.path)
-                yield self._finished(batch, file)
+                yield self._finished(batch, file, without)
         except (OSError, ValueError) as error:  # Arrow's are one or the other
             raise DataError(
                 f"{file.path}, row group {found.index}, cannot be read: it has changed, is damaged or is gone: {error}"
@@ -113,7 +141,7 @@ class Table:
         """Those of the columns that stand in folders' names."""
         return [field for field in self._read if field.name in self.partitions]
 
-    def _finished(self, batch: Any, file: File) -> Any:
+    def _finished(self, batch: Any, file: File, without: Collection[int]) -> Any:
         import pyarrow as pa
 
         for field in self.partition_fields():
@@ -121,7 +149,7 @@ class Table:
         if self.filter is not None:
             kept = pa.Table.from_batches([batch]).filter(self.filter).combine_chunks().to_batches()
             batch = kept[0] if kept else batch.slice(0, 0)
-        return batch.select([field.name for field in self.fields])
+        return batch.select([field.name for number, field in enumerate(self.fields) if number not in without])
 
 
 def _partition_value(file: File, field: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import shutil
 import struct
@@ -9,6 +10,8 @@ import subprocess
 import zlib
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
@@ -44,6 +47,10 @@ def test_ranks_as_threads_exchange_without_a_fault_that_a_sanitizer_sees(tmp_pat
     cases.write_bytes(b"".join(inflated(random.Random(seed)) for seed in range(6000)))
     done = subprocess.run([harness.with_name("inflating"), cases], capture_output=True, text=True, check=False)
     assert done.stdout + done.stderr == "ok, 6000 cases\n"
+    pages = tmp_path / "pages"
+    pages.write_bytes(b"".join(paged(random.Random(seed)) for seed in range(3000)))
+    done = subprocess.run([harness.with_name("paging"), pages], capture_output=True, text=True, check=False)
+    assert done.stdout + done.stderr == "ok, 3000 cases\n"
     done = subprocess.run([harness.with_name("stepping")], capture_output=True, text=True, check=False)
     assert done.stdout + done.stderr == "ok, 534 cases\n"
 
@@ -68,6 +75,45 @@ def inflated(drawn: random.Random) -> bytes:
         is_whole = False
     head = struct.pack("=III", len(data), size, is_whole)
     return head + bytes(data) + (found if is_whole else b"")
+
+
+def paged(drawn: random.Random) -> bytes:
+    """A case of ``csrc/tests/paging.cpp``: a column's pages as Arrow writes them, damaged as a rule."""
+    count = drawn.choice([1, 9, 200])
+    is_bytes = drawn.random() < 0.5
+    prefix = b"head" if is_bytes else b""
+    each = drawn.choice([4, 8])
+    some = [drawn.randbytes(each) for _ in range(drawn.choice([1, 3, 100]))]
+    values = [drawn.choice(some) for _ in range(count)]
+    if is_bytes:
+        made = pa.array([prefix + value for value in values], pa.binary())
+    else:
+        made = pa.Array.from_buffers(
+            pa.int32() if each == 4 else pa.int64(), count, [None, pa.py_buffer(b"".join(values))]
+        )
+    is_snappy, is_optional = drawn.random() < 0.5, drawn.random() < 0.5
+    sink = io.BytesIO()
+    pq.write_table(
+        pa.table([made], pa.schema([pa.field("x", made.type, is_optional)])),
+        sink,
+        compression="snappy" if is_snappy else "none",
+        use_dictionary=drawn.random() < 0.6,
+        data_page_version=drawn.choice(["1.0", "2.0"]),
+        data_page_size=drawn.choice([50, 1 << 20]),
+        write_page_checksum=drawn.random() < 0.1,
+        dictionary_pagesize_limit=drawn.choice([30, 1 << 20]),
+        write_batch_size=drawn.choice([5, 1024]),
+    )
+    column = pq.ParquetFile(sink).metadata.row_group(0).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    data = bytearray(sink.getvalue()[start : start + column.total_compressed_size])
+    num_faults = drawn.choice([0, 1, 1, 2, 5])
+    for _ in range(num_faults):
+        data[drawn.choice([drawn.randrange(len(data)), drawn.randrange(min(len(data), 30))])] ^= 1 << drawn.randrange(8)
+    if num_faults and drawn.random() < 0.1:
+        del data[drawn.randrange(len(data)) :]
+    head = struct.pack("=8I", is_snappy, is_optional, is_bytes, len(prefix), each, len(data), count, not num_faults)
+    return head + prefix + bytes(data) + (b"" if num_faults else b"".join(values))
 
 
 @pytest.mark.soak
