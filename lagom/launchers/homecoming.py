@@ -83,7 +83,7 @@ class Homecoming:
         if name in self._digests:
             fd = os.dup(self._run.channel.delivered[name])
             os.lseek(fd, 0, os.SEEK_SET)
-            if _digest(fd) != self._digests[name]:
+            if digest_of(fd) != self._digests[name]:
                 raise LagomError(f"{name} arrived damaged: its digest is not the one that Spark brought")
             return fd
         if name not in self._parts:
@@ -122,7 +122,8 @@ def _mapped(fd: int | None) -> memoryview:
         os.close(fd)
 
 
-def _digest(fd: int) -> str:
+def digest_of(fd: int) -> str:
+    """SHA-256 of a file's contents."""
     digest, position = hashlib.sha256(), 0
     while chunk := os.pread(fd, 1 << 20, position):
         digest.update(chunk)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 import logging
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lagom.errors import LagomError, PlanError
-from lagom.launchers.homecoming import Homecoming
+from lagom.launchers.homecoming import Homecoming, digest_of
 from lagom.launchers.protocol import Outcome
 from lagom.launchers.run import Run, in_thread
 from lagom.launchers.spark_session import SparkFacts, facts, started_session
@@ -180,19 +179,11 @@ class _Payload:
             token=f"{here}/{self._token}",
             payload_size=size,
             payload=self._parcel.tobytes() if inline else None,
-            payload_sha256="" if inline or one_machine else _digest(self.fd),
+            payload_sha256="" if inline or one_machine else digest_of(self.fd),
             modules_zip=modules,
             address=address,
             secret=secret,
         )
-
-
-def _digest(fd: int) -> str:
-    digest, position = hashlib.sha256(), 0
-    while chunk := os.pread(fd, 1 << 20, position):
-        digest.update(chunk)
-        position += len(chunk)
-    return digest.hexdigest()
 
 
 def _pickled(spec: Spec) -> bytes:
