@@ -39,6 +39,7 @@ bool interrupted() {
 
 void* at(uintptr_t address) { return reinterpret_cast<void*>(address); }
 std::string_view view(uintptr_t address, size_t size) { return {static_cast<const char*>(at(address)), size}; }
+constexpr int BYTES = int(Type::u8);
 Type type_of(int code) {
     if (code < 0 || code > int(Type::boolean)) throw lagom::Failure("no such type");
     return Type(code);
@@ -218,17 +219,22 @@ NB_MODULE(_native, module) {
         .def("reduce_parts", [](Communicator& self, uintptr_t in, const std::vector<uint64_t>& counts, uintptr_t out,
                                 int type, int op) {
             self.reduce_parts(at(in), counts, at(out), type_of(type), op_of(op)); }, Released())
-        .def("all_gather", [](Communicator& self, uintptr_t in, uintptr_t out, size_t bytes) {
-            self.all_gather(at(in), at(out), bytes); }, Released())
-        .def("broadcast", [](Communicator& self, uintptr_t data, size_t bytes, int root) {
-            self.broadcast(at(data), bytes, root); }, Released())
-        .def("gather", [](Communicator& self, uintptr_t in, uintptr_t out, size_t bytes, int root) {
-            self.gather(at(in), at(out), bytes, root); }, Released())
-        .def("scatter", [](Communicator& self, uintptr_t in, uintptr_t out, size_t bytes, int root) {
-            self.scatter(at(in), at(out), bytes, root); }, Released())
+        .def("all_gather", [](Communicator& self, uintptr_t in, uintptr_t out, size_t bytes, int type) {
+            self.all_gather(at(in), at(out), bytes, type_of(type)); },
+             "source"_a, "out"_a, "size"_a, "type"_a = BYTES, Released())
+        .def("broadcast", [](Communicator& self, uintptr_t data, size_t bytes, int root, int type) {
+            self.broadcast(at(data), bytes, root, type_of(type)); },
+             "data"_a, "size"_a, "root"_a, "type"_a = BYTES, Released())
+        .def("gather", [](Communicator& self, uintptr_t in, uintptr_t out, size_t bytes, int root, int type) {
+            self.gather(at(in), at(out), bytes, root, type_of(type)); },
+             "source"_a, "out"_a, "size"_a, "root"_a, "type"_a = BYTES, Released())
+        .def("scatter", [](Communicator& self, uintptr_t in, uintptr_t out, size_t bytes, int root, int type) {
+            self.scatter(at(in), at(out), bytes, root, type_of(type)); },
+             "source"_a, "out"_a, "size"_a, "root"_a, "type"_a = BYTES, Released())
         .def("all_to_all", [](Communicator& self, uintptr_t in, const std::vector<uint64_t>& to, uintptr_t out,
-                              const std::vector<uint64_t>& from) {
-            self.all_to_all(at(in), to, at(out), from); }, Released())
+                              const std::vector<uint64_t>& from, int type) {
+            self.all_to_all(at(in), to, at(out), from, type_of(type)); },
+             "source"_a, "to"_a, "out"_a, "back"_a, "type"_a = BYTES, Released())
         .def("exchange", &exchange, "head"_a, "body"_a.none())
         .def("average", &average)
         .def("average_in_place", &average_in_place)

@@ -129,11 +129,11 @@ void Communicator::reduce_parts(const void* in, const std::vector<uint64_t>& cou
     }
 }
 
-void Communicator::all_gather(const void* in, void* out, size_t bytes) {
+void Communicator::all_gather(const void* in, void* out, size_t bytes, Type type) {
     const Turn turn(*this);
     const size_t piece = segment_.slot_bytes();
     char* const all = static_cast<char*>(out);
-    begin(ALL_GATHER, Type::u8, Op::sum, -1, bytes);
+    begin(ALL_GATHER, type, Op::sum, -1, bytes);
     for (size_t start = 0; start == 0 || start < bytes; start += piece) {
         if (start != 0) next();
         const size_t num = std::min(piece, bytes - start);
@@ -150,12 +150,12 @@ void Communicator::all_gather(const void* in, void* out, size_t bytes) {
     }
 }
 
-void Communicator::broadcast(void* data, size_t bytes, int root) {
+void Communicator::broadcast(void* data, size_t bytes, int root, Type type) {
     const Turn turn(*this);
     check_root(root);
     const size_t piece = segment_.slot_bytes();
     char* const all = static_cast<char*>(data);
-    begin(BROADCAST, Type::u8, Op::sum, root, bytes);
+    begin(BROADCAST, type, Op::sum, root, bytes);
     for (size_t start = 0; start == 0 || start < bytes; start += piece) {
         // The root is a step ahead of the others at most: it writes when they have read what was in the slot.
         if (start != 0 && rank_ == root) next();
@@ -173,12 +173,12 @@ void Communicator::broadcast(void* data, size_t bytes, int root) {
     }
 }
 
-void Communicator::gather(const void* in, void* out, size_t bytes, int root) {
+void Communicator::gather(const void* in, void* out, size_t bytes, int root, Type type) {
     const Turn turn(*this);
     check_root(root);
     const size_t piece = segment_.slot_bytes();
     char* const all = static_cast<char*>(out);
-    begin(GATHER, Type::u8, Op::sum, root, bytes);
+    begin(GATHER, type, Op::sum, root, bytes);
     for (size_t start = 0; start == 0 || start < bytes; start += piece) {
         if (start != 0) next();
         const size_t num = std::min(piece, bytes - start);
@@ -192,12 +192,12 @@ void Communicator::gather(const void* in, void* out, size_t bytes, int root) {
     }
 }
 
-void Communicator::scatter(const void* in, void* out, size_t bytes, int root) {
+void Communicator::scatter(const void* in, void* out, size_t bytes, int root, Type type) {
     const Turn turn(*this);
     check_root(root);
     const size_t piece = segment_.slot_bytes() / size_ / 64 * 64;
     const char* const all = static_cast<const char*>(in);
-    begin(SCATTER, Type::u8, Op::sum, root, bytes);
+    begin(SCATTER, type, Op::sum, root, bytes);
     for (size_t start = 0; start == 0 || start < bytes; start += piece) {
         if (start != 0 && rank_ == root) next();
         else if (start != 0) ++step_;
@@ -216,12 +216,12 @@ void Communicator::scatter(const void* in, void* out, size_t bytes, int root) {
 }
 
 void Communicator::all_to_all(const void* in, const std::vector<uint64_t>& to, void* out,
-                              const std::vector<uint64_t>& from) {
+                              const std::vector<uint64_t>& from, Type type) {
     const Turn turn(*this);
     if (to.size() != size_t(size_) || from.size() != size_t(size_))
         throw Failure("all_to_all needs as many lengths as there are ranks");
     const size_t piece = segment_.slot_bytes() / size_ / 64 * 64;
-    begin(ALL_TO_ALL, Type::u8, Op::sum, -1, 0);
+    begin(ALL_TO_ALL, type, Op::sum, -1, 0);
     // First the lengths, so that a wrong one is noticed by all.
     uint64_t* const lengths = reinterpret_cast<uint64_t*>(slot(rank_));
     for (int k = 0; k < size_; ++k) lengths[k] = to[k], lengths[size_ + k] = from[k];

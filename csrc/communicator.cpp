@@ -37,6 +37,8 @@ std::string Communicator::words(const Call& call) {
                 name_of(Type(call.type));
     else if (call.what != BARRIER && call.what != ALL_TO_ALL && call.what != EXCHANGE)
         said += " of " + std::to_string(call.count) + " bytes";
+    if (call.what >= ALL_GATHER && call.what <= ALL_TO_ALL && Type(call.type) != Type::u8)
+        said += std::string(" of ") + name_of(Type(call.type));
     if (call.root >= 0) said += " with root " + std::to_string(call.root);
     return said;
 }

@@ -40,15 +40,17 @@ class Communicator {
     void reduce_scatter(const void* in, void* out, size_t count, Type type, Op op);
     // `in` has `counts[k]` numbers for rank k, one behind the other; `out` may be this rank's place in it.
     void reduce_parts(const void* in, const std::vector<uint64_t>& counts, void* out, Type type, Op op);
+    // Of what is moved the type is only compared.
     // `out` has `bytes` of each rank; `in` may be this rank's place in it.
-    void all_gather(const void* in, void* out, size_t bytes);
-    void broadcast(void* data, size_t bytes, int root);
+    void all_gather(const void* in, void* out, size_t bytes, Type type = Type::u8);
+    void broadcast(void* data, size_t bytes, int root, Type type = Type::u8);
     // `out` is rank `root`'s, with `bytes` of each rank.
-    void gather(const void* in, void* out, size_t bytes, int root);
+    void gather(const void* in, void* out, size_t bytes, int root, Type type = Type::u8);
     // `in` is rank `root`'s, with `bytes` for each rank.
-    void scatter(const void* in, void* out, size_t bytes, int root);
+    void scatter(const void* in, void* out, size_t bytes, int root, Type type = Type::u8);
     // Bytes for each rank and from each rank, one behind the other.
-    void all_to_all(const void* in, const std::vector<uint64_t>& to, void* out, const std::vector<uint64_t>& from);
+    void all_to_all(const void* in, const std::vector<uint64_t>& to, void* out, const std::vector<uint64_t>& from,
+                    Type type = Type::u8);
 
     // What each rank gave, of any lengths; in this rank's place is `head` alone. Valid until the next call.
     const std::vector<Row>& exchange(std::string_view head, std::string_view body);

@@ -55,14 +55,14 @@ class Moves:
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """In place."""
         flat = flat_of(tensor)
-        self.near.broadcast(flat.data_ptr(), flat.nbytes, root)
+        self.near.broadcast(flat.data_ptr(), flat.nbytes, root, _code(flat))
         put(tensor, flat)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """``output`` gets the tensors of all ranks, one behind the other."""
         fit("all_gather", output.numel(), self._size * tensor.numel(), output, tensor)
         given, flat = flat_of(tensor), flat_of(output)
-        self.near.all_gather(given.data_ptr(), flat.data_ptr(), given.nbytes)
+        self.near.all_gather(given.data_ptr(), flat.data_ptr(), given.nbytes, _code(given))
         put(output, flat)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
@@ -98,11 +98,11 @@ class Moves:
         """Each of rank ``root``'s ``outputs`` gets the tensor of a rank."""
         given = flat_of(tensor)
         if self._rank != root:
-            self.near.gather(given.data_ptr(), 0, given.nbytes, root)
+            self.near.gather(given.data_ptr(), 0, given.nbytes, root, _code(given))
             return
         self._check_list("gather", outputs, tensor)
         together = tensor.new_empty((self._size, tensor.numel()))
-        self.near.gather(given.data_ptr(), together.data_ptr(), given.nbytes, root)
+        self.near.gather(given.data_ptr(), together.data_ptr(), given.nbytes, root, _code(given))
         _deal(outputs, together)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> None:
@@ -111,9 +111,9 @@ class Moves:
         if self._rank == root:
             self._check_list("scatter", tensors, output)
             together = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            self.near.scatter(together.data_ptr(), flat.data_ptr(), flat.nbytes, root)
+            self.near.scatter(together.data_ptr(), flat.data_ptr(), flat.nbytes, root, _code(flat))
         else:
-            self.near.scatter(0, flat.data_ptr(), flat.nbytes, root)
+            self.near.scatter(0, flat.data_ptr(), flat.nbytes, root, _code(flat))
         put(output, flat)
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -124,15 +124,17 @@ class Moves:
         given = torch.cat([_bytes(tensor) for tensor in tensors])
         out = torch.empty(sum(one.nbytes for one in outputs), dtype=torch.uint8)
         back = [one.nbytes for one in outputs]
-        self.near.all_to_all(given.data_ptr(), [one.nbytes for one in tensors], out.data_ptr(), back)
+        to = [one.nbytes for one in tensors]
+        self.near.all_to_all(given.data_ptr(), to, out.data_ptr(), back, _code(tensors[0]))
         for one, part in zip(outputs, out.split(back), strict=True):
             one.detach().copy_(part.clone().view(one.dtype).view(one.shape))
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, to_here: Sequence[int], to_all: Sequence[int]) -> None:
         """Rows to each rank, rows from each; even parts where sizes are empty."""
+        fit("all_to_all_single", 0, 0, output, tensor)
         given, flat = flat_of(tensor), flat_of(output)
         to, back = self._split(given, to_all), self._split(flat, to_here)
-        self.near.all_to_all(given.data_ptr(), to, flat.data_ptr(), back)
+        self.near.all_to_all(given.data_ptr(), to, flat.data_ptr(), back, _code(flat))
         put(output, flat)
 
     def barrier(self) -> None:
@@ -151,12 +153,12 @@ class Moves:
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Not a collective: ``to`` receives it."""
         given = flat_of(tensor)
-        self.near.send(given.data_ptr(), given.nbytes, TYPES.get(given.dtype, _U8), to, tag)
+        self.near.send(given.data_ptr(), given.nbytes, _code(given), to, tag)
 
     def receive(self, tensor: Tensor, sender: int, tag: int) -> None:
         """Not a collective: ``sender`` sends it."""
         flat = flat_of(tensor)
-        self.near.receive(flat.data_ptr(), flat.nbytes, TYPES.get(flat.dtype, _U8), sender, tag)
+        self.near.receive(flat.data_ptr(), flat.nbytes, _code(flat), sender, tag)
         put(tensor, flat)
 
     def sender(self) -> int:
@@ -204,6 +206,11 @@ def put(tensor: Tensor, flat: Tensor) -> None:
     """Have ``tensor`` be ``flat``, which ``flat_of`` made of it."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat)  # also into a parameter, as over gloo
+
+
+def _code(tensor: Tensor) -> int:
+    """What ranks compare of the type of what is moved."""
+    return TYPES.get(tensor.dtype, _U8)
 
 
 def _deal(outputs: Sequence[Tensor], together: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -118,3 +119,33 @@ def other_calls_over_gloo(rank: int, size: int) -> None:
 def test_ranks_that_differ_where_memory_does_not_carry_it_are_an_error(program: Any, words: str) -> None:
     with pytest.raises(RankFailedError, match=f"call different things: {words}"):
         by("lagom", 2, program, timeout_s=600)
+
+
+def moves(rank: int, kind: torch.dtype, group: Any = None) -> dict[str, Callable[[], object]]:
+    """Each way to move 4 numbers, on 2 ranks."""
+    four, rows = torch.ones(4, dtype=kind), [torch.zeros(4, dtype=kind) for _ in range(2)]
+    on_root = rows if rank == 0 else None
+    return {
+        "broadcast of 16 bytes": lambda: dist.broadcast(four, 0, group),
+        "all_gather of 16 bytes": lambda: dist.all_gather(rows, four, group),
+        "all_gather of 16 bytes ": lambda: dist.all_gather_into_tensor(torch.zeros(8, dtype=kind), four, group),
+        "gather of 16 bytes": lambda: dist.gather(four, on_root, 0, group),
+        "scatter of 16 bytes": lambda: dist.scatter(four, on_root, 0, group),
+        "all_to_all": lambda: dist.all_to_all_single(four.clone(), four, group=group),
+        "all_to_all ": lambda: dist.all_to_all(rows, rows, group),
+    }
+
+
+def test_ranks_that_move_numbers_of_other_types_are_an_error_that_names_both() -> None:
+    def program(rank: int, size: int) -> list[str]:
+        said = []
+        for name in moves(rank, torch.float32):
+            call = moves(rank, torch.int32 if rank else torch.float32, dist.new_group([0, 1]))[name]
+            with pytest.raises(RuntimeError) as caught:
+                call()
+            said.append(str(caught.value).replace(" with root 0", ""))
+        return said
+
+    names = [name.strip() for name in moves(0, torch.float32)]
+    wanted = [f"the ranks call different things: rank 0 {one} of float32, rank 1 {one} of int32" for one in names]
+    assert by("lagom", 2, program) == [wanted] * 2
