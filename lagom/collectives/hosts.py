@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.collectives.moves import bytes_of
 from lagom.collectives.native import OPERATIONS, TYPES
 from lagom.collectives.shared import shared_by_host
 
@@ -19,6 +21,7 @@ _PIECE = 4 << 20
 """Bytes that are on their way between hosts while the next ones are summed within them."""
 _SUM = OPERATIONS["sum"]
 _TAG = 7
+_BETWEEN = "the exchange between hosts failed"
 
 
 class Hosts:
@@ -35,7 +38,7 @@ class Hosts:
         self.leaders = leaders
         self._homes = homes
         self._where = {one: (i, place) for i, home in enumerate(homes) for place, one in enumerate(home)}
-        self._home = self._where[rank][0]
+        self._home, self._place = self._where[rank]
         self._most = max(map(len, homes))
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -66,7 +69,7 @@ class Hosts:
         if not tensor.numel():
             return
         home, place = self._where[root]
-        parts = tensor.view(-1).view(torch.uint8).split(_PIECE)
+        parts = bytes_of(tensor).split(_PIECE)
         with self._together():
             works = []
             for part in parts:
@@ -87,9 +90,9 @@ class Hosts:
         """
         if not part.numel():
             return
-        rows = whole.view(-1).view(torch.uint8).view(len(self._where), -1)
+        rows = bytes_of(whole).view(len(self._where), -1)
         width = max(_PIECE // (len(self._homes) * self._most), 1)
-        parts = part.view(-1).view(torch.uint8).split(width)
+        parts = bytes_of(part).split(width)
         with self._together():
             under_way = [self._gathered(one) for one in parts[:1]]
             for i, one in enumerate(parts):
@@ -168,8 +171,20 @@ class Hosts:
         except BaseException as error:
             # The others of this host wait for what will not come.
             if self.near is not None:
-                self.near.abort(f"the exchange between hosts failed: {error}")
+                self.near.abort(f"{_BETWEEN}: {error}")
+                if isinstance(error, RuntimeError) and not str(error).startswith(_BETWEEN):
+                    raise RuntimeError(self._named(str(error))) from error
             raise
+
+    def _named(self, text: str) -> str:
+        """Names ranks as the program knows them in what ``near`` says, which counts those of this host from 0 on."""
+        known = {str(place): rank for place, rank in enumerate(self._homes[self._home])}
+        return re.sub(r"\brank (\d+)\b", lambda found: f"rank {known.get(found[1], found[1])}", text)
+
+    def abort(self) -> None:
+        """End what is under way, on this host's ranks, with an error."""
+        if self.near is not None:
+            self.near.abort(f"rank {self._place} aborted its process group")
 
     def close(self) -> None:
         """Hang up."""

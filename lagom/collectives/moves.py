@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ class Moves:
         for what, found in (("outputs", outputs), ("inputs", tensors)):
             if len(found) != self._size:
                 raise ValueError(f"all_to_all has {len(found)} {what}, but there are {self._size} ranks")
-        given = torch.cat([_bytes(tensor) for tensor in tensors])
+        given = torch.cat([bytes_of(flat_of(tensor)) for tensor in tensors])
         out = torch.empty(sum(one.nbytes for one in outputs), dtype=torch.uint8)
         back = [one.nbytes for one in outputs]
         to = [one.nbytes for one in tensors]
@@ -202,6 +202,22 @@ def flat_of(tensor: Tensor) -> Tensor:
     return found.resolve_neg().resolve_conj() if found.is_neg() or found.is_conj() else found
 
 
+def ordered(given: Any) -> Any:
+    """A tensor, or a list of them, by ``flat_of``; as it is where it is not dense."""
+    if isinstance(given, list):
+        return [ordered(one) for one in given]
+    return flat_of(given) if given.layout == torch.strided and not given.is_quantized else given
+
+
+def put_back(given: Any, in_order: Any) -> None:
+    """Have what was given to ``ordered`` be what came of it."""
+    if isinstance(given, list):
+        for one, other in zip(given, in_order, strict=True):
+            put_back(one, other)
+    elif in_order is not given:
+        put(given, in_order)
+
+
 def put(tensor: Tensor, flat: Tensor) -> None:
     """Have ``tensor`` be ``flat``, which ``flat_of`` made of it."""
     if flat.data_ptr() != tensor.data_ptr():
@@ -218,5 +234,6 @@ def _deal(outputs: Sequence[Tensor], together: Tensor) -> None:
         one.detach().copy_(row.view(one.shape))
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return flat_of(tensor).view(-1).view(torch.uint8)
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Those of a contiguous tensor. One of a single number may have any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

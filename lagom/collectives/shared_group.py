@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lagom.collectives.arguments import handed_on, listed, nested, reduction_of, root_of
 from lagom.collectives.futures import Lane, SharedWork, finished
-from lagom.collectives.moves import Moves
+from lagom.collectives.moves import Moves, ordered, put_back
 
 if TYPE_CHECKING:
     from lagom.collectives.native import Communicator
@@ -77,7 +77,8 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         """In place, each tensor by itself."""
         moves, given, reduction = self._moves, listed(tensors), reduction_of(opts)
         if reduction is None or not moves.reduces(given, reduction):
-            return self._by_gloo("all_reduce", lambda: self._gloo.allreduce(given, *handed_on(opts)), opts, given)
+            gloos = self._gloo.allreduce
+            return self._by_gloo("all_reduce", lambda one: gloos([one], *handed_on(opts)), opts, given)
 
         def run() -> None:
             for tensor in given:
@@ -87,13 +88,18 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """As ``allreduce``."""
-        return self.allreduce(tensors, opts)
+        single = dist.AllreduceOptions()  # which gloo wants to be asked with
+        single.reduceOp = getattr(opts, "reduceOp", single.reduceOp)
+        single.timeout = getattr(opts, "timeout", single.timeout)
+        single.asyncOp = getattr(opts, "asyncOp", True)
+        return self.allreduce(tensors, single)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """In place; ``opts`` has the root, or is it."""
         moves, given, root = self._moves, listed(tensors), root_of(opts)
         if not moves.carries(given):
-            return self._by_gloo("broadcast", lambda: self._gloo.broadcast(given, *handed_on(opts)), opts, given)
+            gloos = self._gloo.broadcast
+            return self._by_gloo("broadcast", lambda one: gloos([one], *handed_on(opts)), opts, given)
 
         def run() -> None:
             for tensor in given:
@@ -107,7 +113,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         reduction = reduction_of(op if isinstance(opts, int) else opts)
         if reduction is None or not moves.reduces(given, reduction):
             others = (*handed_on(opts), *handed_on(op))
-            return self._by_gloo("reduce", lambda: self._gloo.reduce(given, *others), opts, given)
+            return self._by_gloo("reduce", lambda one: self._gloo.reduce([one], *others), opts, given)
 
         def run() -> None:
             for tensor in given:
@@ -120,8 +126,9 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         outs, given = nested(output_lists), listed(inputs)
         moves = self._moves
         if not moves.carries([*given, *chain.from_iterable(outs)]):
+            gloos = self._gloo.allgather
             return self._by_gloo(
-                "all_gather", lambda: self._gloo.allgather(outs, given, *handed_on(opts)), opts, outs[0]
+                "all_gather", lambda out, one: gloos([out], [one], *handed_on(opts)), opts, outs, given
             )
 
         def run() -> None:
@@ -144,8 +151,8 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         moves = self._moves
         outs, given = listed(outputs), listed(inputs)
         if not moves.carries([*given, *outs]):
-            gloos = self._gloo.allgather_into_tensor_coalesced
-            return self._by_gloo("all_gather", lambda: gloos(outs, given, *handed_on(opts)), opts, outs)
+            gloos = self._gloo._allgather_base
+            return self._by_gloo("all_gather", lambda out, one: gloos(out, one, *handed_on(opts)), opts, outs, given)
 
         def run() -> None:
             for out, tensor in zip(outs, given, strict=True):
@@ -158,7 +165,9 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         moves, outs, given, reduction = self._moves, listed(outputs), nested(input_lists), reduction_of(opts)
         if reduction is None or not moves.reduces([*outs, *chain.from_iterable(given)], reduction):
             gloos = self._gloo.reduce_scatter
-            return self._by_gloo("reduce_scatter", lambda: gloos(outs, given, *handed_on(opts)), opts, outs)
+            return self._by_gloo(
+                "reduce_scatter", lambda out, one: gloos([out], [one], *handed_on(opts)), opts, outs, given
+            )
 
         def run() -> None:
             for out, parts in zip(outs, given, strict=True):
@@ -174,8 +183,10 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         """As ``reduce_scatter_single``, of several."""
         moves, outs, given, reduction = self._moves, listed(outputs), listed(inputs), reduction_of(opts)
         if reduction is None or not moves.reduces([*outs, *given], reduction):
-            gloos = self._gloo.reduce_scatter_tensor_coalesced
-            return self._by_gloo("reduce_scatter", lambda: gloos(outs, given, *handed_on(opts)), opts, outs)
+            gloos = self._gloo._reduce_scatter_base
+            return self._by_gloo(
+                "reduce_scatter", lambda out, one: gloos(out, one, *handed_on(opts)), opts, outs, given
+            )
 
         def run() -> None:
             for out, tensor in zip(outs, given, strict=True):
@@ -187,21 +198,28 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         """The root's lists get the inputs of all ranks."""
         moves, outs, given, root = self._moves, nested(output_lists), listed(inputs), root_of(opts)
         if not moves.carries([*given, *chain.from_iterable(outs)]):
-            return self._by_gloo("gather", lambda: self._gloo.gather(outs, given, *handed_on(opts)), opts, given)
+            gloos, rows = self._gloo.gather, outs[:1] or [[]]
+            return self._by_gloo(
+                "gather", lambda to, one: gloos([to][: len(outs)], [one], *handed_on(opts)), opts, rows, given
+            )
         return self._collective(lambda: moves.gather(outs[0] if outs else [], given[0], root), opts, given)
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """Each rank's output gets its place in the root's list."""
         moves, outs, given, root = self._moves, listed(outputs), nested(input_lists), root_of(opts)
         if not moves.carries([*outs, *chain.from_iterable(given)]):
-            return self._by_gloo("scatter", lambda: self._gloo.scatter(outs, given, *handed_on(opts)), opts, outs)
+            gloos, rows = self._gloo.scatter, given[:1] or [[]]
+            return self._by_gloo(
+                "scatter", lambda to, one: gloos([to], [one][: len(given)], *handed_on(opts)), opts, outs, rows
+            )
         return self._collective(lambda: moves.scatter(outs[0], given[0] if given else [], root), opts, outs)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """One tensor to each rank and one from each, of any shapes."""
         moves, outs, given = self._moves, listed(outputs), listed(inputs)
         if not moves.carries([*outs, *given]):
-            return self._by_gloo("all_to_all", lambda: self._gloo.alltoall(outs, given, *handed_on(opts)), opts, outs)
+            gloos = self._gloo.alltoall
+            return self._by_gloo("all_to_all", lambda to, one: gloos(to, one, *handed_on(opts)), opts, [outs], [given])
         return self._collective(lambda: moves.all_to_all(outs, given), opts, outs)
 
     def all_to_all_single(self, output: Tensor, input: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
@@ -210,7 +228,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         if not moves.carries([output, input]):
             others = (out_sizes, in_sizes, *handed_on(opts))
             gloos = self._gloo.alltoall_base
-            return self._by_gloo("all_to_all_single", lambda: gloos(output, input, *others), opts, [output])
+            return self._by_gloo("all_to_all_single", lambda to, one: gloos(to, one, *others), opts, [output], [input])
         return self._collective(lambda: moves.all_to_all_single(output, input, out_sizes, in_sizes), opts, [output])
 
     def barrier(self, opts: Any = None) -> Any:
@@ -287,15 +305,22 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         work.wait()
         return work
 
-    def _by_gloo(self, name: str, call: Callable[[], Any], opts: Any, result: Sequence[Tensor]) -> Any:
-        """What memory does not carry. A rank whose tensors it carries would wait there for the others, in vain."""
+    def _by_gloo(self, name: str, call: Callable[..., Any], opts: Any, *tensors: Sequence[Any]) -> Any:
+        """What memory does not carry: gloo, with one of each of ``tensors`` at a time, since it would add them up.
+
+        Ranks agree on it first: one whose tensors memory carries would wait there for the others, in vain.
+        """
         moves = self._moves
 
         def run() -> None:
             moves.agree(f"{name} over gloo")
-            call().wait()
+            for given in zip(*tensors, strict=True):
+                in_order = [ordered(one) for one in given]  # gloo takes memory as it lies, also what lies between
+                call(*in_order).wait()
+                put_back(given[0], in_order[0])
 
-        return self._collective(run, opts, result)
+        result = tensors[0]
+        return self._collective(run, opts, result[0] if result and isinstance(result[0], list) else result)
 
     def _lane(self, key: object) -> Lane:
         with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,14 +41,15 @@ class SpreadProcessGroup(SharedProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """In place, each tensor by itself."""
         given, hosts = listed(tensors), self._hosts
-        sums = reduction_of(opts) == "sum" and all(tensor.dtype in _TYPES for tensor in given)
-        if not sums or not Moves.carries(self._moves, given):
+        reduction = reduction_of(opts)
+        if not _sums(reduction, given) or not Moves.carries(self._moves, given):
             return super().allreduce(given, opts)
 
         def run() -> None:
             for tensor in given:
                 flat = flat_of(tensor)
                 hosts.all_reduce(flat)
+                self._divide(flat, reduction)
                 put(tensor, flat)
 
         return self._collective(run, opts, given)
@@ -85,8 +86,8 @@ class SpreadProcessGroup(SharedProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Each output gets this rank's part of a reduced input."""
         outs, given, hosts = listed(outputs), listed(inputs), self._hosts
-        sums = reduction_of(opts) == "sum" and all(tensor.dtype in _TYPES for tensor in (*outs, *given))
-        if not sums or not Moves.carries(self._moves, [*given, *outs]):
+        reduction = reduction_of(opts)
+        if not _sums(reduction, (*outs, *given)) or not Moves.carries(self._moves, [*given, *outs]):
             return super().reduce_scatter_single_coalesced(outs, given, opts)
 
         def run() -> None:
@@ -94,6 +95,7 @@ class SpreadProcessGroup(SharedProcessGroup):
                 fit("reduce_scatter", tensor.numel(), self.size() * out.numel(), out, tensor)
                 flat = flat_of(out)
                 hosts.reduce_scatter(flat, flat_of(tensor))
+                self._divide(flat, reduction)
                 put(out, flat)
 
         return self._collective(run, opts, outs)
@@ -102,9 +104,10 @@ class SpreadProcessGroup(SharedProcessGroup):
         """All ranks are here when the work is done."""
         return self._gloo.barrier(*handed_on(opts))
 
-    def _by_gloo(self, name: str, call: Callable[[], Any], opts: Any, result: Sequence[Tensor]) -> Any:
-        """At once, beside what goes over hosts."""
-        return call()
+    def _divide(self, total: Tensor, reduction: str | None) -> None:
+        """Make an average of it where that was asked for."""
+        if reduction == "avg":
+            total.detach().div_(self.size())
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long exchanges wait for a rank from now on."""
@@ -119,14 +122,20 @@ class SpreadProcessGroup(SharedProcessGroup):
 
     def abort(self) -> None:
         """End what is under way, on this host's ranks, with an error."""
-        if self._hosts.near is not None:
-            self._hosts.near.abort(f"rank {self._rank} aborted its process group")
+        self._hosts.abort()
         self._close_lanes(waits=False)
         self._hosts.close()
 
     # What older versions of torch call the same.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _sums(reduction: str | None, tensors: Sequence[Tensor]) -> bool:
+    """Whether hosts have it, sums and averages of types that gloo adds."""
+    if reduction == "avg":
+        return all(tensor.dtype in _TYPES and tensor.is_floating_point() for tensor in tensors)
+    return reduction == "sum" and all(tensor.dtype in _TYPES for tensor in tensors)
 
 
 class _Nothing(Moves):
@@ -139,3 +148,6 @@ class _Nothing(Moves):
     def carries(self, tensors: Sequence[Tensor]) -> bool:
         """Nothing."""
         return False
+
+    def agree(self, what: str) -> None:
+        """All go to gloo."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lagom.collectives import shared as handing
@@ -126,11 +127,59 @@ def test_a_rank_that_dies_on_a_host_is_an_error_on_all_hosts(monkeypatch: pytest
         group.all_reduce(one)
         if session.rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(CollectiveError):
+        with pytest.raises(CollectiveError) as caught:
             group.all_reduce(one)
+        if session.rank == 2:
+            assert "rank 3 is gone, and rank 2 waits for it" in str(caught.value)
 
     with pytest.raises(RankFailedError, match="rank 3 failed:\nit died"):
         run_ranks(4, run, patches=False, collectives="auto")
+
+
+def test_what_hosts_have_not_is_gloos_and_averages_are_divided_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(session: Session, backend: str) -> Any:
+        monkeypatch.setattr(handing, "home", lambda: f"host {session.rank % 2}")
+        warnings.simplefilter("ignore")  # torch's, about names of its own
+        register()
+        rank, size = session.rank, session.world_size
+        dist.init_process_group(backend, store=session.store, rank=rank, world_size=size)
+        most = [torch.full((4,), float(rank + 10 * i)) for i in (1, 5, 3)]
+        dist.all_reduce_coalesced(most, dist.ReduceOp.MAX)
+        gathered = [[torch.zeros(n) for n in (2, 3)] for _ in range(size)]
+        dist.all_gather_coalesced(gathered, [torch.full((n,), float(rank)) for n in (2, 3)])
+        found = [*most, *(one for row in gathered for one in row)]
+        for count in (1, 5):  # what does not lie in order: over gloo it would be taken with what lies between
+            apart = torch.full((count, 2), 1.0 * rank)[:, 0]
+            columns = [apart.clone() if backend == "gloo" else torch.stack((apart, -apart), 1)[:, 0] for _ in range(4)]
+            dist.all_reduce(columns[0], dist.ReduceOp.MAX)
+            dist.all_reduce(columns[1])
+            dist.broadcast(columns[2], 1)
+            rows = torch.zeros(size * count)
+            dist.all_gather_into_tensor(rows, columns[3])
+            found += [*columns, rows]
+        for op in (dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+            part, mean = torch.zeros(5), torch.arange(7.0) * (rank - 1)
+            dist.reduce_scatter_tensor(part, torch.arange(5.0 * size) * (rank - 1), op)
+            dist.all_reduce(mean, op)
+            found += [part, mean]
+        outs, lists = torch.zeros(rank + 1), [torch.full((i + 1,), float(rank)) for i in range(size)]
+        dist.reduce_scatter(outs, lists)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 13), torch.nn.Linear(13, 4))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        model(torch.ones(3, 6) * rank).square().mean().backward()
+        whole = [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+        dist.barrier()
+        return [*found, outs, *whole], type(dist.group.WORLD).__name__
+
+    ours, theirs = (
+        run_ranks(3, lambda session, backend=backend: run(session, backend), patches=False)  # type: ignore[misc]
+        for backend in ("lagom", "gloo")
+    )
+    for (found, kind), (wanted, _) in zip(ours, theirs, strict=True):
+        assert kind == "SpreadProcessGroup"
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_ddp_over_hosts_ends_with_gloos_weights(monkeypatch: pytest.MonkeyPatch) -> None:
