@@ -152,7 +152,7 @@ std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(
 
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a rank ends by os._exit
-    module.attr("VERSION") = 5;  // of what is bound here; lagom/collectives/native.py asks for it
+    module.attr("VERSION") = 6;  // of what is bound here; lagom/collectives/native.py asks for it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);

@@ -55,7 +55,7 @@ class Communicator(Protocol):
     def forget(self) -> None: ...
 
 
-_VERSION = 5
+_VERSION = 6
 
 
 @functools.cache
