@@ -71,24 +71,24 @@ class Notebook:
         pid: int = self._kernel.provisioner.process.pid  # type: ignore[union-attr]
         return pid
 
-    def run(self, text: str) -> Cell:
+    def run(self, text: str, patience_s: float = _PATIENCE_S) -> Cell:
         """Run a cell to its end."""
         cell = self.start(text)
-        self.wait(cell)
+        self.wait(cell, patience_s=patience_s)
         return cell
 
     def start(self, text: str) -> Cell:
         """Begin to run a cell."""
         return Cell(self._client.execute(textwrap.dedent(text).strip()))
 
-    def wait(self, cell: Cell, until: str = "") -> None:
+    def wait(self, cell: Cell, until: str = "", patience_s: float = _PATIENCE_S) -> None:
         """Take in what the kernel says until ``cell`` has written ``until``, or is over."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + patience_s
         try:
             while not cell.over and not (until and until in cell.out):
                 self._take(cell, self._client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic())))
         except queue.Empty:
-            raise TimeoutError(f"the cell is not done after {_PATIENCE_S:.0f} s:\n{cell.out}\n{cell.err}") from None
+            raise TimeoutError(f"the cell is not done after {patience_s:.0f} s:\n{cell.out}\n{cell.err}") from None
 
     def interrupt(self) -> None:
         """What the square button does."""

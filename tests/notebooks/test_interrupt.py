@@ -36,6 +36,22 @@ def train(folder):
 config = TorchDistributedConfig(launcher="local", world_size=2, hparams={"folder": "pids"}, hb_interval=0.1)
 """
 
+SPARK = """
+import sys
+from pyspark.sql import SparkSession
+
+os.environ["PYSPARK_PYTHON"] = sys.executable
+spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+on_spark = TorchDistributedConfig(launcher="spark", world_size=2, hparams={"folder": "pids"}, hb_interval=0.1)
+"""
+
+NO_JOBS = """
+tracker, deadline = spark.sparkContext.statusTracker(), time.monotonic() + 30
+while tracker.getActiveJobsIds():
+    assert time.monotonic() < deadline, "the job goes on"
+    time.sleep(0.05)
+"""
+
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
@@ -50,10 +66,34 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
 def test_a_run_is_interrupted_nothing_is_left_and_the_next_cell_works(
     notebook: Notebook, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    seconds = interrupted(notebook, "config")
+    assert notebook.run("experiment.lagom(lagom.world_size, config).value").value["text/plain"] == "2"
+    with capsys.disabled():
+        print(f"\nthe cell ended {seconds:.2f} s after its interrupt")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(180)  # Spark starts in it
+def test_a_run_on_spark_is_interrupted_its_job_ends_and_the_next_cell_works(
+    notebook: Notebook, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert notebook.run(SPARK, patience_s=100).error == ""
+    seconds = interrupted(notebook, "on_spark", soon_s=3 * SOON_S)
+    cell = notebook.run(NO_JOBS)
+    assert cell.error == "", cell.traceback
+    assert notebook.run("experiment.lagom(lagom.world_size, on_spark).value").value["text/plain"] == "2"
+    assert notebook.run("spark.stop()").error == ""
+    with capsys.disabled():
+        print(f"\nthe cell ended {seconds:.2f} s after its interrupt")
+
+
+def interrupted(notebook: Notebook, config: str, soon_s: float = SOON_S) -> float:
+    """Interrupt a run with ``config``; the seconds until its cell ended, and its ranks did."""
     for path in (notebook.folder / "pids").iterdir():
         path.unlink()
-    cell = notebook.start("experiment.lagom(train, config)")
-    notebook.wait(cell, until="epoch 1 is done")
+    cell = notebook.start(f"experiment.lagom(train, {config})")
+    notebook.wait(cell, until="epoch 1 is done", patience_s=100)
+    assert cell.error == "", cell.traceback
     pids = programs.pids_in(notebook.folder / "pids", 2)
     start = time.monotonic()
     notebook.interrupt()
@@ -62,9 +102,7 @@ def test_a_run_is_interrupted_nothing_is_left_and_the_next_cell_works(
     assert cell.error.startswith("KeyboardInterrupt: "), cell.traceback
     assert cell.displays[-1]["text/plain"].endswith(", interrupted")
     while any(programs.alive(pid) for pid in pids):
-        assert time.monotonic() - start < SOON_S
+        assert time.monotonic() - start < soon_s
         time.sleep(0.02)
-    assert seconds < SOON_S
-    assert notebook.run("experiment.lagom(lagom.world_size, config).value").value["text/plain"] == "2"
-    with capsys.disabled():
-        print(f"\nthe cell ended {seconds:.2f} s after its interrupt")
+    assert seconds < soon_s
+    return seconds
