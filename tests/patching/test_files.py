@@ -6,6 +6,7 @@ import os
 import pickle
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,27 @@ def test_a_data_set_is_downloaded_by_one_rank(tmp_path: Path) -> None:
     found = run_ranks(3, run)
     assert sorted(first for first, _ in found) == [False, False, True]
     assert sorted(second for _, second in found) == [False, False, True]
+
+
+def test_threads_look_at_files_while_others_are_written(tmp_path: Path) -> None:
+    (tmp_path / "there").touch()
+
+    def run(session: Session) -> None:
+        def look() -> None:
+            for _ in range(2000):
+                os.stat(f"{tmp_path}/there")  # a str, which is looked up the short way
+                os.path.exists(f"{tmp_path}/file 3")
+
+        with ThreadPoolExecutor(2) as pool:
+            looking = [pool.submit(look) for _ in range(2)]
+            for number in range(100):
+                path = tmp_path / f"file {number}"
+                path.write_text(f"{number} of {session.rank}")
+                assert path.read_text() == f"{number} of {session.rank}"
+            for one in looking:
+                one.result()
+
+    run_ranks(2, run)
 
 
 def test_a_url_is_retrieved_once(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ class CallsOfOthers(Seeing):
             if key is None:
                 original(path)
                 self.overlay.cwd = None
-                self.overlay.clean.clear()
+                self.overlay.clean = {}
             else:
                 self._stand(key, path)
 
@@ -215,6 +215,6 @@ class CallsOfOthers(Seeing):
             place = self.overlay.place(key)
             self.original["chdir"](place)
             self.overlay.cwd = None if place == key else key
-            self.overlay.clean.clear()
+            self.overlay.clean = {}
 
         self.inside(stand, given)

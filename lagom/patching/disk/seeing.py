@@ -99,19 +99,20 @@ class Seeing(Calls):
             return False
 
     def _elsewhere(self, head: str) -> set[str] | None:
-        if head in self.overlay.clean and self.overlay.is_steady():
-            return self.overlay.clean[head]
+        if self.overlay.is_steady():
+            clean = self.overlay.clean  # once: another thread may put another in its place
+            if head in clean:
+                return clean[head]
         absolute = self._absolute(head or ".", None)
         if absolute is None:
             return None
         self.own.inside = True
         try:
-            self.overlay.learn(head, absolute)
+            return self.overlay.learn(head, absolute)
         except OSError:
             return None  # the call itself will say so
         finally:
             self.own.inside = False
-        return self.overlay.clean[head]
 
     def reading(self, name: str, follows: bool) -> Callable[..., Any]:
         original = self.original.get(name)

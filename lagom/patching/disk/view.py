@@ -50,14 +50,17 @@ class View:
         """Whether nobody has changed anything since ``clean`` was filled."""
         return (self.log.size(), self.journal.log.size()) == self._state
 
-    def learn(self, head: str, absolute: str) -> None:
-        """Find out whether in the directory ``head``, which is ``absolute``, all is as it seems."""
+    def learn(self, head: str, absolute: str) -> set[str] | None:
+        """What ``clean`` says of the directory ``head``, which is ``absolute``, found out and kept."""
         key = self.key(absolute + "/", follow=True)
+        clean = self.clean  # another thread that finds something changed puts another in its place
         # Links on the way may be others than on the disk.
         if self.place(key) == key == os.path.realpath(head or "."):
-            self.clean[head] = self.log.children.get(key, set()) | self.journal.log.children.get(key, set())
+            found = self.log.children.get(key, set()) | self.journal.log.children.get(key, set())
         else:
-            self.clean[head] = None
+            found = None
+        clean[head] = found
+        return found
 
     def _refresh(self) -> None:
         self.log.fresh()
@@ -65,7 +68,7 @@ class View:
         state = (self.log.num_read, self.journal.log.num_read)
         if state != self._state:
             self._directories.clear()
-            self.clean.clear()
+            self.clean = {}
             self._state = state
 
     # Where things are
