@@ -202,6 +202,8 @@ def test_a_column_that_stops_to_be_plain_goes_on_by_arrow(
                 read(folder, field((2, 3)), by_arrow, **options)
         return
     assert bool(alike(folder, field((2, 3)), **options)) == bool(change)
+    # A few rows at a time, so that some of the row group have been read.
+    assert bool(alike(folder, field((2, 3)), window_bytes=2000, streams=1, **options)) == bool(change)
 
 
 def test_shapes_that_vary_are_left_to_arrow(tmp_path: Path) -> None:
