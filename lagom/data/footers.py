@@ -80,11 +80,8 @@ class Footer:
         return sum(rows * width if width else stored[name] for name, width in widths.items())
 
     def page_bytes(self, names: set[str]) -> int:
-        """Of a page of each of these columns, as it is stored and decoded; of the row group where they are largest."""
-        sizes = [
-            sum(min(chunk.total_uncompressed_size, PAGE_BYTES) for chunk in group) for group in self._chunks(names)
-        ]
-        return 2 * max(sizes, default=0)
+        """Of what is open of each of these columns, as it is stored and decoded; where a row group has most of it."""
+        return max((sum(map(_page_bytes, group)) for group in self._chunks(names)), default=0)
 
     def chunk_bytes(self, names: set[str]) -> int:
         """What the largest of these columns has in a row group, as it is stored."""
@@ -102,6 +99,18 @@ class Footer:
         while path and path not in self._names:
             path = path.rpartition(".")[0]
         return path
+
+
+def _page_bytes(chunk: Any) -> int:
+    """Of a page of a column, as it is stored and decoded, and of its dictionary."""
+    whole: int = chunk.total_uncompressed_size
+    stored: int = max(chunk.total_compressed_size, 1)
+    dictionary = 0
+    if chunk.dictionary_page_offset is not None:
+        # How large it is decoded the page itself says, and the footer of all pages together.
+        part = min(max(chunk.data_page_offset - chunk.dictionary_page_offset, 0) / stored, 1.0)
+        dictionary = int(whole * part)
+    return dictionary + min(whole - dictionary, PAGE_BYTES) + min(stored, PAGE_BYTES)
 
 
 def partitions_of(files: list[File]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from lagom.data import pages
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from lagom.data.pages import Chunk, Kind
     from lagom.data.table import Opened, Table
 
+_KNOWN = 1024
+"""Row groups of which it is kept where their columns are, for the next epoch."""
+
 
 class Plain:
     """Knows columns by their numbers; the others are read by Arrow, and so is one that turns out to be otherwise."""
@@ -22,6 +26,8 @@ class Plain:
         self._table = table
         self._kinds: dict[int, Kind] = {}
         self._saved: dict[int, Saved] = {}
+        self._known: dict[tuple[int, bool], dict[int, Chunk]] = {}
+        self._lock = threading.Lock()
         # What a filter keeps is known when Arrow has read it.
         if not is_there() or table.filter is not None:
             return
@@ -46,9 +52,19 @@ class Plain:
         for number in numbers:
             self._kinds.pop(number, None)
             self._saved.pop(number, None)
+        self._known = {}
 
     def chunks(self, opened: Opened, group: int, *, threads: bool) -> dict[int, Chunk]:
         """What row group number ``group`` has of such columns; with ``threads`` Arrow has threads for numbers."""
+        known = self._known  # that of now: another thread may have learnt that some are not plain
+        chunks = known.get((group, threads))
+        if chunks is None:
+            chunks = self._looked_up(opened, group, threads)
+            if len(known) < _KNOWN:
+                known[group, threads] = chunks
+        return chunks
+
+    def _looked_up(self, opened: Opened, group: int, threads: bool) -> dict[int, Chunk]:
         found = self._table.groups[group]
         numbers = tuple(self._saved)
         if not threads or len(self._table.fields) == 1:
@@ -65,6 +81,10 @@ class Plain:
         return chunks
 
     def _kind(self, number: int, opened: Opened, index: int, name: str) -> Kind | None:
+        with self._lock:  # to know a cell is to decode a page, once
+            return self._looked_at(number, opened, index, name)
+
+    def _looked_at(self, number: int, opened: Opened, index: int, name: str) -> Kind | None:
         kind, codec = self._kinds.get(number), self._saved.get(number)
         if kind is not None or codec is None:
             return kind
