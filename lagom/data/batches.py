@@ -114,8 +114,10 @@ class Batches(Sampler[Any]):
         Raises:
             ValueError: when it is of other data.
         """
-        if state.get("version") != 1:
-            raise ValueError(f"the state has version {state.get('version')}, and this lagom knows version 1")
+        if not isinstance(state, dict) or "version" not in state:
+            raise ValueError(f"the state is {state!r:.80}; it is what state_dict() of such a loader gave")
+        if state["version"] != 1:
+            raise ValueError(f"the state has version {state['version']}, and this lagom knows version 1")
         for name, here in (("table", self._fingerprint), ("shuffle", self.shuffle)):
             if state[name] != here:
                 raise ValueError(

@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 from lagom.data.cells import Cells, Encoded
 from lagom.data.loader import ParquetLoader
 from lagom.data.parquet import ParquetDataset
+from lagom.data.shard import DEFAULT_STREAMS
 from lagom.data.values import Dense
 from lagom.errors import DataError
 
@@ -63,7 +64,7 @@ class PetastormDataLoader(ParquetLoader):
         shuffle_row_groups, shuffling_queue_capacity: petastorm's; without row groups shuffled, and without a
             queue, rows come in the order of the files.
         seed, drop_last: as for ``ParquetLoader``.
-        filters, nulls, ragged, window_bytes: as for ``ParquetDataset``.
+        filters, nulls, ragged, window_bytes, streams: as for ``ParquetDataset``.
         collate_fn: makes a batch of a list of rows, each a dict.
         options: the DataLoader's.
     """
@@ -84,6 +85,7 @@ class PetastormDataLoader(ParquetLoader):
         nulls: Any = None,
         ragged: Any = None,
         window_bytes: int = 256 << 20,
+        streams: int = DEFAULT_STREAMS,
         **options: Any,
     ) -> None:
         spec = transform_spec if hasattr(transform_spec, "func") else TransformSpec(transform_spec)
@@ -97,6 +99,7 @@ class PetastormDataLoader(ParquetLoader):
             nulls=nulls if nulls is not None else "mask" if transforms else "error",
             ragged=ragged if ragged is not None else "list" if transforms else "error",
             window_bytes=window_bytes,
+            streams=streams,
         )
         if transforms or spec.removed_fields or spec.selected_fields is not None:
             data.transform = _Transform(spec, is_petastorm=data.table.schema is not None, nulls_are_none=nulls is None)

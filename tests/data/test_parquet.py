@@ -230,6 +230,10 @@ def test_batches_that_workers_fetched_ahead_do_not_count_as_seen(tmp_path: Path,
     assert (other.state_dict()["epoch"], other.state_dict()["rows"]) == (1, 0)
     with pytest.raises(ValueError, match="another data set"):
         ParquetLoader(ParquetDataset(tmp_path, columns=["x"]), 4, True).load_state_dict(state)
+    wrong: Any
+    for wrong in (None, {}, {"rows": 3}):
+        with pytest.raises(ValueError, match=r"the state is .*; it is what state_dict\(\) of such a loader gave"):
+            other.load_state_dict(wrong)
     dataset.close()
 
 
