@@ -176,6 +176,7 @@ def _distributed_itself() -> None:
         rank, place = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         torch.distributed.init_process_group("gloo")
         size = torch.distributed.get_world_size()
+        torch.distributed.barrier()  # gloo on one rank may still wait for the other's address, which must not be gone
         torch.distributed.destroy_process_group()
         return rank, place, size, os.environ["WORLD_SIZE"]
 

@@ -87,11 +87,15 @@ def _connection(name: bytes | None, address: Sequence[object]) -> socket.socket:
 
 def _accepted(listeners: Sequence[socket.socket], token: bytes) -> tuple[int, socket.socket]:
     """The next rank that knows ``token``; others are hung up on."""
+    poll = select.poll()  # select has no numbers above 1023
+    by_number = {listener.fileno(): listener for listener in listeners}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
     while True:
-        ready, _, _ = select.select(listeners, [], [], _TIMEOUT_S)
+        ready = poll.poll(1e3 * _TIMEOUT_S)
         if not ready:
             raise TimeoutError(f"another rank did not connect within {_TIMEOUT_S:.0f} s")
-        found, _ = ready[0].accept()
+        found, _ = by_number[ready[0][0]].accept()
         found.settimeout(_TIMEOUT_S)
         hello = found.recv(_HELLO.size, socket.MSG_WAITALL)
         if len(hello) == _HELLO.size and hmac.compare_digest(_HELLO.unpack(hello)[1], token):

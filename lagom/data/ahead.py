@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 _ENDING_S = 10.0
 """That the end of the process waits for a thread which reads. See Note [The end of the process]."""
+_CLOSED = "the data set was closed while it was read"
 _running: dict[threading.Thread, tuple[_Line[Any], int]] = {}
 """Threads that have not ended, what they draw for, and the process that they are in."""
 
@@ -30,7 +31,8 @@ class Ahead(Generic[T]):
         self._thread = threading.Thread(target=_draw, args=(items, self._line), name="lagom-reader", daemon=True)
         _running[self._thread] = self._line, os.getpid()
         self._thread.start()
-        weakref.finalize(self, _end, self._line, os.getpid())
+        # By the thread, which is known until it ends: the line keeps what was raised, with all that was open then.
+        weakref.finalize(self, _end_thread, self._thread, os.getpid())
 
     def __iter__(self) -> Ahead[T]:
         return self
@@ -77,13 +79,15 @@ class _Line(Generic[T]):
 
     def finish(self, end: BaseException) -> None:
         with self._changed:
-            self._end = end
+            self._end = ValueError(_CLOSED) if self._closed else end
             self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._items.clear()
+            if self._end is not None:
+                self._end = ValueError(_CLOSED)  # what was raised has files, by its traceback
             self._changed.notify_all()
 
 
@@ -98,6 +102,12 @@ def _draw(items: Iterator[T], line: _Line[T]) -> None:
         if isinstance(items, Generator):
             items.close()  # a traceback may hold it for long
         _running.pop(threading.current_thread(), None)
+
+
+def _end_thread(thread: threading.Thread, pid: int) -> None:
+    line, _ = _running.get(thread, (None, pid))
+    if line is not None:
+        _end(line, pid)
 
 
 def _end(line: _Line[T], pid: int) -> None:

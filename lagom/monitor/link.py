@@ -21,6 +21,12 @@ _NO_CHECK_TIME = 0x200000
 _WOULD_WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
+def _is_ready(connection: socket.socket, event: int, timeout_s: float) -> bool:
+    poll = select.poll()  # select has no file numbers above 1023
+    poll.register(connection, event)
+    return bool(poll.poll(1e3 * timeout_s))
+
+
 class LinkClosed(ConnectionError):
     """The other end is gone."""
 
@@ -54,7 +60,7 @@ class Link:
         deadline = time.monotonic() + timeout_s
         while self.flush():
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([], [self.socket], [], left)[1]:
+            if left <= 0 or not _is_ready(self.socket, select.POLLOUT, left):
                 raise LinkClosed(f"the driver took nothing for {timeout_s:g} s")
 
     def offer(self, message: Message) -> None:
@@ -110,7 +116,7 @@ class Link:
                 chunk = self.socket.recv(1 << 18)  # before the wait: TLS may hold bytes that the system has given
             except _WOULD_WAIT:
                 left = deadline - time.monotonic()
-                if left <= 0 or not select.select([self.socket], [], [], left)[0]:
+                if left <= 0 or not _is_ready(self.socket, select.POLLIN, left):
                     return None
                 continue
             if not chunk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,3 +85,10 @@ def test_row_groups_that_threads_decode_come_in_order_and_so_does_an_error(
     assert seen == list(range(len(seen)))
     assert len(seen) >= count + 3 * size - 3
     dataset.close()
+    gc.collect()  # the error, by its traceback, had what was open
+    held = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _is_open(number)]
+    assert not [one for one in held if one.startswith(str(tmp_path))]
+
+
+def _is_open(number: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{number}")  # that of the listing itself is gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
@@ -55,6 +56,25 @@ def test_receive_gives_up_in_time(pair: tuple[Link, Link]) -> None:
     started = time.monotonic()
     assert pair[0].receive(0.05) is None
     assert 0.04 < time.monotonic() - started < 1.0
+
+
+def test_a_program_may_have_thousands_of_files_open() -> None:
+    held = [os.dup(2) for _ in range(1100)]
+    try:
+        left, right = (Link(end) for end in socket.socketpair())
+        assert right.fileno() > 1024
+        assert right.receive(0.01) is None
+        drawing = threading.Thread(target=lambda: received.append(right.receive(10.0)))
+        received: list[object] = []
+        drawing.start()
+        left.send({"data": "x" * 600_000})  # more than the kernel holds
+        drawing.join()
+        assert received == [{"data": "x" * 600_000}]
+        left.close()
+        right.close()
+    finally:
+        for number in held:
+            os.close(number)
 
 
 def test_a_frame_may_come_in_pieces(pair: tuple[Link, Link]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,7 +59,12 @@ def group() -> Iterator[Path]:
             made.rmdir()
         pytest.skip("no control groups may be made here")
     yield made
-    made.rmdir()
+    deadline = time.monotonic() + 10
+    while made.exists():  # the system takes a moment to let go of processes that are gone
+        with contextlib.suppress(OSError):
+            made.rmdir()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 PROGRAM = """
