@@ -36,5 +36,11 @@ def rate(batches: Iterator[int], num_rows: int, row_bytes: int) -> Rate:
         elif begun and ((seen >= 3 * num_rows and now - start > LEAST_S) or now - first > LIMIT_S):
             break
     rows_s = (seen - begun) / (time.perf_counter() - start)
-    peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return Rate(rows_s, rows_s * row_bytes / 1e6, peak / 1024)
+    return Rate(rows_s, rows_s * row_bytes / 1e6, _peak_mb())
+
+
+def _peak_mb() -> float:
+    # Not RUSAGE_SELF, which takes over what the process was before it became this program: its parent's memory.
+    with open("/proc/self/status") as status:
+        own = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+    return (own + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1024

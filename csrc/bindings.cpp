@@ -136,13 +136,17 @@ bool average_in_place(Communicator& self, nb::bytes head, const std::vector<uint
                                  reinterpret_cast<void* const*>(numbers.data()));
 }
 
-// The next rows of several columns: of each its pages, the address and size of bytes, and where values are put.
-std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(
-    const std::vector<std::tuple<Pages*, uintptr_t, size_t, uintptr_t, size_t>>& columns) {
+// The next rows of several columns: of each its pages, the address and size of bytes, where values are put (address, piece and
+// jump of `Pages::Out`), how many have been, and how many are to be.
+using Column = std::tuple<Pages*, uintptr_t, size_t, uintptr_t, size_t, size_t, size_t, size_t>;
+std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(const std::vector<Column>& columns) {
+    for (const auto& column : columns)
+        if (!std::get<4>(column)) throw lagom::Failure("a piece is empty");
     const nb::gil_scoped_release released;
     std::vector<std::tuple<size_t, size_t, int, size_t>> found;
-    for (const auto& [pages, data, size, out, rows] : columns) {
-        const auto step = pages->read(static_cast<const uint8_t*>(at(data)), size, static_cast<uint8_t*>(at(out)), rows);
+    for (const auto& [pages, data, size, out, piece, jump, done, rows] : columns) {
+        const auto step =
+            pages->read(static_cast<const uint8_t*>(at(data)), size, {static_cast<uint8_t*>(at(out)), piece, jump}, done, rows);
         found.emplace_back(step.used, step.rows, int(step.status), step.wanted);
     }
     return found;
@@ -152,7 +156,7 @@ std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(
 
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a rank ends by os._exit
-    module.attr("VERSION") = 6;  // of what is bound here; lagom/collectives/native.py asks for it
+    module.attr("VERSION") = 7;  // of what is bound here; lagom/collectives/native.py asks for it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);

@@ -6,6 +6,7 @@
 
 #include "crc.hpp"
 #include "snappy.hpp"
+#include "unpack.hpp"
 
 namespace lagom {
 namespace {
@@ -92,12 +93,13 @@ void Pages::begin(Kind kind) {
     has_dictionary_ = false;
 }
 
-Pages::Step Pages::read(const uint8_t* data, size_t size, uint8_t* out, size_t rows) {
+Pages::Step Pages::read(const uint8_t* data, size_t size, Out out, size_t done, size_t rows) {
     Step step{0, 0, Status::done, 0};
     while (step.rows < rows) {
         if (page_left_) {
-            const size_t count = std::min(page_left_, rows - step.rows);
-            if (!take(out + step.rows * kind_.size, count)) break;
+            const size_t place = (done + step.rows) % out.piece;
+            const size_t count = std::min({page_left_, rows - step.rows, out.piece - place});
+            if (!take(out.at + (done + step.rows) / out.piece * out.jump + place * kind_.size, count)) break;
             step.rows += count;
             page_left_ -= count;
             left_ -= count;
@@ -263,15 +265,9 @@ bool Pages::take_indexed(uint8_t* out, size_t rows) {
             std::fill(indices, indices + count, run_value_);
             largest = run_value_;
         } else {
-            const uint64_t mask = (uint64_t(1) << bits_) - 1;
-            size_t bit = run_bit_;
-            for (size_t i = 0; i < count; ++i, bit += size_t(bits_)) {
-                uint64_t word;
-                std::memcpy(&word, at_ + bit / 8, 8);  // there is room behind the page
-                indices[i] = uint32_t(word >> (bit & 7) & mask);
-            }
+            unpack(at_, run_bit_, bits_, indices, count);  // there is room behind the page
             for (size_t i = 0; i < count; ++i) largest = std::max(largest, indices[i]);
-            run_bit_ = bit;
+            run_bit_ += count * size_t(bits_);
         }
         if (largest >= num_entries_) return false;
         if (kind_.is_bytes) {

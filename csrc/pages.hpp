@@ -30,11 +30,18 @@ class Pages {
         size_t wanted;  // of bytes behind these, where it is starved of them
     };
 
+    // Where values go: `piece` of them side by side, the next ones `jump` bytes behind the first of these, and so on.
+    struct Out {
+        uint8_t* at;
+        size_t piece;
+        size_t jump;
+    };
+
     // Another part of a column follows; memory is used again.
     void begin(Kind kind);
 
-    // Decodes the next `rows` values into `out`, from bytes that begin where those that were used before ended.
-    Step read(const uint8_t* data, size_t size, uint8_t* out, size_t rows);
+    // Decodes the next `rows` values into `out`, behind `done`, from bytes that begin where those that were used before ended.
+    Step read(const uint8_t* data, size_t size, Out out, size_t done, size_t rows);
 
   private:
     struct Header;

@@ -47,7 +47,7 @@ int main(int argc, char** names) {
             // Memory that ends where what has been read does.
             const std::unique_ptr<uint8_t[]> window(new uint8_t[there]);
             std::memcpy(window.get(), data.get() + at, there);
-            const auto step = pages.read(window.get(), there, out.get() + rows * each, std::min<size_t>(count - rows, 7));
+            const auto step = pages.read(window.get(), there, {out.get(), 5, 5 * each}, rows, std::min<size_t>(count - rows, 7));
             if (step.used > there) return std::printf("case %ld used more than there was\n", number), 1;
             at += step.used, there -= step.used, rows += step.rows;
             status = step.status, wanted = std::min<size_t>(step.wanted, size);

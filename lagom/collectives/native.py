@@ -55,7 +55,7 @@ class Communicator(Protocol):
     def forget(self) -> None: ...
 
 
-_VERSION = 6
+_VERSION = 7
 
 
 @functools.cache

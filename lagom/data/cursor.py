@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lagom.data import values
 from lagom.data.pages import Pages
 from lagom.errors import DataError
 
@@ -40,6 +41,15 @@ class Part(NamedTuple):
         return Part(batch, {number: array[start:stop] for number, array in self.arrays.items()})
 
 
+class Cuts(NamedTuple):
+    """Where batches begin."""
+
+    size: int
+    """Rows of one."""
+    ahead: int
+    """Rows of a piece before the first that begins in it."""
+
+
 class Cursor:
     """Reads pieces of row groups, each from where the one before ended."""
 
@@ -53,17 +63,30 @@ class Cursor:
         self._opened: Opened | None = None
         self._group = -1
         self._at = 0
-        self._pages = Pages()
+        self._pages = source.pages.pop() if source.pages else Pages()
         self._chunks: dict[int, Chunk] = {}
         self._batches: Iterator[Any] | None = None
         self._rest: Part | None = None
 
-    def read(self, piece: Piece) -> Iterator[Block]:
-        """The rows of ``piece``."""
+    def close(self) -> None:
+        """Leave the memory that this decodes into to the next one."""
+        self._pages.end()
+        self._source.pages.append(self._pages)
+
+    def read(self, piece: Piece, cuts: Cuts | None = None) -> Iterator[Block]:
+        """The rows of ``piece``; with ``cuts`` those of whole batches lie batch by batch where that is worth it."""
         if piece.group != self._group or piece.start < self._at:
             self._begin(piece.group)
         while self._at < piece.stop:
-            rows = self._next(piece.stop - self._at)
+            if cuts is not None and self._lies_in_batches(piece, cuts.size):
+                block = self._in_batches(min(piece.stop - self._at, self._most), cuts, self._at - piece.start)
+                if block is not None:
+                    self._at += values.num_rows(block)
+                    yield block
+                    continue
+                rows = self._by_arrow()
+            else:
+                rows = self._next(piece.stop - self._at)
             skipped = max(0, piece.start - self._at)
             if skipped >= rows.num_rows:
                 self._at += rows.num_rows
@@ -75,6 +98,28 @@ class Cursor:
             self._at += used
             if used > skipped:
                 yield self._source.convert(rows.cut(skipped, used), piece.group, first, is_last=self._is_last)
+
+    def _lies_in_batches(self, piece: Piece, size: int) -> bool:
+        is_next = self._rest is None and self._at >= piece.start
+        if not is_next or self._batches is not None or not self._source.is_many:
+            return False
+        return piece.stop - self._at >= 2 * size and all(one.kind.shape == () for one in self._chunks.values())
+
+    def _in_batches(self, count: int, cuts: Cuts, done: int) -> Block | None:
+        """The next ``count`` rows, behind ``done`` of the piece; None where they turn out not to be plain."""
+        skipped = (done - cuts.ahead) % cuts.size
+        try:
+            found = self._pages.read_batches(count, cuts.size, skipped)
+        except (OSError, ValueError):
+            return None
+        if found is None:
+            return None
+        self._check()
+        return self._source.in_batches(found, skipped, count)
+
+    def _check(self) -> None:
+        table = self._source.table
+        table.stamps.check(table.home, table.files[self._file].path)  # it may be written over while it is read
 
     def _begin(self, group: int) -> None:
         table = self._source.table
@@ -114,8 +159,7 @@ class Cursor:
             arrays = None
         if arrays is None:
             return self._by_arrow()
-        table = self._source.table
-        table.stamps.check(table.home, table.files[self._file].path)  # it may be written over while it is read
+        self._check()
         return Part(batch, arrays)
 
     def _by_arrow(self) -> Part:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import defaultdict
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -116,6 +117,7 @@ class Pages:
     def __init__(self) -> None:
         self._native: dict[int, Any] = {}
         self._memories: dict[int, Memory] = {}
+        self._batches: dict[np.dtype[Any], Memory] = {}
         self._windows: dict[int, _Window] = {}
         self._chunks: Mapping[int, Chunk] = {}
         self._whole = np.empty(0, np.uint8)
@@ -141,11 +143,17 @@ class Pages:
         if is_small and 4 * sum(one.size for one in chunks.values()) >= 3 * (last - first):
             self._whole = _at_least(self._whole, last - first)
             there = _read(file, first, self._whole[: last - first])
+            whole, address = self._whole[:there], self._whole.ctypes.data
             for number, one in chunks.items():
-                self._windows[number].fill(self._whole[: first + there], one.offset - first, one.size)
+                self._windows[number].fill(whole, address, one.offset - first, one.size)
         else:
             for number, one in chunks.items():
                 self._windows[number].begin(file, one.offset, one.size)
+
+    def end(self) -> None:
+        """Let go of the file."""
+        for window in self._windows.values():
+            window.end()
 
     def read(self, count: int) -> dict[int, NDArray[Any]] | None:
         """The next ``count`` values of each column; None where they are not as plain as they are decoded here.
@@ -153,27 +161,54 @@ class Pages:
         Raises:
             OSError: when they cannot be read.
         """
-        from lagom.collectives.native import native
-
         found = {
             number: self._memories[number].empty((count, *one.kind.shape), one.kind.dtype)
             for number, one in self._chunks.items()
         }
-        done = dict.fromkeys(found, 0)
+        outs = {number: (array.ctypes.data, count, 0) for number, array in found.items()}
+        return found if self._read(outs, count) else None
+
+    def read_batches(self, count: int, size: int, skipped: int) -> list[tuple[list[int], NDArray[Any]]] | None:
+        """The next ``count`` numbers of each column, where batches of ``size`` have them, ``skipped`` of the first one.
+
+        For each type the columns, and an array of shape ``(batches, columns, size)``; None where ``read`` gives None.
+
+        Raises:
+            OSError: when they cannot be read.
+        """
+        kinds: dict[np.dtype[Any], list[int]] = defaultdict(list)
+        for number in sorted(self._chunks):
+            kinds[self._chunks[number].kind.dtype].append(number)
+        found = []
+        outs: dict[int, tuple[int, int, int]] = {}
+        for dtype, numbers in kinds.items():
+            shape = -(-(skipped + count) // size), len(numbers), size
+            array = self._batches.setdefault(dtype, Memory()).empty(shape, dtype)
+            first, jump, width = array.ctypes.data, array.strides[0], array.strides[1]
+            outs |= {number: (first + place * width, size, jump) for place, number in enumerate(numbers)}
+            found.append((numbers, array))
+        return found if self._read(outs, count, skipped) else None
+
+    def _read(self, outs: Mapping[int, tuple[int, int, int]], count: int, skipped: int = 0) -> bool:
+        """Read ``count`` values into ``outs``: addresses, and ``piece`` and ``jump`` of ``csrc/pages.hpp``."""
+        from lagom.collectives.native import native
+
+        done = dict.fromkeys(outs, 0)
         while done:
             told = []
             for number, rows in done.items():
-                out, window = found[number], self._windows[number]
-                start = out.ctypes.data + rows * (out.nbytes // count)
-                told.append((self._native[number], window.address, window.size, start, count - rows))
+                window = self._windows[number]
+                told.append(
+                    (self._native[number], window.address, window.size, *outs[number], skipped + rows, count - rows)
+                )
             for number, (used, rows, status, wanted) in zip(list(done), native().read_pages(told), strict=True):
                 self._windows[number].use(used)
                 if status == _UNUSUAL or (status == _STARVED and not self._windows[number].refill(wanted)):
-                    return None
+                    return False
                 done[number] += rows
                 if status != _STARVED:
                     del done[number]
-        return found
+        return True
 
 
 class _Window:
@@ -182,6 +217,7 @@ class _Window:
     def __init__(self) -> None:
         self._own = np.empty(0, np.uint8)
         self._data = self._own
+        self._first = 0
         self._at = 0
         self._file: Any = None
         self._next = 0
@@ -189,20 +225,24 @@ class _Window:
 
     @property
     def address(self) -> int:
-        return self._data.ctypes.data + self._at
+        return self._first + self._at
 
     @property
     def size(self) -> int:
         return len(self._data) - self._at
 
-    def fill(self, data: NDArray[np.uint8], start: int, size: int) -> None:
-        """Have ``size`` bytes of ``data``, which is all."""
-        self._data, self._at, self._left = data[: start + size], min(start, len(data)), 0
+    def fill(self, data: NDArray[np.uint8], first: int, start: int, size: int) -> None:
+        """Have ``size`` bytes of ``data``, which is all, and lies at the address ``first``."""
+        self._data, self._first, self._at, self._left = data[: start + size], first, min(start, len(data)), 0
 
     def begin(self, file: Any, start: int, size: int) -> None:
         """Have what ``file`` has in ``size`` bytes from ``start`` on, as it is asked for."""
         self._file, self._next, self._left = file, start, size
         self._data, self._at = self._own[:0], 0
+
+    def end(self) -> None:
+        """Let go of the file."""
+        self._file, self._data, self._at, self._left = None, self._own[:0], 0, 0
 
     def use(self, count: int) -> None:
         """Have ``count`` bytes less."""
@@ -217,7 +257,7 @@ class _Window:
         if len(self._own) < len(rest) + more:
             self._own = np.empty(len(rest) + more, np.uint8)
         self._own[: len(rest)] = rest
-        self._data, self._at = self._own[: len(rest) + more], 0
+        self._data, self._first, self._at = self._own[: len(rest) + more], self._own.ctypes.data, 0
         there = _read(self._file, self._next, self._data[len(rest) :])
         self._next, self._left = self._next + more, self._left - more
         return there == more

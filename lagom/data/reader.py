@@ -64,7 +64,13 @@ class Reader:
             # A worker has some batches only, and a rank whose number divides no streams some rows.
             decodes = narrow.step == places.step and get_worker_info() is None
             current = self._passes[epoch.source] = _Pass(
-                self._source, order, epoch, narrow, len(places) * places.step // narrow.step, decodes=decodes
+                self._source,
+                order,
+                epoch,
+                narrow,
+                len(places) * places.step // narrow.step,
+                decodes=decodes,
+                is_regular=places.step == narrow.step,
             )
         self._passes.move_to_end(epoch.source)
         while len(self._passes) > _PASSES:
@@ -131,9 +137,14 @@ def _whole(block: Block) -> list[Span]:
 class _Pass:
     """What one process reads of an epoch: the positions of a lane, in order, ahead in a thread."""
 
-    def __init__(self, source: Source, order: Order, epoch: Epoch, lane: Lane, size: int, *, decodes: bool) -> None:
-        """Rows are asked for ``size`` at a time; with ``decodes`` cells are decoded ahead."""
+    def __init__(
+        self, source: Source, order: Order, epoch: Epoch, lane: Lane, size: int, *, decodes: bool, is_regular: bool
+    ) -> None:
+        """Rows are asked for ``size`` at a time, all of these where it ``is_regular``; with ``decodes`` cells are
+        decoded ahead.
+        """
         self._size = size
+        self._is_regular = is_regular
         self.epoch = epoch
         self._decodes = decodes
         self.lane = lane
@@ -172,7 +183,7 @@ class _Pass:
         """Have the block that position ``at`` of the lane is in."""
         if self._ahead is None or at < self._first or at > self._last + _JUMP * (self._last - self._first):
             self.close()
-            found = blocks(self._source, self._order, self.lane, at, self._size)
+            found = blocks(self._source, self._order, self.lane, at, self._size, is_regular=self._is_regular)
             if self._decodes and self._source.is_encoded:
                 self._ahead = Ahead(decoded(found, self._source.table.row_bytes, at), _DECODED_AHEAD)
             else:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from lagom.data import values
+from lagom.data.batchwise import Batchwise
 from lagom.data.values import Span
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ class Rows(Sequence[Any]):
                 raise ValueError("rows are cut forwards")
             return Rows([Span(self.block(), start, stop, step)])
         place = index + len(self) if index < 0 else index
+        if place and any(isinstance(span.block, Batchwise) for span in self._spans):
+            # Row by row that is slow. The first is looked at by torch, which then asks for the batch.
+            self._spans = [Span(self.block(), 0, len(self), 1)]
         for span in self._spans:
             inside = range(span.start, span.stop, span.step)
             if 0 <= place < len(inside):

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from lagom.data import values
+from lagom.data.batchwise import Batchwise, cut, joined
 from lagom.data.cells import Encoded
 from lagom.data.codecs import Slow
 from lagom.data.columns import Leaf, Where
-from lagom.data.cursor import Cursor
+from lagom.data.cursor import Cursor, Cuts
 from lagom.data.memory import Memory
 from lagom.data.mixing import Round
 from lagom.data.plain import Plain
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lagom.data.cursor import Part
+    from lagom.data.pages import Pages
     from lagom.data.table import Known, Opened, Table
     from lagom.data.values import Block, Path
 
@@ -36,6 +38,8 @@ AHEAD = 3
 """Blocks in the order of the table that may wait for the program, which are small."""
 _AT_ONCE = 2
 """Windows of rows that are decoded at the same time, where row groups are so small."""
+_MANY = 4
+"""Columns whose tensors take longer than what is in them. See Note [Batch by batch]."""
 _FOOTERS = 256
 """That are kept: of a large file, 1 MB or so."""
 _DECODED_ROWS, _DECODED_BYTES = 512, 1 << 20
@@ -54,6 +58,8 @@ class Source:
         self._shapes: dict[Path, tuple[int, ...]] = {}
         self.memory = Memory()
         self.plain = Plain(table, leaves)
+        self.pages: list[Pages] = []
+        """Of cursors that are gone."""
         self._footers: OrderedDict[int, Known] = OrderedDict()
 
     def open(self, file: int) -> Opened:
@@ -91,63 +97,81 @@ class Source:
                     raise where.error(path, 0, f"a shape of {column.array.shape[1:]} where others have {shape}")
         return found
 
+    @property
+    def is_many(self) -> bool:
+        """Whether tensors of a batch are many, and all of numbers; these then lie batch by batch."""
+        return len(self._leaves) >= _MANY and all(len(one) == 1 and one[0].nulls != "mask" for _, one in self._leaves)
 
-def blocks(source: Source, order: Order, lane: Lane, at: int, size: int) -> Blocks:
+    def in_batches(self, found: Sequence[tuple[Sequence[int], NDArray[Any]]], skipped: int, count: int) -> Block:
+        """``count`` rows of numbers behind ``skipped``, by their columns, as ``Pages.read_batches`` gives them."""
+        names = [name for name, _ in self._leaves]
+        groups = [([names[number] for number in numbers], array) for numbers, array in found]
+        return Batchwise(groups, names, skipped, count)
+
+
+def blocks(source: Source, order: Order, lane: Lane, at: int, size: int, *, is_regular: bool = True) -> Blocks:
     """The rows of ``lane`` from position ``at`` of it or before, each block with the position that it begins at.
 
-    Blocks in the order of the table end where batches of ``size`` rows do.
+    Blocks in the order of the table end where batches of ``size`` rows do; with ``is_regular`` all of these are used.
     """
     if order.is_plain:
-        return _in_order(source, order, at, size)
+        return _in_order(source, order, at, size, is_regular)
     return _shuffled(source, order, lane, at)
 
 
-def _in_order(source: Source, order: Order, at: int, size: int) -> Blocks:
+def _in_order(source: Source, order: Order, at: int, size: int, is_regular: bool) -> Blocks:
     rest: list[Block] = []
     num_rest = 0
-    with closing(_row_groups(source, order, at)) as found:
+    with closing(_row_groups(source, order, at, size if is_regular else None)) as found:
         for block in found:
             count = values.num_rows(block)
             start = 0
             if rest:
                 # A batch that two blocks share is joined here rather than where the program waits for it.
                 start = min(count, size - num_rest)
-                rest.append(values.cut(block, 0, start))
+                rest.append(cut(block, 0, start))
                 num_rest += start
                 if num_rest < size:
                     continue
-                yield at, values.joined(rest)
+                yield at, joined(rest)
                 at, rest, num_rest = at + num_rest, [], 0
             stop = count - (count - start) % size
             if stop > start:
-                yield at, values.cut(block, start, stop)
+                yield at, cut(block, start, stop)
                 at += stop - start
             if stop < count:
-                rest, num_rest = [values.cut(block, stop, count)], count - stop
+                rest, num_rest = [cut(block, stop, count)], count - stop
     if rest:
-        yield at, values.joined(rest)
+        yield at, joined(rest)
 
 
-def _row_groups(source: Source, order: Order, at: int) -> Generator[Block, None, None]:
-    """The rows from ``at`` on in the order of the table; small row groups are decoded by several threads."""
+def _row_groups(source: Source, order: Order, at: int, size: int | None) -> Generator[Block, None, None]:
+    """The rows from ``at`` on in the order of the table; small row groups are decoded by several threads.
+
+    Batches of ``size`` rows begin at ``at``, and may lie one behind the other in blocks.
+    """
     most = min(MOST, order.window)
     pieces = deque(order.pieces(0, at, order.num_rows))
+    begun = 0
     threads = min(torch.get_num_threads(), _AT_ONCE * order.window // max(order.counts))
     if threads < 2:
-        cursor = Cursor(source, most, is_alone=True, is_last=True)
-        for piece in pieces:
-            yield from cursor.read(piece)
+        with closing(Cursor(source, most, is_alone=True, is_last=True)) as cursor:
+            for piece in pieces:
+                yield from cursor.read(piece)
         return
-    cursors = deque(Cursor(source, most, is_alone=False, is_last=True) for _ in range(threads))
 
-    def read(cursor: Cursor, piece: Piece) -> tuple[Cursor, list[Block]]:
-        return cursor, list(cursor.read(piece))
+    def read(cursor: Cursor, piece: Piece, ahead: int) -> tuple[Cursor, list[Block]]:
+        return cursor, list(cursor.read(piece, None if size is None else Cuts(size, ahead)))
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(threads) as pool:
+        made = [Cursor(source, most, is_alone=False, is_last=True) for _ in range(threads)]
+        cursors = deque(stack.enter_context(closing(cursor)) for cursor in made)
         reading: deque[Future[tuple[Cursor, list[Block]]]] = deque()
         while pieces or reading:
             while pieces and cursors:
-                reading.append(pool.submit(read, cursors.popleft(), pieces.popleft()))
+                piece = pieces.popleft()
+                reading.append(pool.submit(read, cursors.popleft(), piece, -begun % (size or 1)))
+                begun += piece.stop - piece.start
             cursor, found = reading.popleft().result()
             cursors.append(cursor)
             yield from found
@@ -159,27 +183,28 @@ def _shuffled(source: Source, order: Order, lane: Lane, at: int) -> Blocks:
     # What is decoded and left over is a round again at most.
     most = min(MOST, 2 * order.window)
     is_alone = len(streams) == 1
-    cursors = {stream: Cursor(source, most, is_alone=is_alone, is_last=False) for stream in streams}
     size = order.window * len(streams)
     # Copying waits for memory, and numpy lets go of the interpreter meanwhile.
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        made = [Cursor(source, most, is_alone=is_alone, is_last=False) for _ in streams]
+        cursors = {stream: stack.enter_context(closing(cursor)) for stream, cursor in zip(streams, made, strict=True)}
         for number in range(at // size, -(-order.length(lane.first) // order.window)):
             index, bases = _mixed(order, streams, number)
-            made = Round(index, source.memory)
+            mixed = Round(index, source.memory)
 
             def window(
-                stream: int, base: int, number: int = number, made: Round = made
+                stream: int, base: int, number: int = number, mixed: Round = mixed
             ) -> list[tuple[list[Path], Block]]:
                 found = []
                 for piece in order.pieces(stream, number * order.window, (number + 1) * order.window):
                     for block in cursors[stream].read(piece):
-                        found.append((list(block), made.put(block, base)))
+                        found.append((list(block), mixed.put(block, base)))
                         base += values.num_rows(block)
                 return found
 
             parts = [part for found in pool.map(window, streams, bases) for part in found]
-            yield number * size, made.block(parts[0][0], [rest for _, rest in parts], pool)
-            del parts, made
+            yield number * size, mixed.block(parts[0][0], [rest for _, rest in parts], pool)
+            del parts, mixed
 
 
 def decoded(found: Blocks, row_bytes: int, at: int) -> Blocks:

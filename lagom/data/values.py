@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _PARTS = 8
 """In which rows of a column are gathered by several threads."""
+_SMALL = 1 << 14
+"""Bytes that are copied without giving the interpreter away, as numpy does, and having to wait for it."""
 _MANY = 4
 """Columns that keep threads busy, each with one of them."""
 
@@ -67,7 +69,7 @@ class Dense:
         empty = np.empty if memory is None else memory.empty
         shape, dtype = arrays[0].shape[1:], arrays[0].dtype
         if index is None or len(arrays) > 1:
-            source = np.concatenate(arrays, out=empty((sum(map(len, arrays)), *shape), dtype))
+            source = _concatenated(arrays, empty((sum(map(len, arrays)), *shape), dtype))
         else:
             source = arrays[0]
         if index is None:
@@ -83,6 +85,17 @@ class Dense:
         else:
             list(pool.map(take, np.array_split(index, _PARTS), np.array_split(out, _PARTS)))
         return Dense(out)
+
+
+def _concatenated(arrays: Sequence[NDArray[Any]], out: NDArray[Any]) -> NDArray[Any]:
+    if out.ndim > 1 or out.nbytes > _SMALL:
+        return np.concatenate(arrays, out=out)
+    into = memoryview(cast("Any", out))
+    at = 0
+    for array in arrays:
+        into[at : at + len(array)] = memoryview(cast("Any", array))
+        at += len(array)
+    return out
 
 
 class Arrow:
@@ -164,6 +177,11 @@ class Span(NamedTuple):
 def batch(span: Span) -> dict[str, Any]:
     """What the program sees of rows: values by column, structs as dicts in it."""
     block, start, stop, step = span
+    tensors = getattr(block, "tensors", None)  # of a block that lies batch by batch
+    if tensors is not None and step == 1:
+        whole: dict[str, Any] | None = tensors(start, stop)
+        if whole is not None:
+            return whole
     found: dict[str, Any] = {}
     for path, values in block.items():
         if step == 1 and type(values) is Dense:  # most columns of most tables, and nothing but this takes time here
