@@ -42,6 +42,8 @@ def dense(array: Any, kind: Any, fill: int | float, *, strict: bool, depth: int 
     wanted = types.numpy_type(kind)
     if pa.types.is_temporal(kind):
         array = array.view(pa.from_numpy_dtype(wanted))
+    elif pa.types.is_decimal(kind):
+        array = _of_decimals(array)
     elif not pa.types.is_boolean(kind) and array.type != pa.from_numpy_dtype(wanted):
         array = array.cast(pa.from_numpy_dtype(wanted))
     if array.null_count:
@@ -50,6 +52,19 @@ def dense(array: Any, kind: Any, fill: int | float, *, strict: bool, depth: int 
     if not found.flags.writeable and found.dtype == wanted and found.ndim == 1 and len(found):
         found = view(array, wanted)
     return found
+
+
+def _of_decimals(array: Any) -> Any:
+    """The float64 nearest to each decimal, as Python and Spark have it; Arrow's own cast may give one beside it."""
+    import pyarrow as pa
+
+    kind = array.type
+    if not pa.types.is_decimal128(kind) or kind.precision > 15 or not 0 <= kind.scale <= 22:
+        return array.cast(pa.string()).cast(pa.float64())
+    # Up to 15 digits both numbers are exact, and so the quotient is rounded once.
+    low = np.frombuffer(array.buffers()[1], "<i8", 2 * len(array), 16 * array.offset)[::2]
+    valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
+    return pa.array(low / 10.0**kind.scale, mask=None if valid is None else ~valid)
 
 
 def view(array: Any, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -63,6 +63,17 @@ def test_values_become_tensors(tmp_path: Path, kind: Any, values: list[Any], wan
         assert found == wanted
 
 
+@pytest.mark.parametrize(("precision", "scale"), [(5, 2), (12, 4), (15, 15), (16, 3), (38, 20)])
+def test_a_decimal_becomes_the_float_nearest_to_it(tmp_path: Path, precision: int, scale: int) -> None:
+    step = 10**precision // 45
+    values = [
+        decimal.Decimal(f"{number}e-{scale}", decimal.Context(prec=precision))
+        for number in range(1 - 10**precision, 10**precision, step)
+    ]
+    found = batch(tmp_path, {"a": pa.array([*values, None], pa.decimal128(precision, scale))}, nulls=-1)["a"]
+    assert found.tolist() == [*map(float, values), -1.0]  # not the one beside it, as by Arrow's cast
+
+
 def test_structs_become_dicts_and_vectors_of_spark_tensors(tmp_path: Path) -> None:
     vector = pa.struct(
         [
