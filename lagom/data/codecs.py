@@ -56,7 +56,12 @@ class Scalar:
     def convert(self, array: Any, path: Path, where: Where) -> Values:
         """Numbers of that type, as far as torch can compute with it."""
         found = lists.dense(array, array.type, 0, strict=False)
-        return Dense(lists.writable(found.astype(computable(self.dtype), copy=False)))
+        wanted = computable(self.dtype)
+        made = found.astype(self.dtype) if _may_change(found.dtype, self.dtype) else found
+        if made is not found and (changed := made != found).any():
+            row = int(np.argmax(changed))
+            raise where.error(path, row, f"{found[row]} does not fit into {self.dtype}, which petastorm's schema has")
+        return Dense(lists.writable(made.astype(wanted, copy=False)))
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,27 @@ def computable(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return _WIDER.get(dtype, dtype)
 
 
+def widened(found: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """``found`` as torch computes with ``dtype``, which it has in some byte order.
+
+    Raises:
+        ValueError: for unsigned integers that int64 does not hold.
+    """
+    if not _fits(found):
+        raise ValueError(f"{found.max()} does not fit into int64, which torch computes with in place of uint64")
+    return found.astype(computable(dtype), copy=False)
+
+
+def _fits(found: NDArray[Any]) -> bool:
+    is_wide = found.dtype.kind == "u" and found.dtype.itemsize == 8
+    return not (is_wide and found.size and found.max() >= 1 << 63)
+
+
+def _may_change(found: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """Whether numbers may become others, and not only rounder."""
+    return wanted.kind in "bui" and not np.can_cast(found, wanted)
+
+
 def _cells(cells: list[NDArray[Any] | None], field: Field, ragged: str, path: Path) -> Cells:
     assert field.dtype is not None
     shape = None if None in field.shape else tuple(size for size in field.shape if size is not None)
@@ -169,7 +195,7 @@ def _checked(found: NDArray[Any], field: Field) -> NDArray[Any]:
     if why := _misfit(found.shape, found.dtype, field):
         raise ValueError(why)
     assert field.dtype is not None
-    return found.astype(computable(field.dtype), copy=False)
+    return widened(found, field.dtype)
 
 
 def _saved(cell: Any) -> NDArray[Any]:
@@ -226,4 +252,4 @@ def _alike(cells: _Buffers, field: Field, memory: Memory | None) -> NDArray[Any]
         body = np.ascontiguousarray(body.reshape(len(lengths), *shape[::-1]).transpose(0, *range(len(shape), 0, -1)))
     assert field.dtype is not None
     # Of the machine's own byte order, whatever the file's.
-    return body.reshape(len(lengths), *shape).astype(computable(field.dtype), copy=False)
+    return widened(body.reshape(len(lengths), *shape), field.dtype) if _fits(body) else None

@@ -113,14 +113,19 @@ class Leaf:
             raise told(row, f"a null; {_NULL_CHOICES}")
         if self.nulls == "mask":
             return
-        if self.codec is not None or types.is_text(self.type) or types.is_vector(self.type):
+        is_cell = self.codec is not None and not types.is_number(self.type)
+        if is_cell or types.is_text(self.type) or types.is_vector(self.type):
             raise told(row, f'a null, for which {self.nulls!r} cannot stand in {self.type}; nulls="mask" can')
         if self.nulls == "nan" and not types.is_float(types.innermost(self.type)):
             raise told(row, f"a null, and {self.type} has no NaN; {_NULL_CHOICES}")
 
     def _values(self, array: Any, where: Where, told: Callable[[int, str], Exception]) -> Values:
+        import pyarrow as pa
+
         try:
             if self.codec is not None:
+                if array.null_count and types.is_number(self.type):  # petastorm's scalars
+                    array = array.fill_null(pa.scalar(self._fill()).cast(array.type))
                 return self.codec.convert(array, self.path, where)
             if types.is_vector(self.type):
                 return Dense(lists.vectors(array))

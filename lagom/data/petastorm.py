@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from lagom.data import codecs
 from lagom.data.cells import Cells, Encoded
 from lagom.data.loader import ParquetLoader
 from lagom.data.parquet import ParquetDataset
@@ -219,17 +220,21 @@ def collate(rows: list[dict[str, Any]]) -> Any:
             if value is None:
                 raise DataError(f"field {name!r} is null in a batch; have the transform replace it")
     try:
-        return default_collate([{name: _computable(value) for name, value in row.items()} for row in rows])
+        return default_collate([{name: _computable(name, value) for name, value in row.items()} for row in rows])
     except (RuntimeError, TypeError) as error:
         shapes = {name: {np.shape(row[name]) for row in rows} for name in rows[0]}
         told = {name: sorted(found) for name, found in shapes.items() if len(found) > 1}
         raise DataError(f"rows do not fit into a batch{f'; shapes differ: {told}' if told else ''}: {error}") from error
 
 
-def _computable(value: Any) -> Any:
-    wider = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
-    if isinstance(value, (np.ndarray, np.generic)):
-        if value.dtype.name in wider:
-            return value.astype(wider[value.dtype.name])
-        return value.item() if value.dtype.kind in "US" else value
-    return value
+def _computable(name: str, value: Any) -> Any:
+    if not isinstance(value, (np.ndarray, np.generic)):
+        return value
+    if value.dtype.kind in "US":
+        return value.item()
+    if value.dtype.kind != "u":
+        return value
+    try:
+        return codecs.widened(value, value.dtype)  # type: ignore[arg-type]  # a scalar is like an array of no dimension
+    except ValueError as error:
+        raise DataError(f"field {name!r} of a row that transform_spec's function returned: {error}") from error

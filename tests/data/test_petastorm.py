@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.data import ParquetDataset, ParquetLoader, TransformSpec, codecs, images, unischema
+from lagom.data import ParquetDataset, ParquetLoader, TransformSpec, codecs, columns, images, unischema
 from lagom.data.unischema import Field, loads
 from lagom.errors import DataError
 from lagom.patching.session import Session
@@ -127,6 +127,55 @@ def test_nulls_and_shapes_that_differ_are_the_programs_choice() -> None:
     padded = batches(schema_fields=["ragged"], ragged="pad")[0]["ragged"]
     assert padded.shape == (4, 3, 2)
     assert padded[0].tolist() == [*row(0)["ragged"].tolist(), [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(("nulls", "stands_in"), [(-1, -1.0), ("nan", float("nan")), ("mask", 0.0)])
+def test_nulls_of_scalars_are_what_the_program_puts_there(nulls: Any, stands_in: float) -> None:
+    codec = codecs.codec(Field("a", np.dtype(np.float32), (), "ScalarCodec", True), "error")
+    leaf = columns.Leaf(("a",), pa.float32(), nulls, "error", codec)
+    found = leaf.convert(pa.array([1.5, None, 2.5], pa.float32()), anywhere())
+    assert torch.equal(found["a",].batch().nan_to_num(7), torch.tensor([1.5, stands_in, 2.5]).nan_to_num(7))
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("is_zipped", [False, True])
+def test_numbers_that_torch_has_no_type_for_are_an_error(order: str, is_zipped: bool) -> None:
+    def saved(numbers: list[int]) -> bytes:
+        file = io.BytesIO()
+        array = np.array(numbers, f"{order}u8")
+        np.savez_compressed(file, arr=array) if is_zipped else np.save(file, array)
+        return file.getvalue()
+
+    codec = codecs.codec(
+        Field("a", np.dtype(np.uint64), (2,), "CompressedNdarrayCodec" if is_zipped else "NdarrayCodec", False), "error"
+    )
+    assert codec is not None
+    fine = codec.convert(pa.array([saved([1, 2**63 - 1])] * 3), ("a",), anywhere()).batch()
+    assert fine.tolist() == [[1, 2**63 - 1]] * 3
+    with pytest.raises(DataError, match=r"row 1: .*9223372036854775808 does not fit into int64"):
+        codec.convert(pa.array([saved([1, 2]), saved([2**63, 1]), saved([3, 4])]), ("a",), anywhere()).batch()
+
+
+def test_scalars_that_do_not_fit_into_the_schemas_type_are_an_error() -> None:
+    codec = codecs.codec(Field("a", np.dtype(np.uint8), (), "ScalarCodec", False), "error")
+    assert codec is not None
+    assert codec.convert(pa.array([0, 255], pa.int16()), ("a",), anywhere()).batch().dtype == torch.uint8
+    with pytest.raises(DataError, match=r"row 1: 256 does not fit into uint8"):
+        codec.convert(pa.array([1, 256], pa.int16()), ("a",), anywhere())
+
+
+def test_a_transforms_numbers_that_torch_has_no_type_for_are_an_error() -> None:
+    def large(found: dict[str, Any]) -> dict[str, Any]:
+        return {"id": np.uint64(2**64 - 1 if found["id"] == 3 else 7)}
+
+    with pytest.raises(DataError, match=r"field 'id'.*18446744073709551615 does not fit into int64"):
+        list(lagom.PetastormDataLoader(WRITTEN, 5, transform_spec=large))
+
+
+def anywhere() -> columns.Where:
+    """Row group 0 of a table."""
+    table = ParquetDataset(WRITTEN).table
+    return columns.Where(table, 0, 0)
 
 
 def test_transforms_are_petastorms() -> None:
