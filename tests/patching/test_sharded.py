@@ -98,6 +98,22 @@ def test_the_weights_are_those_of_the_batches_taken_together(sizes: list[list[in
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
+def test_what_stands_for_no_sample_may_be_changed_before_the_model_gets_it() -> None:
+    """Also where this rank has had a batch of one sample, which counted."""
+
+    def run(session: Session) -> Tensor:
+        with placed(session):
+            model = nn.Linear(2, 1).double()
+            for batch in DataLoader(Part([[2, 2], [3, 1], [5, 0]]), batch_size=None):
+                model(batch.double() / 3).square().mean().backward()
+            assert model.weight.grad is not None
+            return model.weight.grad
+
+    expected = alone(run)
+    for found in run_ranks(2, run):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 def test_its_draws_leave_the_common_streams_equal() -> None:
     class Drawing(Stream):
         lagom_sharded = True
