@@ -134,7 +134,7 @@ def test_a_program_of_petastorms_reads_its_shard_on_each_rank(tmp_path: Path) ->
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_batches_of_all_shards_make_one(tmp_path: Path, world_size: int) -> None:
     from petastorm import make_batch_reader, make_reader
-    from petastorm.pytorch import BatchedDataLoader, DataLoader
+    from petastorm.pytorch import BatchedDataLoader, DataLoader, InMemBatchedDataLoader
 
     url = write(tmp_path / "table", [[9, 2], [5], [3, 1]]).as_uri()
     plain = numbers(tmp_path / "plain", [[9, 2], [5], [3, 1]]).as_uri()
@@ -144,8 +144,12 @@ def test_batches_of_all_shards_make_one(tmp_path: Path, world_size: int) -> None
         with standing_at(place):
             model = torch.nn.Linear(6, 1).double()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            options: Any = {"reader_pool_type": "dummy", "shuffle_row_groups": False}
+            for batch in InMemBatchedDataLoader(make_batch_reader(plain, **options), 99, num_epochs=2):
+                optimizer.zero_grad()
+                model(torch.outer(batch["x"], torch.arange(6.0).double())).square().mean().backward()
+                optimizer.step()
             for _ in range(3):  # one step each: the order of shards does not show
-                options: Any = {"reader_pool_type": "dummy", "shuffle_row_groups": False}
                 with DataLoader(make_reader(url, **options), batch_size=99) as loader:
                     for batch in loader:
                         optimizer.zero_grad()
@@ -161,6 +165,27 @@ def test_batches_of_all_shards_make_one(tmp_path: Path, world_size: int) -> None
         for one, other in zip(theirs, weights, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0 if world_size == 1 else 1e-12)
     assert sorted(number for _, ids in found for number in ids) == sorted(everything) == list(range(20))
+
+
+def test_ranks_with_other_numbers_of_batches_in_memory_take_the_same_steps(tmp_path: Path) -> None:
+    from petastorm import make_batch_reader
+    from petastorm.pytorch import InMemBatchedDataLoader
+
+    plain = numbers(tmp_path / "plain", [[9], [5], [3]]).as_uri()
+
+    def run(session: Session) -> tuple[float, list[int]]:
+        with standing_at(Place(session.rank, session.world_size, session.rank, session.world_size)):
+            model = torch.nn.Linear(1, 1).double()
+            ids: list[int] = []
+            for batch in InMemBatchedDataLoader(make_batch_reader(plain, reader_pool_type="dummy"), 2):
+                model(batch["x"][:, None]).square().mean().backward()
+                ids += batch["row"].tolist()
+            assert model.weight.grad is not None
+            return model.weight.grad.item(), ids
+
+    (first, ours), (second, theirs) = run_ranks(2, run)
+    assert first == second
+    assert set(ours) | set(theirs) == set(range(17))
 
 
 def test_in_a_run_it_is_there_when_asked_for_and_nothing_stays() -> None:

@@ -54,13 +54,17 @@ def _sharded(make: Any) -> Any:
 
 def _weigh_batches(module: Any) -> None:
     """Batches of petastorm's loaders count as those of a data set that shards itself."""
-    plain = module.LoaderBase.__iter__
+    for kind in (module.LoaderBase, module.InMemBatchedDataLoader):
+        kind.__iter__ = _weighed(kind.__iter__)
 
+
+def _weighed(plain: Any) -> Any:
+    @functools.wraps(plain)
     def iterated(self: Any) -> Any:
         batches = plain(self)
         return batches if _place() is None else iter(_loader(batches))
 
-    module.LoaderBase.__iter__ = iterated
+    return iterated
 
 
 def _loader(batches: Any) -> Any:
