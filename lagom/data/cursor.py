@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lagom.data import values
-from lagom.data.pages import Pages
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Cursor:
         self._opened: Opened | None = None
         self._group = -1
         self._at = 0
-        self._pages = source.pages.pop() if source.pages else Pages()
+        self._pages = source.spare_pages()
         self._chunks: dict[int, Chunk] = {}
         self._batches: Iterator[Any] | None = None
         self._rest: Part | None = None
@@ -71,7 +70,7 @@ class Cursor:
     def close(self) -> None:
         """Leave the memory that this decodes into to the next one."""
         self._pages.end()
-        self._source.pages.append(self._pages)
+        self._source.keep(self._pages)
 
     def read(self, piece: Piece, cuts: Cuts | None = None) -> Iterator[Block]:
         """The rows of ``piece``; with ``cuts`` those of whole batches lie batch by batch where that is worth it."""

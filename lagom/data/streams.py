@@ -19,6 +19,7 @@ from lagom.data.columns import Leaf, Where
 from lagom.data.cursor import Cursor, Cuts
 from lagom.data.memory import Memory
 from lagom.data.mixing import Round
+from lagom.data.pages import Pages
 from lagom.data.plain import Plain
 from lagom.data.shard import Lane, Order, Piece
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lagom.data.cursor import Part
-    from lagom.data.pages import Pages
     from lagom.data.table import Known, Opened, Table
     from lagom.data.values import Block, Path
 
@@ -58,8 +58,7 @@ class Source:
         self._shapes: dict[Path, tuple[int, ...]] = {}
         self.memory = Memory()
         self.plain = Plain(table, leaves)
-        self.pages: list[Pages] = []
-        """Of cursors that are gone."""
+        self._spare: list[Pages] = []
         self._footers: OrderedDict[int, Known] = OrderedDict()
 
     def open(self, file: int) -> Opened:
@@ -69,6 +68,17 @@ class Source:
         if len(self._footers) > _FOOTERS:
             self._footers.popitem(last=False)
         return opened
+
+    def spare_pages(self) -> Pages:
+        """What decodes pages: one that another cursor has left, whose memory need not be made, or a new one."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return Pages()
+
+    def keep(self, pages: Pages) -> None:
+        """Have the next cursor take ``pages``."""
+        self._spare.append(pages)
 
     @property
     def is_encoded(self) -> bool:
