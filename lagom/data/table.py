@@ -99,7 +99,7 @@ class Table:
 
     def open(self, file: int, known: Known | None = None) -> Opened:
         """The Parquet file number ``file``, of which ``known`` is known."""
-        self.stamps.check(self.home, self.files[file].path)
+        self.stamps.look(self.home, self.files[file].path)
         footer, places = known or (None, None)
         source, opened = open_file(self.home, self.files[file], footer, whole=self.chunk_bytes <= PAGE_BYTES)
         return Opened(opened, source, pages.places(opened.metadata) if places is None else places)
@@ -171,10 +171,13 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
     home, files = where.home, where.files
     schema = unischema.found(home, where.folder) if where.folder is not None else None
     stamps = Stamps()
-    for file in files:
-        stamps.check(home, file.path)
+
+    def footer(file: File) -> Footer:
+        stamps.look(home, file.path)
+        return Footer(home, file)
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        footers = list(pool.map(lambda file: Footer(home, file), files))
+        footers = list(pool.map(footer, files))
     partitions = partitions_of(files)
     if columns is None:
         check_names(files, footers)

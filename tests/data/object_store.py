@@ -152,7 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _headers(self, size: int) -> None:
         self.send_header("Content-Length", str(size))
-        self.send_header("Last-Modified", formatdate(0, usegmt=True))
+        path = self._path()
+        self.send_header("Last-Modified", formatdate(path.stat().st_mtime if path else 0, usegmt=True))
         self.send_header("ETag", '"0"')
         self.send_header("Connection", "close")  # else its thread lives as long as the client
         self.end_headers()

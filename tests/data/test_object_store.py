@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +56,19 @@ def test_a_table_in_a_store_is_read_here_and_in_workers(store: Store, num_worker
         assert rows(dataset) == list(range(900))  # so that workers are forked from a process with connections
     assert rows(dataset, num_workers=num_workers) == list(range(900))
     assert len(ParquetDataset(store.url("table/part-001.parquet").replace("s3:", "s3a:"))) == 300
+
+
+def test_an_object_that_is_written_over_with_as_many_bytes_is_an_error(store: Store, tmp_path: Path) -> None:
+    """Also where the data set has travelled; the time of writing is what tells."""
+    dataset = pickle.loads(pickle.dumps(ParquetDataset(store.url("table"))))
+    assert rows(dataset) == list(range(900))
+    path = tmp_path / "table" / "part-002.parquet"
+    was = path.stat()
+    os.utime(path, (was.st_atime, was.st_mtime + 0.2 - was.st_mtime % 1))  # within the same second nobody knows
+    assert rows(dataset) == list(range(900))
+    os.utime(path, (was.st_atime, was.st_mtime + 2))
+    with pytest.raises(DataError, match=r"part-002\.parquet was written again since"):
+        rows(dataset)
 
 
 def test_ranks_read_their_shares_from_a_store(store: Store) -> None:
