@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from lagom.data import delta
+from lagom.data import delta, sink
 from lagom.errors import DataError, LagomError
 
 if TYPE_CHECKING:
@@ -154,10 +154,12 @@ def _files(home: Any, path: str, source: str) -> list[File]:
         raise DataError(f"{source} cannot be listed: {error}") from error
     below = {one.path: one.path[len(path) + 1 :] for one in infos}
     _refuse_tables(set(below.values()), source)
+    committed = sink.committed(home, path, set(below.values()))
     found = [
         File(one.path, below[one.path], one.size, _partition(below[one.path]))
         for one in infos
         if one.type == fs.FileType.File and not _hidden(below[one.path])
+        if committed is None or below[one.path] in committed
     ]
     if not found:
         raise DataError(f"{source} holds no data files, {len(infos)} entries in all")
