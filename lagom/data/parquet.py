@@ -6,7 +6,7 @@ import os
 import pickle
 from dataclasses import replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -40,6 +40,14 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+class Origin(NamedTuple):
+    """Where the rows of a data set come from."""
+
+    sources: list[str]
+    filters: Any
+    filesystem: Any
+
+
 class ParquetDataset(Dataset[Any]):
     """Rows of Parquet files, in the order of the files' names.
 
@@ -49,7 +57,8 @@ class ParquetDataset(Dataset[Any]):
 
     Args:
         source: a folder or file, or a list of these: paths, or URLs that pyarrow or fsspec know (s3:, gs:, hdfs:, ...).
-        columns: names, in the order wanted; None: all.
+            Or another ``ParquetDataset``, of which rows and, unless others are given, columns and filters are taken.
+        columns: names, in the order wanted, or a function that chooses them among all; None: all.
         filters: rows to keep, as pyarrow has it: ``[("x", ">", 0), ...]`` for "and", a list of such lists for "or".
             Row groups that cannot have such rows are not read.
         nulls: what becomes of nulls: "error", a number in their place, "nan", "mask" (an entry ``NAME__valid`` beside),
@@ -67,11 +76,13 @@ class ParquetDataset(Dataset[Any]):
         ValueError: for a column that is not there, or whose type cannot be a tensor.
     """
 
+    origin: Origin
+
     def __init__(
         self,
-        source: str | Path | Sequence[str | Path],
+        source: str | Path | Sequence[str | Path] | ParquetDataset,
         *,
-        columns: Sequence[str] | None = None,
+        columns: table.Columns | None = None,
         filters: Any = None,
         nulls: Any = "error",
         ragged: Any = "error",
@@ -88,12 +99,14 @@ class ParquetDataset(Dataset[Any]):
             raise ValueError(f"the data set is {source!r}; it is a path, a URL or a list of these")
         if window_bytes < 1 or streams < 1:
             raise ValueError(f"window_bytes is {window_bytes} and streams {streams}; both are at least 1")
-        sources = [source] if isinstance(source, (str, os.PathLike)) else list(source)
-        if not sources:
-            raise ValueError("the list of files is empty")
+        self.origin = _origin(source, filters, filesystem)
+        if columns is None and isinstance(source, ParquetDataset):
+            columns = source.columns
+        self.nulls = nulls
+        self.ragged = ragged
         self.window_bytes = window_bytes
         self.streams = streams
-        self.table = table.table([os.fspath(one) for one in sources], columns, filters, filesystem)
+        self.table = table.table(self.origin.sources, columns, self.origin.filters, self.origin.filesystem)
         names = [field.name for field in self.table.fields]
         check_policies(nulls, ragged, names)
         fields = self.table.schema or {}
@@ -189,6 +202,18 @@ class ParquetDataset(Dataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _generation=_generation)
+
+
+def _origin(source: Any, filters: Any, filesystem: Any) -> Origin:
+    if isinstance(source, ParquetDataset):
+        sources, known, home = source.origin
+        if filters is not None and known is not None:
+            raise ValueError("filters are given, and the data set has some already; say all of them in one place")
+        return Origin(sources, known if filters is None else filters, home if filesystem is None else filesystem)
+    sources = [os.fspath(one) for one in ([source] if isinstance(source, (str, os.PathLike)) else source)]
+    if not sources:
+        raise ValueError("the list of files is empty")
+    return Origin(sources, filters, filesystem)
 
 
 def _steps(index: NDArray[np.int64]) -> range | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,8 @@ class PetastormDataLoader(ParquetLoader):
     """Batches of the data set at ``dataset``: dicts of tensors by field; texts are lists.
 
     Args:
-        dataset: a path, a URL or a list of these; Parquet of any kind. Where petastorm wrote it, cells are decoded as
+        dataset: a path, a URL or a list of these, or a ``ParquetDataset``, as a DataFrame of the config is; Parquet of
+            any kind. Where petastorm wrote it, cells are decoded as
             its schema says.
         batch_size: rows of a batch.
         transform_spec: a function, or a ``TransformSpec`` (petastorm's own will do). Its function sees nulls as None.
@@ -72,7 +74,7 @@ class PetastormDataLoader(ParquetLoader):
 
     def __init__(
         self,
-        dataset: str | Path | Sequence[str | Path],
+        dataset: str | Path | Sequence[str | Path] | ParquetDataset,
         batch_size: int = 1,
         transform_spec: Any = None,
         *,
@@ -93,9 +95,12 @@ class PetastormDataLoader(ParquetLoader):
         if not callable(spec.func) and spec.func is not None:
             raise ValueError(f"transform_spec is {transform_spec!r}; it is a function or a TransformSpec")
         transforms = spec.func is not None
+        if isinstance(dataset, ParquetDataset):
+            nulls = dataset.nulls if nulls is None and dataset.nulls != "error" else nulls
+            ragged = dataset.ragged if ragged is None and dataset.ragged != "error" else ragged
         data = ParquetDataset(
             dataset,
-            columns=schema_fields and _matching(schema_fields, ParquetDataset(dataset).columns),
+            columns=None if schema_fields is None else functools.partial(_matching, schema_fields),
             filters=filters,
             nulls=nulls if nulls is not None else "mask" if transforms else "error",
             ragged=ragged if ragged is not None else "list" if transforms else "error",

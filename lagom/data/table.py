@@ -7,6 +7,7 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lagom.data import pages, unischema
@@ -16,7 +17,9 @@ from lagom.data.stamps import Stamps
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    Columns = Sequence[str] | Callable[[list[str]], Sequence[str]]
 
 _THREADS = 16
 """That read footers, which is mostly waiting."""
@@ -159,8 +162,10 @@ def _partition_value(file: File, field: Any) -> Any:
     return pa.scalar(None, field.type) if text is None else pa.scalar(text).cast(field.type)
 
 
-def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, filesystem: Any) -> Table:
+def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesystem: Any) -> Table:
     """Read the footers of all files, and check that they fit together.
+
+    ``columns`` are names, or a function that chooses among all there are.
 
     Raises:
         DataError: when they do not.
@@ -186,6 +191,8 @@ def table(sources: Sequence[str], columns: Sequence[str] | None, filters: Any, f
             raise DataError(
                 f"column {absent[0]!r} of {sources[0]} is in none of its files; say columns=[...] without it"
             )
+    if callable(columns):
+        columns = columns(list(dict.fromkeys([*chain(*(footer.schema.names for footer in footers)), *partitions])))
     if not columns:
         raise ValueError("columns is empty; name at least one")
 

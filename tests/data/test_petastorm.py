@@ -178,6 +178,29 @@ def anywhere() -> columns.Where:
     return columns.Where(table, 0, 0)
 
 
+def test_fields_that_nobody_asks_for_need_not_fit(tmp_path: Path) -> None:
+    written(tmp_path / "a", {"id": [1, 2], "x": [0.5, 1.5], "texts": [["a"], ["b"]]})
+    written(tmp_path / "b", {"id": [3], "x": [2.5]})
+    files = [tmp_path / folder / "part-0.parquet" for folder in "ab"]
+    (found,) = lagom.PetastormDataLoader(files, 9, schema_fields=["id", "x.*"], shuffle=False)
+    assert {name: column.tolist() for name, column in found.items()} == {"id": [1, 2, 3], "x": [0.5, 1.5, 2.5]}
+    with pytest.raises(DataError, match="'texts'"):
+        lagom.PetastormDataLoader(files, 9, schema_fields=["t.*"])
+
+
+def test_a_data_set_is_taken_in_place_of_its_path(tmp_path: Path) -> None:
+    written(tmp_path, {"id": [1, 2, 3, 4], "x": [0.5, None, 2.5, 4.5], "y": [1, 2, 3, 4]})
+    told = ParquetDataset(tmp_path, columns=["id", "x"], filters=[("id", "<", 4)], nulls=-1)
+    (found,) = lagom.PetastormDataLoader(told, 9, shuffle=False)
+    assert {name: column.tolist() for name, column in found.items()} == {"id": [1, 2, 3], "x": [0.5, -1, 2.5]}
+    (found,) = lagom.PetastormDataLoader(told, 9, lambda frame: frame.assign(x=2 * frame["x"]), shuffle=False)
+    assert found["x"].tolist() == [1, -2, 5]
+    (found,) = ParquetLoader(ParquetDataset(told, nulls="nan", columns=["x"]), 9)
+    assert found["x"].nan_to_num(7).tolist() == [0.5, 7, 2.5]
+    with pytest.raises(ValueError, match="the data set has some already"):
+        ParquetDataset(told, filters=[("id", ">", 1)])
+
+
 def test_transforms_are_petastorms() -> None:
     def double(found: dict[str, Any]) -> dict[str, Any]:
         found["fixed"] = found["fixed"] * 2
