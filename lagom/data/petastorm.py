@@ -94,6 +94,8 @@ class PetastormDataLoader(ParquetLoader):
         spec = transform_spec if hasattr(transform_spec, "func") else TransformSpec(transform_spec)
         if not callable(spec.func) and spec.func is not None:
             raise ValueError(f"transform_spec is {transform_spec!r}; it is a function or a TransformSpec")
+        if "columns" in options:
+            raise ValueError(f"columns is ParquetDataset's; here it is schema_fields={options['columns']!r}")
         transforms = spec.func is not None
         if isinstance(dataset, ParquetDataset):
             nulls = dataset.nulls if nulls is None and dataset.nulls != "error" else nulls

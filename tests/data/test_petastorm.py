@@ -186,6 +186,8 @@ def test_fields_that_nobody_asks_for_need_not_fit(tmp_path: Path) -> None:
     assert {name: column.tolist() for name, column in found.items()} == {"id": [1, 2, 3], "x": [0.5, 1.5, 2.5]}
     with pytest.raises(DataError, match="'texts'"):
         lagom.PetastormDataLoader(files, 9, schema_fields=["t.*"])
+    with pytest.raises(ValueError, match=r"here it is schema_fields=\['id'\]"):
+        lagom.PetastormDataLoader(files, 9, columns=["id"])
 
 
 def test_a_data_set_is_taken_in_place_of_its_path(tmp_path: Path) -> None:
