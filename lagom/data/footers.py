@@ -53,7 +53,18 @@ def open_file(home: Any, file: File, footer: Any = None, *, whole: bool = False)
     except OSError as error:  # Arrow's errors of a damaged file are ValueErrors
         raise DataError(f"{file.path} cannot be opened: {error}") from error
     except ValueError as error:
-        raise DataError(f"{file.path} is no Parquet file, or a damaged one: {error}") from error
+        what = (
+            "an ORC file, and none of Parquet" if _begins(home, file, b"ORC") else "no Parquet file, or a damaged one"
+        )
+        raise DataError(f"{file.path} is {what}: {error}") from error
+
+
+def _begins(home: Any, file: File, magic: bytes) -> bool:
+    try:
+        with home.open_input_file(file.path) as source:
+            return bool(source.read(len(magic)) == magic)
+    except (OSError, ValueError):
+        return False
 
 
 class Footer:

@@ -188,14 +188,22 @@ def _wrong(kind: Any) -> str | None:
     """The part of a type that cannot be a tensor."""
     if isinstance(kind, str):
         return kind if kind in ("variant", "void") or "interval" in kind else None
+    if kind["type"] == "array":
+        return _wrong_inside(kind["elementType"])
     inner = {
-        "array": lambda: [kind["elementType"]],
         "struct": lambda: [field["type"] for field in kind["fields"]],
         "udt": lambda: [kind["sqlType"]],
     }.get(kind["type"])
     if inner is None:
         return str(kind["type"])
     return next(filter(None, map(_wrong, inner())), None)
+
+
+def _wrong_inside(kind: Any) -> str | None:
+    """The same of what an array has: numbers, or arrays of them."""
+    if isinstance(kind, str):
+        return f"array<{kind}>" if kind.startswith(("string", "binary", "char", "varchar")) else _wrong(kind)
+    return _wrong_inside(kind["elementType"]) if kind["type"] == "array" else f"array<{kind['type']}>"
 
 
 def _exists(url: str) -> bool:

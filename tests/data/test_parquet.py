@@ -321,7 +321,11 @@ def test_what_is_no_data_set_is_said(tmp_path: Path) -> None:
     (good / "metadata" / "v1.metadata.json").write_text("{}")
     with pytest.raises(DataError, match="Iceberg"):
         ParquetDataset(good)
-    for text, what in ((b"", "is empty"), (b"PAR1 but not really, not at all", "no Parquet file")):
+    for text, what in (
+        (b"", "is empty"),
+        (b"PAR1 but not really, not at all", "no Parquet file"),
+        (b"ORC and more of it", "is an ORC file"),
+    ):
         bad = tmp_path / f"bad{len(text)}"
         bad.mkdir()
         (bad / "part-7.parquet").write_bytes(text)

@@ -104,7 +104,14 @@ def test_both_spellings_of_the_data_sets_are_handed_over(spark: Any, tmp_path: P
 def test_what_cannot_be_handed_over_is_said_before_anything_is_written(
     spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for column, kind in (("map('a', 1)", "map"), ("array(map('a', 1))", "map"), ("null", "void")):
+    for column, kind in (
+        ("map('a', 1)", "map"),
+        ("array(map('a', 1))", "array<map>"),
+        ("array(array('a'))", "array<string>"),
+        ("array(struct(1, 2))", "array<struct>"),
+        ("struct(array(null))", "void"),
+        ("null", "void"),
+    ):
         with pytest.raises(ValueError, match=rf"train_set is a DataFrame whose column 'm' has the type {kind}.*drop"):
             handed_over({"train_set": spark.range(3).selectExpr("id", f"{column} m")})
     monkeypatch.setattr(frames, "_folder", lambda session: None)
