@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,14 +80,22 @@ class Batches(Sampler[Any]):
         # Not before: torch's loader with workers makes an iterator that it never draws from.
         return Pass(self)
 
-    def begin(self) -> tuple[Iterator[Positions], str]:
-        """The batches of the next epoch, and what tells it from others."""
+    def begin(self, passing: Pass) -> tuple[Iterator[Positions], str]:
+        """The batches of the next epoch, which ``passing`` goes over, and what tells it from others."""
         if self.shuffle and self._seed is None:
             # Once: epochs after a resumed one must be as they would have been.
             self._seed = int(torch.empty((), dtype=torch.int64).random_().item())
         index, start = self.epoch, self._start
         self.epoch, self._start = index + 1, 0
-        made = Epoch(self._source, next(_numbers), index, self._epoch_seed(index), self._streams, self._window)
+        made = Epoch(
+            self._source,
+            next(_numbers),
+            index,
+            self._epoch_seed(index),
+            self._streams,
+            self._window,
+            weakref.ref(passing),
+        )
         told = f"{self._fingerprint} {made.seed} {made.streams} {made.window} {start} {self.batch_size}"
         return self._batches(made, start), told
 
@@ -179,5 +188,5 @@ class Pass:
 
     def _begin(self) -> tuple[Iterator[Positions], str]:
         if self._begun is None:
-            self._begun = self._source.begin()
+            self._begun = self._source.begin(self)
         return self._begun

@@ -40,7 +40,7 @@ class Reader:
         self._table = table
         self._source = Source(table, leaves)
         self._most_bytes = most_bytes
-        self._passes: OrderedDict[int, _Pass] = OrderedDict()
+        self._passes: OrderedDict[Epoch, _Pass] = OrderedDict()
         self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._num_decoded = 0
         self._starts = np.concatenate([[0], np.cumsum(np.array(table.counts, np.int64))])
@@ -52,33 +52,37 @@ class Reader:
             DataError: when they cannot be read.
         """
         narrow = lane(places, epoch.streams)
-        current = self._passes.get(epoch.source)
-        if current is None or (current.epoch, current.lane) != (epoch, narrow):
+        current = self._passes.get(epoch)
+        if current is None or current.lane != narrow:
             order = Order(self._table.counts, epoch.seed, epoch.streams, epoch.window)
-            if current is not None and current.epoch == epoch and narrow.step < current.lane.step and len(places) == 1:
+            if current is not None and narrow.step < current.lane.step and len(places) == 1:
                 # A row of others, in place of one that this rank lacks; the pass goes on with its own.
                 group, row = order.row(places.start)
                 return self.pick(self._starts[group : group + 1] + row, is_asked=False)
-            if current is not None:
-                current.close()
+            self._leave(epoch)
             # A worker has some batches only, and a rank whose number divides no streams some rows.
             decodes = narrow.step == places.step and get_worker_info() is None
-            current = self._passes[epoch.source] = _Pass(
+            current = self._passes[epoch] = _Pass(
                 self._source,
                 order,
-                epoch,
                 narrow,
                 len(places) * places.step // narrow.step,
                 decodes=decodes,
                 is_regular=places.step == narrow.step,
             )
-        self._passes.move_to_end(epoch.source)
+        self._passes.move_to_end(epoch)
         while len(self._passes) > _PASSES:
             self._passes.popitem(last=False)[1].close()
         found = current.rows(places)
         if current.is_over(places):
-            self._passes.pop(epoch.source).close()
+            self._passes.pop(epoch).close()
         return found
+
+    def _leave(self, epoch: Epoch) -> None:
+        """End what goes on of ``epoch``, and passes over what it belongs to that nobody goes on with."""
+        for other in list(self._passes):
+            if other == epoch or (other.source == epoch.source and other.is_left):
+                self._passes.pop(other).close()
 
     def pick(self, index: NDArray[np.int64], *, is_asked: bool = True) -> list[Span]:
         """The rows at ``index``, counted in the order of the table.
@@ -137,15 +141,12 @@ def _whole(block: Block) -> list[Span]:
 class _Pass:
     """What one process reads of an epoch: the positions of a lane, in order, ahead in a thread."""
 
-    def __init__(
-        self, source: Source, order: Order, epoch: Epoch, lane: Lane, size: int, *, decodes: bool, is_regular: bool
-    ) -> None:
+    def __init__(self, source: Source, order: Order, lane: Lane, size: int, *, decodes: bool, is_regular: bool) -> None:
         """Rows are asked for ``size`` at a time, all of these where it ``is_regular``; with ``decodes`` cells are
         decoded ahead.
         """
         self._size = size
         self._is_regular = is_regular
-        self.epoch = epoch
         self._decodes = decodes
         self.lane = lane
         self._source = source

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -117,7 +118,7 @@ class Epoch:
     """One pass over a table: with the table, all that decides its order."""
 
     source: int
-    """Tells apart what passes belong to: of each, one at a time goes on."""
+    """Tells apart what passes belong to."""
     number: int
     """Tells passes of one process apart."""
     index: int
@@ -125,6 +126,16 @@ class Epoch:
     seed: int | None
     streams: int
     window: int
+    passing: weakref.ref[Any] | None = field(default=None, compare=False, repr=False)
+    """The iterator that goes over it, in the process that has it."""
+
+    @property
+    def is_left(self) -> bool:
+        """Whether nobody goes over it any more, as far as is known here."""
+        return self.passing is None or self.passing() is None
+
+    def __reduce__(self) -> tuple[type[Epoch], tuple[Any, ...]]:
+        return Epoch, (self.source, self.number, self.index, self.seed, self.streams, self.window)
 
 
 class Positions:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset, random_split
 
-from lagom.data import ParquetDataset, ParquetLoader
+from lagom.data import ParquetDataset, ParquetLoader, reader
 from lagom.data.cursor import Cursor
 from lagom.data.shard import Positions
 from lagom.errors import DataError
@@ -121,6 +121,38 @@ def test_two_passes_at_the_same_time_do_not_disturb_each_other(tmp_path: Path, n
     assert [[pair[side]["row"].tolist() for pair in found] for side in (0, 1)] == wanted
     twice = list(zip(loaders[0], loaders[0], strict=True))
     assert all(sorted(flat([p[side]["row"].tolist() for p in twice])) == list(range(60)) for side in (0, 1))
+    dataset.close()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_passes_over_one_loader_go_on_side_by_side_and_one_that_is_left_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: bool
+) -> None:
+    begun: list[int] = []
+    original = reader.blocks
+
+    def noted(source: Any, order: Any, lane: Any, at: int, *rest: Any, **options: Any) -> Any:
+        begun.append(at)
+        return original(source, order, lane, at, *rest, **options)
+
+    monkeypatch.setattr(reader, "blocks", noted)
+    dataset = ParquetDataset(numbers(tmp_path, [[30, 7], [1, 22]]), window_bytes=1000)
+    loader = ParquetLoader(dataset, 7, shuffle, seed=3)
+    pairs = list(zip(loader, loader, strict=True))
+    assert all(sorted(flat([p[side]["row"].tolist() for p in pairs])) == list(range(60)) for side in (0, 1))
+    assert begun == [0, 0]
+    for batch in loader:
+        assert len(batch["row"]) == 7
+        break
+    batches = iter(loader)
+    next(batches)
+    assert len(dataset._reading()._passes) == 1  # nobody goes on with the one that was left
+    other = iter(loader)
+    next(other)
+    assert len(dataset._reading()._passes) == 2
+    assert len([*batches, *other]) == 16
+    assert begun == [0] * 5
+    assert not dataset._reading()._passes
     dataset.close()
 
 
