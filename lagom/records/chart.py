@@ -43,11 +43,13 @@ def chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero:
         parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="{anchor}">{_number(part * end)} s</text>')
     for number, (name, points) in enumerate(drawn.items()):
         colour = colours[name]
+        # Ranks often have the same numbers: those below show between the dashes.
+        dashes = f' stroke-dasharray="5 {5 * (number % len(_COLOURS))}"' if number % len(_COLOURS) else ""
         way = " ".join("{:.1f},{:.1f}".format(*place(*one)) for one in points)
         if len(points) == 1:
             x, y = place(*points[0])
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
-        parts.append(f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{3 + (len(drawn) - number) % 4}" fill="{colour}"/>')
+        parts.append(f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="1.6"{dashes}/>')
         x = _LEFT + (number % 6) * 72
         y = _HEIGHT - 6 - 12 * (number // 6 % 2)
         if number < 12:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset, random_split
 
-from lagom.data import ParquetDataset, ParquetLoader, reader
+from lagom.data import ParquetDataset, ParquetLoader, streams
 from lagom.data.cursor import Cursor
 from lagom.data.shard import Positions
 from lagom.errors import DataError
@@ -129,13 +129,13 @@ def test_passes_over_one_loader_go_on_side_by_side_and_one_that_is_left_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: bool
 ) -> None:
     begun: list[int] = []
-    original = reader.blocks
+    original = streams.blocks
 
     def noted(source: Any, order: Any, lane: Any, at: int, *rest: Any, **options: Any) -> Any:
         begun.append(at)
         return original(source, order, lane, at, *rest, **options)
 
-    monkeypatch.setattr(reader, "blocks", noted)
+    monkeypatch.setattr("lagom.data.reader.blocks", noted)
     dataset = ParquetDataset(numbers(tmp_path, [[30, 7], [1, 22]]), window_bytes=1000)
     loader = ParquetLoader(dataset, 7, shuffle, seed=3)
     pairs = list(zip(loader, loader, strict=True))

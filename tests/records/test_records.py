@@ -241,6 +241,11 @@ def test_a_chart_has_a_line_for_each_and_round_numbers_at_its_side() -> None:
     assert ">0.15 %<" in drawn
     assert ">0.35 %<" in drawn
     assert ">2 s<" in drawn
+    same = [(0.0, 1.0), (1.0, 2.0)]
+    drawn = chart("Loss", {f"rank {n}": same for n in range(3)})
+    assert drawn.count("<polyline") == 3
+    assert drawn.count('stroke-width="1.6"/>') == 1  # the first, which shows between the dashes of the others
+    assert len(set(re.findall('stroke-dasharray="([^"]*)"', drawn))) == 2
     assert chart("Loss", {"rank 0": []}) == ""
     assert chart("Loss", {"rank 0": [(0.0, 0.0)]}).count("<circle") == 1
     assert len(chart("Loss", {"rank 0": [(float(i), float(i)) for i in range(100_000)]})) < 20_000
