@@ -44,7 +44,7 @@ def chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero:
     for number, (name, points) in enumerate(drawn.items()):
         colour = colours[name]
         # Ranks often have the same numbers: those below show between the dashes.
-        dashes = f' stroke-dasharray="5 {5 * (number % len(_COLOURS))}"' if number % len(_COLOURS) else ""
+        dashes = f' stroke-dasharray="12 {12 * (number % len(_COLOURS))}"' if number % len(_COLOURS) else ""
         way = " ".join("{:.1f},{:.1f}".format(*place(*one)) for one in points)
         if len(points) == 1:
             x, y = place(*points[0])
