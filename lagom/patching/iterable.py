@@ -71,7 +71,9 @@ class Dealing:
         else:
             mine, share = split(samples, self._rank, self._world_size)
         data = self._collated(mine) if training or share.num_mine else None
-        return Dealt(data, share, digest((len(samples), samples[0])))
+        # One sample may be the same by chance where they are few or simple, such as labels.
+        some = samples[0], samples[len(samples) // 2], samples[-1]
+        return Dealt(data, share, digest((len(samples), *some)))
 
     def _collated(self, samples: list[Any]) -> Any:
         if self._collate is default_collate:
@@ -129,5 +131,5 @@ def is_iterable(loader: DataLoader[Any]) -> bool:
 # Which samples come may hang on random numbers, so these are drawn from the common streams, in workers from
 # streams started equal: augmentation in such a data set is one machine's too. A data set that gives other
 # samples on every rank (that shards itself, or has a generator without a seed) would make "each sample once"
-# untrue silently: digests of the first sample of each batch are compared, after 1, 2, 4, ... batches
+# untrue silently: digests of three samples of each batch are compared, after 1, 2, 4, ... batches
 # (see digest.py). One that shards itself is told apart by its attribute: see sharded.py.
