@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -60,7 +61,9 @@ _VERSION = 7
 
 @functools.cache
 def native() -> Any:
-    """The extension module; None where it was not built, or not for this Python, machine and version of lagom."""
+    """The extension module; None where ``LAGOM_NATIVE=0``, or none was built for this Python, machine and lagom."""
+    if os.environ.get("LAGOM_NATIVE") == "0":
+        return None
     try:
         found = importlib.import_module("lagom._native")
     except ImportError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -104,7 +105,7 @@ class Plain:
 
 
 def is_there() -> bool:
-    """Whether lagom was built with its decoder."""
+    """Whether lagom was built with its decoder, and that is not switched off by ``LAGOM_NATIVE_PAGES=0``."""
     from lagom.collectives.native import native
 
-    return native() is not None
+    return os.environ.get("LAGOM_NATIVE_PAGES") != "0" and native() is not None
