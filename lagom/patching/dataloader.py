@@ -255,7 +255,8 @@ def _yielding(session: Session) -> Any:
                 if not torch.is_grad_enabled():
                     session.say_once(_GOES_ON)
                 session.provenance.remember(data, share)
-                if (data is None or num_samples(data) < share.num_mine) and leaves_out(data, share):
+                share.num_rows = 0 if data is None else num_samples(data)
+                if share.num_rows < share.num_mine and leaves_out(data, share):
                     session.say_once(LEFT_OUT)
             session.yielded(current, share, num_samples(data) if share is None else share.num_mine)
         else:

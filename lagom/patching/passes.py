@@ -20,6 +20,8 @@ class Share:
     """All ranks have as many."""
     step: int | None = field(default=None, compare=False)
     """Which batch of its pass, from 1 on, where that is the same on all ranks; known when the program sees it."""
+    num_rows: int | None = field(default=None, compare=False)
+    """Rows of its first tensor as the program sees it: fewer than ``num_mine`` where collate_fn leaves samples out."""
 
     def weight(self, world_size: int) -> float:
         """What the root of a backward is multiplied by, so that the average over ranks is the mean of the batch."""

@@ -116,3 +116,66 @@ def test_batches_that_were_taken_earlier_count_right_or_not_at_all(taken: Callab
     wanted = alone(program)
     for found in run_ranks(2, program):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def images_one_ahead(loader: DataLoader[Any]) -> Iterator[Any]:
+    for x, y in one_ahead(loader):
+        yield ((x.view(-1, 1, 2, 2) - 0.1) / 2).contiguous(), y
+
+
+@pytest.mark.parametrize("num", [33, 40])
+def test_a_channel_is_not_taken_for_a_batch_of_one_sample(num: int) -> None:
+    """Grey images, and a tail of one sample for a rank: the rows of an earlier batch are not those of the tail."""
+
+    def program(_: Session) -> Any:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(4, 1)).double()
+        for x, y in images_one_ahead(DataLoader(data(num, 4), 8, shuffle=True)):
+            F.mse_loss(model(x), y).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    if num % 8:
+        with pytest.raises(RankFailedError, match="made of no batch lagom knows"):
+            run_ranks(2, program)
+        return
+    wanted = alone(program)
+    for found in run_ranks(2, program):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def without_the_dark(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    kept = [sample for sample in samples if sample[0][0] >= -1.5]
+    return [torch.stack([sample[i] for sample in kept]) for i in range(2)]
+
+
+def time_first(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [torch.stack([sample[0] for sample in samples]).T, torch.stack([sample[1] for sample in samples])]
+
+
+@pytest.mark.parametrize(("collate_fn", "atol"), [(without_the_dark, 0.1), (time_first, 1e-12)])
+def test_batches_whose_rows_are_not_their_samples_may_be_changed(collate_fn: Any, atol: float) -> None:
+    """Samples are left out, or time comes first: as many rows, then, as another batch has samples for this rank."""
+
+    def program(_: Session) -> Any:
+        torch.manual_seed(1)
+        model = nn.Linear(3, 1).double()
+        seen = set()
+        for _epoch in range(2):
+            for x, y in DataLoader(data(29, 3), 8, collate_fn=collate_fn):
+                seen.add(len(x))
+                F.mse_loss(Turned(model)(x / 255) if collate_fn is time_first else model(x / 255), y).backward()
+        return seen, [parameter.grad for parameter in model.parameters()]
+
+    (_, wanted), runs = alone(program), run_ranks(2, program)
+    assert 3 in set.union(*(seen for seen, _ in runs))  # of 4, and as many as a rank has of the tail of 5
+    for _, found in runs:
+        torch.testing.assert_close(found, wanted, rtol=0, atol=atol)
+
+
+class Turned(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x.T)
