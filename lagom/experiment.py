@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +23,12 @@ from lagom.recognise import is_distributed
 from lagom.records.folder import Records
 from lagom.records.folder import records as new_records
 from lagom.result import Result
-from lagom.signature import arguments
+from lagom.signature import arguments, unread_hparams
 from lagom.verify.rehearsals import verify
 from lagom.verify.verification import say_not_rehearsed, show
 from lagom.worker.settings import process_settings
+
+log = logging.getLogger("lagom")
 
 
 def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
@@ -53,6 +56,8 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
         raise ValueError(f"config is a {type(config).__name__}; want a TorchDistributedConfig")
     provided = _provided(config)
     arguments(train, provided | {"reporter": None})
+    for line in unread_hparams(train, config.hparams):
+        log.warning(line)
     launcher = choose(config.launcher)
     name = getattr(train, "__name__", "lagom")
     the_plan = plan(config, launcher.cluster(), name, already_distributed=_is_distributed(train, provided))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from lagom.config.fields import nearest
+from lagom.config.torch_distributed import is_module
 
 _FIELDS = ("module", "hparams", "train_set", "test_set", "dataset", "reporter")
 
@@ -38,13 +42,43 @@ def arguments(function: Callable[..., Any], provided: Mapping[str, Any]) -> tupl
     return positional, named
 
 
+def unread_hparams(function: Callable[..., Any], hparams: Mapping[str, Any]) -> list[str]:
+    """A line for each of ``hparams`` that nothing reads and that is close to a parameter left to its default."""
+    parameters = _signature(function).parameters
+    if "hparams" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return []
+    left = tuple(name for name in parameters if name not in hparams and name not in _FIELDS)
+    hints = {name: nearest(name, left, 0.8) for name in hparams if name not in parameters}
+    return [f"nothing reads hparams[{name!r}]{hint}" for name, hint in hints.items() if hint]
+
+
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     if not callable(function):
-        raise ValueError(f"the first argument of lagom() is {function!r}; want the training function itself")
+        shown = reprlib.repr(function)
+        raise ValueError(f"the first argument of lagom() is {shown}; want the training function itself, as in train")
+    if what := _unusual(function):
+        raise ValueError(f"{_name(function)} is {what}; want an ordinary function, which trains and returns a result")
     try:
         return inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{function!r} has no signature that could be read; wrap it in a def or lambda") from error
+
+
+def _unusual(function: Callable[..., Any]) -> str:
+    """Kinds of callables that do not train when they are called."""
+    if is_module(function):
+        return "a module"
+    called = [function, getattr(type(function), "__call__", None)]  # noqa: B004  (its code is looked at)
+    if any(map(inspect.iscoroutinefunction, called)):
+        return "an async function, which only an event loop would run"
+    if any(map(inspect.isgeneratorfunction, called)) or any(map(inspect.isasyncgenfunction, called)):
+        return "a generator function (it has a yield), which runs nothing when it is called"
+    return ""
+
+
+def _name(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", None)
+    return f"{name}()" if name else f"the {type(function).__name__}"
 
 
 def _look_up(name: str, provided: Mapping[str, Any], hparams: Mapping[str, Any]) -> tuple[bool, Any]:
@@ -58,7 +92,8 @@ def _missing(function: Callable[..., Any], name: str, provided: Mapping[str, Any
     there = ", ".join(key for key in _FIELDS if key in provided)
     keys = ", ".join(map(repr, hparams)) or "nothing"
     what = f"set {name}= in the config" if name in _FIELDS else f"put {name!r} into hparams"
+    hint = nearest(name, (*_FIELDS, *hparams)) if name not in _FIELDS else ""
     return (
-        f"{getattr(function, '__name__', function)}() needs {name!r}, which nothing provides: "
-        f"the config has {there}; hparams has {keys}. Either {what}, or give the parameter a default"
+        f"{_name(function)} needs {name!r}, which nothing provides{hint or '.'} "
+        f"The config has {there}; hparams has {keys}. Either {what}, or give the parameter a default"
     )

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lagom.config import TorchDistributedConfig
+from lagom.config.fields import field_texts
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "config.md"
 
 
 class Net:
@@ -109,20 +119,66 @@ def test_what_is_documented_is_taken(setting: dict[str, Any]) -> None:
         assert getattr(config, name) is value
 
 
+@pytest.mark.parametrize("module", [torch.nn.ReLU(), [Net, torch.nn.Linear(1, 1)]])
+def test_an_instance_of_a_module_is_refused_naming_its_class(module: Any) -> None:
+    name = type(module if isinstance(module, torch.nn.Module) else module[1]).__name__
+    with pytest.raises(ValueError, match=rf"instance of {name}; .* module={name}, .*lambda: {name}\("):
+        TorchDistributedConfig(module=module)
+
+
 def test_fields_are_given_by_name_only() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"by name, as in module=\.\.\.,"):
         TorchDistributedConfig(Net)  # type: ignore[call-arg]
 
 
-def test_a_misspelt_field_is_refused() -> None:
-    with pytest.raises(TypeError, match="hparam"):
-        TorchDistributedConfig(hparam={})  # type: ignore[call-arg]
+@pytest.mark.parametrize(("name", "meant"), [("hparam", "hparams"), ("batchs", "batches"), ("worldsize", "world_size")])
+def test_a_misspelt_field_is_refused_with_the_nearest_one(name: str, meant: str) -> None:
+    config: Any = TorchDistributedConfig()
+    wrong: dict[str, Any] = {name: 1}
+    for use in (
+        lambda: TorchDistributedConfig(**wrong),
+        lambda: dataclasses.replace(config, **wrong),
+        lambda: getattr(config, name),
+        lambda: setattr(config, name, 1),
+    ):
+        with pytest.raises((TypeError, AttributeError), match=f"no field '{name}'; did you mean '{meant}'") as raised:
+            use()
+        assert "\n" not in str(raised.value)
 
 
-def test_a_config_cannot_be_changed() -> None:
+def test_a_name_that_is_near_to_no_field_leads_to_the_list_of_them() -> None:
+    with pytest.raises(TypeError, match=r"help\(TorchDistributedConfig\) lists"):
+        TorchDistributedConfig(zzz=1)  # type: ignore[call-arg]
+
+
+def test_a_config_cannot_be_changed_and_says_how_to_make_another() -> None:
     config = TorchDistributedConfig()
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"dataclasses\.replace\(config, seed=\.\.\.\)"):
         config.seed = 1  # type: ignore[misc]
+    assert dataclasses.replace(config, seed=1).seed == 1
+    for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert same.seed == config.seed
+
+
+def test_help_shows_every_field_with_its_meaning() -> None:
+    shown = " ".join(pydoc.plain(pydoc.render_doc(TorchDistributedConfig)).replace("|", " ").split())
+    for field in dataclasses.fields(TorchDistributedConfig):
+        meaning = " ".join(field_texts(TorchDistributedConfig)[field.name].split())
+        assert f"{field.name}: {meaning}" in shown
+
+
+def test_every_field_stands_in_the_document_with_its_default_and_meaning() -> None:
+    rows = [line.split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    found = {row[0].strip("|` "): (row[1].strip("`"), " | ".join(row[2:]).removesuffix(" |")) for row in rows}
+    code = "import dataclasses as d; from lagom.config import TorchDistributedConfig as C; c = C()\n"
+    code += "print({each.name: getattr(c, each.name) for each in d.fields(C)})"
+    plain = {"PATH": "", "PYTHONPATH": str(DOCUMENT.parents[1])}  # without LAGOM_RUN_DIR
+    text = subprocess.run([sys.executable, "-c", code], env=plain, stdout=subprocess.PIPE, text=True, check=True).stdout
+    wanted = {
+        name: (repr(default).replace("'", '"'), " ".join(field_texts(TorchDistributedConfig)[name].split()))
+        for name, default in eval(text).items()
+    }
+    assert found == {name: (default, meaning.replace("``", "`")) for name, (default, meaning) in wanted.items()}
 
 
 def test_two_configs_do_not_share_hparams() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from lagom.signature import arguments
+from lagom.signature import arguments, unread_hparams
 
 PROVIDED = {
     "module": "M",
@@ -154,6 +155,57 @@ def test_a_builtin_without_a_signature_is_refused_with_the_remedy() -> None:
 def test_what_is_no_function_is_refused(thing: Any) -> None:
     with pytest.raises(ValueError, match="want the training function"):
         arguments(thing, PROVIDED)
+
+
+async def _waits(lr: float) -> None: ...
+
+
+def _yields(lr: float) -> Any:
+    yield lr
+
+
+async def _streams(lr: float) -> Any:
+    yield lr
+
+
+class _Called:
+    async def __call__(self, lr: float) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (_waits, r"_waits\(\) is an async function"),
+        (functools.partial(_waits, lr=1), "the partial is an async function"),
+        (_Called(), "the _Called is an async function"),
+        (_yields, r"_yields\(\) is a generator function"),
+        (_streams, r"_streams\(\) is a generator function"),
+        (torch.nn.Sequential(torch.nn.ReLU()), "the Sequential is a module"),
+    ],
+)
+def test_what_would_not_train_when_it_is_called_is_refused(function: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{said}.*; want an ordinary function.*$") as raised:
+        arguments(function, PROVIDED)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_misspelt_parameter_is_told_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match=r"'epoch', which nothing provides; did you mean 'epochs'\?"):
+        arguments(lambda epoch: None, PROVIDED)
+    with pytest.raises(ValueError, match=r"'trainset', which nothing provides; did you mean 'train_set'\?"):
+        arguments(lambda trainset: None, {"hparams": {}})
+    with pytest.raises(ValueError, match=r"'test_set', which nothing provides\. The config"):
+        arguments(lambda test_set: None, {"hparams": {}})
+
+
+def test_a_misspelt_hparam_that_leaves_a_parameter_at_its_default_is_told() -> None:
+    def train(learning_rate: float = 0.1, epochs: int = 1) -> None: ...
+
+    misspelt = {"learnign_rate": 1.0, "epochs": 2}
+    assert unread_hparams(train, misspelt) == ["nothing reads hparams['learnign_rate']; did you mean 'learning_rate'?"]
+    assert unread_hparams(train, {"learning_rate": 1.0, "batch_size": 2}) == []
+    assert unread_hparams(lambda hparams, learning_rate=1: None, misspelt) == []
+    assert unread_hparams(lambda learning_rate=1, **rest: None, misspelt) == []
 
 
 def test_a_missing_hparam_is_an_error_naming_it_the_function_and_what_is_there() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from lagom.config.fields import explain_fields
+
 Launcher = Literal["auto", "spark", "local", "inline"]
 Backend = Literal["torch", "deepspeed"]
 Collectives = Literal["auto", "gloo"]
@@ -23,6 +25,7 @@ MicroBatches = int | Literal["auto"] | None
 RUN_DIR = "~/.lagom/runs"
 
 
+@explain_fields
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TorchDistributedConfig:
     """How ``lagom`` runs a training function. Every field is optional.
@@ -146,6 +149,12 @@ class TorchDistributedConfig:
     def _check_module(self) -> None:
         modules = self.module if isinstance(self.module, (list, tuple)) else [self.module]
         for module in modules:
+            if is_module(module):
+                kind = type(module).__name__
+                raise ValueError(
+                    f"module is an instance of {kind}; want what makes one: the class, module={kind}, or a function, "
+                    f"module=lambda: {kind}(...)"
+                )
             if module is not None and not callable(module):
                 raise ValueError(
                     f"module is {module!r}; want a module class, a factory such as models.resnet50, or a list of these"
@@ -242,6 +251,14 @@ def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     # By type too: True == 1, and zero_lvl=True is a mistake.
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         raise ValueError(f"{name} is {value!r}; want one of {', '.join(map(repr, choices))}")
+
+
+def is_module(value: object) -> bool:
+    """Whether ``value`` is an instance of torch.nn.Module."""
+    # By name: a driver does not import torch for this.
+    return any(
+        (kind.__module__, kind.__name__) == ("torch.nn.modules.module", "Module") for kind in type(value).__mro__
+    )
 
 
 def _is_seconds(value: object) -> bool:
