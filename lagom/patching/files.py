@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import email
 import fcntl
 import functools
 import hashlib
 import inspect
 import os
-import pickle
 import shutil
 import socket
 import stat
 import urllib.request
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from http.client import HTTPMessage
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -191,11 +192,10 @@ class _Downloads:
             marker = self._session.host_dir / f"download.{name}"
             with self.turn():
                 if marker.exists() and os.path.exists(path):
-                    # Written by this run's own ranks, in a directory of theirs.
-                    return filename, pickle.loads(marker.read_bytes())
+                    return filename, email.message_from_bytes(marker.read_bytes(), _class=HTTPMessage)
                 result = original(url, filename, *args, **kwargs)
                 if self._session.local_rank == 0:
-                    marker.write_bytes(pickle.dumps(result[1]))
+                    marker.write_bytes(result[1].as_bytes())
                 return result
 
         return urlretrieve

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING
 
 import torch
 
+from lagom.collectives.plain_values import all_gather_values
 from lagom.strategies.layout import Entry, Layout, lies_plainly
 from lagom.strategies.reduction import Mean
 
@@ -95,8 +95,7 @@ class Averager:
 
     def _average_sparse(self, gradient: torch.Tensor) -> None:
         mine = gradient.coalesce()
-        sent = pickle.dumps((mine.indices().cpu(), mine.values().cpu()))
-        parts = [pickle.loads(part) for part in self._group.all_gather_bytes(sent)]
+        parts = all_gather_values(self._group, (mine.indices(), mine.values()))
         # An empty one, of a rank that did not reach the leaf, may be laid out differently.
         parts = [part for part in parts if part[1].numel()] or parts[:1]
         indices = torch.cat([part[0] for part in parts], dim=1)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError
 from lagom.strategies.buffers import Buffers
 from lagom.strategies.checksum import checksums
@@ -178,7 +178,7 @@ class Watch:
     def _meet(self, at: str) -> None:
         buffers = self._buffers.values(everything=True)
         mine = Row(at, self._values(), buffers, self._buffers.changed())
-        rows = [Row(*pickle.loads(part)) for part in self._group.all_gather_bytes(pickle.dumps(tuple(mine)))]
+        rows = [Row(*row) for row in all_gather_values(self._group, mine)]
         places = [row.at for row in rows]
         if len(set(places)) > 1:
             told = ", ".join(f"rank {rank} at {place}" for rank, place in enumerate(places))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd import Function
 
+from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
 from lagom.strategies.averaging import real
 from lagom.strategies.checksum import digest
@@ -122,9 +122,9 @@ class Grads:
     ) -> tuple[list[Tensor | None], set[int]]:
         """``gradients``, with zeros for what only other ranks have, and the places of those not to be averaged."""
         self._watch.meet(PLACE)
-        kinds = [None if g is None else (g.dtype, g.shape, g.is_sparse) for g in gradients]
+        kinds = [None if g is None else (g.dtype, tuple(g.shape), g.is_sparse) for g in gradients]
         mine = list(zip(numbers, plain, kinds, strict=True))
-        rows = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(mine))]
+        rows = all_gather_values(self._group, mine)
         if any([one[0] for one in row] != numbers for row in rows):
             raise DivergenceError(
                 "torch.autograd.grad is asked for gradients of different parameters on different ranks; ask for the "

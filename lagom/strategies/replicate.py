@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError
 from lagom.strategies.averaging import Averager, real
 from lagom.strategies.frame import signature
@@ -143,7 +143,7 @@ class Replicate:
         kind = _place(_REST, pending)
         while not self.average(kind, reached, pending.besides + (repr(missing).encode() if missing else b"")):
             reached = self._union(kind, reached, pending)
-            everywhere = [set(pickle.loads(part)) for part in self._group.all_gather_bytes(pickle.dumps(missing))]
+            everywhere = map(set, all_gather_values(self._group, missing))
             missing = sorted(set.intersection(*everywhere))
         pending.agreed()
         running.land({id(leaf) for leaf in running.missing if self._leaves.known(leaf) in missing})
@@ -210,8 +210,8 @@ class Replicate:
         self._watch.meet(kind + _told(pending.batches))
         layout = self._averager.layout(kind, *reached)
         mine = pending.habits, [(entry, entry.number in self._inputs) for entry in layout.entries]
-        parts = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(mine))]
-        rows = [row for _, row in parts]
+        parts = all_gather_values(self._group, mine)
+        rows = [[(Entry(*entry), is_input) for entry, is_input in row] for _, row in parts]
         if len({habits for habits, _ in parts}) > 1:
             pending.differed()
         entries: dict[int, list[Entry]] = {}

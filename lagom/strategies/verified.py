@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING
 
+from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError
 from lagom.strategies.checksum import digest
 
@@ -54,7 +54,7 @@ class Verified:
         for number in numbers:
             leaf = self._leaves.tensor(number)
             mine[number] = None if leaf is None else (tuple(leaf.shape), str(leaf.dtype), self.digest(leaf))
-        theirs = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(mine))]
+        theirs = all_gather_values(self._group, mine)
         for number in numbers:
             held = [part[number] for part in theirs]
             if all(one is not None and one == held[0] for one in held):

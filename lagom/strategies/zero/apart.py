@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
+from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def refuse_step(group: Group, step: Step | None, name: Callable[[torch.Tensor | 
         DivergenceError: always, which says what it is.
     """
     told = None if step is None else (step.identity, step.sums, step.settings)
-    rows = [pickle.loads(part) for part in group.all_gather_bytes(pickle.dumps(told))]
+    rows = all_gather_values(group, told)
     if step is not None and all(row is not None and row[0] == step.identity for row in rows):
         _compare_settings([row[2] for row in rows])
         for i, p in enumerate(step.parameters) if all(row[1] is not None for row in rows) else ():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
 from lagom.strategies.buckets import Deal, dealt
 from lagom.strategies.zero.flat import flat, flat_like, is_dense
@@ -278,10 +278,7 @@ class Gradients:
             if not entry.is_cut and (whole := _slot.__get__(tensor)) is not None:
                 own = flat_like(whole, tensor)[entry.mine.start : entry.mine.end].clone()
         missing = entry is None or (entry.mine is not None and own is None)
-        rows = [
-            pickle.loads(row)
-            for row in self._group.all_gather_bytes(pickle.dumps((missing, own is not None and own.dtype)))
-        ]
+        rows = all_gather_values(self._group, (missing, None if own is None else own.dtype))
         if any(row[0] for row in rows) or tensor is None or entry is None:
             raise DivergenceError(
                 "a rank reads a gradient (Parameter.grad) at a place of the program that other ranks do not come to; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import threading
 import weakref
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torch.nn.parameter import is_lazy
 
+from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import LagomError
 from lagom.strategies.checksum import checksums
 from lagom.strategies.divergence import INTERVAL
@@ -153,7 +153,7 @@ class Optimizers:
         if self._by_number:
             gc.collect()  # schedulers and optimizers hold each other
         mine = {s.number: o for o, s in list(self._sharded.items()) if isinstance(vars(o).get("state"), Parted)}
-        rows = [pickle.loads(part) for part in self._group.all_gather_bytes(pickle.dumps(sorted(mine)))]
+        rows = all_gather_values(self._group, sorted(mine))
         for number in sorted(set.intersection(*map(set, rows))):
             vars(mine[number])["state"] = self._sharded[mine[number]].whole()
         self._by_number.clear()

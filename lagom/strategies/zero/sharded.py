@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import LagomError
 from lagom.strategies.frame import signature
 from lagom.strategies.zero.flat import flat, flat_like
@@ -295,7 +295,7 @@ def _shaped(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def refuse(group: Group) -> NoReturn:
     """Take part in another rank's ``whole`` without having anything of it."""
-    group.all_gather_bytes(pickle.dumps(None))
+    all_gather_values(group, None)
     raise LagomError("another rank asked for the state of an optimizer that this one does not have")
 
 

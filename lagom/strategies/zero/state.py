@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lagom.errors import DivergenceError
+from lagom.collectives.plain_values import all_gather_values
+from lagom.errors import DivergenceError, LagomError
 from lagom.strategies.zero.flat import flat, flat_like
 
 if TYPE_CHECKING:
@@ -63,9 +63,16 @@ def gather(
 
     Raises:
         DivergenceError: on all ranks, when one cannot give its part.
+        LagomError: when there are objects in it that are neither plain values nor tensors.
     """
     told = None if mine is None else {p: _told(mine.get(p, {}), p, parameters) for p in pieces[group.rank]}
-    rows: list[Any] = [pickle.loads(part) for part in group.all_gather_bytes(pickle.dumps(told))]
+    try:
+        rows = all_gather_values(group, told)
+    except TypeError as error:
+        raise LagomError(
+            f"the state of an optimizer, which is shared out over the ranks, cannot be put together: {error}; keep "
+            "numbers and tensors in it, or use zero_lvl=0"
+        ) from error
     if (missing := [rank for rank, row in enumerate(rows) if row is None]) or mine is None:
         raise DivergenceError(
             f"the state of an optimizer was asked for that rank {missing[0]} does not have, or is in the middle of "
@@ -74,7 +81,8 @@ def gather(
     found: list[dict[str, Any] | None] = [None] * len(parameters)
     for owner, piece in _in_order(pieces):
         own = mine.get(piece, {}) if owner == group.rank else {}
-        for key, held in rows[owner][piece].items():
+        for key, fields in rows[owner][piece].items():
+            held = Held(*fields)
             value = _value(group, held, own.get(key), owner, (piece, parameters[piece.param]))
             if keep:
                 entries = found[piece.param]

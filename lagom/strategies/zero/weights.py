@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
 from lagom.strategies.checksum import checksums, digest
 from lagom.strategies.zero.flat import is_dense
@@ -242,7 +242,7 @@ class Weights:
             self._settle(unit)
         wanted = sorted(unit.key for unit in self.units.values() if not unit.is_whole)
         has = {key: unit.stamp for key, unit in self._by_key.items() if unit.is_alive or not unit.is_changed}
-        rows = [pickle.loads(row) for row in self._group.all_gather_bytes(pickle.dumps((wanted, has)))]
+        rows = all_gather_values(self._group, (wanted, has))
         for key in sorted({key for row, _ in rows for key in row}):
             if len({row.get(key) for _, row in rows}) > 1 or key not in has:
                 raise DivergenceError(_APART)

@@ -1,0 +1,71 @@
+"""Where lagom reads a pickle, kept by reading the source: a pickle runs whatever its sender wants."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent / "lagom"
+
+ALLOWED = {
+    "launchers/spark.py::travelling": "the driver's own function, pickled a line above, by value",
+    "worker/task.py::run": "the run as the driver describes it, inside Spark's job",
+    "worker/server.py::_attend": "the run as the driver describes it, over an inherited pair of sockets",
+    "payload.py::unpack": "the call, over an inherited file, Spark's job or the driver's proven channel; and results, "
+    "on their way home by the same ways",
+    "data/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",
+    "data/parquet.py::_reading": "a copy of an object of this process",
+    "compat/horovod/broadcasting.py::broadcast_object": "Horovod's API: an object of any kind from the program's own "
+    "rank",
+    "compat/horovod/broadcasting.py::allgather_object": "the same",
+    "patching/order.py::_fetch": "what a sampler gives on rank 0",
+}
+"""By file and function, why what is read there is not a stranger's."""
+_READS = {"loads", "load", "Unpickler"}
+_MODULES = {"pickle", "cloudpickle", "dill", "torch", "_Unpickler", "untyped"}
+
+
+def test_pickles_are_read_only_where_a_stranger_cannot_have_made_them() -> None:
+    found = {place for path in sorted(ROOT.rglob("*.py")) for place in _places(path)}
+    assert found <= set(ALLOWED), f"{sorted(found - set(ALLOWED))}: exchange plain values (collectives/plain_values.py)"
+    assert set(ALLOWED) <= found, f"{sorted(set(ALLOWED) - found)} read no pickle any more: take them off the list"
+
+
+def test_a_pickle_that_is_read_is_found_by_any_of_its_names(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(
+        "import pickle\nfrom pickle import loads as read\n"
+        "def a(b): return pickle.loads(b)\n"
+        "def b(b): return read(b)\n"
+        "def c(b): return torch.load(b, weights_only=False)\n"
+        "def d(f): return pickle.Unpickler(f).load()\n"
+        "def e(b): return json.loads(b)\n"
+    )
+    assert [place.rpartition("::")[2] for place in _places(tmp_path / "x.py", tmp_path)] == ["a", "b", "c", "d"]
+
+
+def _places(path: Path, root: Path = ROOT) -> Iterator[str]:
+    """Functions of a file that read pickles."""
+    tree = ast.parse(path.read_text())
+    names = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in _MODULES
+        for alias in node.names
+        if alias.name in _READS
+    }
+    for function, node in _calls(tree, ""):
+        called = node.func
+        base = called.value if isinstance(called, ast.Attribute) else None
+        by_module = isinstance(base, ast.Name) and base.id in _MODULES and called.attr in _READS  # type: ignore[attr-defined]
+        own = isinstance(called, ast.Name) and (called.id in names or called.id == "_Unpickler")
+        if by_module or own:
+            yield f"{path.relative_to(root)}::{function}"
+
+
+def _calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Call]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            yield function, child
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        yield from _calls(child, child.name if is_function else function)  # type: ignore[attr-defined]
