@@ -2,123 +2,199 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import numbers
-import sys
+import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from lagom.contents import entries, is_array, is_metrics, is_plain, is_tensor, name_of, with_parts
+
 _log = logging.getLogger("lagom")
+_MOST_SHOWN = 3
+_DEEPEST = 100
 
 
-def aggregate(values: Sequence[Any], samples: Sequence[int]) -> Any:
-    """One value for all ranks.
+def aggregate(values: Sequence[Any], samples: Sequence[int], remedy: str = "") -> Any:
+    """Make one value of those of all ranks.
 
-    Equal on all ranks: returned as rank 0 returned it. Otherwise, for numbers, arrays and tensors of numbers and for
-    dicts of these: the mean weighted by ``samples``, the number each rank trained on, with a warning. Else rank 0's.
+    What is equal on all ranks is returned as rank 0 returned it. Otherwise a warning names what differs, and each
+    float of the program's own return value becomes the mean weighted by ``samples``, the number each rank trained on.
+    Its own are the value itself and what stands in dicts, lists, tuples and dataclasses. All else is rank 0's: whole
+    numbers and texts; tensors and arrays, since a mean of models is a model that no rank had; and whatever stands in
+    a part of the result that holds more than numbers and texts, such as a checkpoint beside a loss.
+
+    Args:
+        remedy: what the warning says of the number, and what would give another.
     """
-    if all(_equal(values[0], value) for value in values[1:]):
+    if len(values) < 2 or _have_equal_digests(values):
         return values[0]
     weights = [count / sum(samples) for count in samples] if sum(samples) else [1 / len(values)] * len(values)
-    mean, averaged = _mean(values, weights)
-    _log.warning(
-        "the ranks returned different values (%s); taking %s. result.per_rank has all of them",
-        ", ".join(_short(value) for value in values[:4]) + (", ..." if len(values) > 4 else ""),
-        "their mean, weighted by the samples each rank trained on" if averaged else "rank 0's",
+    merge = _Merge(weights)
+    value = merge.merged(values, "", 0, is_own=True)
+    if merge.differences:
+        _log.warning(_warning(merge.differences, remedy))
+    return value
+
+
+def remedy(batches: str, evaluation: str) -> str:
+    """Say that a value on which ranks disagree is not that of one process, and which setting gives that."""
+    changes = ['batches="whole"'] * (batches != "whole") + ['evaluation="gathered"'] * (evaluation == "sharded")
+    if changes:
+        return f"This is not one process's number: {' and '.join(changes)} gives that. "
+    return (
+        "This is not one process's number: it comes from something that each rank has of its own, such as a clock, "
+        "an unseeded generator or lagom.rank(). "
     )
-    return mean
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    place: str
+    values: Sequence[Any]
+    averaged: bool
+
+
+class _Merge:
+    """Compares values of ranks part by part, and makes one of them."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.differences: list[_Difference] = []
+        self._weights = weights
+        self._merged: dict[tuple[int, ...], Any] = {}  # a value may be in itself
+
+    def merged(self, values: Sequence[Any], place: str, depth: int, *, is_own: bool) -> Any:
+        """One value; ``is_own`` when its floats are to be averaged."""
+        first = values[0]
+        if _are_numbers(values):
+            return first if all(_equal(first, one) for one in values[1:]) else self._mean(values, place, is_own)
+        if not all(type(one) is type(first) for one in values) or depth > _DEEPEST:
+            return self._differ(values, place)
+        if _say_equal(values):
+            return first
+        parts = [entries(one) for one in values]
+        if parts[0] is None:
+            return first if all(_equal(first, one) for one in values[1:]) else self._differ(values, place)
+        names = [[name for name, _ in each or ()] for each in parts]
+        if any(each != names[0] for each in names) or len({_shape(one) for one in values}) > 1:
+            return self._differ(values, place)
+        key = tuple(map(id, values))
+        if key not in self._merged:
+            self._merged[key], num_before = first, len(self.differences)
+            columns = list(zip(*([part for _, part in each or ()] for each in parts), strict=True))
+            is_own = is_own and is_plain(first) and (depth == 0 or is_metrics(first))
+            made = [
+                self.merged(column, place + name, depth + 1, is_own=is_own)
+                for name, column in zip(names[0], columns, strict=True)
+            ]
+            if is_own and any(one is not column[0] for one, column in zip(made, columns, strict=True)):
+                self._merged[key] = with_parts(first, made)
+            if any(one.place == place for one in self.differences[num_before:]):  # in a part that has no name
+                self.differences[num_before:] = [_Difference(place, values, averaged=False)]
+        return self._merged[key]
+
+    def _mean(self, values: Sequence[Any], place: str, is_own: bool) -> Any:
+        if not is_own or not any(_is_float(one) for one in values):
+            return self._differ(values, place)
+        self.differences.append(_Difference(place, values, averaged=True))
+        # 0 times NaN is NaN: who has no weight has no say.
+        return sum(weight * one for weight, one in zip(self._weights, values, strict=True) if weight)
+
+    def _differ(self, values: Sequence[Any], place: str) -> Any:
+        self.differences.append(_Difference(place, values, averaged=False))
+        return values[0]
+
+
+def _warning(differences: Sequence[_Difference], remedy: str) -> str:
+    shown = ", ".join(f"{one.place} {_shown(one.values)}".strip() for one in differences[:_MOST_SHOWN])
+    more = f" and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
+    means = "their mean, weighted by the samples each rank trained on"
+    kinds = {one.averaged for one in differences}
+    taken = f"of floats {means}, else rank 0's" if len(kinds) > 1 else means if True in kinds else "rank 0's"
+    return (
+        f"the ranks returned different values: {shown}{more}; taking {taken}. {remedy}result.per_rank has all of them"
+    )
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(one, numbers.Real) and not isinstance(one, bool) for one in values)
+
+
+def _is_float(value: Any) -> bool:
+    return not isinstance(value, numbers.Rational)
+
+
+def _say_equal(values: Sequence[Any]) -> bool:
+    """Whether objects with an equality of their own, which are no containers, call themselves equal."""
+    first, compare = values[0], vars(object)["__eq__"]
+    if type(first).__module__ == "builtins" or type(first).__eq__ is compare or is_tensor(first):
+        return False
+    try:
+        return all((first == one) is True for one in values[1:])
+    except Exception:  # a foreign __eq__ may do anything, such as give an array
+        return False
 
 
 def _equal(left: Any, right: Any) -> bool:
+    """Whether two values without parts are the same; two that cannot be looked into are."""
     if type(left) is not type(right):
         return False
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    if _is_tensor(left):
-        return _equal_arrays(left.detach(), right.detach())
-    if _is_array(left):
+    if is_tensor(left) or is_array(left):
         return _equal_arrays(left, right)
-    compare: Any = type(left).__eq__
-    if compare is object.__eq__:
-        return _equal_states(left, right)
-    try:
-        if left == right or (left != left and right != right):  # or both are NaN
-            return True
-    except Exception:  # a foreign __eq__ may do anything, such as give an array
-        if left is right:
-            return True
-    return _compares_fields(left) and _equal(vars(left), vars(right))
-
-
-def _compares_fields(value: Any) -> bool:
-    """Whether it compares what it holds with ``==``, which arrays and modules do not answer as is meant here."""
-    made = getattr(type(value), "__dataclass_params__", None)
-    return hasattr(value, "__dict__") and (isinstance(value, SimpleNamespace) or (made is not None and made.eq))
-
-
-def _equal_states(left: Any, right: Any) -> bool:
-    """Whether two objects that compare by identity hold the same, as far as they say: a module by its state."""
-    if not callable(getattr(left, "state_dict", None)):
-        return True
-    try:
-        return _equal(left.state_dict(), right.state_dict())
-    except Exception:  # a foreign state_dict may do anything
-        return True
+    if isinstance(left, (numbers.Number, str, bytes, bytearray)) or type(left).__module__ == "numpy":
+        return bool(left == right) or bool(left != left and right != right)  # or both are NaN
+    return name_of(left) == name_of(right)
 
 
 def _equal_arrays(left: Any, right: Any) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
+    if _shape(left) != _shape(right):
         return False
-    same = left == right
-    if _is_number_dtype(left) or str(left.dtype).startswith(("datetime64", "timedelta64")):
-        same = same | ((left != left) & (right != right))
-    return bool(same.all())
+    try:
+        if is_tensor(left):
+            left, right = left.detach(), right.detach()
+            if str(left.layout) != "torch.strided":
+                left, right = left.to_dense(), right.to_dense()
+        same = left == right
+        if not same.all():
+            same = same | ((left != left) & (right != right))
+        return bool(same.all())
+    except (RuntimeError, TypeError):  # some kinds have no such comparison
+        return repr(left) == repr(right)
 
 
-def _mean(values: Sequence[Any], weights: Sequence[float]) -> tuple[Any, bool]:
-    """The weighted mean and True, or rank 0's value and False when there is no such thing."""
-    first = values[0]
-    if all(_equal(first, value) for value in values[1:]):
-        return first, True
-    if isinstance(first, dict) and all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
-        means = {key: _mean([value[key] for value in values], weights) for key in first}
-        return {key: mean for key, (mean, _) in means.items()}, all(averaged for _, averaged in means.values())
-    # 0 times NaN is NaN: who has no weight has no say.
-    weighted = [(weight, value) for weight, value in zip(weights, values, strict=True) if weight]
-    if all(_is_number(value) for value in values):
-        return sum(weight * value for weight, value in weighted), True
-    if _averages(first) and all(
-        type(value) is type(first) and value.shape == first.shape and _averages(value) for value in values
-    ):
-        return sum(weight * (value.detach() if _is_tensor(value) else value) for weight, value in weighted), True
-    return first, False
+def _shape(value: Any) -> tuple[Any, ...]:
+    return (value.shape, value.dtype) if is_tensor(value) or is_array(value) else ()
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+class _Reader(pickle.Pickler):
+    """Reads a value through, without a copy of it."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Refuse a tensor, whose pickle is not the same for the same numbers."""
+        if is_tensor(obj):
+            raise pickle.PicklingError
+        return NotImplemented
 
 
-def _averages(value: Any) -> bool:
-    return (_is_tensor(value) or _is_array(value)) and _is_number_dtype(value)
+def _digest(value: Any) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    _Reader(SimpleNamespace(write=digest.update), protocol=5).dump(value)
+    return digest.digest()
 
 
-def _is_number_dtype(value: Any) -> bool:
-    if _is_tensor(value):
-        return str(value.dtype) != "torch.bool"
-    return value.dtype.kind in "iufc"
+def _have_equal_digests(values: Sequence[Any]) -> bool:
+    """Whether values are equal by their pickles. The other way round it proves nothing."""
+    try:
+        return len({_digest(one) for one in values}) == 1
+    except Exception:  # a foreign __reduce__ may do anything
+        return False
 
 
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+def _shown(values: Sequence[Any]) -> str:
+    return "(" + ", ".join(map(_short, values[:4])) + (", ..." if len(values) > 4 else "") + ")"
 
 
 def _short(value: Any) -> str:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from lagom.aggregate import aggregate
+from lagom.aggregate import aggregate, remedy
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
 from lagom.errors import RankTraceback
@@ -73,7 +73,8 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
         raise_failure(outcomes)
         loaded = [outcome.load() for outcome in outcomes]
         values = [outcome["value"] for outcome in loaded]
-        value = aggregate(values, [outcome["samples"] for outcome in loaded])
+        advice = "" if the_plan.already_distributed else remedy(the_plan.batches, the_plan.evaluation)
+        value = aggregate(values, [outcome["samples"] for outcome in loaded], advice)
         if records is not None:
             records.ended({"outcome": "returned", "value": value, "per_rank": values})
     return Result(

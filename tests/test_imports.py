@@ -27,6 +27,7 @@ class Rule:
 _FACTS = ("lagom.config", "lagom.errors")
 _TORCH_SIDE = (
     *_FACTS,
+    "lagom.contents",
     "lagom.plan",
     "lagom.verify.record",
     "lagom.monitor.spans",
@@ -73,7 +74,8 @@ RULES = {
     "lagom.verify": Rule(always=(*_FACTS, "lagom.launchers", "lagom.plan", "lagom.verify")),
     "lagom.result": Rule(always=_FACTS, later=("lagom.records",)),
     "lagom.signature": Rule(always=_FACTS),
-    "lagom.aggregate": Rule(always=(*_FACTS, "lagom.result"), later=("torch", "numpy")),
+    "lagom.contents": Rule(later=("numpy",)),
+    "lagom.aggregate": Rule(always=("lagom.contents",)),
     "lagom.script": Rule(),
     "lagom.sources": Rule(always=("lagom.script",), later=("cloudpickle",)),
     "lagom.recognise": Rule(always=("lagom.script", "lagom.sources")),
