@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for path, count, seed in ((train_set, args.points * 4 // 5, 1), (test_set, args.points // 5, 2)):
             (_write if spark is None else _write_with(spark))(path, count, seed)
 
-        torch.manual_seed(0)  # where every lagom run starts, unless its config says otherwise
+        torch.manual_seed(0)
         start = time.perf_counter()
         plain_loss = train(Approximator, hparams, train_set, test_set)
         print(f"plain PyTorch: test loss {plain_loss:.6f} in {time.perf_counter() - start:.1f} s")
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             world_size=args.world_size,
             launcher=args.launcher,
         )
+        torch.manual_seed(0)  # ranks start from this process's generators, as a plain call does
         result = experiment.lagom(train, config)
     print(f"lagom, world size {result.world_size}: test loss {result['test result']:.6f} in {result.seconds:.1f} s")
 

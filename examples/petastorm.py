@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         materialise(spark, train_set, range(args.images * 4 // 5))
         materialise(spark, test_set, range(args.images * 4 // 5, args.images))
 
-        torch.manual_seed(0)  # where every lagom run starts, unless its config says otherwise
+        torch.manual_seed(0)
         start = time.perf_counter()
         plain_loss = train(Classifier, hparams, train_set, test_set)
         print(f"plain PyTorch: test loss {plain_loss:.6f} in {time.perf_counter() - start:.1f} s")
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             world_size=args.world_size,
             launcher=args.launcher,
         )
+        torch.manual_seed(0)  # ranks start from this process's generators, as a plain call does
         result = experiment.lagom(train, config)
     print(f"lagom, world size {result.world_size}: test loss {result['test result']:.6f} in {result.seconds:.1f} s")
 

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     train_set, test_set = scalar_field(args.points)
     hparams = {"epochs": args.epochs, "batch_size": 64, "lr": 1e-3}
 
-    torch.manual_seed(0)  # where every lagom run starts, unless its config says otherwise
+    torch.manual_seed(0)
     start = time.perf_counter()
     plain_loss = train(Approximator, hparams, train_set, test_set)
     print(f"plain PyTorch: test loss {plain_loss:.6f} in {time.perf_counter() - start:.1f} s")
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         launcher=args.launcher,
     )
     with _spark(args.world_size) if args.launcher == "spark" else contextlib.nullcontext():
+        torch.manual_seed(0)  # ranks start from this process's generators, as a plain call does
         result = experiment.lagom(train, config)
     print(f"lagom, world size {result.world_size}: test loss {result['test result']:.6f} in {result.seconds:.1f} s")
     for rank, loss in enumerate(result.per_rank):

@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 world_size=args.world_size,
                 launcher=args.launcher,
                 zero_lvl=level,
+                seed=0,
             )
             result = experiment.lagom(train, config)
             loss = result.value[0]

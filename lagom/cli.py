@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="parts of a batch that a forward runs in, or 'auto': after one that ran out of memory",
     )
-    run.add_argument("--batches", choices=get_args(Batches), default="split", help="what a rank sees of a batch")
+    run.add_argument("--batches", choices=get_args(Batches), default="whole", help="what a rank sees of a batch")
     run.add_argument(
         "--evaluation", choices=get_args(Evaluation), default="gathered", help="how test sets are run through"
     )
@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="rehearse the first steps in one process and on the ranks; exit with status 3 where they do not agree",
     )
-    run.add_argument("--seed", type=int, default=0, help="start of the random generators; 0 if not given")
+    run.add_argument("--seed", type=int, help="start of the random generators; a new Python's if not given")
     run.add_argument(
         "--log",
         choices=get_args(Log),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from lagom.result import Result
 from lagom.signature import arguments, unread_hparams
 from lagom.verify.rehearsals import verify
 from lagom.verify.verification import say_not_rehearsed, show
+from lagom.worker.random_states import random_states, set_random_states
 from lagom.worker.settings import process_settings
 
 log = logging.getLogger("lagom")
@@ -77,6 +79,8 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
         value = aggregate(values, [outcome["samples"] for outcome in loaded], advice)
         if records is not None:
             records.ended({"outcome": "returned", "value": value, "per_rank": values})
+        if (states := loaded[0].get("random")) is not None:
+            set_random_states(states)
     return Result(
         value,
         values,
@@ -169,8 +173,4 @@ def _is_distributed(train: Callable[..., Any], provided: dict[str, Any]) -> bool
 
 def _random(config: TorchDistributedConfig) -> dict[str, Any] | None:
     """The states of this process's generators, when ranks are to start from them."""
-    if config.seed is not None:
-        return None
-    from lagom.worker.random_states import random_states
-
-    return random_states()
+    return random_states() | {"entropy": secrets.randbits(32)} if config.seed is None else None

@@ -156,7 +156,7 @@ def test_modules_that_a_script_imports_travel_with_it(folder: Path, monkeypatch:
 
 
 def test_verify_lets_a_faithful_script_run_and_ends_an_unfaithful_one_with_status_3(folder: Path) -> None:
-    verified = ("-m", "lagom.cli", "run", "-n", "2", "--verify")
+    verified = ("-m", "lagom.cli", "run", "-n", "2", "--verify", "--batches", "split")
     status, out, error = run(folder, python=verified)
     assert (status, out) == (0, f"trained __main__ {folder / 'program.py'} ['program.py']\n")
     assert "The ranks do what one process does." in error

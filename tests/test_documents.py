@@ -69,6 +69,7 @@ def test_the_articles_program_gives_the_tensor_of_a_plain_call(world_size: int, 
     torch.manual_seed(0)
     plain = train_field(Field, {}, TRAIN_SET, TEST_SET)
     sets = {"module": Field, "train_set": TRAIN_SET, "test_set": TEST_SET}
+    torch.manual_seed(0)
     result = experiment.lagom(train_field, config(world_size, zero_lvl=zero_lvl, **sets))
     assert isinstance(result["test result"], torch.Tensor)
     torch.testing.assert_close(result["test result"], plain, rtol=1e-6, atol=0)
@@ -80,7 +81,9 @@ def test_the_older_spelling_passes_both_data_sets_in_one_list() -> None:
     def train(module: Any, dataset: Sequence[Any], hparams: Mapping[str, Any]) -> Any:
         return train_field(module, hparams, dataset[0], dataset[1])
 
+    torch.manual_seed(0)
     new = experiment.lagom(train_field, config(2, module=Field, train_set=TRAIN_SET, test_set=TEST_SET))
+    torch.manual_seed(0)
     old = experiment.lagom(train, config(2, module=Field, dataset=[TRAIN_SET, TEST_SET]))
     assert torch.equal(old.value, new.value)
 
@@ -104,6 +107,7 @@ def test_a_list_of_modules_reaches_the_function_as_a_list() -> None:
 
     torch.manual_seed(0)
     plain = train([generator, critic], TRAIN_SET)
+    torch.manual_seed(0)
     result = experiment.lagom(train, config(2, module=[generator, critic], train_set=TRAIN_SET))
     assert result["generator"] == pytest.approx(plain["generator"], rel=1e-5)
     assert result["critic"] == pytest.approx(plain["critic"], rel=1e-5)
@@ -151,6 +155,7 @@ def test_a_single_node_notebook_function_trains_and_checkpoints_as_it_is(tmp_pat
     plain = torch.load(folder / "checkpoint-2.pth.tar")
     for path in folder.iterdir():
         path.unlink()
+    torch.manual_seed(0)
     result = experiment.lagom(train, config(2, hparams={"learning_rate": 0.1}))
     assert result.value is None
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-1.pth.tar", "checkpoint-2.pth.tar"]

@@ -199,9 +199,11 @@ import sys
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 def train(lr):
-    return lr
-print(experiment.lagom(train, TorchDistributedConfig(hparams={"lr": 0.5}, world_size=2))["test result"])
+    import numpy, random, torch
+    return lr, torch.rand(1).item(), float(numpy.random.rand()), random.random()
+first, second = (experiment.lagom(train, TorchDistributedConfig(hparams={"lr": 0.5}, world_size=2)) for _ in range(2))
+print(first["test result"][0], first.per_rank[0] == first.per_rank[1], len({*first.value, *second.value}))
 print(sorted({"torch", "pyspark", "numpy", "pandas", "pyarrow"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (done.stdout.split("\n")[:2], done.returncode) == (["0.5", "[]"], 0), done.stderr
+    assert (done.stdout.split("\n")[:2], done.returncode) == (["0.5 True 7", "[]"], 0), done.stderr

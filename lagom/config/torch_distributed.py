@@ -61,9 +61,10 @@ class TorchDistributedConfig:
     micro_batches: MicroBatches = None
     """Forwards run in so many parts of a rank's batch, one after another, which the backward computes once more: less
     memory, the same weights; where rows do not depend on each other. "auto": after one that ran out of memory."""
-    batches: Batches = "split"
-    """What the program sees of a training batch. "split": a batch is what ``batch_size`` says and each
-    rank gets its share; "per_rank": ``batch_size`` is each rank's own; "whole": every rank sees all."""
+    batches: Batches = "whole"
+    """What the program sees of a training batch. "whole": every rank sees all of it, and computes its rows of a
+    module's forward: right for any program; "split": each rank gets its share, right where the loss is a mean over
+    samples, and faster; "per_rank": ``batch_size`` is each rank's own, as with DDP."""
     evaluation: Evaluation = "gathered"
     """How test sets are run through. "gathered": each rank computes its rows of a model's outputs where that saves
     time, and all see whole batches; "replicated": every rank computes everything; "sharded": each sees its share."""
@@ -86,9 +87,9 @@ class TorchDistributedConfig:
     verify: bool = False
     """Before the run, rehearse its first steps in one process and on the ranks, and compare. Where the ranks do not
     give what one process gives, that is a ``VerificationError`` which says why and which setting would be right."""
-    seed: int | None = 0
-    """Start of torch's, numpy's and random's generators, equal on all ranks; None: from the states they
-    have in the calling process, as in a plain call."""
+    seed: int | None = None
+    """Start of torch's, numpy's and random's generators, equal on all ranks. None: the states that they have in the
+    calling process, where they are afterwards what the run has made of them, as with a plain call."""
     name: str | None = None
     """Shown in Spark's UI and in the result; None: the function's name."""
     description: str = ""

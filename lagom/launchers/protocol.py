@@ -19,7 +19,7 @@ class Outcome:
     report: Message
     """``ok``, and for a failure its ``error``, ``message`` and ``traceback`` as text."""
     load: Callable[[], Mapping[str, Any]]
-    """Unpickles ``{"value": ..., "samples": ...}`` or ``{"error": exception or None}``."""
+    """Unpickles ``{"value": ..., "samples": ...}`` and more, see ``bootstrap``, or ``{"error": exception or None}``."""
 
 
 class Launcher(Protocol):

@@ -26,7 +26,7 @@ from lagom.worker.environment import environment, torchrun_variables
 from lagom.worker.out_of_memory import OutOfMemoryTold
 from lagom.worker.place import Place, standing_at
 from lagom.worker.process_group import process_group
-from lagom.worker.random_states import random_states, set_random_states
+from lagom.worker.random_states import random_states, set_random_states, start_random_states
 from lagom.worker.reporter import Reporter
 from lagom.worker.settings import set_process_settings
 from lagom.worker.spec import Seat
@@ -34,6 +34,9 @@ from lagom.worker.spec import Seat
 Call = Mapping[str, Any]
 """``function``, ``provided`` (the config's fields by name), ``random`` (the driver's generators, or None), and
 ``settings`` (what the driver has set for its process)."""
+Returned = dict[str, Any]
+"""``value``, what the function returned; ``samples``, the number that this rank trained on; and of rank 0 ``random``,
+the states in which those generators ended that began in the driver's."""
 
 
 def run(
@@ -43,8 +46,8 @@ def run(
     host_dir: Path,
     seat: Seat | None = None,
     watch: Callable[[Session], None] = lambda _: None,
-) -> tuple[Any, int]:
-    """Do the run of one rank; returns what the function returned and the number of samples this rank trained on."""
+) -> Returned:
+    """Do the run of one rank."""
     with ExitStack() as stack:
         stack.enter_context(environment(seat))
         stack.enter_context(standing_at(place))
@@ -83,10 +86,14 @@ def run(
         provided = dict(call["provided"]) | {"reporter": Reporter(session)}
         positional, named = arguments(call["function"], Made(provided))
         if plan.rehearsal is not None:
-            return rehearse(session, leaves, lambda: call["function"](*positional, **named)), session.samples_trained
+            value = rehearse(session, leaves, lambda: call["function"](*positional, **named))
+            return {"value": value, "samples": session.samples_trained}
         with OutOfMemoryTold(session):
             value = call["function"](*positional, **named)
-        return value, session.samples_trained
+        returned = {"value": value, "samples": session.samples_trained}
+        if place.rank == 0 and call["random"] is not None:
+            returned["random"] = {name: state for name, state in random_states().items() if name in call["random"]}
+        return returned
 
 
 @contextmanager
@@ -96,7 +103,7 @@ def seeded(seed: int | None, states: Mapping[str, Any] | None) -> Iterator[None]
     if seed is not None:
         seed_everything(seed)
     elif states is not None:
-        set_random_states(states)
+        start_random_states(states)
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ import traceback
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lagom.errors import CollectiveError, PayloadError
 from lagom.monitor.link import Link, Message
@@ -133,8 +133,8 @@ def _run(spec: Spec, seat: Seat) -> int:
         return call
 
     try:
-        value, samples = bootstrap.run(spec.plan, place, load, Path(seat.host_dir), seat, heart.beat_for)
-        parcel, report = _returned(value, samples, seat.rank, at_home)
+        returned = bootstrap.run(spec.plan, place, load, Path(seat.host_dir), seat, heart.beat_for)
+        parcel, report = _returned(returned, seat.rank, at_home)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes as well
         parcel, report = _raised(error, seat.rank, at_home)
     parcel.write(seat.outcome_fd)
@@ -156,11 +156,11 @@ def _run(spec: Spec, seat: Seat) -> int:
     return 0
 
 
-def _returned(value: object, samples: int, rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
+def _returned(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
     try:
-        return Parcel({"value": value, "samples": samples}, at_home), {"type": "outcome", "ok": True}
+        return Parcel(returned, at_home), {"type": "outcome", "ok": True}
     except PayloadError as error:
-        raised = PayloadError(f"rank {rank} returned a {type(value).__name__}, but {error}")
+        raised = PayloadError(f"rank {rank} returned a {type(returned['value']).__name__}, but {error}")
         raised.__cause__ = error.__cause__
         return _raised(raised, rank, at_home)
 

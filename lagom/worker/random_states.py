@@ -9,7 +9,7 @@ from typing import Any
 
 
 def random_states() -> dict[str, Any]:
-    """The states of random's generator, and of numpy's and torch's where they are loaded."""
+    """Return the states of random's generator, and of numpy's and torch's where they are loaded."""
     states: dict[str, Any] = {"random": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = numpy.random.get_state()
@@ -33,3 +33,20 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         torch.set_rng_state(states["torch"])
         for device, state in enumerate(states.get("cuda", [])[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state, device)
+
+
+def start_random_states(states: Mapping[str, Any]) -> None:
+    """Start a rank's generators from the driver's ``states``.
+
+    A library that the driver has not loaded would be seeded by the system there: here by the call's ``entropy``, which
+    is equal on all ranks.
+    """
+    import torch
+
+    if "torch" not in states:
+        torch.manual_seed(states["entropy"])
+    if "numpy" not in states and "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(states["entropy"])
+    set_random_states(states)
+    if "cuda" not in states:
+        torch.cuda.manual_seed_all(torch.initial_seed())  # as torch.manual_seed has asked for; nothing without a GPU

@@ -56,12 +56,19 @@ def test_the_generators_start_from_the_seed_and_are_put_back() -> None:
     assert run(draw, seed=7).value == expected
 
 
-def test_without_a_seed_the_generators_go_on() -> None:
-    state = torch.get_rng_state()
-    expected = torch.rand(1).item()
-    torch.set_rng_state(state)
-    assert run(lambda: torch.rand(1).item(), seed=None).value == expected
-    torch.set_rng_state(state)
+def test_without_a_seed_the_generators_go_on_as_in_a_plain_call() -> None:
+    def draw() -> list[float]:
+        return [torch.rand(1).item(), random.random(), float(np.random.rand())]
+
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    expected = [draw() for _ in range(3)]
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    np.random.set_state(before[2])
+    assert [run(draw).value, run(draw).value, draw()] == expected
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    np.random.set_state(before[2])
 
 
 def test_the_environment_is_put_back_after_success_and_failure() -> None:
@@ -168,7 +175,7 @@ def test_training_gives_the_bits_of_a_plain_run() -> None:
     state = torch.get_rng_state()
     plain = train()
     torch.set_rng_state(state)
-    assert torch.equal(run(train).value, plain)
+    assert torch.equal(run(train, seed=0).value, plain)
 
 
 def test_a_call_inside_a_call_works() -> None:

@@ -102,7 +102,7 @@ def test_a_model_comes_back_as_a_model_that_trains_on() -> None:
     def train() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.ReLU())
 
-    model = run(train)["test result"]
+    model = run(train, seed=0)["test result"]
     assert type(model) is torch.nn.Sequential
     model(torch.ones(1, 300)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -225,22 +225,24 @@ def test_an_edited_module_is_seen_by_the_next_call(tmp_path: Path, monkeypatch: 
         assert run(use).value == answer
 
 
-def test_without_a_seed_the_ranks_go_on_where_this_process_stands() -> None:
+def test_without_a_seed_the_ranks_go_on_where_this_process_stands_and_it_where_they_end() -> None:
     def draw() -> Any:
         return torch.rand(1).item(), random.random(), float(np.random.rand())
 
     torch_state, numpy_state, random_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.manual_seed(5)
-    np.random.seed(5)
-    random.seed(5)
     try:
-        found = run(draw, seed=None).per_rank
-        expected = draw()
+        found = []
+        for once in (draw, lambda: run(draw).per_rank):
+            torch.manual_seed(5)
+            np.random.seed(5)
+            random.seed(5)
+            found.append([once(), draw()])
     finally:
         torch.set_rng_state(torch_state)
         np.random.set_state(numpy_state)
         random.setstate(random_state)
-    assert found == (expected, expected)
+    (plain, after), on_ranks = found
+    assert on_ranks == [(plain, plain), after]
 
 
 @pytest.mark.parametrize("seed", [0, 7])
