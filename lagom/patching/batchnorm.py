@@ -39,7 +39,7 @@ def whole_batch_statistics(session: Session) -> Iterator[None]:
     original = F.batch_norm
     eager = Statistics(session, original).batch_norm
 
-    @torch._disable_dynamo
+    @torch._disable_dynamo  # also where a frame that it could not compile runs as it is: it would go on inside
     def uncompiled(*args: Any) -> Tensor:
         return eager(*args)
 
@@ -56,8 +56,7 @@ def whole_batch_statistics(session: Session) -> Iterator[None]:
         if not training:
             return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
         # A compiled module breaks its graph here: exchanges cannot be traced.
-        function = uncompiled if torch.compiler.is_dynamo_compiling() else eager
-        return function(input, (running_mean, running_var, momentum), weight, bias, eps)
+        return uncompiled(input, (running_mean, running_var, momentum), weight, bias, eps)
 
     with replaced(F, "batch_norm", batch_norm):
         yield
@@ -163,7 +162,8 @@ class Statistics:
         for buffer, new in ((running_mean, mean), (running_var, var * (count / (count - 1).clamp(min=1)))):
             if buffer is not None:
                 self._session.synchronised[buffer] = None
-                buffer.mul_(1 - momentum).add_((new * momentum).to(buffer.dtype))
+                # Through .data: torch's kernel counts no version either; the graph of another forward may hold it.
+                buffer.data.mul_(1 - momentum).add_((new * momentum).to(buffer.dtype))
 
 
 def _check(input: Tensor, count: Tensor, share: Share) -> None:
