@@ -6,12 +6,13 @@ import argparse
 import os
 import sys
 import traceback
+import types
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lagom import experiment
+from lagom import __version__, experiment
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR, Batches, Evaluation, Launcher, Log
 from lagom.errors import LagomError, RankError, RankTraceback, VerificationError
@@ -41,14 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    words, as_horovodrun = script_of([args.script, *args.arguments])
-    path = Path(words[0])
+    given = ["-m", *args.module, *args.words] if args.module else args.words
+    if not given:
+        raise ValueError("there is nothing to run; want a script, as in: lagom run -n 4 train.py --epochs 2")
+    words, as_horovodrun = script_of(given)
     on_spark = args.master not in (None, "local")
     world_size = num_ranks(args.n, args.hosts, on_spark)
-    if not path.is_file():
-        raise ValueError(f"there is no script {words[0]!r} here ({Path.cwd()})")
-    # As python does: the script imports what lies beside it.
-    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        script = _script(words)
+    except SyntaxError as error:
+        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+        return 1
     config = TorchDistributedConfig(
         world_size=world_size,
         launcher="spark" if on_spark else "local",
@@ -64,15 +68,24 @@ def _run(args: argparse.Namespace) -> int:
         run_dir=args.run_dir or None,
         stall_timeout_s=args.stall_timeout,
         timeout_s=args.timeout,
-        name=path.name,
+        name=script.__name__,
     )
     if config.launcher == "spark":
         _session(args.master, args.n)
-    script = Script.read(path, words[1:])
     if is_driver(script):
         return _drive(script, config if args.master else replace(config, launcher="auto"))
     experiment.lagom(script, config)
     return 0
+
+
+def _script(words: Sequence[str]) -> Script:
+    """Read what ``words`` name, with the folder that python would import from first on ``sys.path``."""
+    if words[0] == "-m":
+        sys.path.insert(0, str(Path.cwd()))
+        return Script.of_module(words[1], words[2:])
+    script = Script.read(Path(words[0]), words[1:])
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    return script
 
 
 def _drive(script: Script, config: TorchDistributedConfig) -> int:
@@ -87,8 +100,16 @@ def _drive(script: Script, config: TorchDistributedConfig) -> int:
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else 1
     except Exception as error:
-        return _failed(error)
+        return _failed(error.with_traceback(_of_program(error.__traceback__)))
     return 0
+
+
+def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """``trace`` from the program's first line on."""
+    here = str(Path(__file__).parent)
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
+        trace = trace.tb_next
+    return trace
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -145,6 +166,7 @@ def _micro_batches(text: str) -> int | Literal["auto"]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lagom", description="Ordinary PyTorch programs on many ranks, unchanged.")
+    parser.add_argument("--version", action="version", version=f"lagom {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a script on every rank", description="Run a script on every rank.")
     _add_place(run)
@@ -185,8 +207,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--timeout", type=float, metavar="S", help="end the run when a rank gets nowhere so long")
     run.set_defaults(command=_run)
-    run.add_argument("script", help='its path; or "python", and then the path')
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    run.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module, as python -m")
+    run.add_argument(
+        "words",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help='path of a script or notebook; or "python", and then the path; what follows is the script\'s own',
+    )
     text = "Look around on every rank: versions, GPUs, memory, exchanges, addresses; say what is wrong and what to do."
     doctor = commands.add_parser("doctor", help="say whether runs can be expected to work", description=text)
     doctor.set_defaults(command=_doctor)

@@ -15,7 +15,7 @@ _FLAGS = ("-u", "-B")
 
 
 def script_of(words: Sequence[str]) -> tuple[list[str], bool]:
-    """The script and its arguments, and whether they followed the word ``python``.
+    """The script (or ``-m`` and a module) and its arguments, and whether they followed the word ``python``.
 
     Raises:
         ValueError: for what else python runs.
@@ -25,7 +25,7 @@ def script_of(words: Sequence[str]) -> tuple[list[str], bool]:
     rest = list(words[1:])
     while rest and rest[0] in _FLAGS:
         rest.pop(0)
-    if not rest or rest[0].startswith("-"):
+    if not rest or (rest[0].startswith("-") and (rest[0] != "-m" or len(rest) < 2)):
         what = f"{words[0]} {rest[0]}" if rest else words[0]
         raise ValueError(f"lagom run {what}: want a script, as in: lagom run -np 4 python train.py --epochs 2")
     return rest, True

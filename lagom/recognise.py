@@ -45,7 +45,7 @@ def is_distributed(*values: Any) -> bool:
                 if value.__name__ in _STARTS:
                     return True
                 continue
-            for part in codes(value.code if isinstance(value, Script) else value.__code__):
+            for part in codes(*(value.parts if isinstance(value, Script) else [value.__code__])):
                 if not _STARTS.isdisjoint(part.co_names):
                     return True
                 names.update(_names(part))
@@ -59,7 +59,7 @@ def is_distributed(*values: Any) -> bool:
 
 def is_driver(script: Script) -> bool:
     """Whether ``script``, or what it uses of modules of the user's own, starts the ranks of a run by itself."""
-    parts = list(codes(script.code))
+    parts = list(codes(*script.parts))
     imports = [name for part in parts for name in _imports(part)]
     used = _reached_parts({name for part in parts for name in _names(part)}, imports)
     return not {*imports, *(name for part in used for name in part.imports)}.isdisjoint(_DRIVES)

@@ -93,7 +93,8 @@ def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
         if isinstance(value, types.FunctionType):
             yield from (name for code in codes(value.__code__) for name in _imports_of_code(code))
         elif isinstance(value, Script):
-            yield from (name for code in codes(value.code) for name in _imports_of_code(code))
+            yield from ([value.module] if value.module else [])
+            yield from (name for code in codes(*value.parts) for name in _imports_of_code(code))
 
 
 def reached(*values: Any) -> Iterator[Any]:
@@ -159,12 +160,11 @@ def _is_own(cls: type) -> bool:
     return path is not None and cls.__module__.partition(".")[0] != "lagom" and not is_installed(path)
 
 
-def codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """``code``, and that of the functions and classes it defines."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from codes(constant)
+def codes(*parts: types.CodeType) -> Iterator[types.CodeType]:
+    """``parts``, and the code of the functions and classes that they define."""
+    for code in parts:
+        yield code
+        yield from codes(*(constant for constant in code.co_consts if isinstance(constant, types.CodeType)))
 
 
 def _imports_of_code(code: types.CodeType) -> Iterator[str]:

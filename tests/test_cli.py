@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lagom
 from lagom import cli
 from lagom.script import Script
 from lagom.sources import modules_zip
@@ -142,14 +143,6 @@ def test_a_rank_that_is_killed_is_named(folder: Path) -> None:
     assert "hello" in error  # its last words
 
 
-def test_a_missing_script_is_said_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["run", "nowhere.py"]) == 2
-    assert "nowhere.py" in capsys.readouterr().err
-
-
 def test_modules_that_a_script_imports_travel_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder))
     assert b"beside.py" in modules_zip(Script.read(folder / "program.py", []))
@@ -178,3 +171,108 @@ def test_a_timeline_is_written_where_it_is_asked_for(folder: Path) -> None:
     assert (kept / "timeline.json").read_bytes() == (folder / "trace.json").read_bytes()
     names = {event["name"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]}
     assert {"Line", "backward", "SGD.step", "wait for data"} <= names
+
+
+def notebook(*cells: str, language: str = "python") -> str:
+    """A notebook with a cell of text and these cells of code."""
+    texts = [{"cell_type": "markdown", "source": ["# no code"]}]
+    texts += [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
+    return json.dumps({"nbformat": 4, "metadata": {"kernelspec": {"language": language}}, "cells": texts})
+
+
+def started(folder: Path, *command: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of Python with these arguments, in ``folder``."""
+    root = str(Path(cli.__file__).parents[1])
+    env = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_cells_of_a_notebook_run_one_after_another_on_every_rank(folder: Path) -> None:
+    head = "%matplotlib inline\nfrom __future__ import annotations\nimport pickle\nfrom beside import SLOPE\n"
+    body = "%%time\nimport lagom\nclass Box:\n    slope: Unknown = SLOPE\n%time box = pickle.loads(pickle.dumps(Box()))"
+    tail = 'print(box.slope, lagom.world_size())\nif FAIL:\n    raise RuntimeError("in the third")'
+    for fail in (False, True):
+        cells = (head + f"FAIL = {fail}", body, tail)
+        (folder / "n.ipynb").write_text(notebook(*cells))
+        status, out, error = started(folder, "-m", "lagom", "run", "-n", "2", "n.ipynb")
+        assert (status, out) == (int(fail), "3.0 2\n"), error
+    assert f'File "{folder / "n.ipynb"}, code cell 3", line 3, in <module>\n    raise RuntimeError("in' in error
+    assert "lagom/" not in error
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("bash.ipynb", notebook("x = 1", "\n%%bash\nls"), "code cell 2, line 2: only IPython can run '%%bash'"),
+        ("pip.ipynb", notebook("x = 1\n!pip install y"), "code cell 1, line 2: only IPython can run '!pip install y'"),
+        ("list.ipynb", notebook("files = !ls"), "only IPython can run 'files = !ls'"),
+        ("r.ipynb", notebook("x <- 1", language="R"), "is a notebook of R; lagom runs Python"),
+        ("old.ipynb", '{"worksheets": []}', "is no notebook of format 4"),
+        ("cut.ipynb", '{"cells": [', "is no notebook: "),
+        ("model.pt", "PK\0\1", "'model.pt' is no Python script: it has bytes that are no text"),
+        ("latin.py", b"x = '\xe9'", "latin.py"),
+        ("folder", None, "'folder' is a folder; name a script in it"),
+        ("nowhere.py", "", "there is no script 'nowhere.py' here"),
+        ("-m nowhere.at.all", None, "there is no module 'nowhere.at.all' in Python here"),
+        ("-m math", None, "there is no module 'math' in Python here"),
+        ("", None, "there is nothing to run; want a script, as in: lagom run -n 4 train.py"),
+    ],
+)
+def test_what_is_no_script_is_one_line(
+    name: str,
+    content: str | bytes | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "folder").mkdir()
+    if content:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    status = cli.main(["run", *name.split()])
+    error = capsys.readouterr().err
+    assert said in error
+    if not isinstance(content, bytes):  # which python calls a syntax error
+        assert (status, error.count("\n"), error[:7]) == (2, 1, "lagom: ")
+
+
+@pytest.mark.parametrize("name", ["bad.py", "bad.ipynb", "train.sh"])
+def test_a_syntax_error_is_told_as_python_tells_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    text = "x = 1\nif x\n    pass\n"
+    (tmp_path / name).write_text(notebook(text) if name.endswith("ipynb") else text)
+    assert cli.main(["run", name]) == 1
+    where = str(tmp_path / name) + (", code cell 1" if name.endswith("ipynb") else "")
+    error = capsys.readouterr().err
+    assert error.startswith(f'  File "{where}", line 2\n    if x\n')
+    assert error.splitlines()[-1] == "SyntaxError: expected ':'"
+
+
+def test_a_module_runs_as_python_runs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = folder / "own" / "inner"
+    package.mkdir(parents=True)
+    (folder / "own" / "__init__.py").write_text("LOADED = []\n")
+    (package / "__init__.py").write_text("")
+    (package / "base.py").write_text("from beside import SLOPE\n")
+    text = "import sys\nfrom .base import SLOPE\nfrom .. import LOADED\n"
+    text += "print(__name__, __package__, __spec__.name, __file__, sys.argv, sys.path[0], SLOPE, LOADED)\n"
+    (package / "__main__.py").write_text(text)
+    plain = started(folder, "-m", "own.inner", "--epochs", "3")
+    assert plain[0] == 0, plain
+    status, out, error = started(folder, "-m", "lagom", "run", "-n", "2", "-m", "own.inner", "--epochs", "3")
+    assert (status, out) == (0, plain[1]), error
+    monkeypatch.syspath_prepend(str(folder))
+    assert b"own/inner/base.py" in modules_zip(Script.of_module("own.inner", []))
+    assert "own" not in sys.modules
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"lagom {lagom.__version__}\n")

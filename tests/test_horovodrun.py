@@ -17,7 +17,8 @@ def test_python_before_the_script_is_left_out() -> None:
     for python in ("python", "python3", "python3.11", "/usr/bin/python3"):
         assert script_of([python, "-u", "train.py", "python"]) == (["train.py", "python"], True)
     assert script_of(["python_like.py"]) == (["python_like.py"], False)
-    for words in (["python"], ["python", "-m", "train"], ["python3", "-c", "print()"]):
+    assert script_of(["python", "-u", "-m", "train", "-m"]) == (["-m", "train", "-m"], True)
+    for words in (["python"], ["python", "-m"], ["python3", "-c", "print()"]):
         with pytest.raises(ValueError, match="want a script, as in"):
             script_of(words)
 

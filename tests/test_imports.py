@@ -76,7 +76,8 @@ RULES = {
     "lagom.signature": Rule(always=_FACTS),
     "lagom.contents": Rule(later=("numpy",)),
     "lagom.aggregate": Rule(always=("lagom.contents",)),
-    "lagom.script": Rule(),
+    "lagom.ipynb": Rule(),
+    "lagom.script": Rule(always=("lagom.ipynb",)),
     "lagom.sources": Rule(always=("lagom.script",), later=("cloudpickle",)),
     "lagom.recognise": Rule(always=("lagom.script", "lagom.sources")),
     "lagom.payload": Rule(always=("lagom.errors", "cloudpickle"), later=("torch", "numpy")),
@@ -123,8 +124,9 @@ RULES = {
     "lagom.worker.spec": Rule(always=("lagom.plan",)),
     "lagom.experiment": Rule(always=(*_DRIVER_SIDE, "lagom.launchers", "lagom.verify"), later=("pyspark",)),
     "lagom.horovodrun": Rule(later=("lagom", "torch")),
+    "lagom.__main__": Rule(always=("lagom.cli",)),
     "lagom.cli": Rule(
-        always=(*_DRIVER_SIDE, "lagom.experiment", "lagom.horovodrun"), later=("pyspark", "lagom.doctor")
+        always=("lagom", *_DRIVER_SIDE, "lagom.experiment", "lagom.horovodrun"), later=("pyspark", "lagom.doctor")
     ),
     "lagom.doctor": Rule(always=("lagom", *_DRIVER_SIDE, "lagom.launchers")),
     # Runs on ranks.

@@ -1,0 +1,81 @@
+"""Code cells of a Jupyter notebook as Python: magics that only concern the display are left out, others refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_LEFT_OUT = ("autoreload", "config", "load_ext", "matplotlib", "reload_ext", "tensorboard")
+_BEFORE_CODE = ("capture", "time")
+"""Magics of a line or a cell whose code runs without them as well."""
+
+
+def code_cells(text: str, name: str) -> tuple[str, ...]:
+    """The Python of each code cell in the notebook ``text``, line by line as it stands there.
+
+    Raises:
+        ValueError: when it is no notebook of Python's, or a cell has a line that only IPython can run.
+        SyntaxError: in a cell, which is named like a file.
+    """
+    try:
+        notebook: Any = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is no notebook: {error}") from None
+    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
+        raise ValueError(f"{name} is no notebook of format 4; open and save it with Jupyter")
+    described = notebook.get("metadata", {})
+    language = described.get("kernelspec", {}).get("language") or described.get("language_info", {}).get("name")
+    if language not in (None, "python"):
+        raise ValueError(f"{name} is a notebook of {language}; lagom runs Python")
+    sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell.get("cell_type") == "code"]
+    return tuple(_python(source, cell_name(name, number)) for number, source in enumerate(sources, 1))
+
+
+def cell_name(path: str, number: int) -> str:
+    """What tracebacks call the code cell ``number`` of the notebook ``path``."""
+    return f"{path}, code cell {number}"
+
+
+def _python(source: str, name: str) -> str:
+    """``source`` with as many lines, without its magics."""
+    lines = source.split("\n")
+    if source.lstrip().startswith("%%"):
+        first = next(number for number, line in enumerate(lines) if line.strip())
+        lines[first] = _plain(lines[first], "%%", name, first)
+    while (error := _error(lines, name)) is not None:
+        number = (error.lineno or 0) - 1
+        if not 0 <= number < len(lines) or not _is_ipythons(lines[number]):
+            raise error
+        lines[number] = _plain(lines[number], "%", name, number)
+    return "\n".join(lines)
+
+
+def _error(lines: list[str], name: str) -> SyntaxError | None:
+    try:
+        compile("\n".join(lines), name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return error
+    return None
+
+
+def _is_ipythons(line: str) -> bool:
+    text = line.strip()
+    return text.startswith(("%", "!", "?")) or text.endswith("?") or bool(re.match(r"[\w., ]+=\s*[!%]", text))
+
+
+def _plain(line: str, mark: str, name: str, number: int) -> str:
+    """What is left of a line with a magic.
+
+    Raises:
+        ValueError: when it is not one that can be left out.
+    """
+    found = re.match(rf"(\s*){mark}(\w+)(.*)", line)
+    code = found is not None and found[2] in _BEFORE_CODE
+    if found is None or not (code or (found[2] in _LEFT_OUT and mark == "%")):
+        raise ValueError(
+            f"{name}, line {number + 1}: only IPython can run {line.strip()!r}; take it out of the notebook"
+        )
+    rest = found[3].strip() if code and mark == "%" else ""
+    # A block needs a statement; at the top an import from __future__ may have to come first.
+    return found[1] + (rest or "pass") if found[1] else rest
