@@ -21,6 +21,7 @@ from lagom.patching.order import synchronise
 from lagom.patching.passes import LEFT_OUT, Pass, leaves_out
 from lagom.patching.permutation import shuffled
 from lagom.patching.random import OwnStreams, derived
+from lagom.patching.reference import ObjectReference
 from lagom.patching.replace import replaced
 from lagom.patching.session import Session
 from lagom.patching.sharded import Placed, shards_itself
@@ -67,7 +68,7 @@ class _Loaders:
     def __init__(self, session: Session, streams: OwnStreams) -> None:
         self.session = session
         self.streams = streams
-        self._were_dealt = WeakIdKeyDictionary()
+        self._were_dealt = WeakIdKeyDictionary(ref_type=ObjectReference)
 
     def begin(self, loader: DataLoader[Any]) -> Pass:
         """A pass over ``loader`` begins."""

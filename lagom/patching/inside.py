@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.candidate import Candidate, is_batch
 from lagom.patching.recorder import NotByRowsError
+from lagom.patching.reference import ObjectReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ class Insides:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._found: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._found: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
 
     def of(self, module: nn.Module, *, says: bool = True) -> list[nn.Module]:
         """All modules inside one, and itself; none when it has no parameters yet, or none at all."""

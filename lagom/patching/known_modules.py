@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.patching.reference import ObjectReference
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 class KnownModules(WeakIdKeyDictionary):
     """Modules, in the order in which they were made, without those that are gone."""
+
+    def __init__(self) -> None:
+        super().__init__(ref_type=ObjectReference)
 
     def made(self) -> Iterator[nn.Module]:
         """Those whose construction has come as far as to have parameters."""

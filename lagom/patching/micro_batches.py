@@ -16,6 +16,7 @@ from lagom.patching.candidate import Candidate
 from lagom.patching.in_parts import InParts
 from lagom.patching.inside import Insides, kind_of, run_with
 from lagom.patching.recorder import NotByRowsError
+from lagom.patching.reference import ObjectReference
 from lagom.patching.repeatable import Examined, Examiner, backward_has_room
 from lagom.patching.shortage import wanted_bytes
 from lagom.strategies.zero.memory import map_what_is_large
@@ -54,11 +55,11 @@ class MicroBatches:
         self._examiner = Examiner(session)
         self._in_parts = InParts(session, self._left_alone)
         self._insides = Insides(lambda _: None)
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """Of modules: what is known of them, by kinds of input."""
-        self._learnt: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._learnt: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """Of modules that have run out of memory: how many micro-batches they need."""
-        self._fitted: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._fitted: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """Of modules: the most rows after which there was room for a backward."""
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +100,7 @@ class MicroBatches:
     ) -> tuple[Candidate, TreeSpec]:
         leaves, spec = tree_flatten((args, kwargs))
         inside = self._insides.of(module)
-        rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+        rows = next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
         run = run_with(partial(self._original, module), args, kwargs, leaves, spec)
         return Candidate(module, inside, run, leaves, rows if inside else 0, self._session.device), spec
 
@@ -155,7 +156,7 @@ class MicroBatches:
 
     def _has_room(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
         """Whether there is room for the backward, as far as it is known and can be helped."""
-        rows = args[0].shape[0] if args and isinstance(args[0], torch.Tensor) and args[0].dim() else 0
+        rows = args[0].size(0) if args and isinstance(args[0], torch.Tensor) and args[0].dim() else 0
         if not torch.is_grad_enabled() or rows <= self._fitted.get(module, 1):
             return True
         if not backward_has_room(module, output, self._session.device):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.gradient import exchanged
+from lagom.patching.reference import ObjectReference
 from lagom.patching.replace import replaced
 from lagom.strategies.leaves import reached
 
@@ -54,7 +55,7 @@ class Precision:
         """Of backwards inside each other."""
         self._scaled_leaves: set[int] = set()
         """Ids of leaves that divide by the scale."""
-        self._own: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._own: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """Of modules: whether they have parameters, and all in float32."""
 
     @contextmanager
@@ -191,7 +192,7 @@ class _Scaling:
         self.scale = FIRST_SCALE
         self._session = session
         self._num_good = 0
-        self._held: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._held: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
 
     def unscale(self, leaf: Tensor) -> RemovableHandle:
         """From now on ``leaf`` accumulates what it would without the scale; the first of its hooks."""

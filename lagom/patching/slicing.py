@@ -18,6 +18,7 @@ from lagom.patching.candidate import Candidate, Finding, is_batch, measured
 from lagom.patching.inside import Insides, kind_of, numbers_of, run_with
 from lagom.patching.passes import Share
 from lagom.patching.probe import UNIFORM, probe
+from lagom.patching.reference import ObjectReference
 from lagom.strategies.draws import Draws
 from lagom.strategies.whole_batch import Block, Exchange, Gatherer, UnequalInputError, gathered, pays, sliced
 
@@ -82,10 +83,10 @@ class Slicer:
         self._original = original
         self._outside = outside
         self._insides = Insides(session.say_once)
-        self._findings: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._small: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._changing: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._findings: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        self._small: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        self._counting: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        self._changing: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         self._depth = 0
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,7 +96,7 @@ class Slicer:
             return self._original(module, *args, **kwargs)
         inside = self._insides.of(module, says=not self._depth)
         leaves, spec = tree_flatten((args, kwargs))
-        rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+        rows = next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
         if not inside or rows < self._group.world_size:
             return self._original(module, *args, **kwargs)
 

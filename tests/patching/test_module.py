@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from lagom.config.torch_distributed import Batches
 from lagom.patching.device import follow_input, moved
 from lagom.patching.session import Session
-from tests.ranks import run_ranks
+from tests.ranks import alone, run_ranks
 
 
 def test_dropout_differs_between_ranks_and_initial_values_agree() -> None:
@@ -70,6 +71,40 @@ def test_modules_with_their_own_equality_are_tracked() -> None:
         return len(session.modules)
 
     assert run_ranks(2, run) == [2, 2]
+
+
+class Proxy(nn.Module):
+    """Passes on what it lacks to the module inside; two of its bases construct it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        nn.Module.__init__(self)
+        nn.Module.__init__(self)
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("batches", ["split", "whole"])
+def test_modules_that_pass_on_their_attributes_train(batches: Batches) -> None:
+    def run(_: Session) -> Any:
+        model = Proxy(Proxy(nn.Sequential(nn.Linear(3, 4), Proxy(nn.Linear(4, 2))))).double()
+        optimizer = torch.optim.SGD(list(model.parameters()), lr=0.1)
+        for (x,) in DataLoader(TensorDataset(torch.linspace(-1, 1, 36, dtype=torch.float64).view(12, 3)), 4):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected = alone(run)
+    for found in run_ranks(2, run, batches=batches):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_moved_keeps_containers_and_other_objects() -> None:
