@@ -36,7 +36,7 @@ class Candidate:
     def is_uniform(self) -> bool:
         """Whether the rows of its batch are all alike: a mean over them would be each of them, and nothing seen."""
         batches = [leaf for leaf in self.leaves if is_batch(leaf, self.rows)]
-        return self.rows > 1 and all(bool((leaf == leaf[:1]).all()) for leaf in batches)
+        return self.rows > 1 and bool(batches) and all(bool((leaf == leaf[:1]).all()) for leaf in batches)
 
     def block_of(self, block: Block) -> list[Any]:
         """The leaves for one block."""
@@ -69,7 +69,12 @@ class Finding:
 
 def is_batch(leaf: Any, rows: int) -> bool:
     """Whether ``leaf`` is a tensor with a row for each sample."""
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+    return is_dense(leaf) and leaf.dim() > 0 and leaf.shape[0] == rows
+
+
+def is_dense(leaf: Any) -> bool:
+    """Whether ``leaf`` is a tensor that has its rows one after the other: a sparse or a nested one has not."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested
 
 
 def measured(candidate: Candidate, call: Callable[[], Any]) -> tuple[Any, Finding]:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from lagom.errors import LagomError
 from lagom.patching.as_it_was import as_it_was, buffers_of, marks_of
-from lagom.patching.candidate import Candidate, Finding, is_batch
+from lagom.patching.candidate import Candidate, Finding, is_batch, is_dense
 from lagom.patching.recorder import BlockRecorder, NotByRowsError, Recorder
 from lagom.strategies.draws import UnsupportedDrawError
 from lagom.strategies.whole_batch import Block
@@ -74,11 +74,11 @@ def probe(
     Args:
         statistics: a context in which BatchNorm uses those given.
     """
-    if candidate.is_uniform:
-        finding.reason = UNIFORM
-        return
     try:
-        examine(candidate, finding, world_size, statistics)
+        if candidate.is_uniform:
+            finding.reason = UNIFORM
+        else:
+            examine(candidate, finding, world_size, statistics)
     except (NotByRowsError, UnsupportedDrawError) as error:
         finding.reason = str(error)
     except ChangedError:
@@ -124,6 +124,8 @@ def check(candidate: Candidate) -> None:
     for leaf in candidate.leaves:
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
             raise NotByRowsError(f"is called with a {type(leaf).__name__}, of which it is unknown what is in it")
+        if isinstance(leaf, torch.Tensor) and not is_dense(leaf):
+            raise NotByRowsError("is called with a sparse or nested tensor, which has no rows to share out")
     for module in candidate.inside:
         state = module.__dict__
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -240,3 +241,45 @@ def checkpointed_segments() -> Any:
 def checkpointed_from_outside() -> Any:
     net, head = normed(last=4), nn.Linear(4, 1).double()
     return trained(lambda x, y: F.mse_loss(head(checkpoint(net, x, use_reentrant=False)), y), net, head)
+
+
+@model
+def graph_with_sparse_tensors() -> Any:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.out = nn.Parameter(torch.randn(WIDTH, 5)), nn.Linear(5, 1)
+
+        def forward(self, x: Tensor, edges: Tensor) -> Any:
+            return self.out(torch.sparse.mm(edges, torch.sparse.mm(x, self.into)).relu())
+
+    net = Graph().double()
+
+    def loss(x: Tensor, y: Tensor) -> Any:
+        edges = (x @ x.T > 0).to(x)
+        return F.mse_loss(net(x.relu().to_sparse(), edges.to_sparse()), y) + net(x, edges.to_sparse()).square().mean()
+
+    return trained(loss, net)
+
+
+@model
+def nested_tensors() -> Any:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.out = nn.Linear(1, 4), nn.Linear(4, 1)
+
+        def forward(self, sequences: Tensor) -> Any:
+            hidden = self.into(sequences)
+            return self.out(torch.stack([one.tanh().mean(0) for one in hidden.unbind()]))
+
+    net = Nested().double()
+
+    def loss(x: Tensor, y: Tensor) -> Any:
+        parts = [row[: 2 + i % 3, None] for i, row in enumerate(x)]
+        layout = torch.jagged if len(x) % 2 else torch.strided
+        return F.mse_loss(net(torch.nested.nested_tensor(parts, layout=layout)), y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        return trained(loss, net)
