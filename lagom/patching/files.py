@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import stat
+import sys
 import urllib.request
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -21,10 +22,12 @@ import torch
 from torch.utils.data import Dataset
 
 from lagom.patching import disk
+from lagom.patching.imported import once_imported
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import ModuleType
 
     from lagom.patching.session import Session
 
@@ -51,7 +54,16 @@ def shared_files(session: Session) -> Iterator[None]:
         stack.enter_context(replaced(torch.UntypedStorage, "from_file", mapping))
         stack.enter_context(replaced(urllib.request, "urlretrieve", downloads.once(urllib.request.urlretrieve)))
         stack.enter_context(downloads.shared_datasets())
+        stack.enter_context(once_imported({"safetensors": lambda module: _place_safetensors(module, stack)}))
         yield
+
+
+def _place_safetensors(safetensors: ModuleType, stack: ExitStack) -> None:
+    """Say to its writer where to write: it renames a file by a call of the kernel that no function of libc makes."""
+    write = _at_place(safetensors.serialize_file, 1, disk.written, "filename")
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "safetensors" and hasattr(module, "serialize_file"):
+            stack.enter_context(replaced(module, "serialize_file", write))
 
 
 def _saving(original: Callable[..., None]) -> Callable[..., None]:
@@ -103,16 +115,18 @@ def _write_whole(given: str, write: Callable[[str], None]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _at_place(original: Callable[..., Any], position: int, place: Callable[[str], str]) -> Callable[..., Any]:
-    """``original`` with its argument ``f`` at ``position``, where that is a path, replaced by where to find it."""
+def _at_place(
+    original: Callable[..., Any], position: int, place: Callable[[str], str], name: str = "f"
+) -> Callable[..., Any]:
+    """``original`` with its argument ``name`` at ``position``, where that is a path, replaced by where to find it."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if len(args) > position and isinstance(args[position], (str, os.PathLike)):
             path = place(os.fspath(args[position]))
             return original(*args[:position], path, *args[position + 1 :], **kwargs)
-        if isinstance(kwargs.get("f"), (str, os.PathLike)):
-            kwargs["f"] = place(os.fspath(kwargs["f"]))
+        if isinstance(kwargs.get(name), (str, os.PathLike)):
+            kwargs[name] = place(os.fspath(kwargs[name]))
         return original(*args, **kwargs)
 
     return call

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import platform
+
 import torch._dynamo  # noqa: F401  (0.7 s, which an optimizer's first step would take in every rank)
 
 import lagom.worker.bootstrap  # noqa: F401
+from lagom.patching.disk.symbols import loaded, slots
+
+for library in loaded():
+    slots(library, platform.machine())  # torch's take 0.1 s to look through

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import ctypes
+import gzip
 import json
 import logging
 import multiprocessing
 import os
 import shutil
+import sqlite3
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pyarrow.csv
+import pyarrow.dataset
+import pyarrow.parquet
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -163,7 +169,60 @@ def imported() -> Any:
         shutil.rmtree("generated/__pycache__", ignore_errors=True)
 
 
+def in_a_database() -> Any:
+    with contextlib.closing(sqlite3.connect("runs.db")) as database:
+        database.execute("CREATE TABLE runs (step INTEGER, loss REAL)")
+        database.executemany("INSERT INTO runs VALUES (?, ?)", [(step, step / 2) for step in range(50)])
+        database.commit()
+    with contextlib.closing(sqlite3.connect(os.path.abspath("runs.db"))) as database:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("DELETE FROM runs WHERE step > 20")
+        database.commit()
+        return database.execute("SELECT count(*), sum(loss) FROM runs").fetchall()
+
+
+def in_parquet() -> Any:
+    table = pyarrow.table({"part": [0, 1, 0, 1], "x": [0.5, 1.5, 2.5, 3.5]})
+    os.makedirs("tables", exist_ok=True)
+    table.to_pandas().to_parquet("tables/one.parquet")
+    pyarrow.parquet.write_table(table, "tables/two.parquet")
+    os.replace("tables/two.parquet", "tables/one.parquet")
+    Path("kept/old.txt").unlink()  # a folder of before, of which something is gone and to which something comes
+    pyarrow.parquet.write_to_dataset(table, "kept", ["part"], basename_template="{i}.parquet")
+    pyarrow.csv.write_csv(table, "state.json")
+    found = pyarrow.dataset.dataset("kept", partitioning="hive").to_table().to_pandas()
+    with pytest.raises(FileNotFoundError):
+        pyarrow.parquet.read_table("tables/two.parquet")
+    return found["x"].tolist(), pyarrow.parquet.read_table("tables")["x"].to_pylist(), Path("state.json").read_text()
+
+
+def by_a_library() -> Any:
+    """One that is loaded meanwhile, and knows nothing of Python."""
+    zlib = next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libz.so" in line)
+    with tempfile.TemporaryDirectory() as folder:
+        library = ctypes.CDLL(shutil.copy(zlib, folder))
+    library.gzopen.restype = ctypes.c_void_p
+    for mode, text in ((b"wb", b"one "), (b"ab", b"two "), (b"rb", b"")):
+        file = ctypes.c_void_p(library.gzopen(b"log.csv", mode))
+        library.gzwrite(file, text, len(text))
+        library.gzclose(file)
+    return gzip.decompress(Path("log.csv").read_bytes()), library.gzopen(b"no/log.csv", b"wb")
+
+
+def profiled() -> Any:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ones(3).sum()
+    profile.export_chrome_trace("state.json")  # C++, which writes another file first and renames it
+    events = json.loads(Path("state.json").read_text())["traceEvents"]
+    Path("state.json").write_text("")
+    return [event["name"] for event in events if event.get("cat") == "cpu_op"], sorted(os.listdir())
+
+
 PROGRAMS: list[Callable[[], Any]] = [
+    in_a_database,
+    in_parquet,
+    by_a_library,
+    profiled,
     folders,
     replaced_folder,
     appended_log,

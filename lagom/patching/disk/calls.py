@@ -19,7 +19,7 @@ CHANGE = {"chmod": True, "chown": True, "lchown": False, "utime": True, "truncat
 CHANGE |= {"setxattr": True, "removexattr": True}
 """Functions that change what is at a path."""
 
-_SYSTEM = ("/dev/", "/proc/", "/sys/")
+SYSTEM = ("/dev/", "/proc/", "/sys/")
 _CACHES = (
     "XDG_CACHE_HOME",
     "TORCH_HOME",
@@ -73,8 +73,12 @@ class Calls(ABC):
         """Where C code is to write the file that the program knows by ``path``."""
 
     @abstractmethod
-    def found(self, path: str) -> str:
-        """Where C code is to read the file that the program knows by ``path``."""
+    def found(self, path: str, dir_fd: int | None = None, follow: bool = True) -> str:
+        """Where C code is to look at what the program knows by ``path``."""
+
+    @abstractmethod
+    def listed(self, path: str) -> str:
+        """Where C code is to list the directory that the program knows by ``path``."""
 
     def asked(self) -> None:  # noqa: B027  (rank 0's files are real whatever it knows)
         """The program has asked which rank it is."""
@@ -117,7 +121,7 @@ class Calls(ABC):
                 path = f"{cwd or os.getcwd() if dir_fd is None else self.of(dir_fd)}/{path}"
             except OSError:
                 return None
-        return None if path.startswith(_SYSTEM) or "\0" in path else path
+        return None if path.startswith(SYSTEM) or "\0" in path else path
 
     def of(self, fd: int) -> str:
         """The path that the program knows an open directory by."""
@@ -160,7 +164,7 @@ def _left_alone() -> tuple[str, ...]:
     folders += [f"{home}/.cache", f"{home}/.triton", f"{home}/.nv"]
     both = {path for folder in folders for path in (os.path.abspath(folder), os.path.realpath(folder))}
     temporary = os.path.realpath(tempfile.gettempdir())
-    return (*_SYSTEM, *(path + "/" for path in sorted(both)), f"{temporary}/torchinductor_")
+    return (*SYSTEM, *(path + "/" for path in sorted(both)), f"{temporary}/torchinductor_")
 
 
 def _names() -> tuple[str, ...]:

@@ -45,7 +45,10 @@ class CallsOfFirst(Calls):
         self._note(path, None, follow=True, change="content")
         return path
 
-    def found(self, path: str) -> str:
+    def found(self, path: str, dir_fd: int | None = None, follow: bool = True) -> str:
+        return path
+
+    def listed(self, path: str) -> str:
         return path
 
     def _note(self, path: Any, dir_fd: int | None, follow: bool, change: Change) -> None:

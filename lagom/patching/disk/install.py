@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lagom.patching.disk.first import CallsOfFirst
 from lagom.patching.disk.journal import Journal
+from lagom.patching.disk.libraries import interposed
 from lagom.patching.disk.others import CallsOfOthers
 from lagom.patching.replace import replaced
 
@@ -59,6 +60,7 @@ def own_disk(host_dir: str, rank: int, world_size: int, local_world_size: int, *
             stack.callback(calls.overlay.close)
         for owner, name, value in _installed(calls):
             stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(interposed(calls, reads=isinstance(calls, CallsOfOthers)))
         before, _calls = _calls, calls
         try:
             yield
@@ -174,9 +176,10 @@ def _unlinking_by_name(close: Callable[..., None]) -> Callable[..., None]:
 #
 # Left to the real disk are what no rank changes for itself: devices, /proc, the caches of torch and of hubs,
 # __pycache__, what tempfile makes in its default folder (names of the rank's own, often handed to other programs), and
-# downloads, which the first rank of a host does for all. C code that opens paths (h5py, pyarrow, sqlite, cv2) and other
-# programs see and change the real disk, on every rank. So do ranks on another host that share a file system with
-# rank 0's (NFS): they write to overlays too, but no note tells them what rank 0 has changed there since the start.
+# downloads, which the first rank of a host does for all. C code that opens paths (h5py, pyarrow, sqlite, cv2) comes to
+# the same functions, see Note [Files of C code]; other programs see and change the real disk, on every rank. So do
+# ranks on another host that share a file system with rank 0's (NFS): they write to overlays too, but no note tells them
+# what rank 0 has changed there since the start.
 
 # Note [Order of a directory]
 # The order of os.listdir is the file system's. A data set made of a directory's files must have the same order on all

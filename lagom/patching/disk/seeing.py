@@ -28,9 +28,13 @@ class Seeing(Calls):
         self.opened_directories: dict[int, tuple[str, int, int]] = {}
         self._lstat = self.original["lstat"]
 
-    def found(self, path: str) -> str:
-        key = self.key(path, None, follow=True)
+    def found(self, path: str, dir_fd: int | None = None, follow: bool = True) -> str:
+        key = self.key(path, dir_fd, follow)
         return path if key is None else self.inside(lambda: self.overlay.place(key), path)
+
+    def listed(self, path: str) -> str:
+        key = self.key(path, None, follow=True)
+        return path if key is None else self.inside(lambda: self.overlay.listed(key), path)
 
     def of(self, fd: int) -> str:
         try:

@@ -35,6 +35,7 @@ class View:
         """The working directory, when the process stands elsewhere in truth."""
         self.folder = folder
         self._nowhere = folder + "/nothing"
+        self._listings: list[str] = []
         self._directories: dict[str, str] = {}
         """Their keys, by what they are called."""
         self.clean: dict[str, set[str] | None] = {}
@@ -145,7 +146,7 @@ class View:
 
     def seen(self, place: str) -> str:
         """The path that the program knows ``place`` by."""
-        for inner in (self.upper, self._nowhere):
+        for inner in (self.upper, self._nowhere, *self._listings):
             if place == inner or place.startswith(inner + "/"):
                 return place[len(inner) :] or "/"
         for key, entry in self.journal.log.entries.items():
@@ -186,6 +187,22 @@ class View:
     def names(self, key: str) -> list[str]:
         """What is in the directory ``key``, sorted; see Note [Order of a directory] in install.py."""
         return self.read(key, lambda place: self._names(key, place))
+
+    def listed(self, key: str) -> str:
+        """A directory for C code to list: that at ``key``, or one with its names where the disk has others."""
+        place, names = self.place(key), self.names(key)
+        if set(os.listdir(place)) == set(names):
+            return place
+        top = f"{self.folder}/listing.{os.getpid()}.{len(self._listings)}"
+        os.makedirs(top + key)
+        for name in names:
+            mode = self.mode(join(key, name))
+            if stat.S_ISDIR(mode):
+                os.mkdir(f"{top}{key}/{name}")
+            elif mode:
+                os.symlink(self.place(join(key, name)), f"{top}{key}/{name}")
+        self._listings.append(top)
+        return top + key
 
     def _names(self, key: str, place: str) -> list[str]:
         found = set(os.listdir(place))
