@@ -28,6 +28,7 @@ from lagom.monitor.link import Message
 from lagom.monitor.spans import unpacked
 from lagom.records.checkout import Checkout
 from lagom.records.remote import Upload, is_url, on_disk
+from lagom.records.secrets import HIDDEN, hide_in_command, hide_in_text, is_secret
 from lagom.records.timeline import TIMELINES, merge
 
 RUN, RESULT, PROGRESS = "run.json", "result.json", "progress.jsonl"
@@ -173,7 +174,7 @@ class Records:
 
     def _write(self, name: str, what: Mapping[str, Any]) -> None:
         partial = self.folder / f".{name}"
-        partial.write_text(json.dumps(as_json(what), indent=2) + "\n")
+        partial.write_text(json.dumps(as_json(what, hide=name == RUN), indent=2) + "\n")
         partial.replace(self.folder / name)
 
 
@@ -224,7 +225,7 @@ def _surroundings() -> dict[str, Any]:
             "user": user,
             "pid": os.getpid(),
             "cwd": os.getcwd(),
-            "argv": sys.argv,
+            "argv": hide_in_command(sys.argv),
         },
         "versions": _versions(),
     }
@@ -239,8 +240,11 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def as_json(value: Any, depth: int = 6) -> Any:
-    """``value`` as JSON has it, with what it has no word for as text; of what is large, a part."""
+def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:
+    """``value`` as JSON has it, with what it has no word for as text; of what is large, a part.
+
+    With ``hide``, what is named like a secret is left out, however deep.
+    """
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
@@ -248,12 +252,17 @@ def as_json(value: Any, depth: int = 6) -> Any:
     if depth and isinstance(value, Mapping):
         items = list(itertools.islice(value.items(), _MAX_ITEMS))
         left = {"…": f"{len(value) - len(items)} more"} if len(value) > len(items) else {}
-        return {str(as_json(key, 0)): as_json(item, depth - 1) for key, item in items} | left
+        found = {}
+        for key, item in items:
+            name = str(as_json(key, 0))
+            found[name] = HIDDEN if hide and is_secret(name, item) else as_json(item, depth - 1, hide=hide)
+        return found | left
     if depth and isinstance(value, (list, tuple)):
         more = [f"… {len(value) - _MAX_ITEMS} more"] if len(value) > _MAX_ITEMS else []
-        return [as_json(item, depth - 1) for item in value[:_MAX_ITEMS]] + more
+        return [as_json(item, depth - 1, hide=hide) for item in value[:_MAX_ITEMS]] + more
     try:
         text = reprlib.repr(value) if isinstance(value, (Mapping, list, tuple, set, bytes)) else repr(value)
     except Exception:  # a foreign __repr__ may do anything
         text = f"<{type(value).__name__}>"
+    text = hide_in_text(text) if hide else text
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import time
+import types
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,37 @@ def test_a_run_leaves_its_settings_versions_ranks_output_progress_and_result(tmp
     ended = loaded(folder / "result.json")
     assert (ended["outcome"], ended["value"]) == ("returned", result.value)
     assert ended["per_rank"] == list(result.per_rank)
+
+
+def test_settings_named_like_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--hf-token", "hidden-1", "--api_key=hidden-2", "--keys", "--lr=0.1"])
+    settings = {
+        "password": "hidden-3",
+        "wandbApiKey": "hidden-4",
+        "logins": [{"user": "me", "AWS_SECRET_ACCESS_KEY": "hidden-5", "secrets": {"any": ["hidden-6"]}}],
+        "pin": {"secret": 71077345},
+        "options": types.SimpleNamespace(lr=0.5, access_token="hidden-7", max_tokens=16),
+        "max_tokens": 512,
+        "num_keys": 3,
+        "tokenizer": "words",
+        "token": None,
+        "monkey": "see",
+    }
+    config = {"hparams": settings, "deepspeed_config": {"key": b"hidden-8"}}
+    kept_records = records(tmp_path, False, {"name": "a run", "config": config})
+    assert kept_records is not None
+    kept_records.close()
+    folder = kept_records.folder
+    text = (folder / "run.json").read_text() + report(folder)
+    assert "hidden-" not in text
+    assert "71077345" not in text
+    kept = loaded(folder / "run.json")["config"]["hparams"]
+    shown = {name: kept[name] for name in ("max_tokens", "num_keys", "tokenizer", "token", "monkey")}
+    assert shown == {"max_tokens": 512, "num_keys": 3, "tokenizer": "words", "token": None, "monkey": "see"}
+    assert (kept["password"], kept["logins"][0]["user"]) == ("(hidden)", "me")
+    assert "lr=0.5" in kept["options"]
+    assert "max_tokens=16" in kept["options"]
+    assert loaded(folder / "run.json")["driver"]["argv"][-2:] == ["--keys", "--lr=0.1"]
 
 
 def test_a_run_that_fails_leaves_its_error_and_what_ranks_wrote(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""``is_secret``: which settings are not written to a run's folder; by their names, since nothing else tells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+HIDDEN = "(hidden)"
+"""Stands for what is not written."""
+_ALWAYS = frozenset(["password", "passwd", "pwd", "passphrase", "secret", "secrets", "credential", "credentials"])
+_UNLESS_NUMBERS = frozenset(
+    ["key", "keys", "token", "tokens", "apikey", "auth"]
+)  # max_tokens is none, and access_token is one
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_ASSIGNED = re.compile(r"""([A-Za-z_]\w*)(['"]?\s*[=:]\s*)('[^']*'|"[^"]*"|[^\s,)}\]]+)""")
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Whether a setting of that name is nobody's business: ``password``, ``api_key``, ``hfToken``, ..."""
+    if value is None or isinstance(value, bool):
+        return False
+    words = {word.lower() for word in _WORD.findall(name)}
+    return bool(words & _ALWAYS) or (bool(words & _UNLESS_NUMBERS) and not isinstance(value, (int, float)))
+
+
+def hide_in_text(text: str) -> str:
+    """The text of an object, such as ``Namespace(lr=0.1, token='x')``, without its secrets."""
+
+    def hide(found: re.Match[str]) -> str:
+        name, between, value = found.groups()
+        number = re.fullmatch(r"[-+.\deE]+", value)
+        known = float(0) if number else None if value == "None" else value
+        return f"{name}{between}{HIDDEN}" if is_secret(name, known) else found.group()
+
+    return _ASSIGNED.sub(hide, text)
+
+
+def hide_in_command(words: Sequence[str]) -> list[str]:
+    """A command line without what is said of secrets: ``--token=x``, ``--token x``."""
+    hidden, after = list[str](), False
+    for word in words:
+        name, equals, value = word.partition("=")
+        secret = name.startswith("-") and is_secret(name, value)
+        hidden.append(f"{name}={HIDDEN}" if secret and equals else HIDDEN if after and not equals else word)
+        after = secret and not equals
+    return hidden
