@@ -63,8 +63,6 @@ class Finding:
     """Why it runs whole on every rank; None: it is sliced."""
     sliced: bool = False
     """It was found to compute its rows one by one."""
-    told: bool = False
-    """The log has been told that it is too small."""
 
 
 def is_batch(leaf: Any, rows: int) -> bool:

@@ -88,6 +88,8 @@ class Slicer:
         self._counting: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         self._changing: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         self._depth = 0
+        self._has_work = False
+        """A forward was seen that pays, or it was said that none does."""
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``module(*args, **kwargs)`` is; every rank has the same arguments."""
@@ -110,6 +112,7 @@ class Slicer:
         if finding is None and len(known) < _MAX_KINDS:
             before, marks = numbers_of(inside), marks_of(module)
             output, known[kind] = measured(candidate, lambda: self._original(module, *args, **kwargs))
+            self._has_work = self._has_work or self._pays(known[kind], candidate)
             if numbers_of(inside) != before:
                 self._counting[module] = None
                 self._say_whole(
@@ -123,7 +126,7 @@ class Slicer:
         if not (finding.sliced or self._pays(finding, candidate)):
             # Known by its first argument only: to look at all of them takes longer than such a module does.
             self._small[module] = getattr(args[0], "shape", None) if args else None, torch.is_grad_enabled()
-            self._say_small(module, finding)
+            self._say_small(module)
             return self._original(module, *args, **kwargs)
         if not finding.sliced:
             self._probe(candidate, finding)
@@ -136,13 +139,18 @@ class Slicer:
             self._say_whole(module, "changes parameters, which a look at it would do once more")
         self._changing[module] = None  # once may have been to initialise them
 
-    def _say_small(self, module: nn.Module, finding: Finding) -> None:
-        if not (finding.told or self._depth) and self._session.plan.batches == "whole" and torch.is_grad_enabled():
-            self._session.say_once(
-                f"{type(module).__name__} runs whole on every rank: to exchange its outputs would take longer than "
-                "slicing saves"
+    def _say_small(self, module: nn.Module) -> None:
+        """Say once how a loop over a loader is shared out that trains nothing but small models."""
+        session = self._session
+        if self._has_work or self._depth or session.rank or not (torch.is_grad_enabled() and module.training):
+            return
+        if session.plan.batches == "whole" and session.passes.trains():
+            self._has_work = True
+            session.say_once(
+                f"{type(module).__name__} is small, so every rank computes all rows of each batch: to share them out "
+                "would take longer. batches='split' shares out the batches themselves, which is exact where the loss "
+                "is a mean over their samples; verify=True tells whether it is for this program"
             )
-        finding.told = True
 
     def _descend(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``module`` whole; those inside it may be sliced."""

@@ -435,12 +435,54 @@ def test_what_does_not_pay_is_not_sliced() -> None:
         large.requires_grad_(False)
         for _ in range(2):
             large(torch.randn(2048, 512, dtype=torch.float64))
-        return rows, wide, whole_on_every_rank(session)
+        return rows, wide
 
-    for rows, wide, said in run_ranks(2, program, batches="whole", always_slices=False):
+    for rows, wide in run_ranks(2, program, batches="whole", always_slices=False):
         assert rows == [8, 8]
         assert wide == [2048, 2048, 1024, 1024, 1024]
-        assert said == ["Noting runs whole on every rank: to exchange its outputs would take longer than slicing saves"]
+
+
+def test_what_shares_out_small_models_is_said_once() -> None:
+    def program(session: Session) -> Any:
+        small, large = network(nn.BatchNorm1d(16)), nn.Linear(2048, 1024).double()
+        loader = DataLoader(data(16), batch_size=8)
+
+        def said() -> list[str]:
+            found = [text for text in session._said if "batches='split'" in text]
+            session._said.clear()
+            return found
+
+        for _ in range(3):  # without a loader there are no batches to share out
+            small(torch.randn(8, 5, dtype=torch.float64)).sum().backward()
+        with torch.no_grad():
+            for x, _ in loader:
+                small(x)
+        small.eval()
+        for x, _ in loader:
+            small(x)
+        assert said() == []
+        small.train()
+        for x, y in loader:
+            large(torch.ones(2048, 2048, dtype=torch.float64).requires_grad_())
+            mean_loss(small, x, y).backward()
+        beside_work = said()
+        del large
+        return beside_work
+
+    assert run_ranks(2, program, batches="whole", always_slices=False) == [[], []]
+
+    def small_only(session: Session) -> list[str]:
+        trained(network(), mean_loss)
+        trained(nn.Sequential(network()), mean_loss)
+        return sorted(session._said)
+
+    first, second = run_ranks(2, small_only, batches="whole", always_slices=False)
+    assert len(first) == 1
+    assert first[0].startswith("Sequential is small, so every rank computes all rows of each batch")
+    assert "batches='split'" in first[0]
+    assert "verify=True tells" in first[0]
+    assert second == []
+    assert run_ranks(2, small_only, batches="split") == [[], []]
 
 
 @pytest.mark.parametrize(("collectives", "blocks"), [("auto", [512, 512, 256, 256, 256, 256]), ("gloo", [512] * 3)])
