@@ -114,6 +114,7 @@ def measure(program: str, setting: str, steps: int) -> tuple[float, float]:
     alone = setting == "one process"
     config = TorchDistributedConfig(
         launcher="local",
+        seed=0,
         world_size=1 if alone else WORLD_SIZE,
         batches="whole" if setting.startswith("whole") else "split",
         hparams={"program": program, "steps": steps, "always_slices": setting.endswith("sliced")},

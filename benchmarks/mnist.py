@@ -134,6 +134,7 @@ def _spans(contender: str, folder: str) -> list[Span]:
         hparams={"folder": folder, "learning_rate": 0.001},
         world_size=WORLD_SIZE,
         launcher="local",
+        seed=0,
         batches="per_rank",
         collectives="gloo" if contender == "gloo" else "auto",
         run_dir=None,

@@ -223,7 +223,9 @@ class _Terminal(TextIOWrapper):
 def measure(steps: Sequence[int], rounds: int, settings: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
     """By rank and task."""
     given = {"numbers": steps, "rounds": rounds, "driver": os.getpid()}
-    config = TorchDistributedConfig(hparams=given, world_size=WORLD_SIZE, launcher="local", **settings)
+    config = TorchDistributedConfig(
+        hparams=given, world_size=WORLD_SIZE, launcher="local", batches="split", seed=0, **settings
+    )
     with _Terminal(open(os.devnull, "wb")) as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         found = experiment.lagom(train, config).per_rank
     return list(found)

@@ -3,10 +3,10 @@
     python -m benchmarks.scalar_field [--starts 5] [--epochs 20]
 
 An epoch is what the example does in one, evaluation included. All have one thread per process. "per_rank" has 64
-samples per rank and step, and so half as many steps; "split" has the global batch of one process. DDP is by hand, with
-torchrun, a DistributedSampler and an evaluation on every rank. Each contender is a process of its own, started several
-times, in one order and then in the other; ratios are those of a start. Run it on a machine that has two free cores:
-where two plain programs side by side take longer than one, no two ranks can be twice as fast.
+samples per rank and step, and so half as many steps; "split" and "whole" have the global batch of one process. DDP is
+by hand, with torchrun, a DistributedSampler and an evaluation on every rank. Each contender is a process of its own,
+started several times, in one order and then in the other; ratios are those of a start. Run it on a machine that has
+two free cores: where two plain programs side by side take longer than one, no two ranks can be twice as fast.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ POINTS = 10_000
 CONTENDERS = {
     "plain": "one process, one thread",
     "pair": "two of these side by side",
+    "whole": "lagom, whole (the default)",
     "per_rank": "lagom, per_rank",
     "per_rank gloo": "lagom, per_rank, over gloo",
     "per_rank ddp": "DDP by hand, gloo, 64 per rank",
@@ -77,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def contender(name: str, epochs: int) -> float | None:
     """Be one; seconds per epoch of its slowest rank, and None on DDP's ranks but the first."""
     torch.set_num_threads(1)
+    batches: Any
     batches, _, how = name.partition(" ")
     if name == "plain":
         return timed(Approximator, {"epochs": epochs}, *scalar_field(POINTS))
@@ -94,7 +96,8 @@ def contender(name: str, epochs: int) -> float | None:
         test_set=test_set,
         world_size=WORLD_SIZE,
         launcher="local",
-        batches="per_rank" if batches == "per_rank" else "split",
+        seed=0,
+        batches=batches,
         collectives="gloo" if how else "auto",
     )
     with contextlib.redirect_stdout(io.StringIO()):

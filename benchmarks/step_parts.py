@@ -83,6 +83,7 @@ def contender(name: str, epochs: int) -> list[float]:
         test_set=test_set,
         world_size=WORLD_SIZE,
         launcher="local",
+        seed=0,
         batches="per_rank" if kind == "per_rank" else "split",
     )
     with contextlib.redirect_stdout(io.StringIO()):

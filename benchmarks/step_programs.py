@@ -184,6 +184,7 @@ def main(contender: str, arguments: Arguments) -> None:
             hparams={"arguments": arguments},
             world_size=arguments["world_size"],
             launcher="local",
+            seed=0,
             batches=batches,
             collectives="gloo" if contender == "gloo" else "auto",
         )

@@ -89,6 +89,8 @@ def measured(name: str, width: int, world_size: int) -> Sequence[Figures]:
         hparams=hparams,
         world_size=world_size,
         launcher="local",
+        batches="split",
+        seed=0,
         zero_lvl=0 if by_hand is not None else level,
         backend=backend,
         deepspeed_config={"zero_optimization": deepspeed_by_hand.BUCKETS} if backend == "deepspeed" else None,

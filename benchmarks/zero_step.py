@@ -243,6 +243,8 @@ def _run(contender: str, arguments: Mapping[str, Any]) -> None:
         hparams=hparams,
         world_size=WORLD_SIZE,
         launcher="local",
+        batches="split",
+        seed=0,
         zero_lvl=level,
         backend=backend,
         deepspeed_config={"zero_optimization": deepspeed_by_hand.BUCKETS} if backend == "deepspeed" else None,
