@@ -61,7 +61,7 @@ def shown(folder: Path, *python: str) -> tuple[str, list[str]]:
     )
     # Warnings name the script's file.
     lines = done.stderr.replace("\r", "\n").replace(f"{folder}{os.sep}", "").splitlines()
-    return done.stdout, [line for line in lines if not line.startswith("lagom: ")]
+    return done.stdout, [line for line in lines if line and not line.startswith("lagom: ")]
 
 
 @pytest.mark.parametrize("world_size", ["2", *(pytest.param(size, marks=pytest.mark.soak) for size in ("1", "3"))])
@@ -85,6 +85,17 @@ logging.basicConfig(level=logging.DEBUG, handlers=[logging.FileHandler("run.log"
 logging.info("begun")
 logging.getLogger("lagom").warning("runs whole")
 """
+
+
+def test_what_lagom_logs_begins_a_line_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "program.py").write_text(
+        "import logging, sys\nsys.stderr.write('3/4')\nlogging.getLogger('lagom').warning('runs whole')\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(sys, "path", list(sys.path))
+        assert cli.main(["run", "--master", "local", "-n", "2", "program.py"]) == 0
+    assert "3/4\nlagom: runs whole\n" in capfd.readouterr().err
 
 
 def test_what_lagom_logs_stays_out_of_the_programs_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lagom.monitor.link import Message
@@ -34,20 +34,27 @@ class Table:
     Front ends that show no HTML get the text.
     """
 
-    def __init__(self, display: Any) -> None:
+    def __init__(self, display: Any, together: Callable[[Iterable[float]], float] = sum) -> None:
+        """``together`` makes one number of the ranks' samples: with whole batches, all have trained on the same."""
         self._display = display
+        self._together = together
         self._handle: Any = None
 
     def show(self, title: str, ranks: Mapping[int, Message], text: str, ended: str = "") -> None:
         """Renew it, with the last report of each rank; ``ended``: how the run did."""
-        bundle = {"text/html": table(title, ranks, ended), "text/plain": text}
+        bundle = {"text/html": table(title, ranks, ended, self._together), "text/plain": text}
         if self._handle is None:
             self._handle = self._display.display(bundle, raw=True, display_id=True)
         else:
             self._handle.update(bundle, raw=True)
 
 
-def table(title: str, ranks: Mapping[int, Message], ended: str = "") -> str:
+def table(
+    title: str,
+    ranks: Mapping[int, Message],
+    ended: str = "",
+    together: Callable[[Iterable[float]], float] = sum,
+) -> str:
     """HTML of the ranks' last reports; of many ranks, those that are farthest behind."""
     behind = sorted(sorted(ranks, key=lambda rank: (ranks[rank].get("samples", 0), rank))[:_SHOWN])
     held = held_up(ranks)
@@ -60,8 +67,8 @@ def table(title: str, ranks: Mapping[int, Message], ended: str = "") -> str:
     if len(ranks) > _SHOWN:
         more = f"{len(ranks) - _SHOWN} more ranks are ahead of these"
         body += f"<tr><td style='{_CELL}' colspan={len(shown)}>{more}</td></tr>"
-    total = sum(one.get("samples", 0) for one in ranks.values())
-    rate = sum(one.get("rate") or 0.0 for one in ranks.values())
+    total = together(one.get("samples", 0) for one in ranks.values())
+    rate = together(one.get("rate") or 0.0 for one in ranks.values())
     told = f"{total:,} samples" + (f", {html.escape(ended)}" if ended else f", {rate:,.0f}/s{left(ranks)}")
     return (
         f"<div style='overflow-x:auto'><div><b>{html.escape(title)}</b>: {told}</div>"

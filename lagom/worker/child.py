@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import io
 import logging
 import os
 import signal
@@ -61,16 +62,37 @@ def _cut_loose(seat: Seat, ground: Ground, stdout: int, stderr: int, parent: int
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     _close_all_but({0, 1, 2, seat.control_fd, seat.outcome_fd, ground.payload_fd, seat.store_fd, seat.stacks_fd})
-    streams = {"stdin": open(0, closefd=False)}  # noqa: SIM115
+    streams: dict[str, io.TextIOBase] = {"stdin": open(0, closefd=False)}  # noqa: SIM115
     for fd, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(fd, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
-        streams[name] = stream
+        raw = open(fd, "wb", closefd=False)  # noqa: SIM115
+        streams[name] = _Output(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
     for name, stream in streams.items():
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     atexit._clear()
     gc.freeze()
     gc.enable()
+
+
+class _Output(io.TextIOWrapper):
+    """A standard stream that knows whether a line has been begun on it and not ended."""
+
+    is_in_line = False
+
+    def write(self, text: str, /) -> int:
+        """As a text file's."""
+        if text:
+            self.is_in_line = not text.endswith("\n")
+        return super().write(text)
+
+
+class _OwnLines(logging.StreamHandler[_Output]):
+    """Begins a new line for what lagom says, where the program has not ended its last, as progress bars do not."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As any handler's."""
+        text = super().format(record)
+        return f"\n{text}" if getattr(self.stream, "is_in_line", False) else text
 
 
 def die_with(parent: int) -> None:
@@ -106,7 +128,7 @@ def _settle(spec: Spec, seat: Seat, ground: Ground) -> None:
 
 def _log_apart() -> None:
     """Keep what lagom has to say out of the log files and off the standard output that the program has."""
-    handler = logging.StreamHandler()
+    handler = _OwnLines()
     handler.setFormatter(logging.Formatter("lagom: %(message)s"))
     logger = logging.getLogger("lagom")
     logger.handlers[:] = [handler]

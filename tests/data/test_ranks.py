@@ -185,7 +185,11 @@ def test_a_data_set_of_the_config_reaches_the_function(folder: Path) -> None:
         return {"total": total, "seen": seen, "weight": model.weight.item()}
 
     config = TorchDistributedConfig(
-        train_set=ParquetDataset(folder), test_set=ParquetDataset(folder), world_size=2, launcher="local"
+        train_set=ParquetDataset(folder),
+        test_set=ParquetDataset(folder),
+        world_size=2,
+        launcher="local",
+        batches="split",
     )
     result = experiment.lagom(train, config)
     assert [one["total"] for one in result.per_rank] == [sum(range(71))] * 2

@@ -32,7 +32,7 @@ class Samples(Dataset[torch.Tensor]):
         return 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if self.stuck and index == 9:
+        if self.stuck and index == 9:  # with shares, a sample of rank 1's
             never_ends("sleep")
         return torch.ones(2)
 
@@ -56,7 +56,7 @@ def train(kind: str) -> None:
 
 
 def ended(function: Any, **settings: Any) -> StallError:
-    config = TorchDistributedConfig(launcher="local", world_size=2, **LIMITS, **settings)
+    config = TorchDistributedConfig(launcher="local", world_size=2, batches="split", **LIMITS, **settings)
     with pytest.raises(StallError) as caught:
         experiment.lagom(function, config)
     return caught.value

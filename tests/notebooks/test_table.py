@@ -50,7 +50,7 @@ def test_a_table_renews_itself_and_the_result_shows_what_came_of_it(notebook: No
     assert len(cell.displays) >= 2
     assert "this epoch" in last["text/plain"] or last["text/plain"].endswith(", done")
     assert "20/20" in last["text/html"]
-    assert "80 samples, done</div>" in last["text/html"]
+    assert "<b>train on this machine</b>: 80 samples, done</div>" in last["text/html"]
     assert first["text/html"] != last["text/html"]
     assert "rank 1" in cell.value["text/html"]
     assert "<svg" in cell.value["text/html"]

@@ -43,7 +43,14 @@ def train(fails: bool) -> dict[str, float]:
 
 
 def run(tmp_path: Path, fails: bool = False, **settings: Any) -> Result:
-    given: dict[str, Any] = {"world_size": 2, "launcher": "local", "run_dir": tmp_path, "name": "a run", **settings}
+    given: dict[str, Any] = {
+        "world_size": 2,
+        "launcher": "local",
+        "batches": "split",
+        "run_dir": tmp_path,
+        "name": "a run",
+        **settings,
+    }
     config = TorchDistributedConfig(hparams={"fails": fails}, **given)
     return experiment.lagom(train, config)
 

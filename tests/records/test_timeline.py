@@ -52,8 +52,8 @@ def train(fails: bool = False) -> float:
 
 
 def run(tmp_path: Path, function: Any = train, **settings: Any) -> Result:
-    given: dict[str, Any] = {"world_size": 2, "launcher": "local", "run_dir": tmp_path, "timeline": True, **settings}
-    return experiment.lagom(function, TorchDistributedConfig(**given))
+    given: dict[str, Any] = {"world_size": 2, "launcher": "local", "run_dir": tmp_path, "timeline": True, "seed": 0}
+    return experiment.lagom(function, TorchDistributedConfig(**given | settings))
 
 
 def events(path: Path) -> list[dict[str, Any]]:
