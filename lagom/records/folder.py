@@ -28,6 +28,7 @@ from lagom.monitor.link import Message
 from lagom.monitor.spans import unpacked
 from lagom.records.checkout import Checkout
 from lagom.records.remote import Upload, is_url, on_disk
+from lagom.records.retention import Retention, alone
 from lagom.records.secrets import HIDDEN, hide_in_command, hide_in_text, is_secret
 from lagom.records.timeline import TIMELINES, merge
 
@@ -64,9 +65,19 @@ def _harmless(method: Callable[Concatenate[Records, P], None]) -> Callable[Conca
 class Records:
     """Writes as the run goes, so that what there is of a run that was killed can be read as well."""
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any], upload: Upload | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        facts: Mapping[str, Any],
+        upload: Upload | None = None,
+        retention: Retention | None = None,
+    ) -> None:
+        """With ``retention``, older runs beside ``folder`` are removed when this one is over."""
         self.folder = folder
         """On this machine."""
+        self._retention = retention
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(alone(folder))
         self.upload = upload
         """To where it goes, where that is not its place."""
         self.broken = False
@@ -161,6 +172,7 @@ class Records:
         """Nothing more is written."""
         self._checkout.finish()
         self._close()
+        self._held.close()
         if self.upload is not None:
             self.upload.finish()
 
@@ -171,6 +183,8 @@ class Records:
         if self._progress is not None:
             self._progress.close()
         self._logs, self._progress = {}, None
+        if self._retention is not None:
+            self._retention.remove_older(self.folder.parent)
 
     def _write(self, name: str, what: Mapping[str, Any]) -> None:
         partial = self.folder / f".{name}"
@@ -183,6 +197,7 @@ def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Map
 
     Raises:
         PlanError: when ``run_dir`` was asked for and cannot be written to.
+        ValueError: when the environment says of older runs what makes no sense.
     """
     if run_dir is None or not os.fspath(run_dir):
         return None
@@ -192,9 +207,10 @@ def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Map
     if is_url(run_dir):
         return _elsewhere(os.fspath(run_dir), name, facts)
     folder = on_disk(run_dir) / name
+    retention = Retention.from_environment() if is_default else None
     try:
         folder.mkdir(parents=True, mode=0o700)
-        return Records(folder.resolve(), facts)
+        return Records(folder.resolve(), facts, retention=retention)
     except OSError as error:
         text = f"run_dir is {os.fspath(run_dir)!r}, and nothing can be written there: {error}"
         if is_default:

@@ -1,0 +1,77 @@
+"""``Retention``: the default folder does not grow without end, and nothing is removed that is somebody's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lagom.records.folder import Records, records
+from lagom.records.retention import Retention
+
+
+def made(home: Path, monkeypatch: pytest.MonkeyPatch) -> Records:
+    monkeypatch.setenv("HOME", str(home))
+    found = records("~/.lagom/runs", True, {"name": "a run"})
+    assert found is not None
+    return found
+
+
+def old(top: Path, number: int, size: int = 10) -> Path:
+    folder = top / f"20200101-0000{number:02}-train-00000{number}"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    (folder / "rank-0.log").write_bytes(b"x" * size)
+    return folder
+
+
+def test_the_last_runs_are_kept_and_those_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAGOM_KEEP_RUNS", "3")
+    top = tmp_path / ".lagom" / "runs"
+    before = [old(top, number) for number in range(4)]
+    going_on = made(tmp_path, monkeypatch)
+    others = [made(tmp_path, monkeypatch) for _ in range(4)]
+    for one in others:
+        one.close()
+    assert not any(folder.exists() for folder in before)
+    assert going_on.folder.exists()
+    assert sum(one.folder.exists() for one in others) >= 2
+    assert len(list(top.iterdir())) <= 4
+    going_on.close()
+    assert len(list(top.iterdir())) == 3
+
+
+def test_older_runs_go_when_there_are_too_many_bytes(tmp_path: Path) -> None:
+    folders = [old(tmp_path, number, 400_000) for number in range(5)]
+    Retention(num_mb=1).remove_older(tmp_path)
+    assert [folder.exists() for folder in folders] == [False, False, False, True, True]
+    Retention(num_mb=0.1).remove_older(tmp_path)  # the newest, whatever its size
+    assert [folder.exists() for folder in folders] == [False, False, False, False, True]
+
+
+def test_nothing_is_removed_that_lagom_has_not_made(tmp_path: Path) -> None:
+    with_notes = old(tmp_path, 0)
+    (with_notes / "my notes.txt").write_text("mine")
+    other = tmp_path / "20200101-000000-thesis"
+    other.mkdir()
+    elsewhere = old(tmp_path / "elsewhere", 1)
+    linked = tmp_path / elsewhere.name
+    linked.symlink_to(elsewhere)
+    newest = old(tmp_path, 2)
+    Retention(num_runs=0).remove_older(tmp_path)
+    assert all(folder.exists() for folder in (with_notes, other, elsewhere, linked, newest))
+
+
+def test_a_folder_that_was_asked_for_keeps_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAGOM_KEEP_RUNS", "1")
+    for _ in range(3):
+        found = records(tmp_path, False, {"name": "a run"})
+        assert found is not None
+        found.close()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_limit_that_is_none_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAGOM_KEEP_MB", "half a gigabyte")
+    with pytest.raises(ValueError, match="LAGOM_KEEP_MB is 'half a gigabyte'; want a number"):
+        made(tmp_path, monkeypatch)
