@@ -19,7 +19,6 @@ ALLOWED = {
     "compat/horovod/broadcasting.py::broadcast_object": "Horovod's API: an object of any kind from the program's own "
     "rank",
     "compat/horovod/broadcasting.py::allgather_object": "the same",
-    "patching/order.py::_fetch": "what a sampler gives on rank 0",
 }
 """By file and function, why what is read there is not a stranger's."""
 _READS = {"loads", "load", "Unpickler"}

@@ -32,7 +32,8 @@ def all_gather_values(group: _Gathers, value: object) -> list[Any]:
 def encode_value(value: object) -> bytes:
     """``value`` as bytes.
 
-    Numbers, texts, bytes, None, tensors, arrays, types and devices of torch, in lists, tuples, sets and dicts.
+    Numbers, texts, bytes, None, slices, ranges, tensors, arrays, types and devices of torch, in lists, tuples, sets
+    and dicts.
 
     Raises:
         TypeError: when there is something else in it.
@@ -62,6 +63,8 @@ def decode_value(data: bytes) -> Any:
 
 
 def _encoded(value: Any, parts: list[bytes]) -> Any:
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":  # some are floats, too
+        return {"number": _encoded(np.asarray(value), parts)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
@@ -76,8 +79,9 @@ def _encoded(value: Any, parts: list[bytes]) -> Any:
         return {"bytes": len(value)}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        return _encoded(value.item(), parts)
+    if isinstance(value, (slice, range)):
+        ends = [value.start, value.stop, value.step]
+        return {type(value).__name__: [_encoded(one, parts) for one in ends]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         parts.append(value.tobytes())
         return {"array": [value.dtype.str, list(value.shape), value.nbytes]}
@@ -112,6 +116,10 @@ def _decoded(value: Any, take: Callable[[int], bytes]) -> Any:
         return {_decoded(key, take): _decoded(item, take) for key, item in held}
     if name == "bytes":
         return take(held)
+    if name in ("slice", "range"):
+        return (slice if name == "slice" else range)(*(_decoded(one, take) for one in held))
+    if name == "number":
+        return _decoded(held, take)[()]
     if name == "complex":
         return complex(*held)
     if name == "array":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from lagom.patching.iterable import Dealing, Turns, is_iterable
 from lagom.patching.order import synchronise
 from lagom.patching.passes import LEFT_OUT, Pass, leaves_out
 from lagom.patching.permutation import shuffled
+from lagom.patching.publishing import PassNames, Publication, Readers
 from lagom.patching.random import OwnStreams, derived
 from lagom.patching.reference import ObjectReference
 from lagom.patching.replace import replaced
@@ -40,12 +43,14 @@ def dealt_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(_BaseDataLoaderIter, "__init__", _made(loaders)))
         stack.enter_context(replaced(_BaseDataLoaderIter, "_reset", _begun_again(loaders)))
-        stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _yielding(session)))
+        stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _yielding(session, loaders.readers)))
         stack.enter_context(replaced(_SingleProcessDataLoaderIter, "__init__", fetching(session, streams)))
         if session.world_size > 1:
             index_sampler = property(_index_sampler(loaders))
             stack.enter_context(replaced(DataLoader, "_index_sampler", index_sampler))
             stack.enter_context(replaced(DataLoader, "__len__", _counted(loaders)))
+            stack.enter_context(replaced(DataLoader, "__init__", _numbered(loaders)))
+            stack.enter_context(replaced(threading, "excepthook", loaders.readers.excepthook()))
             stack.enter_context(replaced(RandomSampler, "__iter__", shuffled(session)))
             fetcher = staticmethod(fetcher_made(session, streams))
             stack.enter_context(replaced(_DatasetKind, "create_fetcher", fetcher))
@@ -68,12 +73,14 @@ class _Loaders:
     def __init__(self, session: Session, streams: OwnStreams) -> None:
         self.session = session
         self.streams = streams
+        self.names = PassNames()
+        self.readers = Readers(session)
         self._were_dealt = WeakIdKeyDictionary(ref_type=ObjectReference)
 
     def begin(self, loader: DataLoader[Any]) -> Pass:
         """A pass over ``loader`` begins."""
         session = self.session
-        session.common.settle()  # the iterator draws from the common stream
+        session.settle()  # the iterator draws from the common stream
         current = start(session, can_share(session, loader))
         current.own = session.distributed and shards_itself(loader.dataset)
         if current.own and session.plan.batches == "whole":
@@ -82,7 +89,13 @@ class _Loaders:
             session.began = session.began or "a data loader was shared out"
         gathered = session.plan.evaluation == "gathered" and not current.own
         if session.distributed and (current.sharded or current.training or gathered):
-            synchronise(session, loader, own_order=current.own)
+            if session.may_meet:
+                synchronise(session, loader, own_order=current.own)
+                name = self.names.in_main()
+            else:
+                name = self.names.in_thread(loader, current)
+            current.published = Publication(session, name)
+            current.generator = None if session.may_meet else self.readers.generator(current)
         self._were_dealt.setdefault(loader, set()).add(current.training and current.sharded)
         if current.training:
             if session.distributed and not (current.sharded or current.own or session.plan.batches == "whole"):
@@ -161,21 +174,41 @@ def _counted(loaders: _Loaders) -> Any:
     return length
 
 
+def _numbered(loaders: _Loaders) -> Any:
+    original = vars(DataLoader)["__init__"]
+
+    @functools.wraps(original)
+    def init(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        original(loader, *args, **kwargs)
+        if loaders.session.may_meet:
+            loaders.names.made(loader)
+
+    return init
+
+
 def _made(loaders: _Loaders) -> Any:
     original = vars(_BaseDataLoaderIter)["__init__"]
     session = loaders.session
+
+    def begin(self: Any, loader: DataLoader[Any]) -> Pass:
+        current = session.starting = loaders.begin(loader)
+        self.__dict__[PASS] = current
+        self.__dict__[_TAKER] = taker(session, loader, current)
+        generator = loader.generator or current.generator
+        try:
+            with nullcontext() if generator is loader.generator else replaced(loader, "generator", generator):
+                original(self, loader)
+        finally:
+            session.starting = None
+        if session.is_in_thread and current.published is not None:
+            self._base_seed = int(current.published.agree(str(self._base_seed).encode()))
+        return current
 
     def init(self: Any, loader: DataLoader[Any]) -> None:
         if not session.live:
             original(self, loader)
             return
-        current = session.starting = loaders.begin(loader)
-        self.__dict__[PASS] = current
-        self.__dict__[_TAKER] = taker(session, loader, current)
-        try:
-            original(self, loader)
-        finally:
-            session.starting = None
+        current = loaders.readers.read(begin, self, loader) if session.is_in_thread else begin(self, loader)
         if not session.distributed:
             return
         if shards_itself(loader.dataset):
@@ -218,7 +251,7 @@ def _begun_again(loaders: _Loaders) -> Any:
     return reset
 
 
-def _yielding(session: Session) -> Any:
+def _yielding(session: Session, readers: Readers) -> Any:
     original = vars(_BaseDataLoaderIter)["__next__"]
     fetch = _unprofiled(original) if original is _TORCHS_NEXT else original
     on_cuda = session.device.type == "cuda"
@@ -228,14 +261,15 @@ def _yielding(session: Session) -> Any:
         current = held.get(PASS)
         if current is None or not session.live:
             return original(self)
-        session.common.settle()
+        session.settle()
         if current.failed and session.may_meet:
             current.failed = False
             session.at(_AFTER_FAILURE)
         received = held.get("_rcvd_idx")
         start = perf_counter()
         try:
-            data, share = held[_TAKER].take(fetch, self)
+            take = held[_TAKER].take
+            data, share = readers.read(take, fetch, self) if session.is_in_thread else take(fetch, self)
         except StopIteration:
             session.ended(current)
             raise

@@ -98,7 +98,7 @@ class Dealer:
         if not (current.training or current.sharded or self._session.plan.evaluation == "gathered"):
             return iter(self._source)
         # Now, not when the first batch is drawn: iter() of a sampler may draw random numbers.
-        batches = common_order(self._session, self._source)
+        batches = common_order(self._session, self._source, current)
         if not current.sharded:
             return batches
         current.shares.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
@@ -9,6 +10,7 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 
 from lagom.patching.at_once import at_once
 from lagom.patching.iterable import is_iterable
+from lagom.patching.random import DRAWING
 from lagom.patching.sharded import shards_itself
 
 if TYPE_CHECKING:
@@ -30,15 +32,12 @@ def fetching(session: Session, streams: OwnStreams) -> Any:
         current = self.__dict__.get(PASS)
         if session.live and current is not None:
             self._dataset_fetcher = at_once(self._dataset_fetcher)
-        if (
-            session.live
-            and current is not None
-            and current.training
-            and current.sharded
-            and not is_iterable(loader)
-            and not _is_plain(loader.dataset)
-        ):
+        if not session.live or current is None or _is_plain(loader.dataset):
+            return
+        if current.training and current.sharded and not is_iterable(loader):
             self._dataset_fetcher = _Fetcher(self._dataset_fetcher, streams)
+        elif session.distributed and session.plan.batches != "whole":
+            self._dataset_fetcher = _Waiting(self._dataset_fetcher, session)
 
     return patched_init
 
@@ -66,6 +65,21 @@ class _Fetcher:
     def fetch(self, index: Any) -> Any:
         with self._streams.in_fetch():
             return self._fetcher.fetch(index)
+
+
+class _Waiting:
+    """A loader's fetcher that draws from the common random numbers, in a thread of the program's too."""
+
+    def __init__(self, fetcher: Any, session: Session) -> None:
+        self._fetcher = fetcher
+        self._session = session
+
+    def fetch(self, index: Any) -> Any:
+        with DRAWING if self._session.is_in_thread else nullcontext():
+            return self._fetcher.fetch(index)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fetcher, name)
 
 
 def _is_plain(dataset: object) -> bool:

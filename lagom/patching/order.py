@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import pickle
+import builtins
+import contextlib
+import copy
 import random
 import sys
+from array import array
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lagom.errors import LagomError
+from lagom.collectives.plain_values import decode_value, encode_value
+from lagom.errors import DivergenceError, LagomError
+from lagom.patching.random import DRAWING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch.utils.data import DataLoader
 
+    from lagom.patching.passes import Pass
     from lagom.patching.session import Session
 
 _OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -25,19 +31,20 @@ _MADE_AHEAD: tuple[type, ...] = tuple(type(iter(kind())) for kind in (list, tupl
 _AHEAD = 64
 
 
-def common_order(session: Session, source: Any) -> Iterator[Any]:
-    """Iterate over ``source``, a sampler or a batch sampler, in the order that rank 0 draws.
+def common_order(session: Session, source: Any, current: Pass) -> Iterator[Any]:
+    """Iterate over ``source``, a sampler or a batch sampler, in the order that rank 0 draws in the pass ``current``.
 
-    torch's own samplers draw from generators that are equal on all ranks; the orders of others travel.
+    torch's own samplers draw from generators that are equal on all ranks, in the main thread; the orders of others
+    travel.
     """
     if type(source) in _OWN or (type(source) is BatchSampler and type(source.sampler) in _OWN):
-        return iter(source)
+        return _own(session, source, current)
     if getattr(source, "lagom_common", False):
-        return _same(session, source)
+        return _same(session, source, current)
     if type(source) is BatchSampler:
-        following = _Following(session, source.sampler, source.batch_size, eager=False)
+        following = _Following(session, source.sampler, source.batch_size, current, eager=False)
         return iter(BatchSampler(following, source.batch_size, source.drop_last))
-    return _Following(session, source, 1, eager=True)
+    return _Following(session, source, 1, current, eager=True)
 
 
 def synchronise(session: Session, loader: DataLoader[Any], *, own_order: bool = False) -> None:
@@ -61,10 +68,35 @@ def synchronise(session: Session, loader: DataLoader[Any], *, own_order: bool = 
         generator.set_state(state.clone())
 
 
-def _same(session: Session, source: Any) -> Iterator[Any]:
+def _own(session: Session, source: Any, current: Pass) -> Iterator[Any]:
+    """What a sampler of torch's yields; in another thread the main one may draw from its generator, too."""
+    is_sequential = type(getattr(source, "sampler", source)) is SequentialSampler
+    if is_sequential or session.may_meet:
+        yield from source
+    elif current.generator is not None:
+        yield from _drawing_from(source, current.generator)
+    else:
+        yield from _Following(session, source, 1, current, eager=False)
+
+
+def _drawing_from(source: Any, generator: torch.Generator) -> Any:
+    """A copy of a sampler of torch's that draws from ``generator``, if it has none of its own."""
+    found = copy.copy(source)
+    if type(source) is BatchSampler:
+        found.sampler = _drawing_from(source.sampler, generator)
+    elif source.generator is None:
+        found.generator = generator
+    return found
+
+
+def _same(session: Session, source: Any, current: Pass) -> Iterator[Any]:
     """What ``source`` yields, which is the same on all ranks: made sure of once, not batch by batch."""
     items = iter(source)
-    session.at(f"a pass over the data set {items.fingerprint}")
+    place = f"a pass over the data set {items.fingerprint}"
+    if session.may_meet:
+        session.at(place)
+    elif current.publication().agree(place.encode()) != place.encode():
+        raise DivergenceError(f"a thread of rank {session.rank} is at {place}, and the same one of rank 0 at another")
     yield from items
 
 
@@ -74,8 +106,9 @@ class _Following:
     One item at a time, since a sampler may look at the training so far; ahead only from what has been drawn.
     """
 
-    def __init__(self, session: Session, source: Iterable[Any], step: int, *, eager: bool) -> None:
+    def __init__(self, session: Session, source: Iterable[Any], step: int, current: Pass, *, eager: bool) -> None:
         self._session = session
+        self._current = current
         self._source = source
         self._step = step
         self._mine: Iterator[Any] | None = None
@@ -107,51 +140,97 @@ class _Following:
             self._failure = error
 
     def _fetch(self) -> None:
-        group = self._session.group
-        assert group is not None
+        session, meets = self._session, self._session.may_meet
         if self._mine is None and self._failure is None:
             self._start()
-        self._session.at("the next batch of a sampler")
-        if group.rank == 0:
+        if meets:
+            session.at("the next batch of a sampler")
+        if session.rank == 0:
             ahead = self._step * (_AHEAD if isinstance(self._mine, _MADE_AHEAD) else 1)
             items, end = self._draw(ahead)
-            group.broadcast_bytes(_pack(items, end))
+            try:
+                message = _message(items, end, meets)
+            except TypeError as error:
+                items, end = [], LagomError(_NOT_PLAIN.format(error=error))
+                message = _message(items, end, meets)
+            self._tell(message, meets=meets)
         else:
-            items, end, states = pickle.loads(group.broadcast_bytes(b""))
-            self._draw(len(items) + (end is not None))
-            _set_states(states)
+            items, described, states = decode_value(self._hear(meets=meets))
+            _, mine = self._draw(len(items) + (described is not None))
+            end = _error_from_text(described, mine) if described is not None else None
+            if states is not None:
+                _set_states(states)
         self._items.extend(items)
         self._end = end
+
+    def _tell(self, message: bytes, *, meets: bool) -> None:
+        if not meets:
+            self._current.publication().publish(message)
+            return
+        assert self._session.group is not None
+        self._session.group.broadcast_bytes(message)
+
+    def _hear(self, *, meets: bool) -> bytes:
+        if not meets:
+            return self._current.publication().read()
+        assert self._session.group is not None
+        return self._session.group.broadcast_bytes(b"")
 
     def _draw(self, count: int) -> tuple[list[Any], Exception | None]:
         items: list[Any] = []
         if self._mine is None:
             return items, self._failure
         try:
-            for _ in range(count):
-                items.append(next(self._mine))  # noqa: PERF401  # what came before a failure counts
+            with DRAWING:
+                for _ in range(count):
+                    items.append(next(self._mine))  # noqa: PERF401  # what came before a failure counts
         except Exception as error:  # StopIteration, or the user's
             return items, error
         return items, None
 
 
-def _pack(items: list[Any], end: Exception | None) -> bytes:
-    try:
-        return pickle.dumps((items, end, _states()))
-    except Exception:
-        if end is None:
-            raise
-        return pickle.dumps((items, LagomError(f"the sampler raised on rank 0: {end!r}"), _states()))
+def _message(items: list[Any], end: Exception | None, with_states: bool) -> bytes:
+    return encode_value([items, _error_as_text(end) if end is not None else None, _states() if with_states else None])
 
 
-def _states() -> tuple[Any, Any, Any]:
-    import_numpy = "numpy.random" in sys.modules
-    numpy_state = sys.modules["numpy.random"].get_state() if import_numpy else None
-    return torch.default_generator.get_state(), random.getstate(), numpy_state
+def _error_as_text(error: Exception) -> list[str]:
+    """Describe ``error`` by the name of its class, its text, and its class's module."""
+    return [type(error).__name__, str(error.args[0]) if len(error.args) == 1 else str(error), type(error).__module__]
 
 
-def _set_states(states: tuple[Any, Any, Any]) -> None:
-    torch.default_generator.set_state(states[0])
-    random.setstate(states[1])
-    if states[2] is not None and "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].set_state(states[2])
+def _error_from_text(described: list[str], mine: Exception | None) -> Exception:
+    """Rebuild the error that another rank described: one of Python's own classes, else ``mine`` or a LagomError.
+
+    Args:
+        mine: what the same code raised here; the other rank's may be of its class.
+    """
+    name, text, module = described
+    kind = getattr(builtins, name, None) if module == "builtins" else None
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):  # UnicodeDecodeError wants more
+            return kind(text)
+    if mine is not None and (type(mine).__name__, type(mine).__module__) == (name, module):
+        return mine
+    if (name, module) == (LagomError.__name__, LagomError.__module__):
+        return LagomError(text)
+    return LagomError(f"the sampler of a data loader raised {name} on rank 0: {text}")
+
+
+def _states() -> list[Any]:
+    version, numbers, gauss = random.getstate()
+    found: list[Any] = [torch.default_generator.get_state(), version, array("I", numbers).tobytes(), gauss]
+    return found + (list(sys.modules["numpy.random"].get_state()) if "numpy.random" in sys.modules else [])
+
+
+def _set_states(states: list[Any]) -> None:
+    torchs, version, numbers, gauss, *numpys = states
+    torch.default_generator.set_state(torchs)
+    random.setstate((version, tuple(array("I", numbers)), gauss))
+    if numpys and "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].set_state(tuple(numpys))
+
+
+_NOT_PLAIN = (
+    "all ranks follow the sampler of rank 0, but {error}; have it yield numbers, texts, tensors, arrays, "
+    "or lists, tuples and dicts of them"
+)

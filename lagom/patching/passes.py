@@ -5,9 +5,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from lagom.errors import LagomError
+
+if TYPE_CHECKING:
+    from lagom.patching.publishing import Publication
 
 
 @dataclass(slots=True)  # not frozen: there is one for each batch, and to make it would take four times as long
@@ -45,8 +50,25 @@ class Pass:
     current: Share | None = None
     failed: bool = False
     """Its next batch could not be loaded."""
+    ended: bool = False
+    """It is exhausted."""
+    published: Publication | None = None
+    """What rank 0 says of it in threads of the program's; None where nothing is to be the same on all ranks."""
+
+    generator: torch.Generator | None = None
+    """What torch's samplers draw from in place of the global one."""
+
+    def publication(self) -> Publication:
+        """``published``, for what a thread needs."""
+        if self.published is None:
+            raise LagomError(_NO_NAME)
+        return self.published
 
 
+_NO_NAME = (
+    "the sampler of a data loader is read in a thread of the program's, past the loader: other ranks cannot tell which "
+    "pass it belongs to; read the loader itself, or do so in the main thread"
+)
 _NONE = weakref.ref(Pass(training=False, sharded=False))
 """To no pass: it is gone at once."""
 
@@ -97,6 +119,7 @@ class Passes:
 
     def ended(self, current: Pass) -> None:
         """The pass is exhausted."""
+        current.ended = True
         self._training = [ref for ref in self._training if ref() is not current]
         if self.by_mode() is current:
             self.by_mode = _NONE

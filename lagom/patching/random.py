@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sys
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,11 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+DRAWING = threading.RLock()
+"""Held while the global generators are a rank's own, and where a thread of the program's draws from common ones."""
+os.register_at_fork(before=DRAWING.acquire, after_in_parent=DRAWING.release, after_in_child=DRAWING.release)
 
 
 def seed_everything(seed: int) -> None:
@@ -128,19 +135,21 @@ class OwnStreams:
     @contextmanager
     def in_fetch(self) -> Iterator[None]:
         """Swap torch's, numpy's and random's streams."""
-        if self._torch is None:
-            self._start()
-        common = random.getstate()
-        random.setstate(self._random)
-        try:
-            with self.in_forward(), self._in_numpy():
-                yield
-        finally:
-            self._random = random.getstate()
-            random.setstate(common)
+        with DRAWING:
+            if self._torch is None:
+                self._start()
+            common = random.getstate()
+            random.setstate(self._random)
+            try:
+                with self.in_forward(), self._in_numpy():
+                    yield
+            finally:
+                self._random = random.getstate()
+                random.setstate(common)
 
     def swap(self) -> tuple[torch.Tensor, Any]:
         """From now on draws are the rank's own; what ``swap_back`` needs."""
+        DRAWING.acquire()
         if self._torch is None:
             self._start()
         generator = torch.default_generator
@@ -155,6 +164,7 @@ class OwnStreams:
         generator.set_state(common)
         if on_device is not None:
             torch.cuda.default_generators[self._device.index or 0].graphsafe_set_state(on_device)
+        DRAWING.release()
 
     def _swap_device(self) -> Any:
         generator = torch.cuda.default_generators[self._device.index or 0]

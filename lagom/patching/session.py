@@ -26,7 +26,7 @@ from lagom.strategies.reduction import reduction
 from lagom.strategies.replicate import Replicate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch._C._distributed_c10d import Store
@@ -110,6 +110,8 @@ class Session:
     """With ``zero_lvl=2``."""
     weights: Weights | None = field(default=None, init=False)
     """With ``zero_lvl=3``."""
+    fail: Callable[[BaseException], None] | None = field(default=None, init=False)
+    """Ends the run with an error of another thread than the main one; None where nobody is to be told."""
     _thread: int = field(default_factory=threading.get_ident, init=False)
     _said: set[str] = field(default_factory=set, init=False)
     is_probing: bool = field(default=False, init=False)
@@ -141,6 +143,11 @@ class Session:
         """Whether there are other ranks, and this thread may exchange anything with them: the program's main one."""
         return self.distributed and threading.get_ident() == self._thread
 
+    @property
+    def is_in_thread(self) -> bool:
+        """Whether there are other ranks, and this is not the thread that may exchange anything with them."""
+        return self.distributed and not self.may_meet
+
     def at(self, place: str) -> None:
         """Make sure that all ranks are at ``place`` of the program; a DivergenceError on all of them otherwise."""
         if self.watch is not None and self.frame is not None:
@@ -152,9 +159,9 @@ class Session:
         self.passes.yielded(current, share)
         self.provenance.batch(share)
         self.samples_trained += num_samples
-        if share is not None and not share.even:
-            self.common.note()
         if share is not None and self.may_meet:
+            if not share.even:
+                self.common.note()
             assert self.watch is not None
             assert self.frame is not None
             self.watch.batch(self.frame)
@@ -162,7 +169,12 @@ class Session:
     def ended(self, current: Pass) -> None:
         """The pass is exhausted."""
         self.passes.ended(current)
-        self.common.settle()
+        self.settle()
+
+    def settle(self) -> None:
+        """Have generators that ranks drew from unevenly be equal again, unless this is a thread of the program's."""
+        if self.may_meet:
+            self.common.settle()
 
     def evaluating(self, current: Pass) -> None:
         """The program sees a batch of a pass that is evaluation."""

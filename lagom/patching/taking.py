@@ -41,7 +41,7 @@ def taker(session: Session, loader: DataLoader[Any], current: Pass) -> Taker:
         resizes = current.training and getattr(loader.dataset, "lagom_resizes", False)
         return _Recounted(session, current) if resizes else _Dealt(current)
     if is_iterable(loader) and session.distributed and not current.own and _must_be_equal(session, current):
-        return _Compared(session)
+        return _Compared(session, current)
     return _Whole()
 
 
@@ -86,7 +86,7 @@ class _Streamed:
     """From an iterable data set: the share comes with the batch."""
 
     def __init__(self, session: Session, current: Pass) -> None:
-        self._comparison = Comparison(session)
+        self._comparison = Comparison(session, current)
         self._training = current.training
         self._compares = True
 
@@ -109,8 +109,8 @@ class _Streamed:
 class _Compared:
     """From an iterable data set, whole: it must be the same on all ranks."""
 
-    def __init__(self, session: Session) -> None:
-        self._comparison = Comparison(session)
+    def __init__(self, session: Session, current: Pass) -> None:
+        self._comparison = Comparison(session, current)
 
     def take(self, fetch: Fetch, source: Any) -> tuple[Any, None]:
         try:

@@ -19,7 +19,7 @@ import traceback
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lagom.errors import CollectiveError, PayloadError
 from lagom.monitor.link import Link, Message
@@ -29,6 +29,9 @@ from lagom.worker.heart import Heart
 from lagom.worker.place import Place, hearing
 from lagom.worker.spec import Seat, Spec
 from lagom.worker.stacks import listen
+
+if TYPE_CHECKING:
+    from lagom.patching.session import Session
 
 _PR_SET_PDEATHSIG = 1
 _MAX_TEXT = 200_000  # characters of a traceback; more does not fit a frame, and nobody reads it
@@ -154,11 +157,24 @@ def _run(spec: Spec, seat: Seat) -> int:
         at_home.update(classes_received())
         return call
 
+    decided = threading.Lock()  # what came of the rank: by the main thread, or by one that it waits for in vain
+
+    def fail(error: BaseException) -> None:
+        if decided.acquire(blocking=False):
+            parcel, report = _raised(error, seat.rank, at_home)
+            parcel.write(seat.outcome_fd)
+            heart.last_word(report)
+
+    def watch(session: Session) -> None:
+        session.fail = fail
+        heart.beat_for(session)
+
     try:
-        returned = bootstrap.run(spec.plan, place, load, Path(seat.host_dir), seat, heart.beat_for)
+        returned = bootstrap.run(spec.plan, place, load, Path(seat.host_dir), seat, watch)
         parcel, report = _returned(returned, seat.rank, at_home)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes as well
         parcel, report = _raised(error, seat.rank, at_home)
+    decided.acquire()
     parcel.write(seat.outcome_fd)
     if not report["ok"]:
         if "exit" in report:  # Python ends in order, and so do the threads and the atexit functions of the program

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.errors import DivergenceError
+from lagom.errors import DivergenceError, LagomError
 from lagom.patching.session import Session
 from tests.patching.loading import Nondeterministic, Numbers, batches, flat
 from tests.ranks import alone, run_ranks
@@ -134,3 +134,57 @@ def test_a_rank_that_leaves_a_loop_alone_is_an_error_for_the_others_and_no_hang(
     told = run_ranks(world_size, train)
     for text in told[:1] + told[2:]:
         assert "rank 0 at the start of a pass over a data loader, rank 1 at the end of the program" in text
+
+
+ITEMS: list[Any] = [
+    *(3, np.int64(2), np.float32(0.5), 1.5, True, None, "a.png", b"raw", (1, "x"), [4, [5]], {1, 2}, {"i": (7,)}),
+    *(slice(1, 3), range(4), torch.tensor([1, 2]), torch.tensor(3), np.array([[1], [2]])),
+]
+
+
+class Keyed(Numbers):
+    def __getitem__(self, index: Any) -> Any:
+        return repr(index), type(index).__name__
+
+
+def test_whatever_a_sampler_yields_other_ranks_get_as_it_is() -> None:
+    def run(session: Session) -> Any:
+        mine = ITEMS if session.rank == 0 else [0] * len(ITEMS)
+        return list(DataLoader(Keyed(9), batch_size=None, sampler=mine))
+
+    plain = alone(run)
+    assert run_ranks(2, run, batches="whole") == [plain, plain]
+
+
+class Unusual:
+    pass
+
+
+class UnusualError(Exception):
+    pass
+
+
+def test_what_cannot_be_told_to_other_ranks_is_an_error_on_all_of_them() -> None:
+    def run(session: Session) -> Any:
+        with pytest.raises(LagomError, match=r"ranks cannot tell each other a tests.*Unusual"):
+            list(DataLoader(Keyed(9), batch_size=None, sampler=[Unusual()]))
+        return True
+
+    assert run_ranks(2, run) == [True, True]
+
+
+def test_an_exception_of_the_program_that_only_rank_0_meets_is_told_as_text() -> None:
+    def draw(session: Session) -> Iterator[int]:
+        yield 1
+        if session.rank == 0:
+            raise UnusualError("a file is gone")
+
+    def run(session: Session) -> Any:
+        try:
+            list(DataLoader(Numbers(9), 1, sampler=draw(session)))
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return None
+
+    text = "the sampler of a data loader raised UnusualError on rank 0: a file is gone"
+    assert run_ranks(2, run) == [("UnusualError", "a file is gone"), ("LagomError", text)]
