@@ -22,6 +22,7 @@ from lagom.plan import Plan
 from lagom.signature import arguments
 from lagom.worker.compatible import compatible
 from lagom.worker.device import rank_device, threads
+from lagom.worker.disk_full import DiskFullTold
 from lagom.worker.environment import environment, torchrun_variables
 from lagom.worker.out_of_memory import OutOfMemoryTold
 from lagom.worker.place import Place, standing_at
@@ -88,7 +89,7 @@ def run(
         if plan.rehearsal is not None:
             value = rehearse(session, leaves, lambda: call["function"](*positional, **named))
             return {"value": value, "samples": session.samples_trained}
-        with OutOfMemoryTold(session):
+        with OutOfMemoryTold(session), DiskFullTold(session):
             value = call["function"](*positional, **named)
         returned = {"value": value, "samples": session.samples_trained}
         if place.rank == 0 and call["random"] is not None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
+import re
 import signal
+import socket
+import tempfile
 import threading
 from pathlib import Path
 
@@ -45,6 +49,22 @@ def test_files_are_written_once_also_at_exit_and_by_threads(folder: Path, world_
     result = experiment.lagom(train, config(world_size))
     assert result.per_rank == (["by a thread.txt", "log.txt"],) * world_size
     assert tree(folder) == dict.fromkeys(("at exit.txt", "by a thread.txt", "log.txt"), b"once\n")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_is_named_with_the_rank_whose_it_is(rank: int) -> None:
+    def train() -> None:
+        if lagom.rank() == rank:
+            with open("/dev/full", "w") as file:
+                file.write("more than there is room for")
+
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        experiment.lagom(train, config(2))
+    assert caught.value.errno == errno.ENOSPC
+    text = str(caught.value)
+    assert f"a disk of rank {rank} on {socket.gethostname()} is full" in text
+    assert re.search(rf"temporary files: {re.escape(tempfile.gettempdir())}, [\d,]+ MB of [\d,]+ left", text)
+    assert ("only rank 0 writes to the program's own" in text) == (rank == 1)
 
 
 def test_what_one_rank_writes_on_purpose_is_there_afterwards(folder: Path) -> None:
