@@ -113,13 +113,17 @@ def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    from lagom.doctor.findings import Finding
     from lagom.doctor.visit import as_json, shown, visit
 
     launcher: Launcher = "local" if args.master in (None, "local") else "spark"
     config = TorchDistributedConfig(world_size=args.n, launcher=launcher, run_dir=None)
-    if launcher == "spark":
-        _session(args.master, args.n)
-    found = visit(config)
+    try:
+        if launcher == "spark":
+            _session(args.master, args.n)
+        found = visit(config)
+    except LagomError as error:
+        found = [Finding("fail", "cluster", str(error))]
     print(as_json(found) if args.json else shown(found))
     return int(any(one.level == "fail" for one in found))
 
@@ -143,16 +147,9 @@ def _failed(error: BaseException) -> int:
 
 def _session(master: str, slots: int | None) -> Any:
     """A Spark session on ``master``; "spark" is one on this machine."""
-    from pyspark.sql import SparkSession
+    from lagom.launchers.spark_master import start_session
 
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    if master.startswith("sc://"):
-        return SparkSession.builder.remote(master).getOrCreate()
-    master = f"local[{slots or '*'}]" if master == "spark" else master
-    builder = SparkSession.builder.master(master).appName("lagom").config("spark.ui.showConsoleProgress", False)
-    session = builder.getOrCreate()
-    session.sparkContext.setLogLevel("ERROR")
-    return session
+    return start_session(f"local[{slots or '*'}]" if master == "spark" else master)
 
 
 def _micro_batches(text: str) -> int | Literal["auto"]:

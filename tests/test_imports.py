@@ -108,6 +108,8 @@ RULES = {
     "lagom.launchers": Rule(always=_DRIVER_SIDE, later=("lagom.worker", "torch", "cloudpickle")),
     "lagom.launchers.frames": Rule(always=("lagom.errors",), later=("lagom.data.frame", "numpy", "pyarrow")),
     "lagom.launchers.spark": _SPARK_SIDE,
+    "lagom.launchers.spark_failure": Rule(),
+    "lagom.launchers.spark_master": Rule(always=("lagom.errors", "lagom.launchers.spark_failure"), later=("pyspark",)),
     "lagom.launchers.spark_session": _SPARK_SIDE,
     "lagom.launchers.survey": _SPARK_SIDE,
     "lagom.memory": Rule(always=(*_TORCH_SIDE, "lagom.worker.place"), later=("lagom.launchers",)),

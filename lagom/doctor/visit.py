@@ -17,9 +17,10 @@ from lagom.config import TorchDistributedConfig
 from lagom.doctor.examination import examine
 from lagom.doctor.executors import APART, of_executors
 from lagom.doctor.findings import Finding, findings
-from lagom.errors import CollectiveError
+from lagom.errors import CollectiveError, LagomError
 from lagom.launchers import choose
 from lagom.launchers.failure import raise_failure
+from lagom.launchers.spark_master import check_packages
 from lagom.plan import plan
 
 _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
@@ -27,7 +28,7 @@ _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
 
 def visit(config: TorchDistributedConfig) -> list[Finding]:
     """Run on every rank of ``config``, and say what was found; what keeps a run from starting is a finding as well."""
-    found = [_here()]
+    found = [_here(config.launcher)]
     try:
         launcher = choose(config.launcher)
         the_plan = plan(config, launcher.cluster(), "doctor")
@@ -73,11 +74,16 @@ def as_json(found: Sequence[Finding]) -> str:
     return json.dumps([one.as_json() for one in found], indent=2)
 
 
-def _here() -> Finding:
+def _here(launcher: str) -> Finding:
     parts = [f"lagom {lagom.__version__}", f"Python {platform.python_version()}"]
     parts += [name for name in ("torch", "pyspark", "pyarrow") if importlib.util.find_spec(name) is not None]
     missing = [] if importlib.util.find_spec("torch") is not None else ["torch"]
     found = ", ".join(parts) + ("" if shutil.which("java") else ", no Java")
+    if launcher == "local" and "pyspark" in parts:
+        try:
+            check_packages()
+        except LagomError as error:
+            return Finding("warn", "this process", f"{found}; no Spark", str(error))
     if missing:
         return Finding("warn", "this process", f"{found}; no torch", "only launcher='spark' works without")
     return Finding("pass", "this process", found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import logging
 import os
@@ -24,7 +23,9 @@ from lagom.errors import LagomError, PlanError
 from lagom.launchers.homecoming import Homecoming, digest_of
 from lagom.launchers.protocol import Outcome
 from lagom.launchers.run import Run, in_thread
-from lagom.launchers.spark_session import SparkFacts, facts, started_session
+from lagom.launchers.spark_failure import whole_text, why_it_failed
+from lagom.launchers.spark_master import check_packages, start_session
+from lagom.launchers.spark_session import SparkFacts, facts
 from lagom.monitor.certificate import NoCertificate, certificate_of_a_run
 from lagom.monitor.channel import anonymous_file
 from lagom.payload import Parcel
@@ -37,15 +38,14 @@ from lagom.worker.spec import Spec
 log = logging.getLogger("lagom")
 _INLINE = 1 << 20  # bytes of payload that ride in the job itself
 _CANCEL_S = 2.0
-_MAX_REASON = 4000  # characters
 
 
 class SparkLauncher:
     """Runs ranks on the executors of a Spark session, classic or Connect."""
 
     def __init__(self, session: Any = None) -> None:
-        self._session = session if session is not None else started_session()
-        self._facts: SparkFacts = facts(self._session)
+        check_packages()
+        self._facts: SparkFacts = facts(session if session is not None else start_session())
 
     def cluster(self) -> Cluster:
         """Task slots as Spark counts them."""
@@ -77,7 +77,7 @@ class SparkLauncher:
         """What the tasks of ``plan`` find where they run; see ``lagom.launchers.survey``."""
         from lagom.launchers.survey import survey
 
-        return survey(self._session, self._facts, plan, driver)
+        return survey(self._facts, plan, driver)
 
     def _listen(self, run: Run, tls: ssl.SSLContext | None) -> tuple[str, int] | None:
         if self._facts.bind is None:
@@ -95,9 +95,7 @@ class SparkLauncher:
 
         def job() -> Sequence[Any]:
             self._facts.tag(group, f"lagom: {plan.name} on {plan.world_size} ranks")
-            frame = self._session.range(0, plan.num_slots, 1, plan.num_slots)
-            rows: Sequence[Any] = frame.mapInArrow(function, task_module.SCHEMA, barrier=plan.barrier).collect()
-            return rows
+            return self._facts.map_tasks(function, task_module.SCHEMA, plan)
 
         stack.enter_context(plain_interrupt())
         collect = in_thread(job, self._facts.thread_class(), run)
@@ -208,7 +206,7 @@ def travelling(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rows_of_failure(error: Exception, run: Run) -> Sequence[Any]:
     """The failure that Spark's error text carries, as the row that its task could not return."""
-    text = _whole_text(error)
+    text = whole_text(error)
     found = task_module.failure_in(text)
     if found is not None:
         report, data = json.loads(found[0]), found[1]
@@ -220,40 +218,6 @@ def _rows_of_failure(error: Exception, run: Run) -> Sequence[Any]:
     if own := re.findall(r"^lagom\.[\w.]+: (.+)$", text, flags=re.MULTILINE):
         raise LagomError(own[-1]) from error
     raise LagomError(f"Spark's job failed: {why_it_failed(error)}") from error
-
-
-def why_it_failed(error: Exception) -> str:
-    """What Spark says of a job that failed, without its stack traces, and what to do where that is known."""
-    text = _whole_text(error)
-    return _reason(text) + _of_missing_module(text)
-
-
-def _whole_text(error: BaseException) -> str:
-    texts = [str(error)]
-    for name in ("desc", "stackTrace", "java_exception"):
-        with contextlib.suppress(Exception):
-            texts.append(str(getattr(error, name, "")))
-    return "\n".join(texts)
-
-
-def _reason(text: str) -> str:
-    """What Spark says before its stack traces, without py4j's preface."""
-    lines = [line.removeprefix(": ") for line in text.splitlines() if line.strip()]
-    if lines and lines[0].startswith("An error occurred while calling"):
-        del lines[0]
-    said = list(itertools.takewhile(lambda line: not line.startswith("\tat "), lines))
-    return "\n".join(said)[:_MAX_REASON] or "it does not say why"
-
-
-def _of_missing_module(text: str) -> str:
-    """What to do where the executors lack a module that PySpark itself wants, which it says in one of two ways."""
-    found = re.search(r"No module named '([\w.]+)'|([\w.]+) >= [\w.]+ must be installed", text)
-    if found is None:
-        return ""
-    return (
-        f"\nThe executors' Python lacks {found[1] or found[2]}. Install it there, or, before a Spark session is made, "
-        f"set PYSPARK_PYTHON to a Python that has what this one has ({sys.executable})"
-    )
 
 
 @contextmanager

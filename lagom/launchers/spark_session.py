@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lagom.errors import LagomError, PlanError
-from lagom.plan import Cluster
+from lagom.errors import PlanError
+from lagom.plan import Cluster, Plan
 
 _YOUNG_S = 30.0  # an application of that age may still be waiting for its executors
 _ENCRYPTION = (
@@ -22,18 +23,6 @@ _ENCRYPTION = (
     "spark.ssl.rpc.enabled",  # which follows from no other, not from spark.ssl.enabled either
 )
 _SETTLED_S = 1.5  # without another executor, where nothing says how many there will be
-
-
-def started_session() -> Any:
-    """A new session on all cores of this machine, whose workers run this very Python."""
-    try:
-        from pyspark.sql import SparkSession
-    except ImportError as error:
-        raise LagomError(
-            "launcher='spark' needs pyspark: pip install 'lagom-spark[spark]', or use launcher='local'"
-        ) from error
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    return SparkSession.builder.appName("lagom").getOrCreate()
 
 
 def facts(session: Any) -> SparkFacts:
@@ -105,6 +94,19 @@ class SparkFacts:
         """The kind of thread that may talk to the session."""
         return threading.Thread
 
+    def map_tasks(self, function: Callable[..., Any], schema: str, plan: Plan) -> Sequence[Any]:
+        """The rows that ``function`` yields in each task of ``plan``; runs a job."""
+        frame = self.session.range(0, plan.num_slots, 1, plan.num_slots)
+        with self._python_of_tasks():
+            mapped = frame.mapInArrow(function, schema, barrier=plan.barrier)
+        rows: Sequence[Any] = mapped.collect()
+        return rows
+
+    @contextlib.contextmanager
+    def _python_of_tasks(self) -> Iterator[None]:
+        """Meanwhile, what is handed to Spark runs in the Python that it should run in."""
+        yield
+
     def _gpus_per_task(self) -> int:
         amount = float(self.conf("spark.task.resource.gpu.amount", "0"))
         # A fraction means that tasks share a GPU: each still sees one.
@@ -128,6 +130,7 @@ class SparkFacts:
         )
 
 
+_python_lock = threading.Lock()
 _settled: weakref.WeakSet[Any] = weakref.WeakSet()
 """Spark contexts that have their executors."""
 
@@ -177,6 +180,19 @@ class ClassicFacts(SparkFacts):
     def cancel(self, group: str) -> None:
         """See ``SparkFacts.cancel``."""
         self._context.cancelJobGroup(group)
+
+    @contextlib.contextmanager
+    def _python_of_tasks(self) -> Iterator[None]:
+        # On this machine, this very Python where nobody named one: PATH's python3 may be another, as in a notebook
+        # whose virtual environment is not activated.
+        with _python_lock:
+            before = self._context.pythonExec
+            if self.one_machine and before == "python3" and "PYSPARK_PYTHON" not in os.environ:
+                self._context.pythonExec = sys.executable
+            try:
+                yield
+            finally:
+                self._context.pythonExec = before
 
     def thread_class(self) -> type[threading.Thread]:
         """One that keeps Spark's local properties."""

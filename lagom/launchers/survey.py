@@ -10,14 +10,15 @@ from typing import Any
 
 from lagom.errors import LagomError
 from lagom.launchers.run import in_thread
-from lagom.launchers.spark import changed_environment, plain_interrupt, travelling, why_it_failed
+from lagom.launchers.spark import changed_environment, plain_interrupt, travelling
+from lagom.launchers.spark_failure import why_it_failed
 from lagom.launchers.spark_session import SparkFacts
 from lagom.plan import Plan
 from lagom.sources import lagom_zip
 from lagom.worker import task as task_module
 
 
-def survey(session: Any, facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Sequence[Mapping[str, Any]]:
+def survey(facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Sequence[Mapping[str, Any]]:
     """The facts of each task of ``plan``, in order; see ``lagom.worker.survey``.
 
     Raises:
@@ -28,9 +29,7 @@ def survey(session: Any, facts: SparkFacts, plan: Plan, driver: tuple[str, int] 
 
     def job() -> Sequence[Any]:
         facts.tag(group, f"lagom: a survey of {plan.num_slots} tasks")
-        frame = session.range(0, plan.num_slots, 1, plan.num_slots)
-        rows: Sequence[Any] = frame.mapInArrow(function, task_module.SURVEY_SCHEMA, barrier=plan.barrier).collect()
-        return rows
+        return facts.map_tasks(function, task_module.SURVEY_SCHEMA, plan)
 
     with plain_interrupt():
         try:
@@ -45,6 +44,5 @@ def survey(session: Any, facts: SparkFacts, plan: Plan, driver: tuple[str, int] 
 
 def _short(text: str) -> str:
     """Of what Spark says, the error of the task rather than the names of stages and tasks around it."""
-    found = re.search(r"(\[[A-Z_.]+\] .*|Cannot run program .*|\w*(?:Error|Exception): .*)", text)
-    rest = re.search(r"^The executors' Python .*", text, flags=re.MULTILINE)
-    return " ".join([found[1] if found else text, *([rest[0]] if rest else [])])
+    found = re.search(r"(\[[A-Z_.]+\] .*|\w*(?:Error|Exception): .*)", text)
+    return found[1] if found else text

@@ -90,6 +90,23 @@ def test_a_notebook_runs_like_a_script(tmp_path: Path, monkeypatch: pytest.Monke
     assert "equal" in str(notebook.cells)
 
 
+def test_tasks_on_this_machine_run_the_drivers_python_where_its_environment_is_not_activated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").symlink_to(Path(sys.base_prefix, "bin", "python3"))  # which has no packages
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    text = """
+    import sys
+    from lagom import experiment
+    from lagom.config import TorchDistributedConfig
+
+    config = TorchDistributedConfig(launcher="spark", world_size=2)
+    print(experiment.lagom(lambda: sys.executable, config).value == sys.executable, spark.sparkContext.pythonExec)
+    """
+    assert run_script(tmp_path, CLASSIC, text, activated=False) == "True python3\n"
+
+
 def test_helper_modules_are_found_and_edits_are_seen(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 1\n")
     (tmp_path / "late.py").write_text("VALUE = 10\n")
@@ -159,9 +176,9 @@ def test_ctrl_c_in_a_terminal_leaves_the_session_usable(tmp_path: Path) -> None:
         process.__exit__(None, None, None)
 
 
-def run_script(folder: Path, session: str, text: str) -> str:
+def run_script(folder: Path, session: str, text: str, *, activated: bool = True) -> str:
     """What the script prints."""
-    process = start_script(folder, session, text)
+    process = start_script(folder, session, text, activated=activated)
     try:
         output, _ = process.communicate(timeout=120)
     finally:
@@ -170,8 +187,9 @@ def run_script(folder: Path, session: str, text: str) -> str:
     return output
 
 
-def start_script(folder: Path, session: str, text: str) -> subprocess.Popen[str]:
-    """A Python of its own that runs the script in ``folder``."""
+def start_script(folder: Path, session: str, text: str, *, activated: bool = True) -> subprocess.Popen[str]:
+    """A Python of its own that runs the script in ``folder``; as if activated, it is the one that Spark takes."""
+    python = {"PYSPARK_PYTHON": sys.executable} if activated else {}
     script = folder / "script.py"
     script.write_text(
         f"from pyspark.sql import SparkSession\nspark = {session}\n{textwrap.dedent(text)}\nspark.stop()\n"
@@ -180,7 +198,8 @@ def start_script(folder: Path, session: str, text: str) -> subprocess.Popen[str]
         return subprocess.Popen(
             [sys.executable, script.name],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable},
+            env={key: value for key, value in os.environ.items() if key != "PYSPARK_PYTHON"}
+            | {"PYTHONPATH": str(ROOT), **python},
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

@@ -19,26 +19,38 @@ class _NothingFailed:
 
 
 @pytest.mark.parametrize(
-    ("said", "module"),
+    ("said", "meant"),
     [
         (
             "  File \"worker.py\", line 1920\n    import pyarrow as pa\nModuleNotFoundError: No module named 'pyarrow'",
-            "pyarrow",
+            "the executors' Python lacks pyarrow",
         ),
         (
             "PySparkImportError: [PACKAGE_NOT_INSTALLED] PyArrow >= 18.0.0 must be installed; however, it was not",
-            "PyArrow",
+            "the executors' Python lacks PyArrow",
+        ),
+        (
+            'java.io.IOException: Cannot run program "python3": error=2, No such file or directory',
+            "executors have no python3 to run",
+        ),
+        (
+            "[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.10 than that in driver: 3.11, PySpark",
+            "executors run Python 3.10, and not 3.11",
+        ),
+        (
+            "Exception: Python in worker has different version 3.9 than that in driver 3.11, PySpark cannot run",
+            "executors run Python 3.9, and not 3.11",
         ),
     ],
 )
-def test_a_module_that_pyspark_lacks_is_named_with_what_to_do(said: str, module: str) -> None:
+def test_executors_whose_python_will_not_do_are_one_line_with_what_to_do(said: str, meant: str) -> None:
     run: Run = _NothingFailed()  # type: ignore[assignment]
     with pytest.raises(LagomError) as raised:
-        _rows_of_failure(RuntimeError(f"Job aborted due to stage failure: {said}"), run)
+        _rows_of_failure(RuntimeError(f"Job aborted due to stage failure: {said}\n\tat org.apache.spark"), run)
     told = str(raised.value)
-    assert told.startswith("Spark's job failed: Job aborted due to stage failure")
-    assert f"lacks {module}." in told
+    assert told.startswith(f"Spark's job failed: {meant}. Install it there, or")
     assert f"set PYSPARK_PYTHON to a Python that has what this one has ({sys.executable})" in told
+    assert "\n" not in told
 
 
 def test_another_failure_is_told_as_it_is() -> None:

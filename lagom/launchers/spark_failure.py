@@ -1,0 +1,55 @@
+"""What Spark says of a failure, short, and what to do about those that are known."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import sys
+
+_MAX_REASON = 4000  # characters
+_KNOWN = (
+    (r"No module named '([\w.]+)'", "the executors' Python lacks {}"),
+    (r"([\w.]+) >= [\w.]+ must be installed", "the executors' Python lacks {}"),
+    (r'Cannot run program "([^"]+)"', "executors have no {} to run"),
+    (r"different (?:minor )?version:? ([\d.]+) than that in driver:? ([\d.]+)", "executors run Python {}, and not {}"),
+)
+"""Texts in which Spark says that the executors' Python will not do, and what that means."""
+
+
+def why_it_failed(error: BaseException) -> str:
+    """What Spark says of ``error``, without its stack traces; one line with the remedy where the cause is known."""
+    if isinstance(error, ImportError):
+        return of_missing_package(error)
+    text = whole_text(error)
+    for pattern, meaning in _KNOWN:
+        if found := re.search(pattern, text):
+            return (
+                f"{meaning.format(*found.groups())}. Install it there, or, before a Spark session is made, "
+                f"set PYSPARK_PYTHON to a Python that has what this one has ({sys.executable})"
+            )
+    return _reason(text)
+
+
+def of_missing_package(error: ImportError) -> str:
+    """What to do where this very process lacks a package that PySpark needs."""
+    said = str(error).strip().splitlines()[0]
+    return f"this process's Python ({sys.executable}) lacks a package: {said} Remedy: pip install 'lagom-spark[spark]'"
+
+
+def whole_text(error: BaseException) -> str:
+    """All that Spark's exceptions carry as text."""
+    texts = [str(error)]
+    for name in ("desc", "stackTrace", "java_exception"):
+        with contextlib.suppress(Exception):
+            texts.append(str(getattr(error, name, "")))
+    return "\n".join(texts)
+
+
+def _reason(text: str) -> str:
+    """What Spark says before its stack traces, without py4j's preface."""
+    lines = [line.removeprefix(": ") for line in text.splitlines() if line.strip()]
+    if lines and lines[0].startswith("An error occurred while calling"):
+        del lines[0]
+    said = list(itertools.takewhile(lambda line: not line.startswith("\tat "), lines))
+    return "\n".join(said)[:_MAX_REASON] or "it does not say why"

@@ -1,0 +1,161 @@
+"""Start Spark on a master that a command line names; what cannot work is said before Spark waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import shutil
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from lagom.errors import LagomError
+from lagom.launchers.spark_failure import of_missing_package, why_it_failed
+
+_REACH_S = 2.5
+_MIN_JAVA = 17
+"""Of Spark 4; Spark 3.5 runs on 8 and 11 as well."""
+_WANTED = (
+    "want local, spark (Spark on this machine), local[N], spark://HOST:7077, yarn, k8s://https://HOST:PORT, "
+    "or sc://HOST for Spark Connect"
+)
+
+
+def start_session(master: str | None = None) -> Any:
+    """A new session on ``master``, or where Spark's own settings say; workers on this machine run this very Python.
+
+    Raises:
+        ValueError: when ``master`` is no master of Spark's.
+        LagomError: when nobody listens there, or Spark does not start, with the reason.
+    """
+    if master is not None:
+        _check_reach(master, addresses_of(master))
+    check_packages()
+    from pyspark.sql import SparkSession
+
+    builder: Any = SparkSession.builder.appName("lagom")
+    if master is not None and master.startswith("sc://"):
+        builder = builder.remote(master)
+    else:
+        _check_java()
+        builder = builder.config("spark.ui.showConsoleProgress", False)
+        builder = builder if master is None else builder.master(master).config("spark.log.level", "ERROR")
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    try:
+        return builder.getOrCreate()
+    except Exception as error:
+        where = f" on {master}" if master else ""
+        raise LagomError(f"Spark does not start{where}: {why_it_failed(error)}") from error
+
+
+def check_packages() -> None:
+    """This process has PySpark, and what PySpark itself imports for jobs like lagom's.
+
+    Raises:
+        LagomError: when it has not.
+    """
+    try:
+        from pyspark.sql.pandas.utils import require_minimum_pandas_version, require_minimum_pyarrow_version
+
+        require_minimum_pandas_version()
+        require_minimum_pyarrow_version()
+    except ImportError as error:
+        raise LagomError(f"{of_missing_package(error)}, or use launcher='local'") from error
+
+
+def addresses_of(master: str) -> list[tuple[str, int]]:
+    """Where ``master`` listens; none for those without an address.
+
+    Raises:
+        ValueError: when it is no master of Spark's.
+    """
+    if master == "yarn" or re.fullmatch(r"local(\[(\*|[1-9]\d*)(,\s*\d+)?\])?|local-cluster\[[\d, ]+\]", master):
+        return []
+    scheme, _, rest = master.partition("://")
+    ports = {"spark": None, "sc": 15002, "k8s": 443}
+    if scheme not in ports or not rest:
+        hint = f"; did you mean spark://{master}?" if re.fullmatch(r"[\w.-]+:\d+", master) else ""
+        raise ValueError(f"--master {master!r} is no master of Spark's{hint or '; ' + _WANTED}")
+    places = rest.split(",") if scheme == "spark" else [re.split("[/;]", rest.rpartition("://")[2])[0]]
+    return [_address(master, place, ports[scheme]) for place in places]
+
+
+def _address(master: str, place: str, default: int | None) -> tuple[str, int]:
+    found = re.fullmatch(r"(\[[\da-fA-F:]+\]|[\w.-]+)(?::(\d+))?", place)
+    port = int(found[2]) if found and found[2] else default
+    if found is None or port is None or not 0 < port < 1 << 16:
+        raise ValueError(
+            f"--master {master!r} has {place!r} where host and port are wanted; want as in spark://HOST:7077"
+        )
+    return found[1].strip("[]"), port
+
+
+def _check_reach(master: str, addresses: list[tuple[str, int]]) -> None:
+    """One of the ``addresses`` takes a connection.
+
+    Raises:
+        LagomError: when none does.
+    """
+    if master == "yarn" and not any(os.environ.get(name) for name in ("HADOOP_CONF_DIR", "YARN_CONF_DIR")):
+        raise LagomError("Spark finds YARN by HADOOP_CONF_DIR or YARN_CONF_DIR, and neither is set")
+    proxied = master.startswith("sc://") and any(os.environ.get(f"{name}_proxy") for name in ("grpc", "https", "http"))
+    if not addresses or proxied:
+        return
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def dial(address: tuple[str, int]) -> None:
+        try:
+            socket.create_connection(address, timeout=_REACH_S).close()
+            answers.put("")
+        except OSError as error:
+            answers.put(str(error.strerror or error).lower())
+
+    for address in addresses:
+        threading.Thread(target=dial, args=(address,), daemon=True).start()  # a name may take long to look up
+    said, deadline = "", time.monotonic() + _REACH_S
+    with contextlib.suppress(queue.Empty):
+        for _ in addresses:
+            said = answers.get(timeout=max(0, deadline - time.monotonic()))
+            if not said:
+                return
+    why = said or f"no answer within {_REACH_S} s"
+    raise LagomError(f"nobody listens at {master} ({why}); start a master there, or correct the address")
+
+
+def _check_java() -> None:
+    """There is a Java that Spark can start.
+
+    Raises:
+        LagomError: when there is none.
+    """
+    if "PYSPARK_GATEWAY_PORT" in os.environ:  # within spark-submit, which has one
+        return
+    home = os.environ.get("JAVA_HOME")
+    java = shutil.which(f"{home}/bin/java" if home else "java")
+    remedy = "install Java 17 or newer, or set JAVA_HOME to one; launcher='local' needs none"
+    if java is None:
+        found = f"JAVA_HOME is {home!r}, where there is no bin/java" if home else "there is no java on PATH"
+        raise LagomError(f"Spark needs Java, and {found}; {remedy}")
+    version = _java_version(Path(java).resolve().parents[1] / "release")
+    if version is not None and version < _MIN_JAVA and _pyspark_version() >= 4:
+        raise LagomError(f"Spark needs Java {_MIN_JAVA} or newer, and {java} is Java {version}; {remedy}")
+
+
+def _java_version(release: Path) -> int | None:
+    """The major version that a ``release`` file of a JDK or JRE tells, if it does."""
+    try:
+        found = re.search(r'^JAVA_VERSION="(?:1\.)?(\d+)', release.read_text(), flags=re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
+
+
+def _pyspark_version() -> int:
+    import pyspark
+
+    return int(pyspark.__version__.partition(".")[0])
