@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import gc
 import io
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -86,6 +88,8 @@ def run(
         stack.enter_context(seeded(plan.seed, call["random"]))
         provided = dict(call["provided"]) | {"reporter": Reporter(session)}
         positional, named = arguments(call["function"], Made(provided))
+        if seat is not None:  # without, what the program forks is the caller's
+            stack.enter_context(forks_ended())
         if plan.rehearsal is not None:
             value = rehearse(session, leaves, lambda: call["function"](*positional, **named))
             return {"value": value, "samples": session.samples_trained}
@@ -95,6 +99,30 @@ def run(
         if place.rank == 0 and call["random"] is not None:
             returned["random"] = {name: state for name, state in random_states().items() if name in call["random"]}
         return returned
+
+
+@contextmanager
+def forks_ended() -> Iterator[None]:
+    """End a process that the function forked and that comes back from it, as Python does at the end of a program.
+
+    It is no rank: what a rank says at its end, and to others, is not its to say.
+    """
+    rank, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == rank:
+            raise
+        code = 1
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        elif isinstance(error.code, int | None):
+            code = error.code or 0
+        else:
+            print(error.code, file=sys.stderr)
+    if os.getpid() != rank:
+        last_rites(lambda: os._exit(code))
+        os._exit(code)
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from typing import TYPE_CHECKING
 
 from lagom.worker import stacks
-from lagom.worker.usage import Usage
+from lagom.worker.usage import Usage, processor_s_below
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _WORTH = 0.005
 """Share of its time from which on it is told for whom a rank waits."""
+_COMPUTING = 0.05
+"""Share of its time from which on a process that the program waits for gets somewhere."""
 
 
 class Heart:
@@ -45,6 +48,7 @@ class Heart:
         self._steps_s = 0.0
         self._children: str | None = None
         self._waited: list[int] = []
+        self._below = (0.0, 0.0)
         self._usage: Usage | None = None
 
     def beat_for(self, session: Session) -> None:
@@ -117,10 +121,20 @@ class Heart:
         # Of a program that does without the patches it is only known where it stands.
         place = stacks.position(stacks.of_thread(self._thread)) if session.joined else 0
         now = time.monotonic()
+        if now - self._since >= self._stall_s / 4:
+            session.ticks += self._children_get_on(now)
         if (session.ticks, place) != self._at:
             session.ticks += session.joined
             self._at, self._since, self._children = (session.ticks, place), now, None
         return now - self._since
+
+    def _children_get_on(self, now: float) -> bool:
+        """Whether the program waits for processes that it has started, and these compute."""
+        if not stacks.waits_for_process(stacks.of_thread(self._thread)):
+            return False
+        (before, used_before), used_s = self._below, processor_s_below(os.getpid())
+        self._below = now, used_s
+        return bool(before) and used_s - used_before > _COMPUTING * (now - before)
 
     def _doing(self) -> Message:
         found = stacks.doing(stacks.of_thread(self._thread))

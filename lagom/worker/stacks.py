@@ -38,6 +38,15 @@ _PURPOSES = {
     }.items()
 }
 """What is exchanged, by the innermost of these files on the stack."""
+_AWAITING = (
+    os.path.join("multiprocessing", "process.py"),
+    os.path.join("multiprocessing", "pool.py"),
+    os.path.join("multiprocessing", "spawn.py"),  # torch's
+    os.path.join("concurrent", "futures", "_base.py"),
+    os.sep + "subprocess.py",
+)
+"""Where a process waits for others that it has started."""
+_INNERMOST = 6
 _LIBRARIES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")})
 _MAX_TEXT = 40_000  # characters of stacks; the innermost are kept
 _ANSWER_S = 0.3  # that a process has to write its stacks
@@ -119,6 +128,12 @@ def _listens(pid: int) -> bool:
         return False
     caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
+
+
+def waits_for_process(frame: types.FrameType | None) -> bool:
+    """Whether the thread of ``frame`` waits for a process that it has started: joins it, or wants its result."""
+    files = [one.f_code.co_filename for one, _ in traceback.walk_stack(frame)][:_INNERMOST]
+    return any(file.endswith(_AWAITING) for file in files)
 
 
 def of_thread(ident: int) -> types.FrameType | None:

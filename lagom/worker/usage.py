@@ -61,14 +61,36 @@ def _resident() -> int:
     return 0
 
 
+def processor_s_below(pid: int) -> float:
+    """Processor time of all that the process ``pid`` has started, and of what these have; of ended ones, too."""
+    times = _times(pid)
+    return times[2] + times[3] + sum(_with_below(child) for child in _children(pid))
+
+
+def _with_below(pid: int) -> float:
+    return sum(_times(pid)) + sum(_with_below(child) for child in _children(pid))
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(child) for child in (thread / "children").read_text().split()]
+    return found
+
+
+def _times(pid: int) -> tuple[float, float, float, float]:
+    """Seconds in the program and in the kernel: of the process, and of children that have ended and were awaited."""
+    try:
+        # Behind the name, which may have anything in it: fields 14 to 17 of all.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        user, kernel, childrens_user, childrens_kernel = (int(field) / _TICKS_S for field in fields[11:15])
+    except (OSError, ValueError):
+        return 0.0, 0.0, 0.0, 0.0
+    return user, kernel, childrens_user, childrens_kernel
+
+
 def _processor_s() -> float:
     """Of this process with all its threads, and of its children that are alive."""
     total = time.process_time()
-    with contextlib.suppress(OSError):
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        for child in children[:_MAX_CHILDREN]:
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                # Behind the name, which may have anything in it: fields 14 and 15 of all.
-                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-                total += (int(fields[11]) + int(fields[12])) / _TICKS_S
-    return total
+    return total + sum(sum(_times(child)[:2]) for child in _children(os.getpid())[:_MAX_CHILDREN])

@@ -893,3 +893,24 @@ def test_what_lagom_says_does_not_go_into_the_programs_log(capsys: pytest.Captur
 
     assert run(logs)["test result"] == "INFO:mine:of the program\n"
     assert capsys.readouterr().err.count("of lagom") == 1
+
+
+def _forks(kind: str, path: str) -> int | None:
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with open(f"{path}.{lagom.rank()}", "w") as file:
+        file.write("a fork was here")
+    if kind == "raises":
+        raise ValueError("in a fork")
+    if kind == "exits":
+        sys.exit(3)
+    return None
+
+
+@pytest.mark.parametrize(("kind", "status"), [("returns", 0), ("raises", 1), ("exits", 3)])
+def test_a_fork_that_comes_back_from_the_function_ends(kind: str, status: int, tmp_path: Path) -> None:
+    config = TorchDistributedConfig(
+        launcher="local", world_size=2, run_dir=None, hparams={"kind": kind, "path": str(tmp_path / "a")}
+    )
+    assert list(experiment.lagom(_forks, config).per_rank) == [status, status]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import time
 from typing import Any
@@ -117,6 +118,34 @@ def test_output_is_progress(capfd: pytest.CaptureFixture[str]) -> None:
     config = TorchDistributedConfig(launcher="local", world_size=1, stall_timeout_s=1.2, timeout_s=1.5)
     experiment.lagom(talks, config)
     assert "no progress" not in capfd.readouterr().err
+
+
+def _computes(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def test_a_rank_that_waits_for_processes_which_compute_gets_somewhere(capfd: pytest.CaptureFixture[str]) -> None:
+    def hogwild() -> None:
+        processes = [multiprocessing.get_context("fork").Process(target=_computes, args=(4.0,)) for _ in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+
+    config = TorchDistributedConfig(launcher="local", world_size=1, stall_timeout_s=1.5, timeout_s=2.5)
+    experiment.lagom(hogwild, config)
+    assert "no progress" not in capfd.readouterr().err
+
+
+def test_a_rank_that_waits_for_a_process_which_sleeps_is_named() -> None:
+    def waits() -> None:
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+        process.start()
+        process.join()
+
+    assert "process.join()" in str(ended(waits))
 
 
 def test_one_that_is_always_slow_is_named_once() -> None:
