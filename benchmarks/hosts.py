@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lagom.collectives.group import Group
+from lagom.collectives.run_store import SealedStore, all_gather_by
 from tests.integration.hosts import allowed, network
 
 NUM_HOSTS = 2
@@ -64,15 +66,18 @@ def rank(address: str, port: int, number: int, world_size: int, per_host: int, i
     torch.set_num_threads(1)
     store = TCPStore(address, port, is_master=False)
 
-    def gloo(name: str, place: int = number, size: int = world_size) -> Any:
+    def gloo(kin: str, name: str, place: int, size: int) -> Any:
         kind: Any = dist.ProcessGroupGloo
         options = kind._Options()
         options._devices = [kind.create_device(hostname=ip)]
         options._timeout = timedelta(seconds=60)
-        return kind(PrefixStore(name, store), place, size, options)
+        return kind(PrefixStore(f"{kin}/{name}", store), place, size, options)
 
-    ours = Group(gloo("ours"), number, world_size, ip=ip, among=gloo)
-    flat = Group(gloo("flat"), number, world_size, ip=ip, shares_memory=False)
+    def made(name: str, *, shares_memory: bool) -> Group:
+        gather = all_gather_by(SealedStore(store, b""), name, number, world_size, 60.0)
+        return Group(number, world_size, gather, partial(gloo, name), ip=ip, shares_memory=shares_memory)
+
+    ours, flat = made("ours", shares_memory=True), made("flat", shares_memory=False)
     for what, exchange in EXCHANGES.items():
         for size in SIZES:
             times: dict[str, list[float]] = {"ours": [], "flat": []}
@@ -114,7 +119,7 @@ def _reduce_scattered(group: Group, one: torch.Tensor) -> torch.Tensor:
     if group._ways.hosts is not None:
         group._ways.hosts.reduce_scatter(out, one)
     else:
-        group._cpu._reduce_scatter_base(out, one, dist.ReduceScatterOptions()).wait()
+        group._serving(one)._reduce_scatter_base(out, one, dist.ReduceScatterOptions()).wait()
     return out
 
 

@@ -1,4 +1,4 @@
-"""``run_ranks``: a function on several patched ranks, forked from the test, over gloo on this machine."""
+"""``run_ranks``: a function on several patched ranks, forked from the test, on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from typing import Any
 import torch
 import torch._dynamo  # an optimizer imports it at its first step: 0.7 s in every forked rank
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from lagom.collectives.group import Group
+from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.config.torch_distributed import Backend, Batches, Collectives, Evaluation, MixedPrecision
 from lagom.errors import CollectiveError
 from lagom.monitor.spans import Spans
@@ -36,6 +36,7 @@ from lagom.strategies import whole_batch
 
 _CONTEXT = multiprocessing.get_context("fork")
 _TIMEOUT_S = 60.0
+_KEY = b"known to these ranks"
 COLLECTIVES: Collectives = "gloo" if os.environ.get("LAGOM_TEST_COLLECTIVES") == "gloo" else "auto"
 """Of ranks: "auto" has them exchange through shared memory, "gloo" does not; see CONTRIBUTING.md."""
 TIMELINE = os.environ.get("LAGOM_TEST_TIMELINE") == "1"
@@ -71,11 +72,10 @@ def run_ranks(
     plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm, collectives, zero_lvl, mixed_precision)
     plan = dataclasses.replace(plan, backend=backend, deepspeed_config=deepspeed_config, **fields)
     with tempfile.TemporaryDirectory() as host_dir:
-        ports = _CONTEXT.SimpleQueue()
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
-            args = (rank, plan, function, Path(host_dir), theirs, ports, patches, always_slices)
+            args = (rank, plan, function, Path(host_dir), theirs, patches, always_slices)
             process = _CONTEXT.Process(target=_rank, args=args)
             process.start()
             theirs.close()
@@ -92,7 +92,6 @@ def run_ranks(
             settle(Path(host_dir), range(world_size), range(world_size))
             for pipe in pipes:
                 pipe.close()
-            ports.close()
 
 
 def alone(function: Callable[[Session], Any], seed: int = 0) -> Any:
@@ -147,6 +146,7 @@ def _session(
         device=device,
         host_dir=host_dir,
         store=store,
+        key=_KEY,
         spans=Spans(rank) if TIMELINE else None,
     )
 
@@ -184,14 +184,13 @@ def _rank(
     function: Callable[[Session], Any],
     host_dir: Path,
     pipe: Connection,
-    ports: Any,
     patches: bool,
     always_slices: bool,
 ) -> None:
     torch.set_num_threads(1)
     forget_spark()
     try:
-        value = _run(rank, plan, function, host_dir, ports, patches, always_slices)
+        value = _run(rank, plan, function, host_dir, patches, always_slices)
         answer = pickle.dumps(("returned", value))
     except BaseException as error:
         is_consequence = isinstance(error, CollectiveError)
@@ -222,27 +221,21 @@ def _run(
     plan: Plan,
     function: Callable[[Session], Any],
     host_dir: Path,
-    ports: Any,
     patches: bool,
     always_slices: bool,
 ) -> Any:
     group, store = None, None
     if plan.world_size > 1:
         timeout = timedelta(seconds=_TIMEOUT_S)
-        if rank == 0:
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            for _ in range(plan.world_size - 1):
-                ports.put(store.port)
-        else:
-            store = TCPStore("127.0.0.1", ports.get(), is_master=False, timeout=timeout)
-        aside = partial(gloo, PrefixStore("aside", store), rank, plan.world_size)
+        store = FileStore(str(host_dir / "store"), -1)
+        store.set_timeout(timeout)
         group = Group(
-            gloo(store, rank, plan.world_size),
             rank,
             plan.world_size,
-            another=aside,
+            all_gather_by(SealedStore(store, _KEY), "ways", rank, plan.world_size, _TIMEOUT_S),
+            lambda name, place, size: gloo(PrefixStore(name, store), place, size),
+            key=_KEY,
             shares_memory=plan.collectives == "auto",
-            among=lambda name, place, size: gloo(PrefixStore(name, store), place, size),
         )
     session = _session(plan, rank, group, store, host_dir, torch.device("cpu"))
     whole_batch.ALWAYS = always_slices
@@ -256,7 +249,7 @@ def _run(
             # Tests catch the error on the ranks, to compare it; a program that does is told again at its end.
             session.watch.end = lambda _: None  # type: ignore[assignment,method-assign]
     if group is not None:
-        group.barrier()  # the store of rank 0 must outlive the others' last requests
+        group.barrier()  # a rank that has ended would break what the others are still in
     return value
 
 

@@ -11,7 +11,7 @@ from lagom.collectives.aside import Aside, Done
 from lagom.collectives.asking import naming
 from lagom.collectives.averaging import Averaging
 from lagom.collectives.meeting import connected
-from lagom.collectives.messages import as_bytes, as_tensor, gathered
+from lagom.collectives.messages import as_bytes, as_tensor
 from lagom.collectives.native import OPERATIONS, TYPES
 from lagom.collectives.ways import KEPT, Ways
 
@@ -39,11 +39,12 @@ class Group(Averaging):
     ranks make the same calls in the same order.
 
     Args:
-        process_group: serves CPU tensors and control messages.
-        device_group: serves CUDA tensors; None where there are none.
+        all_gather: an exchange of texts that works already, by which ranks find each other.
+        gloo: makes a process group of a name for a rank of so many, when there is need of one: what shared memory
+            does not serve, and ranks of several hosts.
+        nccl: serves CUDA tensors; None where ranks have no GPU, or share one.
+        key: what the ranks of this run know and nobody else does.
         ip: where ranks on other hosts reach this one.
-        another: makes one more process group of all ranks for CPU tensors.
-        among: makes a process group of a name for CPU tensors, for a rank of so many, which are one of each host.
         shares_memory: CPU tensors go through shared memory where ranks are on one host. See Note [Shared memory].
 
     Raises:
@@ -52,27 +53,28 @@ class Group(Averaging):
 
     def __init__(
         self,
-        process_group: dist.ProcessGroup,
         rank: int,
         world_size: int,
-        device_group: dist.ProcessGroup | None = None,
+        all_gather: Callable[[bytes], list[bytes]],
+        gloo: Callable[[str, int, int], dist.ProcessGroup],
+        *,
+        nccl: dist.ProcessGroup | None = None,
+        key: bytes = b"",
         ip: str = "127.0.0.1",
-        another: Callable[[], dist.ProcessGroup] | None = None,
         shares_memory: bool = True,
-        among: Callable[[str, int, int], dist.ProcessGroup] | None = None,
     ) -> None:
         super().__init__()
         self.rank = rank
         self.world_size = world_size
-        self._cpu = process_group
-        self._device = device_group
+        self._gloo = gloo
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._nccl = nccl
+        self._key = key
         self._ip = ip
         self._mesh: Mesh | None = None
-        self._another = another
-        self._aside: dist.ProcessGroup | None = None
-        self._first_gather = partial(gathered, process_group, rank, world_size)
+        self._first_gather = all_gather
         self._ways = Ways(
-            rank, self._first_gather, among, TIMEOUT_S, shares_memory=shares_memory, tells=not self.has_gpus
+            rank, all_gather, gloo, TIMEOUT_S, key=key, shares_memory=shares_memory, tells=not self.has_gpus
         )
         self._thread: Aside | None = None
 
@@ -94,7 +96,7 @@ class Group(Averaging):
     @property
     def has_gpus(self) -> bool:
         """Whether every rank has a GPU to itself."""
-        return self._device is not None and self._device is not self._cpu
+        return self._nccl is not None
 
     @property
     def shares_memory(self) -> bool:
@@ -118,23 +120,15 @@ class Group(Averaging):
                 return Done()
             return self._serving(tensor).allreduce([tensor])
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether there is a process group for ``all_reduce_aside``."""
-        return self._another is not None
-
     def open_aside(self) -> None:
         """Connect for ``all_reduce_aside``, the first time; a collective then."""
-        assert self._another is not None
         with naming("connecting"):
             near = self._ways.connected()
         if near or self._ways.hosts_aside is not None:
             if self._thread is None:
                 self._thread = Aside("lagom-all-reduce")
-        elif self._aside is None:
-            with naming("connecting"):
-                self._aside = self._another()
-            KEPT.append(self._aside)
+        else:
+            self._group_of("aside")
 
     def all_reduce_aside(self, tensor: torch.Tensor) -> Work:
         """As ``all_reduce_later``, of CPU tensors, in an order of its own: other exchanges may come before or after."""
@@ -143,9 +137,8 @@ class Group(Averaging):
             return self._thread.later(partial(_sum, self._ways.near_aside, tensor))
         if self._thread is not None and self._ways.hosts_aside is not None:
             return self._thread.later(partial(self._ways.hosts_aside.all_reduce, tensor))
-        assert self._aside is not None
         with naming("all_reduce"):
-            return self._aside.allreduce([tensor])
+            return self._group_of("aside").allreduce([tensor])
 
     @property
     def reduces_parts(self) -> bool:
@@ -262,7 +255,7 @@ class Group(Averaging):
                 return near.exchange(head, body)
         if self._mesh is None:
             with naming("connecting"):
-                self._mesh = connected(self.rank, self.world_size, self._ip, self._first_gather, TIMEOUT_S)
+                self._mesh = connected(self.rank, self.world_size, self._ip, self._first_gather, self._key, TIMEOUT_S)
         with naming("exchange"):
             return self._mesh.exchange(head, body)
 
@@ -286,13 +279,24 @@ class Group(Averaging):
             if near:
                 near.barrier()
                 return
-            self._cpu.barrier().wait()
+        self.exchange(b"")
+
+    def connect(self) -> None:
+        """Connect with all ranks, if no exchange has: so one that ends is noticed from now on. A collective."""
+        self.exchange(b"")
 
     def _serving(self, tensor: torch.Tensor) -> dist.ProcessGroup:
-        if tensor.device.type == "cpu":
-            return self._cpu
-        assert self._device is not None, f"no process group for {tensor.device}"
-        return self._device
+        if self._nccl is not None and tensor.device.type != "cpu":
+            return self._nccl
+        return self._group_of("gloo")
+
+    def _group_of(self, name: str) -> dist.ProcessGroup:
+        """One of gloo's, made when it is first asked for, on all ranks. See Note [Gloo]."""
+        if name not in self._groups:
+            with naming("connecting"):
+                self._groups[name] = self._gloo(name, self.rank, self.world_size)
+            KEPT.append(self._groups[name])
+        return self._groups[name]
 
 
 def _sum(near: Communicator, tensor: torch.Tensor) -> None:
@@ -301,3 +305,11 @@ def _sum(near: Communicator, tensor: torch.Tensor) -> None:
 
 def _sum_parts(near: Communicator, whole: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> None:
     near.reduce_parts(whole.data_ptr(), counts, out.data_ptr(), TYPES[whole.dtype], _SUM)
+
+
+# Note [Gloo]
+#
+# gloo listens at a port for as long as it lives, and lets in whoever comes: it asks for no proof, and what it is sent
+# it adds up. So a group of gloo's is made only for what nothing else serves. Between hosts that is nearly everything
+# large; on one host it is what is asked for (collectives="gloo"), the sums of installs without the compiled part, CUDA
+# tensors of ranks that share a GPU, and sums of types that csrc/arithmetic.hpp does not have.

@@ -198,6 +198,7 @@ def hosts(
     among: Callable[[str, int, int], Any],
     timeout_s: float,
     number: int = 1,
+    key: bytes = b"",
 ) -> list[Hosts] | str:
     """``number`` of them, which all ranks call for; or why there are none, in words, on all ranks.
 
@@ -205,12 +206,13 @@ def hosts(
         all_gather: an exchange of all ranks that works already.
         among: makes a process group of a name, for a rank of so many.
         timeout_s: how long an exchange will wait for a rank.
+        key: what ranks know and nobody else does.
 
     Raises:
         OSError: when a rank is gone meanwhile.
         RuntimeError: when the hosts do not connect.
     """
-    found = shared_by_host(rank, all_gather, timeout_s, number)
+    found = shared_by_host(rank, all_gather, timeout_s, number, key)
     if isinstance(found, str):
         return found
     homes, near = found

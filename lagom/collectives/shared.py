@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import secrets
 import socket
-import struct
 import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lagom.collectives.handshake import admit, introduce
 from lagom.collectives.native import native
 
 if TYPE_CHECKING:
@@ -31,11 +30,15 @@ _YIELDS = (200, 10)
 Note [Waiting]."""
 _TIMEOUT_S = 60.0
 """To hand the memory round, once all ranks are known to be there."""
-_TOKEN = 32
 
 
 def shared(
-    rank: int, all_gather: Callable[[bytes], list[bytes]], timeout_s: float, number: int = 1, wanted: bool = True
+    rank: int,
+    all_gather: Callable[[bytes], list[bytes]],
+    timeout_s: float,
+    number: int = 1,
+    wanted: bool = True,
+    key: bytes = b"",
 ) -> list[Communicator] | str:
     """``number`` communicators of all ranks, all of whom call this; or why there are none, in words, on all ranks.
 
@@ -45,6 +48,7 @@ def shared(
         all_gather: an exchange that works already.
         timeout_s: how long an exchange will wait for a rank.
         wanted: whether this rank would have it.
+        key: what ranks know and nobody else does.
 
     Raises:
         OSError: when a rank is gone meanwhile.
@@ -55,11 +59,11 @@ def shared(
         return homes
     if len(homes) > 1:
         return SEVERAL_HOSTS
-    return _joined(rank, homes[0], answers, all_gather, timeout_s, number)
+    return _joined(rank, homes[0], answers, all_gather, timeout_s, number, key)
 
 
 def shared_by_host(
-    rank: int, all_gather: Callable[[bytes], list[bytes]], timeout_s: float, number: int = 1
+    rank: int, all_gather: Callable[[bytes], list[bytes]], timeout_s: float, number: int = 1, key: bytes = b""
 ) -> tuple[list[list[int]], list[Communicator]] | str:
     """As ``shared``, for the ranks of each host by themselves.
 
@@ -71,7 +75,7 @@ def shared_by_host(
     if isinstance(homes, str):
         return homes
     peers = next(home for home in homes if rank in home)
-    made = _joined(rank, peers, answers, all_gather, timeout_s, number if len(peers) > 1 else 0)
+    made = _joined(rank, peers, answers, all_gather, timeout_s, number if len(peers) > 1 else 0, key)
     return made if isinstance(made, str) else (homes, made)
 
 
@@ -95,13 +99,14 @@ def _joined(
     all_gather: Callable[[bytes], list[bytes]],
     timeout_s: float,
     number: int,
+    key: bytes,
 ) -> list[Communicator] | str:
     processes = [(int(answers[peer]["pid"]), int(answers[peer]["started"])) for peer in peers]
     fds: list[int] = []
     problem = ""
     try:
         try:
-            fds = _handed_round(rank, peers, all_gather, number)
+            fds = _handed_round(rank, peers, all_gather, number, key)
             spin_s, yields = _patience(len(peers))
             place = peers.index(rank)
             made = [native().join(fd, place, processes, timeout_s, spin_s, yields) for fd in fds]
@@ -140,21 +145,22 @@ def _patience(num_ranks: int) -> tuple[float, int]:
     return (_SPIN_S, _YIELDS[0]) if num_ranks <= len(os.sched_getaffinity(0)) else (0.0, _YIELDS[1])
 
 
-def _handed_round(rank: int, peers: list[int], all_gather: Callable[[bytes], list[bytes]], number: int) -> list[int]:
+def _handed_round(
+    rank: int, peers: list[int], all_gather: Callable[[bytes], list[bytes]], number: int, key: bytes
+) -> list[int]:
     size = len(peers)
     if number == 0:
         all_gather(b"")
         return []
     if rank != peers[0]:
-        name, token = json.loads(all_gather(b"")[peers[0]])
-        return _received(bytes.fromhex(name), bytes.fromhex(token), number)
-    token = secrets.token_bytes(_TOKEN)
+        name, nonce = json.loads(all_gather(b"")[peers[0]])
+        return _received(bytes.fromhex(name), key + bytes.fromhex(nonce), rank, number)
+    nonce = secrets.token_bytes(16)
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        listener.settimeout(_TIMEOUT_S)
         try:
             listener.bind(b"")  # the kernel chooses an abstract name
-            listener.listen(size)
+            listener.listen(1024)
         except OSError:
             all_gather(json.dumps(["", ""]).encode())  # which nobody reaches
             raise
@@ -166,27 +172,24 @@ def _handed_round(rank: int, peers: list[int], all_gather: Callable[[bytes], lis
             trouble = error
             while fds:
                 os.close(fds.pop())
-        all_gather(json.dumps([listener.getsockname().hex(), token.hex()]).encode())
-        waiting = size - 1
-        while waiting:
-            peer, _ = listener.accept()
-            with peer:
-                peer.settimeout(_TIMEOUT_S)
-                if is_own(peer) and hmac.compare_digest(peer.recv(_TOKEN, socket.MSG_WAITALL), token):
-                    waiting -= 1
-                    socket.send_fds(peer, [b"m"], fds)
+        all_gather(json.dumps([listener.getsockname().hex(), nonce.hex()]).encode())
+        waiting = set(peers[1:])
+        for peer, connection in admit([listener], key + nonce, _TIMEOUT_S) if waiting else ():
+            with connection:
+                waiting.discard(peer)
+                socket.send_fds(connection, [b"m"], fds)
+            if not waiting:
+                break
     if trouble is not None:
         raise trouble
     return fds
 
 
-def _received(name: bytes, token: bytes, number: int) -> list[int]:
+def _received(name: bytes, key: bytes, rank: int, number: int) -> list[int]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as giver:
         giver.settimeout(_TIMEOUT_S)
         giver.connect(name)
-        if not is_own(giver):
-            raise OSError("the shared memory is another user's")
-        giver.sendall(token)
+        introduce(giver, key, rank, _TIMEOUT_S)
         _, fds, _, _ = socket.recv_fds(giver, 1, number)
     for fd in fds:
         os.set_inheritable(fd, False)
@@ -195,12 +198,6 @@ def _received(name: bytes, token: bytes, number: int) -> list[int]:
             os.close(fd)
         raise OSError("the first rank of this host has no shared memory")
     return list(fds)
-
-
-def is_own(peer: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket is this user's, by the kernel's word."""
-    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(uid == os.geteuid())
 
 
 _all: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -219,8 +216,8 @@ os.register_at_fork(after_in_child=_forget_all)
 #
 # The memory is a file without a name, of mode 0600: nobody finds it, and it is gone with the last process that has it,
 # however that ends. It takes nothing of /dev/shm (memfd), unless a container forbids that. The first rank makes it and
-# hands it over a Unix socket, to who shows the secret that the ranks have exchanged and is the same user by the
-# kernel's word. A process forked from a rank does not inherit the mapping.
+# hands it over a Unix socket, to who is the same user by the kernel's word and proves that it knows the run's key and
+# the nonce of this meeting; see handshake.py. A process forked from a rank does not inherit the mapping.
 
 
 # Note [Waiting]

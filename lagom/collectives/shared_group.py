@@ -27,7 +27,7 @@ _Base: Any = dist.ProcessGroup  # whose methods have overloads of many kinds
 
 
 class SharedProcessGroup(_Base):  # type: ignore[misc]
-    """Exchanges CPU tensors through shared memory, and through gloo what is no dense CPU tensor.
+    """Exchanges CPU tensors through shared memory, and through gloo what is no dense CPU tensor, or has other sums.
 
     See Note [Order of collectives].
 
@@ -237,8 +237,15 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective(moves.barrier, opts, [])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """As gloo's, which names the ranks that did not come."""
-        self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+        """As ``barrier``, within ``timeout``; names a rank that did not come."""
+        moves = self._moves
+
+        def run() -> None:
+            moves.near.set_timeout((timeout or self._timeout).total_seconds())
+            moves.barrier()
+            moves.near.set_timeout(self._timeout.total_seconds())
+
+        self._collective(run, None, []).wait()
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Messages to one rank arrive in the order in which they were sent, and must be received with their tags."""

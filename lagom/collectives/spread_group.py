@@ -104,6 +104,10 @@ class SpreadProcessGroup(SharedProcessGroup):
         """All ranks are here when the work is done."""
         return self._gloo.barrier(*handed_on(opts))
 
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """As gloo's, which names the ranks that did not come."""
+        self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+
     def _divide(self, total: Tensor, reduction: str | None) -> None:
         """Make an average of it where that was asked for."""
         if reduction == "avg":

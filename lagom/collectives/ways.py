@@ -29,6 +29,7 @@ class Ways:
         all_gather: an exchange that works already.
         among: makes a process group of a name for CPU tensors, for a rank of so many, which are one of each host.
         timeout_s: how long a rank waits for another.
+        key: what ranks know and nobody else does.
         shares_memory: whether there may be any.
         tells: whether to say where there are none.
     """
@@ -37,9 +38,10 @@ class Ways:
         self,
         rank: int,
         all_gather: Callable[[bytes], list[bytes]],
-        among: Callable[[str, int, int], dist.ProcessGroup] | None,
+        among: Callable[[str, int, int], dist.ProcessGroup],
         timeout_s: float,
         *,
+        key: bytes,
         shares_memory: bool,
         tells: bool,
     ) -> None:
@@ -47,6 +49,7 @@ class Ways:
         self._all_gather = all_gather
         self._among = among
         self._timeout_s = timeout_s
+        self._key = key
         self._shares_memory = shares_memory
         self._tells = tells
         self.near: Communicator | Literal[False] | None = None
@@ -62,18 +65,18 @@ class Ways:
         if self.near is None:
             self.near = False
             if self._shares_memory:
-                found = shared(self._rank, self._all_gather, self._timeout_s, 2)
-                if found == SEVERAL_HOSTS and self._among is not None:
-                    found = self._spread(self._among)
+                found = shared(self._rank, self._all_gather, self._timeout_s, 2, key=self._key)
+                if found == SEVERAL_HOSTS:
+                    found = self._spread()
                 if not isinstance(found, str):
                     self.near, self.near_aside = found
                 elif self.hosts is None and self._rank == 0 and self._tells:
                     log.info("CPU tensors are exchanged through gloo: %s", found)
         return self.near
 
-    def _spread(self, among: Callable[[str, int, int], dist.ProcessGroup]) -> str:
+    def _spread(self) -> str:
         """Find ``hosts``; a word on what ranks share."""
-        found = hosts(self._rank, self._all_gather, among, self._timeout_s, 2)
+        found = hosts(self._rank, self._all_gather, self._among, self._timeout_s, 2, self._key)
         if isinstance(found, str):
             return found
         self.hosts, self.hosts_aside = found
@@ -94,7 +97,7 @@ class Ways:
 # Note [Shared memory]
 #
 # Where all ranks are processes of one host, what is on the CPU goes through memory that they share; see
-# csrc/communicator.hpp. Whether that is so is found out by the first exchange, through gloo, on all ranks together:
+# csrc/communicator.hpp. Whether that is so is found out by the first exchange, on all ranks together:
 # a rank without the compiled part means gloo for all. Where ranks are on several hosts, only sums go through what
 # memory they share, and then between hosts; see Note [Several hosts]. Exchanges in an order of their own have memory of
 # their own, and a thread.

@@ -114,6 +114,7 @@ def _spec(plan: Plan, payload_size: int) -> Spec:
         python=".".join(platform.python_version_tuple()[:2]),
         token="",
         payload_size=payload_size,
+        secret=secrets.token_bytes(32),
     )
 
 

@@ -10,16 +10,13 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch.distributed as dist
-
 from lagom.collectives.group import TIMEOUT_S
+from lagom.collectives.run_store import SealedStore, reconnected
 from lagom.errors import CollectiveError, LagomError
 from lagom.patching import disk
 from lagom.patching.entities import decoded, encoded
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from lagom.patching.session import Session
 
 _ALONE_S = 10.0
@@ -46,7 +43,7 @@ class Answers:
         self._session = session
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._connection: Store | None = None
+        self._connection: SealedStore | None = None
 
     def key(self, name: str, package: str) -> str:
         """Of a call of ``name`` that the program makes now, through ``package``: equal on all ranks that come here."""
@@ -62,13 +59,13 @@ class Answers:
             told = encoded([answer.asked, answer.value, answer.error])
         except TypeError:
             told = encoded([""])
-        assert self._session.store is not None
-        self._session.store.set(key, told)
+        assert self._session.notes is not None
+        self._session.notes.set(key, told)
 
     def over(self) -> None:
         """Rank 0 asks nothing any more."""
-        assert self._session.store is not None
-        self._session.store.set(_OVER, "")
+        assert self._session.notes is not None
+        self._session.notes.set(_OVER, "")
 
     def wait(self, key: str) -> Answer | None:
         """Rank 0's answer; None when it cannot be told, or where rank 0 does not ask.
@@ -82,8 +79,8 @@ class Answers:
             # By looking: a wait on a store is logged by torch when it ends without an answer.
             while True:
                 waited_s = time.monotonic() - began
-                is_last = store.check([_OVER]) or (disk.has_asked() and waited_s > _ALONE_S)
-                if store.check([key]):
+                is_last = store.check(_OVER) or (disk.has_asked() and waited_s > _ALONE_S)
+                if store.check(key):
                     return self._taken(store, key)
                 if is_last:
                     return None
@@ -101,20 +98,20 @@ class Answers:
                 f"an answer of rank 0's did not arrive, as a rule because it is gone: {error}"
             ) from error
 
-    def _taken(self, store: Store, key: str) -> Answer | None:
-        text = store.get(key).decode()
-        if store.add(key + "/read", 1) == self._session.world_size - 1:
-            store.delete_key(key)
-            store.delete_key(key + "/read")
+    def _taken(self, store: SealedStore, key: str) -> Answer | None:
+        text = store.get(key)
+        if store.count(key + "/read") == self._session.world_size - 1:
+            store.delete(key)
+            store.delete(key + "/read")
         found = decoded(text)
         return Answer(*found) if len(found) == 3 else None
 
-    def _own(self) -> Store:
+    def _own(self) -> SealedStore:
         # A wait holds up whoever else uses the connection.
         with self._lock:
             if self._connection is None:
-                store: Any = self._session.store
-                self._connection = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+                assert self._session.store is not None
+                self._connection = SealedStore(reconnected(self._session.store), self._session.key)
             return self._connection
 
 

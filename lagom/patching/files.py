@@ -13,8 +13,7 @@ import socket
 import stat
 import sys
 import urllib.request
-from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPMessage
 from typing import TYPE_CHECKING, Any
 
@@ -179,18 +178,16 @@ class _Downloads:
                 self._say(key + "/done")
 
     def _say(self, key: str) -> None:
-        if self._session.store is not None:
-            self._session.store.set(key, "")
+        if self._session.notes is not None:
+            self._session.notes.set(key, "")
 
     def _wait_for(self, key: str) -> None:
-        store = self._session.store
-        if store is None:
+        notes = self._session.notes
+        if notes is None:
             return
-        try:
-            store.wait([key], timedelta(seconds=_MEET_S))
-            store.wait([key + "/done"], timedelta(seconds=_DOWNLOAD_S))
-        except RuntimeError:
-            pass  # it does not come here, or is gone: this rank downloads for itself
+        with suppress(RuntimeError, OSError):  # it does not come here, or is gone: this rank downloads for itself
+            notes.wait(key, _MEET_S)
+            notes.wait(key + "/done", _DOWNLOAD_S)
 
     def once(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``urlretrieve`` to a named file, on the first rank of the host; the others get its result."""

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import DistributedSampler
 
 from lagom.collectives.process_group import register
+from lagom.collectives.run_store import reconnected
 from lagom.collectives.shared_group import BACKEND
 from lagom.errors import LagomError
 from lagom.patching.disk import share_disk
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from lagom.patching.session import Session
 
-_ENDS = timedelta(days=30)
+_ENDS_S = 30 * 24 * 3600.0
 """Longest that rank 0 waits for the others: only its host process may lose patience."""
 _kept: list[Any] = []
 """Groups, to the end of the process. See Note [Kept groups]."""
@@ -105,14 +106,15 @@ class _Joining:
             if session.weights is not None:
                 session.weights.end()
         timeout = asked.get("timeout")
-        store = _connected(session, timeout if isinstance(timeout, timedelta) else None)
+        assert session.store is not None
+        store = reconnected(session.store, timeout if isinstance(timeout, timedelta) else None)
         # A program may destroy its group and make another one: keys of the last must not be found then.
         prefixed = dist.PrefixStore(f"joined/{self._num}", store)
         self._num += 1
         rest = {key: value for key, value in asked.items() if key not in ("init_method", "store", "rank", "world_size")}
         backend = asked.get("backend")
         if BACKEND in str(backend or "").lower():
-            register()
+            register(session.key)
         elif backend is None and session.device.type == "cpu" and session.plan.collectives == "auto":
             self._share_memory()
         self._original(**rest, store=prefixed, rank=session.rank, world_size=session.world_size)
@@ -120,7 +122,7 @@ class _Joining:
 
     def _share_memory(self) -> None:
         """Groups whose backend is not named exchange CPU tensors through memory, to the end of the run."""
-        register()
+        register(self._session.key)
         defaults = dist.Backend.default_device_backend_map
         if defaults["cpu"] != BACKEND:
             ours = {**defaults, "cpu": BACKEND}
@@ -138,14 +140,6 @@ def _tell(session: Session) -> None:
 def _is_fake(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """torch's own pretence of a large world in one process."""
     return (args[0] if args else kwargs.get("backend")) == "fake"
-
-
-def _connected(session: Session, timeout: timedelta | None) -> dist.Store:
-    """lagom's store over a connection of its own: a wait on it, as long as the program wants, holds nothing up."""
-    store: Any = session.store
-    connected = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-    connected.set_timeout(timeout or store.timeout)
-    return connected
 
 
 def _check(session: Session, asked: Mapping[str, Any]) -> None:
@@ -211,13 +205,14 @@ def _wait_for_all(session: Session) -> None:
 
     Not by an exchange: what rank 0 alone does at the end, such as an evaluation, may take longer than exchanges wait.
     """
-    store = session.store
-    if store is None or session.world_size == 1:
+    notes = session.notes
+    if notes is None or session.world_size == 1:
         return
     if session.rank:
-        store.set(f"ended/{session.rank}", "")
+        notes.set(f"ended/{session.rank}", "")
     else:
-        store.wait([f"ended/{rank}" for rank in range(1, session.world_size)], _ENDS)
+        for rank in range(1, session.world_size):
+            notes.wait(f"ended/{rank}", _ENDS_S)
 
 
 # Note [Joining]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.collectives.run_store import SealedStore
 from lagom.collectives.shared_group import whole_groups
 from lagom.patching.known_modules import KnownModules
 from lagom.patching.passes import Pass, Passes, Share
@@ -58,7 +59,9 @@ class Session:
     host_dir: Path
     """A directory that the ranks of this host share during the run."""
     store: Store | None
-    """A torch Store that all ranks reach, for what is no collective."""
+    """A torch Store that all ranks reach, for what torch itself makes."""
+    key: bytes = field(default=b"", repr=False)
+    """What the ranks of this run know and nobody else does."""
     spans: Spans | None = None
     """Where what the program does is noted; None where no timeline is wanted."""
 
@@ -112,6 +115,8 @@ class Session:
     """With ``zero_lvl=3``."""
     fail: Callable[[BaseException], None] | None = field(default=None, init=False)
     """Ends the run with an error of another thread than the main one; None where nobody is to be told."""
+    notes: SealedStore | None = field(default=None, init=False)
+    """What ranks leave for each other, which is no collective."""
     _thread: int = field(default_factory=threading.get_ident, init=False)
     _said: set[str] = field(default_factory=set, init=False)
     is_probing: bool = field(default=False, init=False)
@@ -121,6 +126,8 @@ class Session:
     """False where a forward of blocks is not to be had: DeepSpeed's third stage gathers parameters by its own hooks."""
 
     def __post_init__(self) -> None:
+        if self.store is not None:
+            self.notes = SealedStore(self.store, self.key)
         self.common = CommonStreams(self.plan.seed)
         self.terms = Terms(self.world_size, self.say_once)
         self.provenance = Provenance(self.world_size, self.leaves)

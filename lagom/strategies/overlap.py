@@ -64,7 +64,7 @@ class Overlap:
 
     def agreed(self, layout: Layout) -> None:
         """A backward had ``layout`` on all ranks, and did not overlap."""
-        if layout.on_cpu < WORTH or not self._group.overlaps or not self._allowed:
+        if layout.on_cpu < WORTH or not self._allowed:
             return
         leaves = [self._leaves.tensor(number) for number in layout.numbers]
         key = _key(layout.numbers, [leaf for leaf in leaves if leaf is not None])

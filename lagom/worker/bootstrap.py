@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from lagom.collectives.run_store import SealedStore
 from lagom.monitor.spans import Spans
 from lagom.patching import patched
 from lagom.patching.cut import cut_short
@@ -62,11 +63,13 @@ def run(
         elif seat is not None:
             stack.enter_context(threads(seat.threads))
         if plan.already_distributed:
-            stack.enter_context(torchrun_variables(place, seat, store))
+            notes = SealedStore(store, seat.key) if store is not None and seat is not None else None
+            stack.enter_context(torchrun_variables(place, seat, notes))
         session = Session(
             plan=plan,
             group=group,
             store=store,
+            key=seat.key if seat is not None else b"",
             rank=place.rank,
             world_size=place.world_size,
             local_rank=place.local_rank,

@@ -13,7 +13,7 @@ from lagom.worker.place import Place
 from lagom.worker.spec import Seat
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from lagom.collectives.run_store import SealedStore
 
 # Libraries take these for the word of torchrun and behave as a rank of it. To the program, there is no such thing.
 _LAUNCHER_VARIABLES = (
@@ -45,7 +45,7 @@ def environment(seat: Seat | None) -> Iterator[None]:
 
 
 @contextmanager
-def torchrun_variables(place: Place, seat: Seat | None, store: Store | None) -> Iterator[None]:
+def torchrun_variables(place: Place, seat: Seat | None, notes: SealedStore | None) -> Iterator[None]:
     """Set what torchrun would, for a program that is distributed already. See Note [The master's port].
 
     Without a ``seat``, in the caller's own process, variables that are there stay as they are. They are put back by
@@ -56,7 +56,7 @@ def torchrun_variables(place: Place, seat: Seat | None, store: Store | None) -> 
         return
     ip = seat.ip if seat is not None else "127.0.0.1"
     with socket.socket() as held:
-        master = _master(place, ip, held, store)
+        master = _master(place, ip, held, notes)
         os.environ |= {
             "RANK": str(place.rank),
             "WORLD_SIZE": str(place.world_size),
@@ -71,20 +71,23 @@ def torchrun_variables(place: Place, seat: Seat | None, store: Store | None) -> 
         yield
 
 
-def _master(place: Place, ip: str, held: socket.socket, store: Store | None) -> tuple[str, int]:
+def _master(place: Place, ip: str, held: socket.socket, notes: SealedStore | None) -> tuple[str, int]:
     """Rank 0's address and a port of its host, which its socket ``held`` keeps from being given to others."""
     if place.rank == 0:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((ip, 0))
-        if store is not None:
-            store.set(_MASTER, f"{ip} {held.getsockname()[1]}")
+        if notes is not None:
+            notes.set(_MASTER, f"{ip} {held.getsockname()[1]}")
         return ip, held.getsockname()[1]
-    assert store is not None
-    address, port = store.get(_MASTER).decode().split()
+    assert notes is not None
+    notes.wait(_MASTER, _MEET_S)
+    address, port = notes.get(_MASTER).split()
     return address, int(port)
 
 
 _MASTER = "master"
+_MEET_S = 600.0
+"""How long a rank waits for rank 0 to say where the master would be."""
 
 
 # Note [The master's port]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hmac
 import importlib.metadata
 import os
 import platform
@@ -43,15 +44,19 @@ def hold(
     first = task * spec.plan.ranks_per_slot
     ranks = range(first, min(first + spec.plan.ranks_per_slot, spec.plan.world_size))
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server((ip, 0))) if task == 0 else None
-        store = listener.getsockname()[:2] if listener else None
+        door = stack.enter_context(socket.socket()) if task == 0 else None
+        if door is not None:
+            door.bind((ip, 0))  # has the port, and lets nobody in yet
+        store = door.getsockname()[:2] if door is not None else None
         table = meet(link, gather, _join(task, ranks, ground, ip, store, gpus), one_host=spec.plan.one_host)
+        if door is not None and table["store"] is not None:
+            door.listen(1024)
         watch = Watch(link, spec.plan)
         stack.callback(watch.end_all)
         local_ranks = list[int]()
         for rank, outcome_fd in zip(ranks, outcome_fds, strict=True):
             gpu = gpus[rank - first] if gpus else None
-            store_fd = listener.fileno() if listener and rank == 0 else None
+            store_fd = door.fileno() if door is not None and table["store"] is not None and rank == 0 else None
             seat = _seat(table, rank, spec, ground, outcome_fd, store_fd, gpu)
             watch.add(_fork(spec, seat, ground))
             local_ranks.append(seat.local_rank)
@@ -93,7 +98,7 @@ def _seat(
         local_rank=here.index(rank),
         local_world_size=len(here),
         ip=own["ip"],
-        store=(table["store"][0], table["store"][1]),
+        store=None if table["store"] is None else (table["store"][0], table["store"][1]),
         store_fd=store_fd,
         control_fd=-1,
         outcome_fd=outcome_fd,
@@ -104,6 +109,7 @@ def _seat(
         gpu=gpu,
         gpu_index=gpu_index,
         nccl=bool(table["nccl"]),
+        key=hmac.digest(spec.secret, f"ranks of {spec.run_id}".encode(), "sha256"),
     )
 
 

@@ -6,12 +6,14 @@ import datetime
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lagom.collectives.group import TIMEOUT_S, Group
+from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.config.torch_distributed import Collectives
 from lagom.errors import CollectiveError
 from lagom.worker.interfaces import interface_of
@@ -25,35 +27,34 @@ def process_group(
     seat: Seat, world_size: int, device: torch.device, collectives: Collectives = "auto"
 ) -> Iterator[tuple[Group, dist.Store]]:
     """Join the other ranks. The group is never registered with torch.distributed; see Note [Private world]."""
-    store = _store(seat, world_size)
+    try:
+        store = _store(seat, world_size)
+    except RuntimeError as error:
+        raise CollectiveError(f"the ranks did not connect, as a rule because one is gone: {error}") from error
 
-    def gloo(name: str, rank: int = seat.rank, size: int = world_size) -> Any:
+    def gloo(name: str, rank: int, size: int) -> Any:
         gloo_class: Any = dist.ProcessGroupGloo  # its options are missing from torch's own types
         options = gloo_class._Options()
         # By address, not by host name: that resolves to 127.0.1.1 on many machines.
-        options._devices = [gloo_class.create_device(hostname=seat.ip)]
+        options._devices = [gloo_class.create_device(hostname="127.0.0.1" if seat.store is None else seat.ip)]
         options._timeout = TIMEOUT
         return gloo_class(dist.PrefixStore(name, store), rank, size, options)
 
-    try:
-        control = gloo("gloo")
-        # A rank that has nothing to do would end, and break the connections that others are still making.
-        control.barrier().wait()
-    except RuntimeError as error:
-        raise CollectiveError(f"the ranks did not connect, as a rule because one is gone: {error}") from error
     nccl = None
     if device.type == "cuda" and seat.nccl:
         nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size, seat.ip)
     group = Group(
-        control,
         seat.rank,
         world_size,
-        device_group=nccl or control,
+        all_gather_by(SealedStore(store, seat.key), "ways", seat.rank, world_size, TIMEOUT_S),
+        gloo,
+        nccl=nccl,
+        key=seat.key,
         ip=seat.ip,
-        another=lambda: gloo("aside"),
         shares_memory=collectives == "auto",
-        among=gloo,
     )
+    # A rank that has nothing to do would end, and break the connections that others are still making.
+    group.connect()
     try:
         yield group, store
     finally:
@@ -63,6 +64,10 @@ def process_group(
 
 
 def _store(seat: Seat, world_size: int) -> dist.Store:
+    if seat.store is None:
+        found = dist.FileStore(str(Path(seat.host_dir, "store")), -1)
+        found.set_timeout(TIMEOUT)
+        return found
     host, port = seat.store
     if seat.store_fd is None:
         return dist.TCPStore(host, port, world_size, is_master=False, timeout=TIMEOUT, wait_for_workers=False)

@@ -48,7 +48,9 @@ def peers(joins: Sequence[Message], one_host: bool = False) -> Message:
         for rank, gpu in zip(join["ranks"], join["gpus"] or [None] * len(join["ranks"]), strict=True)
     ]
     shared = len({(rank["host"], rank["gpu"]) for rank in ranks}) < len(ranks)
-    return {"type": "peers", "store": ordered[0]["store"], "ranks": ranks, "nccl": not shared}
+    # Who has another address is in a network of its own, though it may see the same files.
+    near = len({(rank["host"], rank["ip"]) for rank in ranks}) == 1
+    return {"type": "peers", "store": None if near else ordered[0]["store"], "ranks": ranks, "nccl": not shared}
 
 
 def meet(

@@ -53,8 +53,8 @@ class Seat:
     local_world_size: int
     ip: str
     """Own address, where other ranks reach this one."""
-    store: tuple[str, int]
-    """Address of the store where ranks find each other."""
+    store: tuple[str, int] | None
+    """Address of the store where ranks find each other; None on one host, where it is a file in ``host_dir``."""
     store_fd: int | None
     """Rank 0 only: the store's listening socket."""
     control_fd: int
@@ -74,3 +74,5 @@ class Seat:
     """Which of these is the rank's own."""
     nccl: bool = False
     """Every rank has a GPU to itself; NCCL refuses ranks that share one, gloo does not."""
+    key: bytes = field(default=b"", repr=False)
+    """By which ranks know each other; made of the run's secret."""

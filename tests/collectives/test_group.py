@@ -41,9 +41,10 @@ def test_all_exchanges_give_every_rank_the_same() -> None:
 
 def test_a_rank_that_is_gone_is_a_collective_error() -> None:
     def vanish(session: Session) -> None:
+        assert session.group is not None
+        session.group.connect()
         if session.rank == 1:
             os._exit(3)
-        assert session.group is not None
         with pytest.raises(CollectiveError, match="all_reduce failed") as caught:
             session.group.all_reduce(torch.zeros(4))
         assert isinstance(caught.value.__cause__, RuntimeError)

@@ -44,7 +44,7 @@ def test_sums_over_hosts_are_those_of_gloo(where: list[int], monkeypatch: pytest
                 generator = torch.Generator().manual_seed(session.rank)
                 mine = torch.randint(-9, 9, (count,), generator=generator).to(dtype)  # whose sums are exact
                 wanted = mine.clone()
-                group._cpu.allreduce([wanted]).wait()
+                group._group_of("gloo").allreduce([wanted]).wait()
                 beside = mine.clone()
                 work = group.all_reduce_aside(beside)
                 group.all_reduce(mine)
@@ -77,19 +77,19 @@ def test_what_is_broadcast_gathered_and_dealt_over_hosts_is_what_gloo_gives(
                 for root in range(size):
                     found, wanted = mine.clone(), mine.clone()
                     group.broadcast(found, root)
-                    group._cpu.broadcast(wanted, root).wait()
+                    group._group_of("gloo").broadcast(wanted, root).wait()
                     if not torch.equal(found, wanted):
                         wrong.append(("broadcast", dtype, count, root))
                 theirs = [torch.empty_like(mine) for _ in range(size)]
                 if count:
-                    group._cpu.allgather([theirs], [mine]).wait()
+                    group._group_of("gloo").allgather([theirs], [mine]).wait()
                 if not torch.equal(torch.stack(group.all_gather(mine)), torch.stack(theirs)):
                     wrong.append(("all_gather", dtype, count))
                 if dtype != torch.bool:
                     given = torch.randint(-9, 9, (size, count), generator=generator).to(dtype)
                     out, wanted = torch.empty_like(mine), given.clone()
                     hosts.reduce_scatter(out, given)
-                    group._cpu.allreduce([wanted]).wait()
+                    group._group_of("gloo").allreduce([wanted]).wait()
                     if not torch.equal(out, wanted[rank]):
                         wrong.append(("reduce_scatter", dtype, count))
         return wrong

@@ -50,25 +50,6 @@ def test_messages_of_any_lengths_reach_all_also_between_hosts(hosts: int, monkey
         assert (socket.AF_UNIX in families, socket.AF_INET in families) == (near, far)
 
 
-def test_a_stranger_is_hung_up_on() -> None:
-    token = b"t" * 16
-    with meeting._listening(socket.AF_UNIX, "") as listener:
-        name = listener.getsockname()
-        strangers = [meeting._connection(name, []) for _ in range(2)]
-        strangers[0].sendall(meeting._HELLO.pack(1, b"x" * 16))
-        strangers[1].sendall(b"GET /")
-        strangers[1].shutdown(socket.SHUT_WR)
-        friend = meeting._connection(name, [])
-        friend.sendall(meeting._HELLO.pack(2, token))
-        peer, found = meeting._accepted([listener], token)
-        found.sendall(b"!")
-        assert (peer, friend.recv(1)) == (2, b"!")
-        for one in strangers:
-            assert one.recv(1) == b""
-        for one in (*strangers, friend, found):
-            one.close()
-
-
 def test_a_rank_that_hung_up_or_does_not_answer_is_a_collective_error() -> None:
     ours, theirs = socket.socketpair()
     mesh = Mesh([None, ours], timeout_s=1)

@@ -110,7 +110,7 @@ def test_gradients_on_the_gpu_are_averaged_by_nccl() -> None:
         pending.expect(parameters)
         for parameter in parameters:
             parameter.grad = torch.full((3,), 2.0, device="cuda")
-        group = Group(gloo, 0, 1, device_group=nccl)
+        group = Group(0, 1, lambda data: [data], lambda *_: gloo, nccl=nccl)
         leaves = Leaves()
         watch = Watch(group, leaves, list, {}, str)
         Replicate(group, leaves, watch, Frame(group, 0), likeness=lambda _: Likeness.NONE, name=str).reduce(pending)
@@ -124,7 +124,7 @@ def test_parameters_on_the_gpu_are_let_go_of_and_gathered_by_nccl() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), 0, 1, timedelta(seconds=60))
     nccl: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), 0, 1, dist.ProcessGroupNCCL.Options())
-    group = Group(gloo, 0, 1, device_group=nccl)
+    group = Group(0, 1, lambda data: [data], lambda *_: gloo, nccl=nccl)
     try:
         look_at_weights(Weights(group, Leaves(), lambda: True, print), "cuda")
     finally:

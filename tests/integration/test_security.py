@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, RankError
 from lagom.launchers.spark_session import SparkFacts
 from lagom.monitor.channel import Channel
+from tests.doors import listening
 
 _WORD = "a word that nobody else is to read"
 
@@ -156,3 +158,22 @@ def test_ranks_on_several_hosts_are_refused_unless_that_is_allowed(
     assert experiment.lagom(speaks, config).value.numel() == 3_000_000
     two = TorchDistributedConfig(world_size=1, hparams={"large": large})
     assert experiment.lagom(speaks, two).value.numel() == 3_000_000
+
+
+def trains_and_looks() -> list[str]:
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (x,) in DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=8):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+    return listening([os.getpid(), os.getppid()])
+
+
+@pytest.mark.parametrize("spark", ["local[2]"], indirect=True)
+def test_no_rank_listens_where_all_are_on_one_host(spark: Any) -> None:
+    config = TorchDistributedConfig(world_size=2, launcher="spark", batches="whole")
+    assert experiment.lagom(trains_and_looks, config).per_rank == ([], [])

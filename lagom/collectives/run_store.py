@@ -1,0 +1,113 @@
+"""``SealedStore``: what ranks leave for each other under a name, sealed with a key that they alone know."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+_SEAL = 32
+_SOON_S, _LATER_S = 0.0002, 0.01
+
+
+class SealedStore:
+    """Texts by name in a store of torch's, each with an HMAC-SHA256 over its name and itself.
+
+    Who reaches the store can read them, leave some out and repeat them, but not make up or change any. Counts and
+    whether a name is there are not sealed.
+
+    Args:
+        key: of the run; empty where the store is the ranks' own affair.
+    """
+
+    def __init__(self, store: dist.Store, key: bytes) -> None:
+        self._store = store
+        self._key = key
+
+    def set(self, name: str, text: str) -> None:
+        """Leave ``text``."""
+        self._store.set(_place(name), self._seal(name, text) + text)
+
+    def get(self, name: str) -> str:
+        """What was left, once it is there.
+
+        Raises:
+            RuntimeError: when it is not, or not from a rank of this run.
+        """
+        found = bytes(self._store.get(_place(name))).decode()
+        if not hmac.compare_digest(found[:_SEAL].encode(), self._seal(name, found[_SEAL:]).encode()):
+            raise RuntimeError(f"what is in the ranks' store as {name!r} does not come from a rank of this run")
+        return found[_SEAL:]
+
+    def check(self, name: str) -> bool:
+        """Whether something was left."""
+        return bool(self._store.check([_place(name)]))
+
+    def wait(self, name: str, timeout_s: float) -> None:
+        """Until something was left; by looking, since torch logs a wait that ends without.
+
+        Raises:
+            TimeoutError: when nothing was in time.
+        """
+        deadline, pause_s = time.monotonic() + timeout_s, _SOON_S
+        while not self.check(name):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no rank has left {name!r} within {timeout_s:.0f} s")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LATER_S)
+
+    def count(self, name: str) -> int:
+        """How often this was called for ``name``, on any rank."""
+        return int(self._store.add(_place(name), 1))
+
+    def delete(self, name: str) -> None:
+        """Forget what was left."""
+        self._store.delete_key(_place(name))
+
+    def _seal(self, name: str, text: str) -> str:
+        return hmac.digest(self._key, f"{name}\0{text}".encode(), "sha256").hex()[:_SEAL]
+
+
+def _place(name: str) -> str:
+    return f"lagom/{name}"
+
+
+def all_gather_by(
+    store: SealedStore, name: str, rank: int, world_size: int, timeout_s: float
+) -> Callable[[bytes], list[bytes]]:
+    """An exchange of texts among all ranks through ``store``, by which they find a better one.
+
+    Raises:
+        TimeoutError: from the exchange, when a rank does not come.
+    """
+    num = 0
+
+    def all_gather(data: bytes) -> list[bytes]:
+        nonlocal num
+        num += 1
+        store.set(f"{name}/{num}/{rank}", data.decode())
+        found = []
+        for peer in range(world_size):
+            store.wait(f"{name}/{num}/{peer}", timeout_s)
+            found.append(store.get(f"{name}/{num}/{peer}").encode())
+        return found
+
+    return all_gather
+
+
+def reconnected(store: dist.Store, timeout: timedelta | None = None) -> dist.Store:
+    """``store`` over a connection of its own: a wait on it, as long as somebody wants, holds nothing up."""
+    known: Any = store
+    again: dist.Store
+    if isinstance(store, dist.FileStore):
+        again = dist.FileStore(known.path, -1)
+    else:
+        again = dist.TCPStore(known.host, known.port, is_master=False, wait_for_workers=False)
+    again.set_timeout(timeout or known.timeout)
+    return again

@@ -1,0 +1,181 @@
+"""``lagom.collectives.handshake``: ranks prove themselves to each other, whatever strangers do meanwhile."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from lagom.collectives import handshake
+from lagom.collectives.handshake import Stranger, admit, introduce
+
+KEY = b"known to ranks"
+
+
+@pytest.fixture(params=[socket.AF_INET, socket.AF_UNIX])
+def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
+    with socket.socket(request.param, socket.SOCK_STREAM) as found:
+        found.bind(("127.0.0.1", 0) if request.param == socket.AF_INET else "")
+        found.listen(1024)
+        yield found
+
+
+def dial(listener: socket.socket) -> socket.socket:
+    """A connection to it that has said nothing."""
+    found = socket.socket(listener.family, socket.SOCK_STREAM)
+    found.settimeout(30)
+    found.connect(listener.getsockname())
+    return found
+
+
+def first(listener: socket.socket, timeout_s: float = 30.0) -> tuple[int, socket.socket]:
+    """Who is let in."""
+    ranks = admit([listener], KEY, timeout_s)
+    try:
+        return next(ranks)
+    finally:
+        ranks.close()  # type: ignore[attr-defined]
+
+
+class Dialler:
+    """A rank that connects, in a thread."""
+
+    def __init__(self, listener: socket.socket, rank: int, key: bytes = KEY) -> None:
+        self.connection = dial(listener)
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(rank, key))
+        self._thread.start()
+
+    def _run(self, rank: int, key: bytes) -> None:
+        try:
+            introduce(self.connection, key, rank, 30.0)
+        except OSError as error:
+            self.error = error
+
+    def end(self) -> None:
+        self._thread.join()
+        self.connection.close()
+
+
+def test_a_rank_is_let_in_past_strangers_who_say_nothing_little_or_garbage(listener: socket.socket) -> None:
+    with ExitStack() as stack:
+        silent = [stack.enter_context(dial(listener)) for _ in range(20)]
+        for one in silent[:5]:
+            one.sendall(b"GET / HTTP/1.1\r\n")
+        for one in silent[5:10]:
+            one.sendall(os.urandom(52))
+        silent[10].shutdown(socket.SHUT_WR)
+        rank = Dialler(listener, 7)
+        began = time.monotonic()
+        number, connection = first(listener)
+        with connection:
+            assert number == 7
+            assert time.monotonic() - began < handshake._HELLO_S
+            rank._thread.join()
+            assert rank.error is None
+            connection.sendall(b"!")
+            assert rank.connection.recv(1) == b"!"
+        rank.end()
+
+
+def test_more_silent_strangers_than_it_keeps_do_not_keep_a_rank_out(listener: socket.socket) -> None:
+    with ExitStack() as stack:
+        for _ in range(handshake._STRANGERS + 100):
+            stack.enter_context(dial(listener))
+        rank = Dialler(listener, 1)
+        number, connection = first(listener)
+        connection.close()
+        rank.end()
+        assert (number, rank.error) == (1, None)
+
+
+def test_a_hello_in_pieces_is_a_hello(listener: socket.socket) -> None:
+    with dial(listener) as connection:
+
+        class Slow:
+            """Sends byte by byte."""
+
+            family = connection.family
+            settimeout, recv, getsockopt = connection.settimeout, connection.recv, connection.getsockopt
+
+            def sendall(self, data: bytes) -> None:
+                for i in range(len(data)):
+                    connection.sendall(data[i : i + 1])
+                    time.sleep(0.001)
+
+        thread = threading.Thread(target=introduce, args=(Slow(), KEY, 3, 30.0))
+        thread.start()
+        number, found = first(listener)
+        thread.join()
+        found.close()
+        assert number == 3
+
+
+def test_a_silent_stranger_is_hung_up_on_in_time(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_HELLO_S", 0.2)
+    with dial(listener) as silent:
+        with pytest.raises(TimeoutError, match="another rank did not connect"):
+            first(listener, 1.0)
+        assert len(silent.recv(100)) == handshake._NONCE
+        assert silent.recv(1) == b""
+
+
+def test_who_does_not_know_the_key_is_refused_on_either_end(listener: socket.socket) -> None:
+    stranger = Dialler(listener, 1, b"guessed")
+    with pytest.raises(TimeoutError):
+        first(listener, 0.5)
+    stranger.end()
+    assert isinstance(stranger.error, Stranger)
+    rank = Dialler(listener, 1)
+    connection, _ = listener.accept()  # what sits at the port of a rank that is gone
+    with connection:
+        connection.setblocking(True)
+        connection.sendall(b"n" * handshake._NONCE)
+        connection.recv(handshake._HELLO, socket.MSG_WAITALL)
+        connection.sendall(b"p" * handshake._PROOF)
+        rank.end()
+    assert isinstance(rank.error, Stranger)
+
+
+def test_what_was_recorded_of_one_connection_opens_no_other(listener: socket.socket) -> None:
+    recorded = bytearray()
+
+    class Recorded(socket.socket):
+        def sendall(self, data: bytes) -> None:  # type: ignore[override]
+            recorded.extend(data)
+            super().sendall(data)
+
+    with Recorded(listener.family, socket.SOCK_STREAM) as connection:
+        connection.connect(listener.getsockname())
+        thread = threading.Thread(target=introduce, args=(connection, KEY, 3, 30.0))
+        thread.start()
+        first(listener)[1].close()
+        thread.join()
+    with dial(listener) as again:
+        again.sendall(recorded)
+        with pytest.raises(TimeoutError):
+            first(listener, 0.5)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_users_process_is_hung_up_on_at_once_even_with_the_key() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind("")
+        listener.listen(8)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.setresuid(65534, 65534, 65534)
+                with dial(listener) as connection:
+                    code = 0 if connection.recv(1) == b"" else 2
+            finally:
+                os._exit(code)
+        with pytest.raises(TimeoutError):
+            first(listener, 1.0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
