@@ -60,9 +60,13 @@ def test_made_images_are_equal_for_equal_seeds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in TINY if name not in WITH_SPARK])
 @pytest.mark.parametrize("launcher", ["inline", "local"])
-def test_example_runs(name: str, launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs_and_leaves_nothing(
+    name: str, launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     importlib.import_module(f"examples.{name}").main([*TINY[name], "--launcher", launcher])
     CHECKS[name](capsys.readouterr().out)
+    assert os.listdir() == []
 
 
 @pytest.mark.integration
@@ -75,13 +79,14 @@ def test_example_runs(name: str, launcher: str, capsys: pytest.CaptureFixture[st
         for name in TINY
     ],
 )
-def test_example_runs_on_spark(name: str) -> None:
-    command = [sys.executable, f"examples/{name}.py", *TINY[name], "--launcher", "spark"]
+def test_example_runs_on_spark(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *TINY[name], "--launcher", "spark"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "world size 2" in done.stdout
     CHECKS[name](done.stdout)
+    assert os.listdir(tmp_path) == []
 
 
 def _lagom_learns_as_plainly(output: str) -> None:

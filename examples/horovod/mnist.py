@@ -1,8 +1,9 @@
 """A script for horovodrun: digits, with Horovod's samplers, compression, Adasum, averaged metrics and checkpoints.
 
-python examples/mnist_data.py mnist --train 6000 --test 1000
-lagom run -np 2 -H localhost:2 python examples/horovod/mnist.py --data mnist --epochs 2 --fp16-allreduce
-lagom run -np 2 --master spark examples/horovod/mnist.py --data mnist --use-adasum
+python examples/mnist_data.py /tmp/mnist --train 6000 --test 1000
+lagom run -np 2 -H localhost:2 python examples/horovod/mnist.py --data /tmp/mnist --epochs 2 --fp16-allreduce
+lagom run -np 2 --master spark examples/horovod/mnist.py --data /tmp/mnist --use-adasum
+lagom run -np 2 python examples/horovod/mnist.py --data /tmp/mnist --checkpoint /tmp/mnist.pt    # again: goes on
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 import horovod.torch as hvd  # isort: skip
 
 parser = argparse.ArgumentParser(description="Digits, on many processes")
-parser.add_argument("--data", default="mnist", help="folder that has MNIST's files")
+parser.add_argument("--data", default="/tmp/mnist", help="folder that has MNIST's files")
 parser.add_argument("--batch-size", type=int, default=64, help="of each process")
 parser.add_argument("--test-batch-size", type=int, default=500)
 parser.add_argument("--epochs", type=int, default=2)
@@ -35,7 +36,7 @@ parser.add_argument("--fp16-allreduce", action="store_true", help="gradients tra
 parser.add_argument("--use-adasum", action="store_true", help="gradients are added up adaptively")
 parser.add_argument("--batches-per-allreduce", type=int, default=1, help="backwards before a step")
 parser.add_argument("--clip", type=float, default=0.0, help="largest norm of the gradients; 0: any")
-parser.add_argument("--checkpoint", default="checkpoint.pt", help="resumed from, if it is there, and written")
+parser.add_argument("--checkpoint", help="file to resume from, if it is there, and to write; by default none")
 
 
 class Net(nn.Module):
@@ -139,7 +140,7 @@ def main() -> None:
         scaler = args.batches_per_allreduce * hvd.local_size()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=args.lr * scaler, momentum=args.momentum)
     done = 0
-    if hvd.rank() == 0 and os.path.exists(args.checkpoint):
+    if hvd.rank() == 0 and args.checkpoint and os.path.exists(args.checkpoint):
         saved = torch.load(args.checkpoint)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -159,8 +160,9 @@ def main() -> None:
         loss, accuracy = test(model, test_loader, device)
         if hvd.rank() == 0:
             print(f"epoch {epoch}: test loss {loss:.4f}, accuracy {100 * accuracy:.2f}%")
-            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-            torch.save(saved, args.checkpoint)
+            if args.checkpoint:
+                saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+                torch.save(saved, args.checkpoint)
 
 
 if __name__ == "__main__":

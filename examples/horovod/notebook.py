@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,8 +33,7 @@ from sparkdl import HorovodRunner  # isort: skip
 batch_size = 100
 num_epochs = 2
 momentum = 0.5
-data_dir = "mnist"
-checkpoint_dir = "checkpoints"
+data_dir = checkpoint_dir = ""  # set by main
 
 
 class Net(nn.Module):
@@ -120,10 +120,15 @@ def train_hvd(learning_rate: float) -> tuple[int, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train plainly, plainly through lagom, and by HorovodRunner; print the losses and seconds."""
-    global num_epochs, data_dir, checkpoint_dir  # a notebook's
     args = _arguments(argv)
+    with contextlib.ExitStack() as stack:
+        compare(args, Path(args.folder or stack.enter_context(tempfile.TemporaryDirectory())).resolve())
+
+
+def compare(args: argparse.Namespace, folder: Path) -> None:
+    """Run the functions, each from the same random numbers, with data and checkpoints in ``folder``."""
+    global num_epochs, data_dir, checkpoint_dir  # a notebook's
     num_epochs = args.epochs
-    folder = Path(args.folder).resolve()
     data_dir, checkpoint_dir = str(folder / "data"), str(folder / "checkpoints")
     mnist_data.write(Path(data_dir), args.images, num_test=10)
     config = TorchDistributedConfig(
@@ -136,12 +141,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             "train_hvd": lambda: HorovodRunner(np=_np(args)).run(train_hvd, learning_rate=0.01),
         }
         for name, run in runs.items():
+            torch.manual_seed(0)
             began = time.monotonic()
             world_size, loss = run()
             saved = len(list(Path(checkpoint_dir).glob("checkpoint-*.pt")))
             print(
                 f"{name}, world size {world_size}: loss {loss:.4f} in {time.monotonic() - began:.1f} s; {saved} saved"
             )
+    print(
+        "train gives one number wherever it runs; train_hvd has batches and a learning rate of its own, twice as large"
+    )
 
 
 def _np(args: argparse.Namespace) -> int:
@@ -152,7 +161,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--images", type=int, default=6000, help="for training")
-    parser.add_argument("--folder", default="mnist", help="where data and checkpoints go")
+    parser.add_argument("--folder", help="where data and checkpoints go and stay; by default one that is removed")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--launcher", default="spark", choices=("spark", "local"))
     return parser.parse_args(argv)
