@@ -47,18 +47,24 @@ class Cluster:
 class Rehearsal:
     """A run that is cut short and recorded, to be compared with another. See Note [Rehearsals] in verify.py."""
 
-    num_backwards: int = 24
+    num_backwards: int = 64
     """The program ends where it would begin one more."""
     num_batches: int = 8
     """Longest pass over a data loader; its last batch is the data set's last, which may be a shorter one."""
+    num_in_long_passes: int = 16
+    """After so many backwards, passes are shorter still: a program of some epochs comes to its end."""
+    num_batches_of_short: int = 2
     seconds: float | None = None
-    """After so long, the next backward is not begun. For one rank alone: several would end in different places."""
+    """After so long, the program ends where it would begin its 9th or its 25th backward: a busy machine does not change
+    what is compared otherwise. For one rank alone: several would end in different places."""
     group_size: int = 1
     """Batches in a row that are dealt out together: with ``batches="per_rank"`` one for each rank."""
     expected: str = ""
     """Name of the exception that one process ended with: a rank that ends so too has no failure to report."""
     pinned: bool = False
     """No dropout, and a sample's random numbers follow from its index: draws of the ranks' own are taken out."""
+    jumps: bool = False
+    """Clocks jump at each look of the program's, so that what depends on time is another than in a run before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,8 +69,16 @@ RULES = {
     "lagom.plan": Rule(always=_FACTS),
     "lagom.verify.record": Rule(),
     "lagom.verify.closeness": Rule(always=("lagom.verify.record",)),
-    "lagom.verify.agreement": Rule(always=("lagom.verify.closeness", "lagom.verify.record")),
-    "lagom.verify.verification": Rule(always=("lagom.verify.agreement",)),
+    "lagom.verify.row": Rule(),
+    "lagom.verify.texts": Rule(always=("lagom.verify.closeness",)),
+    "lagom.verify.shown": Rule(
+        always=("lagom.verify.closeness", "lagom.verify.record", "lagom.verify.row", "lagom.verify.texts")
+    ),
+    "lagom.verify.agreement": Rule(
+        always=("lagom.verify.closeness", "lagom.verify.record", "lagom.verify.row", "lagom.verify.shown")
+    ),
+    "lagom.verify.advice": Rule(always=("lagom.verify.row",)),
+    "lagom.verify.verification": Rule(always=("lagom.verify.row",)),
     "lagom.verify": Rule(always=(*_FACTS, "lagom.launchers", "lagom.plan", "lagom.verify")),
     "lagom.result": Rule(always=_FACTS, later=("lagom.records",)),
     "lagom.signature": Rule(always=_FACTS),

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from lagom.patching.clock import jumping_clocks
 from lagom.patching.iterable import is_iterable
 from lagom.patching.pinned import pinned_randomness
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lagom.patching.session import Session
-    from lagom.plan import Rehearsal
 
 _LONGEST = 1_000_000
 """Batches that are gone through for the last one, so that a sampler without end is no end of the rehearsal."""
@@ -29,6 +29,10 @@ def cut_short(session: Session) -> Iterator[None]:
     assert rehearsal is not None
     original = vars(DataLoader)["_index_sampler"].fget
 
+    def num_batches() -> int:
+        is_short = session.num_rehearsed >= rehearsal.num_in_long_passes
+        return rehearsal.num_batches_of_short if is_short else rehearsal.num_batches
+
     def index_sampler(loader: DataLoader[Any]) -> Any:
         source = original(loader)
         if not session.live:
@@ -36,39 +40,42 @@ def cut_short(session: Session) -> Iterator[None]:
         if is_iterable(loader) and isinstance(source, BatchSampler):
             # Its batches are counted, not chosen; groups of them are dealt out with this very class.
             joined = source.batch_size * (rehearsal.group_size if session.world_size == 1 else 1)
-            num_samples = source.batch_size * rehearsal.group_size * rehearsal.num_batches
-            return BatchSampler(_Nones(num_samples), joined, source.drop_last)  # type: ignore[arg-type]
-        return _Cut(source, rehearsal, session.world_size)
+            size = source.batch_size * rehearsal.group_size
+            nones = _Nones(lambda: size * num_batches())
+            return BatchSampler(nones, joined, source.drop_last)  # type: ignore[arg-type]
+        return _Cut(source, num_batches, rehearsal.group_size, session.world_size)
 
     with ExitStack() as stack:
         stack.enter_context(replaced(DataLoader, "_index_sampler", property(index_sampler)))
         if rehearsal.pinned:
             stack.enter_context(pinned_randomness(session))
+        if rehearsal.jumps:
+            stack.enter_context(jumping_clocks())
         yield
 
 
 class _Nones:
     """Stands for the sampler of an iterable data set, which has nothing to say."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: Callable[[], int]) -> None:
         self._count = count
 
     def __iter__(self) -> Iterator[None]:
-        return iter([None] * self._count)
+        return iter([None] * self._count())
 
 
 class _Cut:
     """Stands for a loader's batch sampler, or its sampler: its first batches and its last."""
 
-    def __init__(self, source: Any, rehearsal: Rehearsal, world_size: int) -> None:
+    def __init__(self, source: Any, num_batches: Callable[[], int], group_size: int, world_size: int) -> None:
         self._source = source
-        self._most = rehearsal.num_batches
-        self._group = rehearsal.group_size
+        self._num_batches = num_batches
+        self._group = group_size
         # One rank alone stands for all: it gets the batches of a group as one.
-        self._joins = rehearsal.group_size > 1 and world_size == 1
+        self._joins = group_size > 1 and world_size == 1
 
     def __len__(self) -> int:
-        groups = min(-(-len(self._source) // self._group), self._most)
+        groups = min(-(-len(self._source) // self._group), self._num_batches())
         return groups if self._joins else min(len(self._source), groups * self._group)
 
     def __iter__(self) -> Iterator[Any]:
@@ -80,7 +87,7 @@ class _Cut:
 
     def _groups(self) -> Iterator[list[Any]]:
         batches = iter(self._source)
-        for _ in range(self._most - 1):
+        for _ in range(self._num_batches() - 1):
             group = list(islice(batches, self._group))
             if not group:
                 return

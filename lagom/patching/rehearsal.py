@@ -16,10 +16,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lagom.patching.reads import noted_reads
 from lagom.patching.replace import replaced
-from lagom.patching.sketch import digests, flat, sketch
+from lagom.patching.sketch import digests, flat, row_shapes, sketch
 from lagom.patching.slicing import Slicer
 from lagom.strategies.leaves import Leaves, reached
-from lagom.verify.record import Batch, Leaf, Read, Record, Step
+from lagom.verify.record import Batch, Leaf, Pass, Read, Record, Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
     from lagom.patching.session import Session
     from lagom.plan import Rehearsal
+
+
+_MAY_END = (8, 24)
+"""Backwards after which a rehearsal that takes too long is over."""
 
 
 class Enough(BaseException):
@@ -82,9 +86,12 @@ def rehearse(session: Session, leaves: Leaves, function: Callable[[], Any]) -> R
         except Enough:
             pass
         except BaseException as error:
-            if session.world_size > 1 and type(error).__name__ != rehearsal.expected:
+            if isinstance(error, SystemExit) and not error.code:
+                record.returned = True  # as a script ends
+            elif session.world_size > 1 and type(error).__name__ != rehearsal.expected:
                 raise
-            record.error = f"{type(error).__name__}: {error}"
+            else:
+                record.error = f"{type(error).__name__}: {error}"
     notes.finish()
     record.printed, record.seconds = printed.getvalue(), time.monotonic() - started
     return record
@@ -113,17 +120,19 @@ class _Notes:
         self._leaves = leaves
         self.epsilon = 0.0
         self.begun = 0
+        self.num_runs = 0
+        """Of the engine: backwards, and gradients that the program asks for."""
         self.depth = 0
         self._kept: dict[int, Tensor] = {}  # the program may have dropped them by the end
-        self._passes = 0
         self._deadline = None if rehearsal.seconds is None else time.monotonic() + rehearsal.seconds
 
     def begin(self) -> None:
         """A backward is about to begin."""
-        is_late = self._deadline is not None and self.begun > 0 and time.monotonic() > self._deadline
+        is_late = self.begun in _MAY_END and self._deadline is not None and time.monotonic() > self._deadline
         if is_late or self.begun >= self.rehearsal.num_backwards:
             raise Enough
         self.begun += 1
+        self.session.num_rehearsed = self.begun
 
     def starts(self, leaves: Sequence[Tensor]) -> list[int]:
         """Numbers of ``leaves``; they and all parameters are noted as they are now if they have not been seen before.
@@ -171,19 +180,31 @@ class _Notes:
 
     def batch(self, iterator: Any, data: Any) -> None:
         """The program sees a batch."""
-        state = vars(iterator)
-        if "_lagom_rehearsed" not in state:
-            state["_lagom_rehearsed"] = [self._passes, 0]
-            self._passes += 1
-        number = state["_lagom_rehearsed"]
-        current = state.get("_lagom_pass")
-        share = getattr(current, "current", None) if getattr(current, "training", False) else None
-        shared = bool(getattr(current, "sharded", False))
-        rows = () if share is not None and share.num_mine == 0 else digests(data)
-        self.record.batches.append(Batch(number=(number[0], number[1]), rows=rows, shared=shared))
-        self.record.shared = self.record.shared or (shared and bool(getattr(current, "training", False)))
-        self.record.shards_itself = self.record.shards_itself or bool(getattr(current, "own", False))
+        current = vars(iterator).get("_lagom_pass")
+        training, shared = bool(getattr(current, "training", False)), bool(getattr(current, "sharded", False))
+        number = self._pass(iterator)
         number[1] += 1
+        self.record.passes[number[0]].is_dealt = training and shared
+        share = getattr(current, "current", None) if training else None
+        rows, shapes = ((), ()) if share is not None and share.num_mine == 0 else (digests(data), row_shapes(data))
+        self.record.batches.append(Batch(number=(number[0], number[1] - 1), rows=rows, shared=shared, shapes=shapes))
+        self.record.shared = self.record.shared or (shared and training)
+        self.record.shards_itself = self.record.shards_itself or bool(getattr(current, "own", False))
+
+    def _pass(self, iterator: Any) -> list[int]:
+        """Number of the pass that ``iterator`` is in, and of its batches so far."""
+        state: dict[str, Any] = vars(iterator)
+        current = state.get("_lagom_pass")
+        # A loader with persistent workers has one iterator for all its passes.
+        if "_lagom_rehearsed" not in state or state["_lagom_rehearsed"][0] is not current:
+            state["_lagom_rehearsed"] = (current, [len(self.record.passes), 0])
+            self.record.passes.append(Pass(num_before=self.num_runs))
+        number: list[int] = state["_lagom_rehearsed"][1]
+        return number
+
+    def end(self, iterator: Any) -> None:
+        """The program has come to the end of a pass."""
+        self.record.passes[self._pass(iterator)[0]].num_after = self.num_runs
 
     def finish(self) -> None:
         """Note where everything stands in the end."""
@@ -200,6 +221,7 @@ def _backward(notes: _Notes) -> Callable[..., Any]:
     def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
         if not session.live or notes.depth:
             return original(outputs, *args, **options)
+        notes.num_runs += 1
         if not options.get("accumulate_grad", False):
             notes.starts([leaf for leaf in args[3] if isinstance(leaf, nn.Parameter)])
             return original(outputs, *args, **options)
@@ -252,7 +274,12 @@ def _following(notes: _Notes) -> Callable[..., Any]:
     original = vars(_BaseDataLoaderIter)["__next__"]
 
     def following(self: Any) -> Any:
-        data = original(self)
+        try:
+            data = original(self)
+        except StopIteration:
+            if notes.session.live:
+                notes.end(self)
+            raise
         if notes.session.live:
             notes.batch(self, data)
         return data

@@ -74,6 +74,8 @@ class Session:
     began: str = field(default="", init=False)
     """What of the program was distributed before that, in words."""
     samples_trained: int = field(default=0, init=False)
+    num_rehearsed: int = field(default=0, init=False)
+    """Backwards of a rehearsal so far."""
     ticks: int = field(default=0, init=False)
     """Of batches, forwards and backwards: as long as it grows, the program gets somewhere."""
     data_s: float = field(default=0.0, init=False)

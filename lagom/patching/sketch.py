@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import numbers
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.contents import entries, is_array, is_metrics, is_plain, is_tensor, name_of
 from lagom.patching.dealing import num_samples
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _SIZE = 64
 _CHUNK = 1 << 20
+_DEEPEST = 100
 
 
 @torch.no_grad()
@@ -49,30 +50,62 @@ def _signs(device: torch.device) -> torch.Tensor:
     return (signs * 2 - 1).to(device, torch.float64)
 
 
-def flat(value: Any, depth: int = 0) -> list[object]:
-    """``value`` as a list: floats, sketches of tensors and arrays, and texts for what is neither."""
-    if isinstance(value, torch.Tensor):
-        if value.is_quantized or not value.numel():
-            return [f"tensor of shape {tuple(value.shape)}"]
-        return [f"{value.dtype} {tuple(value.shape)}", sketch(value)]
-    if isinstance(value, bool) or value is None:
-        return [repr(value)]
-    if isinstance(value, numbers.Real):
-        return [float(value)]
-    if isinstance(value, str):
-        return [value]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
-        return flat(torch.from_numpy(numpy.ascontiguousarray(value).astype("float64")), depth)
-    if depth > 8:
-        return []
-    if callable(getattr(value, "state_dict", None)):
-        return [type(value).__name__, *flat(value.state_dict(), depth + 1)]
-    if isinstance(value, Mapping):
-        return [part for key, item in value.items() for part in (f"[{key!r}]", *flat(item, depth + 1))]
-    if isinstance(value, (list, tuple)):
-        return [part for item in value for part in flat(item, depth + 1)]
-    return [f"a {type(value).__name__}"]
+def flat(value: Any) -> list[object]:
+    """``value`` as a list, whatever its type; kinds, and places of parts, which begin with "[" or ".", are bytes.
+
+    A float of the program's own return value, as ``aggregate`` averages them, is a float; other numbers that are not
+    whole, tensors and arrays are sketches; whole numbers are ints, and all else is a text.
+    """
+    return list(_flat(value, 0, True, set()))
+
+
+def _flat(value: Any, depth: int, is_own: bool, met: set[int]) -> Iterator[object]:
+    parts = entries(value)
+    if parts is None:
+        yield from _leaf(value, is_own)
+        return
+    yield f"{name_of(value)} of {len(parts)}".encode()
+    if id(value) in met or depth > _DEEPEST:
+        return
+    met.add(id(value))
+    is_own = is_own and is_plain(value) and (depth == 0 or is_metrics(value))
+    for place, part in parts:
+        yield place.encode()
+        yield from _flat(part, depth + 1, is_own, met)
+    met.discard(id(value))
+
+
+def _leaf(value: Any, is_own: bool) -> Iterator[object]:
+    if is_tensor(value):
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        if value.numel() and not value.is_quantized and not value.is_meta:
+            yield from _sketch_with_gaps(value.detach())
+    elif is_array(value):
+        yield f"{value.dtype} {value.shape}".encode()
+        if value.dtype.kind in "biuf" and value.size:
+            yield from _sketch_with_gaps(torch.from_numpy(value.astype("float64", order="C")))
+        else:
+            yield hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()
+    elif isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool):
+        yield int(value)
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+        yield float(value) if is_own else (float(value),)
+    elif isinstance(value, numbers.Complex) and not isinstance(value, bool):
+        yield (value.real, value.imag)
+    elif isinstance(value, (str, bytes, bytearray, bool, type(None))) or type(value).__module__ == "numpy":
+        yield value if isinstance(value, str) else repr(value)
+    else:
+        yield name_of(value)
+
+
+def _sketch_with_gaps(tensor: torch.Tensor) -> Iterator[object]:
+    """A sketch of the numbers that are finite, after a digest that says where the others are."""
+    values = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    if not (finite := values.isfinite()).all():
+        gaps = torch.where(finite, 0, torch.where(values.isnan(), 1, torch.where(values.real > 0, 2, 3)))
+        yield hashlib.blake2b(gaps.to("cpu", torch.uint8).contiguous().numpy().tobytes(), digest_size=8).digest()
+        values = torch.where(finite, values, torch.zeros_like(values))
+    yield sketch(values)
 
 
 def digests(data: Any) -> tuple[bytes, ...]:
@@ -85,6 +118,12 @@ def digests(data: Any) -> tuple[bytes, ...]:
             for row, digest in zip(rows, hashes, strict=True):
                 digest.update(row.tobytes())
     return tuple(digest.digest() for digest in hashes)
+
+
+def row_shapes(data: Any) -> tuple[tuple[int, ...], ...]:
+    """Of one sample's row in each tensor of a batch."""
+    count = num_samples(data)
+    return tuple(tuple(tensor.shape[1:]) for tensor in _tensors(data) if tensor.dim() and len(tensor) == count)
 
 
 def _tensors(data: Any) -> Iterator[torch.Tensor]:

@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from lagom.verify.closeness import (
-    NUMBER,
-    both_bad,
-    difference,
-    distance,
-    first_line,
-    near,
-    norm,
-    same_printed,
-    tolerance,
-)
-from lagom.verify.record import Batch, Leaf, Read, Record
-
-
-class Level(enum.IntEnum):
-    """How a comparison ended, the better the lower."""
-
-    UNKNOWN = -1
-    AGREES = 0
-    OWN = 1
-    """Training agrees; a number that is shown is that of a rank's own share."""
-    DIFFERS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One thing that was compared."""
-
-    what: str
-    one: str
-    """As one process has it."""
-    ranks: str
-    level: Level
-    note: str = ""
-    """What to make of it, where there is something to say."""
+from lagom.verify.closeness import both_bad, difference, distance, near, norm, tolerance
+from lagom.verify.record import Batch, Leaf, Record
+from lagom.verify.row import Level, Row
+from lagom.verify.shown import end, numbers_read, printed, result
 
 
 def compare(one: Record, ranks: Sequence[Record], again: Record | None = None) -> list[Row]:
@@ -52,11 +19,17 @@ def compare(one: Record, ranks: Sequence[Record], again: Record | None = None) -
         ranks: of all ranks, in order.
         again: of one process a second time: what differs from ``one`` cannot be expected to agree.
     """
+    epsilon = _epsilon(one)
     left_out = {number for rank in ranks for number in one.leaves if _is_own_data(number, one, rank)}
     rows = [_losses(one, ranks), _gradients(one, ranks, left_out), _parameters(one, ranks, left_out)]
     trained = max(row.level for row in rows) < Level.DIFFERS
-    rows += [_samples(one, ranks, trained), _decisions(one, ranks), _printed(one, ranks[0], again)]
-    rows += [_result(one, ranks, again), _work(ranks)]
+    rows += [_samples(one, ranks, trained), _evaluations(ranks), numbers_read(one, ranks, again, epsilon)]
+    rows += [
+        printed(one, ranks[0], again, epsilon),
+        result(one, ranks, again, epsilon),
+        end(one, ranks, again),
+        _work(ranks),
+    ]
     return rows
 
 
@@ -174,7 +147,7 @@ def _samples(one: Record, ranks: Sequence[Record], trained: bool) -> Row:
         num_one += len(batch.rows)
         num_ranks += counted.total()
         if counted != Counter(batch.rows) and not differs:
-            differs = _how_samples_differ(batch, counted, any(seen.shared for seen in theirs))
+            differs = _how_samples_differ(batch, counted, theirs)
     shown = f"{num_one} in {len(one.batches)} batches", f"{num_ranks} in all"
     if not differs:
         return Row("samples", *shown, Level.AGREES, "each as often as in one process")
@@ -188,101 +161,21 @@ def _counted(batches: Sequence[Batch]) -> Counter[bytes]:
     return Counter(row for batch in batches for row in batch.rows)
 
 
-def _how_samples_differ(batch: Batch, counted: Counter[bytes], is_shared: bool) -> str:
-    if counted.total() == len(batch.rows) and not is_shared:
-        return "as many, with other contents"
-    if counted.total() == len(batch.rows):
-        return "as many, with other contents: random numbers drawn where a sample is fetched are each rank's own"
-    return f"batch {batch.number[1] + 1} of pass {batch.number[0] + 1} has other samples"
+def _how_samples_differ(batch: Batch, counted: Counter[bytes], theirs: Sequence[Batch]) -> str:
+    if counted.total() != len(batch.rows):
+        return f"batch {batch.number[1] + 1} of pass {batch.number[0] + 1} has other samples"
+    if any(seen.shapes != batch.shapes for seen in theirs if seen.rows):
+        return "as many, of other shapes: what is made of a whole batch, such as padding by a collate_fn, is of a share"
+    return "as many, with other contents"
 
 
-def _decisions(one: Record, ranks: Sequence[Record]) -> Row:
-    differing: list[tuple[Read, Read]] = []
-    epsilon = _epsilon(one)
-    for rank in ranks:
-        for left, right in zip(one.reads, rank.reads, strict=False):
-            if left.place != right.place:
-                break
-            if not near(left.value, right.value, 10 * tolerance(left.step, epsilon), 1e-6):
-                differing.append((left, right))
-    if not one.reads and not any(rank.reads for rank in ranks):
-        return Row("numbers read", "none", "none", Level.UNKNOWN)
-    if not differing:
-        return Row("numbers read", f"{len(one.reads)}", f"{len(ranks[0].reads)}", Level.AGREES)
-    decides = [pair for pair in differing if pair[0].decides or pair[1].decides]
-    left, right = (decides or differing)[0]
-    places = ", ".join(dict.fromkeys(pair[0].place for pair in decides or differing))
-    if decides:
-        note = f"the program decides by it ({places}), and each rank has that of its own share"
-        return Row("numbers read", f"{left.value:.6g}", f"{right.value:.6g}", Level.DIFFERS, note)
-    note = f"each rank reads that of its own share ({places})"
-    return Row("numbers read", f"{left.value:.6g}", f"{right.value:.6g}", Level.OWN, note)
-
-
-def _printed(one: Record, first: Record, again: Record | None) -> Row:
-    left, right = one.printed, first.printed
-    if not left and not right:
-        return Row("printed", "nothing", "nothing", Level.UNKNOWN)
-    numbers, theirs = NUMBER.findall(left), NUMBER.findall(right)
-    shown = _num_lines(left), _num_lines(right)
-    repeat = left if again is None else again.printed
-    if NUMBER.sub("#", left) != NUMBER.sub("#", repeat):
-        return Row("printed", *shown, Level.UNKNOWN, "differs between two runs of one process as well")
-    if NUMBER.sub("#", left) != NUMBER.sub("#", right):
-        return Row("printed", *shown, Level.OWN, f"other text, {first_line(left, right)}")
-    epsilon, steps = _epsilon(one), len(one.steps)
-    for mine, repeated, other in zip(numbers, NUMBER.findall(repeat), theirs, strict=True):
-        if mine == repeated and not same_printed(mine, other, tolerance(steps, epsilon)):
-            return Row("printed", mine, other, Level.OWN, first_line(left, right))
-    return Row("printed", *shown, Level.AGREES)
-
-
-def _num_lines(text: str) -> str:
-    count = len(text.splitlines())
-    return f"{count} line{'s' * (count != 1)}"
-
-
-def _result(one: Record, ranks: Sequence[Record], again: Record | None) -> Row:
-    if not one.returned and not any(rank.returned for rank in ranks):
-        return Row("result", "not reached", "not reached", Level.UNKNOWN, one.error and f"{one.error} in one process")
-    if not (one.returned and all(rank.returned for rank in ranks)):
-        here, there = ("returned", "not all did") if one.returned else ("went on", "returned")
-        return Row("result", here, there, Level.DIFFERS, "the ranks end elsewhere")
-    allowed = tolerance(len(one.steps), _epsilon(one))
-    weights = [rank.num_samples for rank in ranks]
-    weights = weights if any(weights) else [1] * len(ranks)
-    if any(len(rank.value) != len(one.value) for rank in ranks):
-        return Row("result", "", "", Level.DIFFERS, "of other parts")
-    repeat = one.value if again is None or len(again.value) != len(one.value) else again.value
-    for position, left in enumerate(one.value):
-        if not _same_values(left, repeat[position], allowed):
-            continue  # such as the seconds it took
-        held = [rank.value[position] for rank in ranks]
-        right = held[0] if all(value == held[0] for value in held[1:]) else _mean(held, weights)
-        if not _same_values(left, right, allowed):
-            return Row("result", _short(left), _short(right), Level.DIFFERS)
-    numbers = [value for value in one.value if isinstance(value, float)]
-    shown = _short(numbers[0]) if numbers else "returned"
-    return Row("result", shown, shown, Level.AGREES)
-
-
-def _mean(held: Sequence[object], weights: Sequence[int]) -> object:
-    """As ``aggregate`` makes one value of different ones."""
-    total = sum(weights)
-    rows = [(float(value),) if isinstance(value, float) else value for value in held]
-    if not all(isinstance(row, tuple) for row in rows):
-        return held[0]
-    columns = zip(*(row for row in rows if isinstance(row, tuple)), strict=False)
-    means = tuple(sum(w * v for w, v in zip(weights, column, strict=True) if w) / total for column in columns)
-    return means[0] if isinstance(held[0], float) else means
-
-
-def _same_values(left: object, right: object, allowed: float) -> bool:
-    if isinstance(left, float) and isinstance(right, float):
-        return near(left, right, allowed, 1e-9)
-    if isinstance(left, tuple) and isinstance(right, tuple):
-        return distance(left, right) <= allowed * norm(left) + 1e-12 or both_bad(left, right)
-    return left == right
+def _evaluations(ranks: Sequence[Record]) -> Row:
+    """Passes that ran no backward up to their end, and in which ranks saw their shares as in training."""
+    for number, one in enumerate(ranks[0].passes):
+        if one.is_dealt and one.num_after == one.num_before:
+            note = f"pass {number + 1} over a loader runs no backward; where it begins, it looks like training"
+            return Row("evaluation", "whole batches", "shares of them", Level.DIFFERS, note)
+    return Row("evaluation", "", "", Level.UNKNOWN)
 
 
 def _work(ranks: Sequence[Record]) -> Row:
@@ -307,11 +200,3 @@ def _span(values: Sequence[float]) -> str:
     if not values:
         return "none"
     return f"{values[0]:.6g}" if len(values) == 1 else f"{values[0]:.6g} … {values[-1]:.6g}"
-
-
-def _short(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, tuple):
-        return f"{value[0]:.6g}, …" if len(value) > 1 else _short(value[0])
-    return str(value)[:24]

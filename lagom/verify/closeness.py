@@ -54,11 +54,3 @@ def same_printed(left: str, right: str, allowed: float) -> bool:
     decimals = len(left.partition(".")[2].partition("e")[0]) if "e" not in left.lower() else 12
     unit = 10.0**-decimals if "." in left else 0.0
     return near(float(left), float(right), allowed, 0.0, 1.01 * unit)
-
-
-def first_line(left: str, right: str) -> str:
-    """The first line that differs, for a reader."""
-    for mine, other in zip(left.splitlines(), right.splitlines(), strict=False):
-        if mine != other:
-            return f"first in {' '.join(mine.split())[:60]!r}"
-    return ""

@@ -61,6 +61,20 @@ class Batch:
     """A digest for each sample that counts."""
     shared: bool
     """The other ranks have the other samples."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of a sample's row in each of its tensors."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Pass:
+    """One pass over a data loader."""
+
+    num_before: int
+    """Backwards, of whatever kind, that were run before it."""
+    num_after: int | None = None
+    """The same when it came to its end; None where it did not."""
+    is_dealt: bool = False
+    """It counted as training, and this rank saw its share."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,6 +85,7 @@ class Record:
     leaves: dict[int, Leaf] = field(default_factory=dict)
     reads: list[Read] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
     num_samples: int = 0
     printed: str = ""
     notes: list[str] = field(default_factory=list)
@@ -82,7 +97,9 @@ class Record:
     returned: bool = False
     """The function came to its end."""
     value: list[object] = field(default_factory=list)
-    """What it returned, flat: numbers, sketches of tensors, and texts."""
+    """What it returned, flat: see ``flat`` in patching/sketch.py."""
     error: str = ""
     """How it failed, if it did: the exception's name and message."""
+    died: bool = False
+    """Its process did not live to the end of the rehearsal."""
     seconds: float = 0.0

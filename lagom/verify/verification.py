@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lagom.verify.agreement import Level, Row
+from lagom.verify.row import Level, Row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,15 +23,12 @@ class Verification:
     rows: Sequence[Row]
     verdict: str
     """"agrees"; "random", but for random numbers of the ranks' own; "own", but for numbers that the program shows;
-    "unlike", each rank has batches that one process never has; "differs"; "unsteady", already between two runs of
-    one process; "fails", on the ranks."""
+    "raises", up to an error that one process ends with too; "unlike", each rank has batches that one process never has;
+    "differs"; "unsteady", already between two runs of one process; "fails", on the ranks; "dies", in one process."""
+    may_run: bool
+    """The run is one to start."""
     told: str
     seconds: float
-
-    @property
-    def may_run(self) -> bool:
-        """Whether the run is one to start: training is that of one process, as far as the rehearsal can tell."""
-        return self.verdict in ("agrees", "random", "own", "unlike")
 
     def __str__(self) -> str:
         cells = [self._head(), *(line for row in self._shown() for line in _wrapped(self._cells(row)))]
@@ -65,6 +62,7 @@ class Verification:
 
     def _head(self) -> list[str]:
         other = "the same again" if self.verdict == "unsteady" else f"{self.world_size} ranks, {self.setting}"
+        other += ", its draws fixed" if self.verdict == "random" else ""
         return ["", "one process", other, "verdict"]
 
     def _cells(self, row: Row) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,11 @@ def rehearsed_apart(function: Any, **settings: Any) -> Record:
     return record
 
 
+def told(record: Record) -> list[object]:
+    """What it returned, without kinds and places."""
+    return [part for part in record.value if not isinstance(part, bytes)]
+
+
 def sizes(loader: DataLoader[Any]) -> list[int]:
     return [len(batch[0]) for batch in loader]
 
@@ -57,7 +64,7 @@ def test_a_pass_has_the_first_batches_and_the_last(tmp_path: Path) -> None:
         return [len(loader), *sizes(loader), *[float(batch[0].sum()) for batch in loader][-1:]]
 
     record = rehearsed(tmp_path, program, num_batches=4)
-    assert record.value == [4.0, 10.0, 10.0, 10.0, 3.0, 303.0]
+    assert told(record) == [4.0, 10.0, 10.0, 10.0, 3.0, 303.0]
     assert [batch.number for batch in record.batches] == [(0, n) for n in range(4)] + [(1, n) for n in range(4)]
 
 
@@ -75,7 +82,7 @@ def test_a_short_pass_and_an_endless_one_are_cut_alike(tmp_path: Path) -> None:
             len(list(DataLoader(Endless(), batch_size=None))),
         ]
 
-    assert rehearsed(tmp_path, program, num_batches=4).value == [2.0, 4.0, 4.0]
+    assert told(rehearsed(tmp_path, program, num_batches=4)) == [2.0, 4.0, 4.0]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -84,13 +91,13 @@ def test_workers_and_samplers_of_the_programs_own_are_cut_too(num_workers: int) 
         sampler = BatchSampler(SequentialSampler(range(53)), 10, drop_last=True)
         return sizes(DataLoader(numbers(53), batch_sampler=sampler, num_workers=num_workers))
 
-    assert rehearsed_apart(program, num_batches=3).value == [10.0, 10.0, 10.0]
+    assert told(rehearsed_apart(program, num_batches=3)) == [10.0, 10.0, 10.0]
 
 
 def test_batches_of_a_group_are_one_for_one_process(tmp_path: Path) -> None:
     loader = DataLoader(numbers(53), batch_size=4)
     record = rehearsed(tmp_path, lambda: [len(loader), *sizes(loader)], num_batches=3, group_size=2)
-    assert record.value == [3.0, 8.0, 8.0, 5.0]
+    assert told(record) == [3.0, 8.0, 8.0, 5.0]
 
 
 def steps(model: nn.Module, count: int) -> None:
@@ -119,9 +126,75 @@ def test_the_program_ends_before_one_backward_too_many_and_nothing_of_its_own_st
     assert (record.returned, ended) == (False, ["finally"])
 
 
-def test_with_no_time_left_one_backward_is_run(tmp_path: Path) -> None:
-    record = rehearsed(tmp_path, lambda: steps(nn.Linear(3, 1), 10), seconds=0.0)
-    assert len(record.steps) == 1
+@pytest.mark.parametrize(("slow", "num_backwards"), [(3, 8), (12, 24), (99, 64)])
+def test_a_program_is_ended_by_the_clock_after_8_or_24_backwards_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: int, num_backwards: int
+) -> None:
+    now = time.monotonic()
+
+    def program() -> None:
+        for count in range(100):
+            if count == slow:  # which is the only time that passes
+                monkeypatch.setattr(time, "monotonic", lambda: now + 1e6)
+            steps(nn.Linear(3, 1), 1)
+
+    assert len(rehearsed(tmp_path, program, seconds=1e5).steps) == num_backwards
+
+
+def test_later_passes_are_shorter(tmp_path: Path) -> None:
+    def program() -> list[int]:
+        model, loader = nn.Linear(1, 1), DataLoader(numbers(103), batch_size=10)
+        lengths = []
+        for _ in range(4):
+            lengths.append(len(loader))
+            for (x,) in loader:
+                model(x).mean().backward()
+        return lengths
+
+    record = rehearsed(tmp_path, program)
+    assert told(record) == [8, 8, 2, 2]
+    assert len(record.steps) == 20
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_passes_are_told_apart_and_their_ends_are_noted(num_workers: int) -> None:
+    def program() -> None:
+        model = nn.Linear(1, 1)
+        loader = DataLoader(numbers(30), batch_size=10, num_workers=num_workers, persistent_workers=num_workers > 0)
+        for (x,) in loader:
+            model(x).mean().backward()
+        next(iter(loader))
+        list(loader)
+
+    passes = rehearsed_apart(program).passes
+    assert [(one.num_before, one.num_after) for one in passes] == [(0, 3), (3, None), (3, 3)]
+
+
+def test_clocks_jump_for_the_program_alone(tmp_path: Path) -> None:
+    looked: list[float] = []
+
+    def program() -> Any:
+        from timeit import default_timer
+
+        looked.append(default_timer())
+        times = [time.time(), time.time(), time.perf_counter(), time.monotonic_ns() / 1e9]
+        looked.append(default_timer())
+        dates = [time.strftime("%H:%M"), time.strftime("%H:%M"), time.ctime(), time.ctime()]
+        assert time.gmtime(0).tm_year == 1970
+        assert time.strftime("%Y", time.gmtime(0)) == "1970"
+        return [times[1] - times[0] > 3600, dates[0] != dates[1], dates[2] != dates[3], time.localtime().tm_year > 2000]
+
+    before = dict(vars(time))
+    record = rehearsed(tmp_path, program, jumps=True)
+    assert (record.error, told(record)) == ("", ["True"] * 4)
+    assert looked[1] - looked[0] < 3600
+    assert vars(time) == before
+
+
+@pytest.mark.parametrize(("code", "returned"), [(None, True), (0, True), (3, False), ("no", False)])
+def test_a_script_that_ends_by_exit_has_ended_as_it_should(tmp_path: Path, code: Any, returned: bool) -> None:
+    record = rehearsed(tmp_path, lambda: sys.exit(code))
+    assert (record.returned, bool(record.error)) == (returned, not returned)
 
 
 def test_losses_gradients_and_movements_are_noted(tmp_path: Path) -> None:
@@ -225,7 +298,7 @@ def test_pinned_samples_depend_on_their_index_alone_and_leave_the_generators(tmp
         assert torch.equal(before, torch.get_rng_state())
         return [float(dropped.sum())]
 
-    assert rehearsed(tmp_path, program, pinned=True).value == [50.0]
+    assert told(rehearsed(tmp_path, program, pinned=True)) == [50.0]
 
 
 def test_a_sketch_of_a_difference_is_the_difference_of_sketches() -> None:
@@ -255,6 +328,16 @@ def test_samples_have_digests_of_all_that_belongs_to_them() -> None:
 def test_any_value_is_flat() -> None:
     value = {"loss": 0.5, "on": True, "curve": [1, None], "model": nn.Linear(1, 1), "text": "t", "other": object()}
     found = flat(value)
-    assert found[:8] == ["['loss']", 0.5, "['on']", "True", "['curve']", 1.0, "None", "['model']"]
-    assert "Linear" in found
-    assert found[-1] == "a object"
+    assert found[:9] == [
+        b"builtins.dict of 6",
+        b"['curve']",
+        b"builtins.list of 2",
+        b"[0]",
+        1,
+        b"[1]",
+        "None",
+        b"['loss']",
+        0.5,
+    ]
+    assert b"torch.nn.modules.linear.Linear of 2" in found
+    assert found[-2:] == [b"['text']", "t"]

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from lagom.verify.agreement import Level, Row, compare, level
-from lagom.verify.closeness import first_line, near, same_printed, tolerance
-from lagom.verify.record import Batch, Leaf, Read, Record, Step
+from lagom.verify.agreement import compare, level
+from lagom.verify.closeness import near, same_printed, tolerance
+from lagom.verify.record import Batch, Leaf, Pass, Read, Record, Step
+from lagom.verify.row import Level, Row
 
 DOUBLE, SINGLE = 2.2e-16, 1.2e-7
 
@@ -36,7 +37,7 @@ def record(epsilon: float = DOUBLE) -> Record:
         num_samples=2,
         printed="loss 0.5000",
         returned=True,
-        value=["loss", 0.5, (1.0, 2.0)],
+        value=[b"['loss']", 0.5, (1.0, 2.0)],
     )
 
 
@@ -132,7 +133,9 @@ def test_samples_are_counted_over_the_ranks() -> None:
     ranks[1].steps[0].loss = 5.0
     found = row(compare(record(), ranks), "samples")
     assert found.level == Level.DIFFERS
-    assert "random numbers drawn where a sample is fetched" in found.note
+    assert found.note == "as many, with other contents"
+    ranks[1].batches[0].shapes = ((7,),)
+    assert "of other shapes" in row(compare(record(), ranks), "samples").note
     ranks[1].batches.clear()
     assert "has other samples" in row(compare(record(), ranks), "samples").note
 
@@ -159,7 +162,7 @@ def test_what_one_process_does_not_repeat_is_not_compared() -> None:
     again.value[1] = 0.7
     ranks = shares()
     for rank in ranks:
-        rank.printed, rank.value = "took 9.99 s, loss 0.5", ["loss", 0.1, (1.0, 2.0)]
+        rank.printed, rank.value = "took 9.99 s, loss 0.5", [b"['loss']", 0.1, (1.0, 2.0)]
     assert level(compare(one, ranks, again)) == Level.AGREES
     ranks[0].printed = "took 9.99 s, loss 0.8"
     assert row(compare(one, ranks, again), "printed").level == Level.OWN
@@ -171,6 +174,53 @@ def test_a_result_that_is_each_ranks_own_is_judged_by_its_mean() -> None:
     assert row(compare(record(), ranks), "result").level == Level.AGREES
     ranks[0].num_samples = 3
     assert row(compare(record(), ranks), "result").level == Level.DIFFERS
+
+
+def test_whole_numbers_and_tensors_of_ranks_are_not_averaged() -> None:
+    for position, values in ((1, (4, 6)), (2, ((0.0, 2.0), (2.0, 2.0)))):
+        one, ranks = record(), shares()
+        one.value[position] = 5 if position == 1 else (1.0, 2.0)
+        for rank, value in zip(ranks, values, strict=True):
+            rank.value[position] = value
+        assert row(compare(one, ranks), "result").level == Level.DIFFERS
+
+
+def test_an_evaluation_that_is_dealt_out_is_found() -> None:
+    ranks = shares()
+    for rank in ranks:
+        rank.passes = [Pass(num_before=0, num_after=4, is_dealt=True), Pass(num_before=4, is_dealt=True)]
+    assert row(compare(record(), ranks), "evaluation").level == Level.UNKNOWN
+    ranks[0].passes[1].num_after = 4
+    found = row(compare(record(), ranks), "evaluation")
+    assert found.level == Level.DIFFERS
+    assert "pass 2 over a loader runs no backward" in found.note
+
+
+@pytest.mark.parametrize(
+    ("repeat", "other", "same"),
+    [
+        ("epoch 1 | 14:02:11s loss 0.50 fps 512", "epoch 1 | 15:59:59s slow loss 0.50 fps 7", True),
+        ("epoch 1 | 14:02:11s loss 0.50 fps 512", "epoch 1 | 15:59:59s slow loss 0.90 fps 7", False),
+        ("epoch 1 | 15:10:12s loss 0.50 fps 512", "epoch 2 | 15:59:59s loss 0.50 fps 7", False),
+        ("epoch 1 | 14:02:10s loss 0.50 fps 499", "epoch 1 | 14:02:10s LOSS 0.50 fps 499", False),
+        ("epoch 1 | 14:02:10s loss 0.50 fps 499\nslow!", "nothing alike", True),
+    ],
+)
+def test_times_in_a_printed_line_are_left_out_and_the_rest_is_not(repeat: str, other: str, same: bool) -> None:
+    one, again, ranks = record(), record(), shares()
+    one.printed, again.printed = "epoch 1 | 14:02:10s loss 0.50 fps 499", repeat
+    ranks[0].printed = other
+    assert (row(compare(one, ranks, again), "printed").level <= Level.AGREES) == same
+
+
+def test_an_error_is_the_same_when_its_words_are() -> None:
+    one, ranks = record(), shares()
+    for each in (one, *ranks):
+        each.returned, each.error = False, "ValueError: shape (8, 3)"
+    ranks[1].error = "ValueError: shape (4, 3)"
+    assert row(compare(one, ranks), "ends with").level == Level.UNKNOWN
+    ranks[1].error = "ValueError: no such file"
+    assert row(compare(one, ranks), "ends with").level == Level.DIFFERS
 
 
 def test_a_record_agrees_with_itself_also_when_there_is_nothing_in_it() -> None:
@@ -204,4 +254,3 @@ def test_no_number_is_near_another() -> None:
     assert near(math.inf, math.inf, 0.1, 0.0)
     assert not near(math.nan, 1.0, 0.1, 0.0)
     assert not near(-math.inf, math.inf, 0.1, 0.0)
-    assert first_line("a\nb", "a\nc") == "first in 'b'"

@@ -1,0 +1,128 @@
+"""Whether ranks show what one process shows: numbers read, texts printed, the value returned, how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lagom.verify.closeness import NUMBER, both_bad, distance, near, norm, tolerance
+from lagom.verify.record import Read, Record
+from lagom.verify.row import Level, Row
+from lagom.verify.texts import difference
+
+
+def numbers_read(one: Record, ranks: Sequence[Record], again: Record | None, epsilon: float) -> Row:
+    """Compare the numbers that the program took out of tensors, up to where ranks read at other places."""
+    if not one.reads and not any(rank.reads for rank in ranks):
+        return Row("numbers read", "none", "none", Level.UNKNOWN)
+    differing: list[tuple[Read, Read]] = []
+    for rank in ranks:
+        for number, (left, right) in enumerate(zip(one.reads, rank.reads, strict=False)):
+            if left.place != right.place:
+                break
+            allowed = 10 * tolerance(left.step, epsilon)
+            if not near(left.value, right.value, allowed, 1e-6) and _repeats(left, number, again, allowed):
+                differing.append((left, right))
+    if not differing:
+        return Row("numbers read", f"{len(one.reads)}", f"{len(ranks[0].reads)}", Level.AGREES)
+    decides = [pair for pair in differing if pair[0].decides or pair[1].decides]
+    left, right = (decides or differing)[0]
+    places = ", ".join(dict.fromkeys(pair[0].place for pair in decides or differing))
+    if decides:
+        note = f"the program decides by it ({places}), and each rank has that of its own share"
+        return Row("numbers read", f"{left.value:.6g}", f"{right.value:.6g}", Level.DIFFERS, note)
+    note = f"each rank reads that of its own share ({places})"
+    return Row("numbers read", f"{left.value:.6g}", f"{right.value:.6g}", Level.OWN, note)
+
+
+def _repeats(left: Read, number: int, again: Record | None, allowed: float) -> bool:
+    if again is None or number >= len(again.reads):
+        return True
+    return again.reads[number].place == left.place and near(left.value, again.reads[number].value, allowed, 1e-6)
+
+
+def printed(one: Record, first: Record, again: Record | None, epsilon: float) -> Row:
+    """Compare what was written to standard output, but for what does not repeat itself in one process."""
+    left, right = one.printed, first.printed
+    if not left and not right:
+        return Row("printed", "nothing", "nothing", Level.UNKNOWN)
+    shown = _num_lines(left), _num_lines(right)
+    repeat = left if again is None else again.printed
+    if len(left.splitlines()) != len(repeat.splitlines()):
+        return Row("printed", *shown, Level.UNKNOWN, "differs between two runs of one process as well")
+    line = difference(left, repeat, right, tolerance(len(one.steps), epsilon))
+    if line is None:
+        return Row("printed", *shown, Level.AGREES)
+    return Row("printed", *shown, Level.OWN, f"first in {' '.join(line.split())[:60]!r}")
+
+
+def _num_lines(text: str) -> str:
+    count = len(text.splitlines())
+    return f"{count} line{'s' * (count != 1)}"
+
+
+def result(one: Record, ranks: Sequence[Record], again: Record | None, epsilon: float) -> Row:
+    """Compare the value that was returned with that which ``aggregate`` would make of the ranks'."""
+    if not one.returned and not any(rank.returned for rank in ranks):
+        return Row("result", "not reached", "not reached", Level.UNKNOWN)
+    if not (one.returned and all(rank.returned for rank in ranks)):
+        here, there = ("returned", "not all did") if one.returned else ("went on", "returned")
+        return Row("result", here, there, Level.DIFFERS, "the ranks end elsewhere")
+    if any(len(rank.value) != len(one.value) for rank in ranks):
+        return Row("result", f"{len(one.value)} parts", "others", Level.DIFFERS)
+    allowed = tolerance(len(one.steps), epsilon)
+    weights = [rank.num_samples for rank in ranks]
+    weights = weights if any(weights) else [1] * len(ranks)
+    repeat = one.value if again is None or len(again.value) != len(one.value) else again.value
+    place = ""
+    for position, left in enumerate(one.value):
+        place = left.decode() if isinstance(left, bytes) and left.startswith((b"[", b".")) else place
+        for right in _aggregates([rank.value[position] for rank in ranks], weights):
+            if not _are_same(left, repeat[position], right, allowed):
+                return Row("result", _short(left), _short(right), Level.DIFFERS, f"in {place}" if place else "")
+    numbers = [value for value in one.value if isinstance(value, (int, float))]
+    shown = _short(numbers[0]) if numbers else "returned"
+    return Row("result", shown, shown, Level.AGREES)
+
+
+def _aggregates(held: Sequence[object], weights: Sequence[int]) -> Sequence[object]:
+    """The mean that ``aggregate`` makes of the program's own floats; of all else what each rank has."""
+    numbers = [value for value in held if isinstance(value, (int, float))]
+    if len(numbers) < len(held) or not any(isinstance(value, float) for value in held) or len(set(numbers)) == 1:
+        return held
+    return [sum(weight * value for weight, value in zip(weights, numbers, strict=True) if weight) / sum(weights)]
+
+
+def _are_same(left: object, repeat: object, right: object, allowed: float) -> bool:
+    """Whether ``right`` is ``left``, or ``repeat``, of a second run, is not: like the seconds it took."""
+    if isinstance(left, str) and isinstance(repeat, str) and isinstance(right, str):
+        return difference(left, repeat, right, allowed) is None
+    return _are_near(left, right, allowed) or not _are_near(left, repeat, allowed)
+
+
+def _are_near(left: object, right: object, allowed: float) -> bool:
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+        return near(left, right, allowed, 1e-9)
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return distance(left, right) <= allowed * norm(left) + 1e-12 or both_bad(left, right)
+    return left == right
+
+
+def end(one: Record, ranks: Sequence[Record], again: Record | None) -> Row:
+    """Compare the exceptions that ended the program."""
+    errors = [one.error, *(rank.error for rank in ranks)]
+    if not any(errors):
+        return Row("ends with", "", "", Level.UNKNOWN)
+    shown = _short(errors[0] or "no error"), _short(next(filter(None, errors[1:]), "no error"))
+    words = {NUMBER.sub("#", error) for error in errors}
+    if len(words) == 1 or (again is not None and NUMBER.sub("#", again.error) != NUMBER.sub("#", one.error)):
+        return Row("ends with", *shown, Level.UNKNOWN, "the same error")
+    return Row("ends with", *shown, Level.DIFFERS)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, tuple):
+        return f"{value[0]:.6g}, …" if len(value) > 1 else _short(value[0])
+    text = " ".join(str(value).split())
+    return text if len(text) <= 24 else text[:23] + "…"
