@@ -51,15 +51,16 @@ def _signs(device: torch.device) -> torch.Tensor:
 
 
 def flat(value: Any) -> list[object]:
-    """``value`` as a list, whatever its type; kinds, and places of parts, which begin with "[" or ".", are bytes.
+    """``value`` as a list, whatever its type.
 
-    A float of the program's own return value, as ``aggregate`` averages them, is a float; other numbers that are not
-    whole, tensors and arrays are sketches; whole numbers are ints, and all else is a text.
+    Kinds and places of parts are bytes; a place has nothing in it, or begins with "[" or ".". A float of the program's
+    own return value, as ``aggregate`` averages them, is a float; other numbers that are not whole, tensors and arrays
+    are sketches; whole numbers are ints, and all else is a text.
     """
-    return list(_flat(value, 0, True, set()))
+    return list(_flat(value, "", 0, True, set()))
 
 
-def _flat(value: Any, depth: int, is_own: bool, met: set[int]) -> Iterator[object]:
+def _flat(value: Any, place: str, depth: int, is_own: bool, met: set[int]) -> Iterator[object]:
     parts = entries(value)
     if parts is None:
         yield from _leaf(value, is_own)
@@ -69,9 +70,9 @@ def _flat(value: Any, depth: int, is_own: bool, met: set[int]) -> Iterator[objec
         return
     met.add(id(value))
     is_own = is_own and is_plain(value) and (depth == 0 or is_metrics(value))
-    for place, part in parts:
-        yield place.encode()
-        yield from _flat(part, depth + 1, is_own, met)
+    for name, part in parts:
+        yield (place + name).encode()
+        yield from _flat(part, place + name, depth + 1, is_own, met)
     met.discard(id(value))
 
 

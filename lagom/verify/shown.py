@@ -75,7 +75,7 @@ def result(one: Record, ranks: Sequence[Record], again: Record | None, epsilon: 
     repeat = one.value if again is None or len(again.value) != len(one.value) else again.value
     place = ""
     for position, left in enumerate(one.value):
-        place = left.decode() if isinstance(left, bytes) and left.startswith((b"[", b".")) else place
+        place = left.decode() if isinstance(left, bytes) and left[:1] in (b"", b"[", b".") else place
         for right in _aggregates([rank.value[position] for rank in ranks], weights):
             if not _are_same(left, repeat[position], right, allowed):
                 return Row("result", _short(left), _short(right), Level.DIFFERS, f"in {place}" if place else "")

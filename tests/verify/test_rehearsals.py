@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from lagom.plan import Cluster, Plan, plan
 from lagom.result import Result
 from lagom.verify.rehearsals import verify
 from lagom.verify.verification import Verification
+from lagom.worker.random_states import random_states, set_random_states
 
 POINTS = torch.rand(53, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))
@@ -139,7 +141,9 @@ def unseeded() -> Any:
 
 
 def configured(world_size: int = 2, **settings: Any) -> TorchDistributedConfig:
-    return TorchDistributedConfig(launcher="local", world_size=world_size, **settings)
+    return TorchDistributedConfig(
+        launcher="local", world_size=world_size, **{"batches": "split", "seed": 0, **settings}
+    )
 
 
 def verified(function: Callable[..., Any], world_size: int = 2, **settings: Any) -> Verification:
@@ -147,6 +151,15 @@ def verified(function: Callable[..., Any], world_size: int = 2, **settings: Any)
     launcher = choose("local")
     call = {"function": function, "provided": {"hparams": {}}, "random": None}
     return verify(launcher, plan(config, launcher.cluster()), call)
+
+
+def refused(function: Callable[..., Any], world_size: int = 2, **settings: Any) -> str:
+    """The text of the error, what it says in the end on one line."""
+    with pytest.raises(VerificationError) as error:
+        verified(function, world_size, **settings)
+    lines = str(error.value).splitlines()
+    table = [line for line in lines[1:] if line.startswith("  ")]
+    return "\n".join([lines[0], *table, " ".join(lines[1 + len(table) :])])
 
 
 def row(table: object, what: str) -> str:
@@ -203,12 +216,12 @@ def test_updates_from_the_loss_of_a_share_need_whole() -> None:
     assert "no longer has the" in str(error.value)
 
 
-def test_a_number_that_is_only_shown_is_no_failure_but_is_said() -> None:
-    found = verified(prints_the_running_loss)
-    assert found.verdict == "own"
+def test_a_number_that_is_only_shown_is_a_reason_not_to_begin() -> None:
+    found = refused(prints_the_running_loss)
     assert "DIFFERS" in row(found, "printed")
     assert "agrees" in row(found, "parameters")
-    assert "with batches='whole' it agrees" in str(found)
+    assert "Not what one process shows: " in found
+    assert "with batches='whole' it agrees" in found
     assert verified(prints_the_running_loss, batches="whole").verdict == "agrees"
 
 
@@ -216,10 +229,12 @@ def test_a_number_that_is_only_shown_is_no_failure_but_is_said() -> None:
     "program", [lambda: train(data=Pairs()), lambda: train(model=with_dropout)], ids=["pairs", "dropout"]
 )
 def test_random_numbers_of_the_ranks_own_are_told_from_mistakes(program: Callable[[], Any]) -> None:
-    found = verified(program)
-    assert found.verdict == "random"
-    assert "with batches='whole' it agrees" in str(found)
+    found = refused(program)
+    assert "its draws fixed" in found
+    assert "Not the numbers of one process: each rank draws random numbers of its own" in found
+    assert "with batches='whole' it agrees" in found
     assert verified(program, batches="whole").verdict == "agrees"
+    assert verified(program, batches="per_rank").verdict == "random"  # no setting has these batches and these draws
 
 
 def test_a_mistake_is_not_hidden_by_random_numbers() -> None:
@@ -321,12 +336,127 @@ def test_seconds_that_are_printed_and_returned_are_not_compared() -> None:
     assert verified(timed).verdict == "agrees"
 
 
+def test_what_follows_from_time_is_left_out_however_long_ranks_take() -> None:
+    def timed() -> str:
+        import lagom
+
+        start = time.perf_counter()
+        train()
+        time.sleep(0.3 * (lagom.world_size() > 1))
+        seconds = time.perf_counter() - start
+        print(
+            f"epoch 1 | {time.strftime('%H:%M:%S')}s" + (" slow" if seconds > 0.3 else "") + f" | {seconds / 1e3:.4f}"
+        )
+        print("fps", int(106 / seconds))
+        return f"{seconds / 100:.3f} h"
+
+    found = verified(timed)
+    assert found.verdict == "agrees"
+    assert "agrees" in row(found, "printed")
+    assert "agrees" in row(found, "result")
+
+
+def test_a_difference_beside_a_time_is_found() -> None:
+    def timed() -> None:
+        total = 0.0
+
+        def add(loss: torch.Tensor) -> bool:
+            nonlocal total
+            total += loss.item()
+            return False
+
+        train(each=add)
+        print(f"{time.strftime('%H:%M:%S')} loss {total:.4f} at {time.time_ns()}")
+
+    assert "loss" in row(refused(timed), "printed")
+
+
+def test_a_rehearsal_that_dies_agrees_with_nothing() -> None:
+    def dies() -> None:
+        train()
+        os._exit(3)
+
+    found = refused(dies)
+    assert "The process of the rehearsal died" in found
+
+
+def test_a_script_that_ends_by_exit_agrees() -> None:
+    def ends() -> None:
+        train()
+        sys.exit(0)
+
+    assert verified(ends).verdict == "agrees"
+
+
+def test_padding_to_the_longest_sample_of_a_share_is_not_called_random() -> None:
+    def pad(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        longest = max(int(10 * x[0]) + 1 for x, _ in samples)
+        return torch.stack([nn.functional.pad(x, (0, 10 - len(x)), value=float(longest)) for x, _ in samples])[
+            :, : max(longest, 3)
+        ]
+
+    def padded() -> None:
+        weight = nn.Parameter(torch.ones(10, dtype=torch.float64))
+        for batch in DataLoader(DATA, batch_size=8, collate_fn=pad):
+            (batch * weight[: batch.shape[1]]).sum(1).square().mean().backward()
+
+    found = refused(padded)
+    assert "as many, of other shapes" in found
+    assert "random" not in found
+
+
+def test_an_evaluation_that_begins_in_training_mode_is_found() -> None:
+    def evaluates_inside() -> float:
+        train()
+        net, correct = network(), 0
+        for inputs, targets in DataLoader(DATA, batch_size=8):
+            net.eval()
+            with torch.no_grad():
+                correct += int((net(inputs).sigmoid() > targets).sum())
+        return correct / len(DATA)
+
+    found = refused(evaluates_inside)
+    assert "batches='whole'" in found
+    assert verified(evaluates_inside, batches="whole").verdict == "agrees"
+
+
+def test_a_result_at_the_end_of_many_epochs_is_compared_whatever_its_type() -> None:
+    def history() -> Any:
+        import pandas as pd  # type: ignore[import-untyped]
+
+        net, rows = network(), []
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for epoch in range(12):
+            correct = 0
+            for inputs, targets in DataLoader(DATA, batch_size=8, shuffle=True):
+                output = net(inputs)
+                optimizer.zero_grad()
+                nn.functional.mse_loss(output, targets).backward()
+                optimizer.step()
+                correct += int(((output > 0.125) == (targets > 0.125)).sum())
+            rows.append({"epoch": epoch, "accuracy": correct / len(DATA)})
+        return pd.DataFrame(rows)
+
+    found = refused(history)
+    assert "DIFFERS: in ['accuracy']" in row(found, "result")
+    assert "agrees" in row(found, "parameters")
+    assert verified(history, batches="whole").verdict == "agrees"
+
+
+def test_whole_says_when_split_gives_the_same() -> None:
+    assert "batches='split' shares it out, and gives the same" in verified(train, batches="whole").told
+    assert "split" not in verified(lambda: train(reduction="sum"), batches="whole").told
+
+
 def test_an_exception_that_one_process_ends_with_too_is_left_to_the_run() -> None:
     def fails() -> None:
         train()
         raise KeyError("later")
 
-    assert verified(fails).verdict == "agrees"
+    found = verified(fails)
+    assert found.verdict == "raises"
+    assert "KeyError: 'later'" in row(found, "ends with")
+    assert "What would follow is not compared" in " ".join(str(found).split())
     with pytest.raises(KeyError, match="later"):
         experiment.lagom(fails, configured(verify=True))
 
@@ -359,20 +489,23 @@ def test_files_of_a_rehearsal_do_not_land_and_it_shows_nothing(
 
 
 def test_the_run_itself_is_the_one_without_verify(capfd: pytest.CaptureFixture[str]) -> None:
-    before = torch.get_rng_state()
+    before = random_states()
 
     def drawing() -> tuple[torch.Tensor, ...]:
         print("drawing")
         return (*train(), torch.rand(2), torch.tensor(random.random()))
 
     plain: Result = experiment.lagom(drawing, configured(seed=None))
+    after = random_states()
+    set_random_states(before)
     assert capfd.readouterr().out == "drawing\n"
     checked: Result = experiment.lagom(drawing, configured(seed=None, verify=True))
     out, err = capfd.readouterr()
     assert out == "drawing\n"
     assert "rehearsed on this machine" in err
     assert all(torch.equal(a, b) for a, b in zip(plain.value, checked.value, strict=True))
-    assert torch.equal(before, torch.get_rng_state())
+    assert repr(random_states()) == repr(after)
+    set_random_states(before)
 
 
 def test_a_run_that_would_be_wrong_does_not_begin(tmp_path: Path) -> None:
@@ -407,7 +540,8 @@ def test_a_long_program_is_cut_short() -> None:
             train()
 
     found = verified(endless)
-    assert "in 24 backwards" in row(found, "losses")
+    assert "in 64 backwards" in row(found, "losses")
+    assert "what it returns is not compared" in " ".join(str(found).split())
 
 
 def test_a_large_data_set_is_cut_to_its_first_batches_and_its_last() -> None:

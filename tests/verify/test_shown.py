@@ -59,4 +59,4 @@ def test_numbers_within_a_text_may_differ_in_their_last_digit() -> None:
 
 def test_the_place_of_a_difference_is_named() -> None:
     found = compared({"epochs": 3, "best": {"accuracy": 0.84}}, {"epochs": 3, "best": {"accuracy": 0.41}})
-    assert (found.one, found.ranks, found.note) == ("0.84", "0.41", "in ['accuracy']")
+    assert (found.one, found.ranks, found.note) == ("0.84", "0.41", "in ['best']['accuracy']")
