@@ -38,10 +38,13 @@ class Homecoming:
         failures = {report["rank"]: report for report in reversed(self._run.failures())}
         ranks = range(self._run.plan.world_size)
         reports = self._run.reports | self._reports | failures
-        if not any(_failed(report) for report in reports.values()) and (missing := set(ranks) - set(reports)):
-            raise self._run.lost() or LagomError(
-                f"no outcome arrived from ranks {sorted(missing)}, and no error either"
-            )
+        failed = [report for report in reports.values() if _failed(report)]
+        missing = sorted(set(ranks) - set(reports))
+        if (failed or missing) and all(report.get("consequence") for report in failed):
+            if (lost := self._run.lost()) is not None:
+                raise lost
+            if not failed:
+                raise LagomError(f"no outcome arrived from ranks {missing}, and no error either")
         found = [reports.get(rank, {"ok": False, "stopped": True, "rank": rank, "consequence": True}) for rank in ranks]
         return [Outcome(rank=rank, report=report, load=self._loader(rank)) for rank, report in enumerate(found)]
 

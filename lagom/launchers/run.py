@@ -6,11 +6,11 @@ import contextlib
 import queue
 import socket
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
 
-from lagom.errors import LagomError, PlanError
+from lagom.errors import LagomError, PlanError, RankError
 from lagom.launchers.events import Events
+from lagom.launchers.places import Places
 from lagom.monitor.channel import Channel
 from lagom.monitor.link import Message
 from lagom.monitor.output import Output
@@ -24,6 +24,8 @@ GATHER_S = 1.5
 """How long after the first task the last may come before all are sent to gather without the driver."""
 _IMPATIENT_S = 5.0  # without a word from the tasks, before the user is told what is being waited for
 _GRACE_S = 5.0  # between the end of the job and the last words of its tasks
+_ANSWER_S = 3.0  # that a task has to answer when it is told to stop; one that does is waited for
+_LOST_S = 20.0  # without a sign of life from a machine, until it is given up
 
 
 class Run:
@@ -39,19 +41,23 @@ class Run:
         records: Records | None = None,
     ) -> None:
         self.plan = plan
-        self.channel = Channel(self._take, self._close, payload_fd)
+        lost_s = min(_LOST_S, plan.timeout_s or _LOST_S)
+        self.channel = Channel(self._take, self._close, payload_fd, self._hush, lost_s)
         self.reports: dict[int, Message] = {}
         self._can_gather = can_gather
         self._num_tasks = 1 if plan.launcher == "local" else plan.num_slots
         self._joins: dict[int, Message] = {}
+        self._places = Places(self._joins, lost_s)
         self._gathering = False
         self._hears = True
         self._stopping = False
+        self._answer_by = 0.0
+        self._answered: set[int] = set()
         self._connected: set[int] = set()
         self._done: set[int] = set()
         self._events = Events()
         self._failures: list[Message] = []
-        self._lost: list[str] = []
+        self._lost: list[LagomError] = []
         self._refused: PlanError | None = None
         self._stalled: dict[int, Message] = {}
         self._lock = threading.Lock()
@@ -90,12 +96,19 @@ class Run:
         self.channel.adopt(connection, 0)
 
     @property
+    def has_tasks(self) -> bool:
+        """Whether any task has come, and so hears when it is told something."""
+        return bool(self._connected)
+
+    @property
     def begun(self) -> bool:
         """Whether any task has been heard of."""
         return bool(self._joins)
 
     def stop(self) -> None:
         """Tell every task to end its ranks at once; tasks that come later are told as well."""
+        if not self._stopping:
+            self._answer_by = time.monotonic() + _ANSWER_S
         self._stopping = True
         self.channel.broadcast({"type": "stop"})
 
@@ -104,22 +117,36 @@ class Run:
         self._events.put({"type": "over"})
 
     def watch(self) -> None:
-        """Show what the ranks say until all tasks are done or the job is over. Ctrl-C ends the run."""
+        """Show what the ranks say until all tasks are done, the job is over, or no task answers that was to stop.
+
+        Ctrl-C ends the run.
+        """
         over = False
-        while True:
+        while not self._abandoned():
             try:
-                event = self._events.get(timeout=_GRACE_S if over else _IMPATIENT_S)
+                event = self._events.get(timeout=self._patience(over))
             except queue.Empty:
                 if over:
                     return
-                if self._hears and self.plan.rehearsal is None:
+                if self._hears and self.plan.rehearsal is None and not self._stopping:
                     self._progress.waiting(len(self._joins), self._num_tasks)
                 continue
             self._show(event)
             over = over or event["type"] == "over"
             if len(self._done) >= self._num_tasks or (over and self._connected <= self._done):
-                self._show_rest()
-                return
+                break
+        self._show_rest()
+
+    def _patience(self, over: bool) -> float:
+        if over:
+            return _GRACE_S
+        return min(_IMPATIENT_S, max(0.1, self._answer_by - time.monotonic())) if self._stopping else _IMPATIENT_S
+
+    def _abandoned(self) -> bool:
+        """Whether all tasks that are to stop have, but for some that have not answered in time."""
+        if not self._stopping or time.monotonic() < self._answer_by:
+            return False
+        return not (self._connected & self._answered) - self._done
 
     def unheard(self) -> None:
         """Tell the user that the ranks have no way to say anything before they end."""
@@ -136,10 +163,14 @@ class Run:
         return self._failures
 
     def lost(self) -> LagomError | None:
-        """Why tasks gave up before their ranks ran, or None."""
+        """Why tasks gave up before their ranks ran, or are gone, or None; not where the failure of a rank says why."""
         if self._refused is not None:
             return self._refused
-        return LagomError("; ".join(dict.fromkeys(self._lost))) if self._lost else None
+        if not self._lost or not all(failure.get("consequence") for failure in self._failures):
+            return None
+        text = "; ".join(dict.fromkeys(map(str, self._lost)))
+        first = self._lost[0]
+        return RankError(text, first.rank) if isinstance(first, RankError) else LagomError(text)
 
     def _show_rest(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -159,6 +190,8 @@ class Run:
                 self._records.timed(event)
         elif event["type"] == "dropped":
             self._progress.warn(f"{event['messages']} pieces of output were dropped: the driver could not keep up")
+        elif event["type"] == "warning":
+            self._progress.warn(event["text"])
         elif event["type"] == "stalls":
             stalled, self._stalled = self._stalled, {}
             if stalled:
@@ -187,8 +220,11 @@ class Run:
             beat_s = min(self.plan.hb_interval, self.plan.stall_timeout_s / 4)
             self.channel.call_later(beat_s + 0.5, lambda: self._events.put({"type": "stalls"}))
             return
+        elif kind == "stopping":
+            self._answered.add(task)
+            return
         elif kind == "lost":
-            self._lost.append(message["message"])
+            self._lost.append(LagomError(message["message"]))
             self._done.add(task)
             self.stop()
         elif kind == "done":
@@ -211,17 +247,23 @@ class Run:
     def _close(self, task: int) -> None:
         if task in self._connected and task not in self._done:
             self._done.add(task)
-            if not self._stopping and not self._failures:
-                self._lost.append(f"the process that held the ranks of task {task} is gone, perhaps killed")
+            if not self._stopping and all(failure.get("consequence") for failure in self._failures):
+                self._lost.append(self._places.gone(task))
                 self.stop()
         self._events.put({"type": "closed", "task": task})
+
+    def _hush(self, task: int, seconds: float) -> None:
+        """For how long the machine of a task has been silent, in the channel's thread."""
+        if task not in self._done and (text := self._places.heed(task, seconds)) is not None:
+            self._events.put({"type": "warning", "text": text})
 
     def _join(self, task: int, message: Message) -> None:
         if self._stopping:
             self.channel.send(task, {"type": "stop"})
             return
         if task in self._joins:
-            self._lost.append(f"task {task} was started a second time; lagom does not start a run again by itself")
+            twice = f"task {task} was started a second time; lagom does not start a run again by itself"
+            self._lost.append(LagomError(twice))
             self.channel.send(task, {"type": "stop"})
             return
         self._joins[task] = message
@@ -249,33 +291,3 @@ class Run:
             self._gathering = True
             for task in self._joins:
                 self.channel.send(task, {"type": "gather"})
-
-
-def in_thread(
-    function: Callable[[], Any], thread_class: type[threading.Thread], run: Run | None = None
-) -> Callable[[], Any]:
-    """Start ``function`` in a thread of its own; returns a function that gives its result or raises its error.
-
-    ``run`` is told when it is over.
-    """
-    result: dict[str, Any] = {}
-
-    def target() -> None:
-        try:
-            result["value"] = function()
-        except BaseException as error:  # carried to the calling thread
-            result["error"] = error
-        finally:
-            if run is not None:
-                run.finish()
-
-    thread = thread_class(target=target, name="lagom-job", daemon=True)
-    thread.start()
-
-    def collect() -> Any:
-        thread.join()
-        if "error" in result:
-            raise result["error"]
-        return result["value"]
-
-    return collect

@@ -21,8 +21,9 @@ from typing import Any
 
 from lagom.errors import LagomError, PlanError
 from lagom.launchers.homecoming import Homecoming, digest_of
+from lagom.launchers.job import Job
 from lagom.launchers.protocol import Outcome
-from lagom.launchers.run import Run, in_thread
+from lagom.launchers.run import Run
 from lagom.launchers.spark_failure import whole_text, why_it_failed
 from lagom.launchers.spark_master import check_packages, start_session
 from lagom.launchers.spark_session import SparkFacts, facts
@@ -37,7 +38,7 @@ from lagom.worker.spec import Spec
 
 log = logging.getLogger("lagom")
 _INLINE = 1 << 20  # bytes of payload that ride in the job itself
-_CANCEL_S = 2.0
+_CANCEL_S = 2.0  # that tasks have to return by themselves when a run is to end
 
 
 class SparkLauncher:
@@ -98,32 +99,31 @@ class SparkLauncher:
             return self._facts.map_tasks(function, task_module.SCHEMA, plan)
 
         stack.enter_context(plain_interrupt())
-        collect = in_thread(job, self._facts.thread_class(), run)
+        running = Job(job, self._facts.thread_class(), run.finish)
         try:
             run.watch()
+            if run.stopped:
+                self._end(running, run, group)
+            running.wait()
         except BaseException:  # Ctrl-C, or something of this process, such as a handler of a signal
             run.stop()
-            self._cancel_quietly(group)
+            self._end(running, run, group)
             raise
         try:
-            if run.stopped:
-                # Tasks that have heard of it return by themselves; those that have not are cancelled.
-                timer = threading.Timer(_CANCEL_S, self._cancel_quietly, (group,))
-                stack.callback(timer.cancel)
-                timer.start()
-            return collect()  # type: ignore[no-any-return]
-        except KeyboardInterrupt:
-            run.stop()
-            self._cancel_quietly(group)
-            raise
+            return running.result()  # type: ignore[no-any-return]
         except Exception as error:
-            if (lost := run.lost()) is not None and not run.failures():
+            if (lost := run.lost()) is not None:
                 raise lost from error
             return _rows_of_failure(error, run)
 
-    def _cancel_quietly(self, group: str) -> None:
-        with contextlib.suppress(Exception):
-            self._facts.cancel(group)
+    def _end(self, running: Job, run: Run, group: str) -> None:
+        """Let tasks return that have been told to stop, and cancel what is left: that ends Spark's Python workers."""
+        try:
+            running.wait(_CANCEL_S if run.has_tasks else 0.0)
+        finally:  # also when Ctrl-C is pressed once more
+            if running.lasts:
+                with contextlib.suppress(Exception):
+                    self._facts.cancel(group)
 
 
 def _encryption(facts: SparkFacts) -> tuple[ssl.SSLContext, str]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lagom.errors import LagomError
-from lagom.launchers.run import in_thread
+from lagom.launchers.job import Job
 from lagom.launchers.spark import changed_environment, plain_interrupt, travelling
 from lagom.launchers.spark_failure import why_it_failed
 from lagom.launchers.spark_session import SparkFacts
@@ -33,7 +33,7 @@ def survey(facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Seq
 
     with plain_interrupt():
         try:
-            rows = in_thread(job, facts.thread_class())()
+            rows = Job(job, facts.thread_class()).result()
         except KeyboardInterrupt:
             facts.cancel(group)
             raise

@@ -16,15 +16,18 @@ from typing import Any
 from lagom.monitor.door import Door, files_for, listening
 from lagom.monitor.framing import Message, body_of
 from lagom.monitor.peer import Peer
+from lagom.monitor.silence import probe, silent_s
 
 _BUFFER = 1 << 18  # bytes
+_LOOK_S = 1.0
 _LAST_TURNS, _TURN_S = 100, 0.01  # for the last messages to leave
 
 
 class Channel:
     """Accepts the ranks of one run, hands their messages on and carries the driver's to them.
 
-    ``on_message(task, message)`` and ``on_close(task)`` are called in the channel's own thread.
+    ``on_message(task, message)``, ``on_close(task)`` and, each second, ``on_silence(task, seconds)`` are called in the
+    channel's own thread. A task whose machine is silent for ``lost_after_s`` seconds counts as gone.
     """
 
     def __init__(
@@ -32,11 +35,15 @@ class Channel:
         on_message: Callable[[int, Message], None],
         on_close: Callable[[int], None],
         payload_fd: int | None = None,
+        on_silence: Callable[[int, float], None] = lambda task, seconds: None,
+        lost_after_s: float = 20.0,
     ) -> None:
         self.secret = secrets.token_bytes(32)
         self.delivered: dict[str, int] = {}
         self._on_message = on_message
         self._on_close = on_close
+        self._on_silence = on_silence
+        self._lost_after_s = lost_after_s
         self._payload_fd = payload_fd
         self._peers: dict[int, Peer] = {}
         self._open: set[Peer] = set()
@@ -65,6 +72,7 @@ class Channel:
         listener = listening(host)
         name = listener.getsockname()
         self._wait(self._start(Door(self.secret, self._admit, self._buffer).accept(listener, tls)))
+        self._wait(self._start(self._look()))
         return str(name[0]), int(name[1])
 
     def adopt(self, connection: socket.socket, task: int) -> None:
@@ -107,6 +115,14 @@ class Channel:
         task: asyncio.Task[None] = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _look(self) -> None:
+        """Say each second for how long the machine of each task has been silent."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for task, peer in list(self._peers.items()):
+                if not peer.gone:
+                    self._on_silence(task, silent_s(peer.connection))
 
     async def _close(self) -> None:
         for _ in range(_LAST_TURNS):
@@ -157,6 +173,8 @@ class Channel:
             self._on_close(task)
 
         self._peers[task] = peer
+        if not peer.gone:
+            probe(peer.connection, self._lost_after_s)
         peer.serve(lambda message: self._on_message(task, message))
         self._keep(peer, over)
 

@@ -13,9 +13,12 @@ import time
 
 from lagom.monitor.framing import NONCE, PROOF, BadFrame, Decoder, Keys, Seals, body_of, framed
 from lagom.monitor.framing import Message as Message
+from lagom.monitor.silence import probe
 
 _MAX_BACKLOG = 64 << 20  # bytes of log that may wait for a slow driver before lines are dropped
 _TRIES = 3
+_LOST_AFTER_S = 120.0
+"""Without a sign of life from the driver's machine, as Spark has it: it may be a laptop that sleeps for a while."""
 _NO_CHECK_TIME = 0x200000
 """X509_V_FLAG_NO_CHECK_TIME, for which Python has no name: a host's clock may be behind the driver's."""
 _WOULD_WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -153,6 +156,7 @@ def dial(
             return None
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            probe(connection, _LOST_AFTER_S)
             if certificate:
                 connection = _encrypted(connection, certificate)
             return _introduced(connection, secret, hello, deadline)

@@ -75,6 +75,11 @@ class Peer(asyncio.BufferedProtocol):
             self._transport.write_eof()
 
     @property
+    def connection(self) -> Any:
+        """The socket, or what asyncio has in its place."""
+        return self._transport.get_extra_info("socket")
+
+    @property
     def gone(self) -> bool:
         """Whether the connection is closed or closing."""
         return bool(self._transport is None or self._transport.is_closing())

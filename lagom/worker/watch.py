@@ -6,7 +6,6 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,15 +121,13 @@ class Watch:
         assert self._link is not None
         try:
             messages = self._link.poll()
-        except LinkClosed:
+        except LinkClosed:  # the driver is gone, or has given this process up
             self._selector.unregister(self._link)
-            if self._link.socket.family == socket.AF_UNIX:
-                self._deadline = 0.0  # a pair of sockets breaks only when the driver is gone
-            # Otherwise a router may have forgotten the connection; Spark ends this process when the driver is gone.
-            self._link = None
+            self._link, self._deadline = None, 0.0
             return
         if any(message["type"] == "stop" for message in messages):
             self._deadline = 0.0
+            self._tell({"type": "stopping"})  # what is left to do may take a while: files may have to be written
 
     def _listen(self, rank: Forked) -> None:
         try:

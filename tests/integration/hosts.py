@@ -18,6 +18,16 @@ class Host:
     address: str
     command: tuple[str, ...]
     """Put before a command, runs it there."""
+    device: str
+    """Its end of the wire on this side."""
+
+    def cut_off(self) -> None:
+        """Take it off the network, for good or until ``reconnect``: nothing that it or others send arrives."""
+        _ip(f"link set {self.device} down")
+
+    def reconnect(self) -> None:
+        """Put it back on."""
+        _ip(f"link set {self.device} up")
 
 
 def allowed() -> bool:
@@ -60,7 +70,7 @@ def _host(bridge: str, address: str, number: int) -> Iterator[Host]:
             own = f"echo {address} {name} >{folder}/hosts && mount --bind {folder}/hosts /etc/hosts"
             enter = f'{own} && hostname {name} && export TMPDIR={folder} && exec "$@"'
             unshare = ("unshare", "--pid", "--fork", "--mount", "--uts", "--mount-proc", "--kill-child")
-            yield Host(address, ("ip", "netns", "exec", name, *unshare, "sh", "-c", enter, "sh"))
+            yield Host(address, ("ip", "netns", "exec", name, *unshare, "sh", "-c", enter, "sh"), veth)
     finally:
         _quiet("ip", "netns", "del", name)
         _quiet("ip", "link", "del", veth)

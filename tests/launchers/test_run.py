@@ -1,0 +1,135 @@
+"""``lagom.launchers.run``: what the driver makes of tasks that are cut off, stopped, gone, or do not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lagom.launchers.run
+from lagom.config import TorchDistributedConfig
+from lagom.errors import RankError
+from lagom.launchers.run import Run
+from lagom.plan import Cluster, Plan, plan
+from tests.integration import hosts
+
+ROOT = Path(__file__).parents[2]
+TASK = """
+import json, os, socket, sys, time
+from lagom.monitor.link import dial
+
+host, port, secret, task, answers = json.loads(sys.argv[1])
+link = dial((host, port), bytes.fromhex(secret), {"purpose": "task", "task": task}, 20.0)
+ranks = [2 * task, 2 * task + 1]
+join = {"type": "join", "task": task, "ranks": ranks, "host": f"{socket.gethostname()}|{task}", "ip": host}
+link.send(join | {"store": None, "python": "3", "torch": "2", "gpus": []})
+while (message := link.receive(60.0)) is not None and message["type"] != "stop":
+    print(message["type"], flush=True)
+if not answers:
+    time.sleep(60)
+link.send({"type": "stopping"})
+time.sleep(1.5)
+link.send({"type": "done", "reports": [{"rank": rank, "ok": False, "stopped": True} for rank in ranks]})
+"""
+needs_hosts = pytest.mark.skipif(not hosts.allowed(), reason="no namespaces may be made here")
+
+
+def plan_of(num_tasks: int) -> Plan:
+    cluster = Cluster(launcher="spark", slots=num_tasks, gpus_per_slot=2)
+    return plan(TorchDistributedConfig(world_size=2 * num_tasks), cluster)
+
+
+@contextmanager
+def run_with(tasks: list[tuple[list[str], bool]], address: str = "127.0.0.1") -> Iterator[tuple[Run, list[Any]]]:
+    """A run whose tasks, each begun by a command and answering or not, have all joined; and their processes."""
+    started: list[subprocess.Popen[str]] = []
+    with Run(plan_of(len(tasks)), "Spark", can_gather=False) as run:
+        host, port = run.channel.listen(address, len(tasks))
+        try:
+            for number, (prefix, answers) in enumerate(tasks):
+                told = f'["{host}", {port}, "{run.channel.secret.hex()}", {number}, {str(answers).lower()}]'
+                command = [*prefix, sys.executable, "-c", TASK, told]
+                started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+            assert [process.stdout.readline() for process in started if process.stdout] == ["peers\n"] * len(tasks)
+            yield run, started
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
+
+
+@needs_hosts
+def test_a_machine_that_is_cut_off_is_named_within_5_s_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lagom.launchers.run, "_LOST_S", 7.0)
+    with hosts.network(1) as (here, (there,)), run_with([([], True), (list(there.command), True)], here) as (run, _):
+        said: list[tuple[float, str]] = []
+        monkeypatch.setattr(run._progress, "warn", lambda text: said.append((time.monotonic(), text)))
+        there.cut_off()
+        start = time.monotonic()
+        run.watch()
+        took = time.monotonic() - start
+    ((at, text),) = said
+    assert at - start < 5.0
+    assert "s from the machine that holds ranks 2, 3 on lgh" in text
+    lost = run.lost()
+    assert isinstance(lost, RankError)
+    assert lost.rank == 2
+    assert "no sign of life came for 7 s from the machine that held ranks 2, 3 on lgh" in str(lost)
+    assert took < 7.0 + 4.0
+
+
+@needs_hosts
+def test_a_machine_that_comes_back_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    with hosts.network(1) as (here, (there,)), run_with([(list(there.command), True)], here) as (run, _):
+        there.cut_off()
+        time.sleep(5.0)
+        there.reconnect()
+        time.sleep(2.5)
+        run.stop()
+        run.watch()
+    said = capfd.readouterr().err
+    assert run.lost() is None
+    assert said.count("no sign of life for") == 1
+    assert said.count("that holds ranks 0, 1 on") == 2
+    assert "answers again" in said
+
+
+def test_a_process_that_is_stopped_is_not_a_machine_that_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
+    with run_with([([], True)]) as (run, (process,)):
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(5.5)
+        os.kill(process.pid, signal.SIGCONT)
+        run.stop()
+        run.watch()
+    assert run.lost() is None
+    assert "sign of life" not in capfd.readouterr().err
+
+
+def test_tasks_that_answer_are_waited_for_and_others_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lagom.launchers.run, "_ANSWER_S", 1.0)
+    with run_with([([], True), ([], False)]) as (run, _):
+        run.stop()
+        start = time.monotonic()
+        run.watch()
+        assert time.monotonic() - start < 5.0
+        assert sorted(run.reports) == [0, 1]  # which came later than the other should have answered
+
+
+def test_a_process_that_is_gone_is_named_with_its_ranks_and_host() -> None:
+    with run_with([([], True), ([], True)]) as (run, processes):
+        processes[1].kill()
+        run.watch()
+    lost = run.lost()
+    assert isinstance(lost, RankError)
+    assert str(lost) == f"the process that held ranks 2, 3 on {os.uname().nodename} is gone, perhaps killed"
+    assert lost.rank == 2
