@@ -32,7 +32,7 @@ from lagom.records.folder import Records
 from lagom.worker.spec import Spec
 
 _MAX_RANKS = 248  # files that one message to the server carries, less link and payload
-_PATIENCE_S = 2.0
+_PATIENCE_S = 4.0
 """For the fork server to end by itself."""
 _REQUEST = 1 << 20  # bytes
 

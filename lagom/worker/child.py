@@ -10,6 +10,7 @@ import gc
 import importlib
 import io
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from lagom.patching.session import Session
 
 _PR_SET_PDEATHSIG = 1
+_MAX_SOCKET = 107  # characters of its path
 _MAX_TEXT = 200_000  # characters of a traceback; more does not fit a frame, and nobody reads it
 
 
@@ -123,10 +125,20 @@ def _settle(spec: Spec, seat: Seat, ground: Ground) -> None:
     importlib.invalidate_caches()
     sys.argv[:] = spec.argv
     sys.modules["__main__"] = types.ModuleType("__main__")
+    _keep_sockets(f"{seat.host_dir}/mp-{seat.rank}")
     faulthandler.enable(file=2)
     if seat.stacks_fd is not None:
         listen(seat.stacks_fd)
     _log_apart()
+
+
+def _keep_sockets(folder: str) -> None:
+    """Have multiprocessing make its sockets in ``folder``, which goes with the run however its processes end."""
+    if len(folder) <= _MAX_SOCKET - len("/listener-12345678"):
+        os.mkdir(folder, 0o700)
+        # For which there is no other name; children that it starts by whatever method have it from here.
+        config: dict[str, object] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+        config["tempdir"] = folder
 
 
 def _log_apart() -> None:

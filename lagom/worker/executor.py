@@ -6,17 +6,21 @@ import contextlib
 import itertools
 import json
 import os
+import pickle
 import platform
 import re
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lagom.errors import LagomError, PlanError
+from lagom.errors import PlanError, RankError
 from lagom.monitor.channel import anonymous_file
 from lagom.monitor.link import Link, Message, deliver, dial
-from lagom.worker.ground import ground, pack_files
+from lagom.monitor.stalls import ranks_of
+from lagom.worker.descendants import adopt, children, end_descendants, fork_host
+from lagom.worker.ground import ground, pack_files, sweep
 from lagom.worker.host import hold
 from lagom.worker.interfaces import own_address
 from lagom.worker.rendezvous import Stopped
@@ -31,7 +35,7 @@ _MAX_TIMELINE = 1 << 16  # of a timeline: Spark logs such a text, and a long one
 
 
 def attend(spec: Spec) -> Iterator[Any]:
-    """Hold this task's ranks; gives the rows with what became of them.
+    """Hold this task's ranks, in a process of their own; gives the rows with what became of them.
 
     Raises:
         RuntimeError: with the first failure in its text, when the driver could not be told of it otherwise.
@@ -39,35 +43,77 @@ def attend(spec: Spec) -> Iterator[Any]:
     from pyspark import BarrierTaskContext, TaskContext
 
     context: Any = BarrierTaskContext.get() if spec.plan.barrier else TaskContext.get()
-    task = context.partitionId()
     _check(spec, context)
-    link = None
-    if spec.address is not None:
-        link = dial(spec.address, spec.secret, {"purpose": "task", "task": task}, _DIAL_S, spec.certificate)
-    parts: list[_Part] = []
+    ranks = _ranks(spec, context.partitionId())
     with contextlib.ExitStack() as files:
-        try:
-            parts = _attend(spec, task, context, link, files)
-        except (LagomError, OSError) as error:
-            if link is None:
-                raise
-            with contextlib.suppress(OSError):
-                link.send({"type": "lost", "message": f"{type(error).__name__}: {error}"})
-        except Stopped:
-            pass
-        finally:
-            if link is not None:
-                link.close()
+        names = [f"outcome-{rank}" for rank in ranks] + ["files"] * (0 in ranks)
+        fds = {name: anonymous_file(name) for name in (*names, "told")}
+        for fd in fds.values():
+            files.callback(os.close, fd)
+        ended = _run_below(lambda: _tell(fds["told"], spec, context, fds))
+        told = pickle.loads(os.pread(fds["told"], os.fstat(fds["told"]).st_size, 0) or pickle.dumps(None))
+        if isinstance(told, BaseException):
+            raise told
+        if told is None:  # it was killed; the driver sees that by itself, where it was linked
+            raise RankError(f"the process that held {ranks_of(ranks)} on {platform.node()} {ended}", ranks[0])
+        parts = [_Part(rank, name, fds[file], report) for rank, name, file, report in told]
         return _rows(parts, files.pop_all())
 
 
-def _attend(spec: Spec, task: int, context: Any, link: Link | None, files: contextlib.ExitStack) -> list[_Part]:
+def _ranks(spec: Spec, task: int) -> Sequence[int]:
     first = task * spec.plan.ranks_per_slot
-    ranks = range(first, min(first + spec.plan.ranks_per_slot, spec.plan.world_size))
+    return range(first, min(first + spec.plan.ranks_per_slot, spec.plan.world_size))
+
+
+def _run_below(function: Callable[[], None]) -> str:
+    """Run ``function`` in a host process; returns how that ended. See Note [Descendants] in descendants.py."""
+    before = children()
+    adopt(True)
+    try:
+        pid = fork_host(function)
+        _, status = os.waitpid(pid, 0)
+        if status != 0:
+            end_descendants(before)
+            sweep()
+        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "ended"
+    finally:
+        adopt(False)
+
+
+def _tell(told_fd: int, spec: Spec, context: Any, fds: Mapping[str, int]) -> None:
+    """Leave in ``told_fd`` which files there are now, with what is to be said of them, or what is to be raised."""
+    told: Any
+    task = context.partitionId()
+    link = None
+    try:
+        if spec.address is not None:
+            link = dial(spec.address, spec.secret, {"purpose": "task", "task": task}, _DIAL_S, spec.certificate)
+        if link is not None:
+            os.pwrite(told_fd, pickle.dumps([]), 0)
+        told = _attend(spec, task, context, link, fds)
+    except Stopped:
+        told = []
+    except Exception as error:
+        told = error
+        if link is not None:
+            told = []
+            with contextlib.suppress(OSError):
+                link.send({"type": "lost", "message": f"{type(error).__name__}: {error}"})
+    finally:
+        if link is not None:
+            link.close()
+    os.ftruncate(told_fd, 0)
+    os.pwrite(told_fd, pickle.dumps(told), 0)
+
+
+_Told = tuple[int, str, str, "Message"]
+"""Rank, what it is for the driver, the name of the file, and what is said of it."""
+
+
+def _attend(spec: Spec, task: int, context: Any, link: Link | None, fds: Mapping[str, int]) -> list[_Told]:
+    ranks = _ranks(spec, task)
     gather = (lambda text: context.allGather(text)) if spec.plan.barrier else None
-    outcomes = [anonymous_file(f"outcome-{rank}") for rank in ranks]
-    for fd in outcomes:
-        files.callback(os.close, fd)
+    outcomes = [fds[f"outcome-{rank}"] for rank in ranks]
     ip = link.socket.getsockname()[0] if link else context.getTaskInfos()[task].address.rsplit(":", 1)[0]
     ip = own_address(ip, spec.env)
     with ground(spec) as place:
@@ -76,15 +122,14 @@ def _attend(spec: Spec, task: int, context: Any, link: Link | None, files: conte
         # A driver that has a link to this task ends the run itself, and quietly: a task that raises fills Spark's log,
         # and what other tasks have to tell, which may be the cause, would be lost with the job.
         if failed and link is None:
-            raise RuntimeError(_as_text(failed[0], outcomes[failed[0]["rank"] - first], reports))
-        found = list(zip(ranks, ["outcome"] * len(ranks), outcomes, reports, strict=True))
-        if 0 in ranks and (written := pack_files(place)) is not None:
-            files.callback(os.close, written)
-            found.append((0, "files", written, {}))
-        parts = [_Part(rank, name, fd, _delivered(spec, rank, name, fd, report)) for rank, name, fd, report in found]
+            raise RuntimeError(_as_text(failed[0], outcomes[failed[0]["rank"] - ranks[0]], reports))
+        found = [(rank, "outcome", f"outcome-{rank}", report) for rank, report in zip(ranks, reports, strict=True)]
+        if 0 in ranks and pack_files(place, fds["files"]):
+            found.append((0, "files", "files", {}))
+        told = [(rank, name, file, _delivered(spec, rank, name, fds[file], said)) for rank, name, file, said in found]
         if link is not None:
             link.send({"type": "done", "reports": reports})
-        return parts
+        return told
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,14 +88,13 @@ def base_dir() -> Path:
     return path
 
 
-def pack_files(ground: Ground) -> int | None:
-    """What was written under the scratch working directory, as a tar in a nameless file; None when there is nothing."""
+def pack_files(ground: Ground, fd: int) -> bool:
+    """Put what was written under the scratch working directory into ``fd``, as a tar; False: there is nothing."""
     if not ground.scratch or not any(ground.cwd.iterdir()):
-        return None
-    fd = anonymous_file("files")
+        return False
     with os.fdopen(os.dup(fd), "wb") as file, tarfile.open(fileobj=file, mode="w|") as tar:
         tar.add(ground.cwd, arcname=".")
-    return fd
+    return True
 
 
 @contextmanager

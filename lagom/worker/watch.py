@@ -15,6 +15,7 @@ from lagom.monitor.link import Link, LinkClosed, Message
 from lagom.monitor.stalls import Pulse
 from lagom.plan import Plan
 from lagom.worker import oom, stacks
+from lagom.worker.descendants import end_rank, reap_adopted
 from lagom.worker.rendezvous import LEAVE_S, WRITE_S
 
 _UNSAID = 200_000  # characters of output that travel with the results where no link carries them
@@ -78,6 +79,7 @@ class Watch:
                 key.data()
             if self._link is not None:
                 self._flush(self._link)
+            reap_adopted([rank.pid for rank in self._ranks])
             for rank in self._ranks:
                 if rank.pidfd is None and not rank.ended:
                     self._reap(rank)
@@ -98,7 +100,7 @@ class Watch:
     def end_all(self) -> None:
         """End every rank with all its children, and take in what they said last."""
         for rank in self._ranks:
-            _kill(rank)
+            self._kill(rank)
             if not rank.ended:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(rank.pid, 0)
@@ -220,7 +222,11 @@ class Watch:
         if rank.report is None:
             rank.report = _died(rank, status, self._kills)
             self._tell_failure(rank)
-        _kill(rank)  # what it has left behind
+        self._kill(rank)  # what it has left behind
+
+    def _kill(self, rank: Forked) -> None:
+        """End ``rank``, and what it has started."""
+        end_rank(rank.pid, [other.pid for other in self._ranks if not other.ended and other is not rank])
 
     def _drain(self, rank: Forked) -> None:
         with contextlib.suppress(OSError):
@@ -268,11 +274,6 @@ class Watch:
 def _has_left(report: Message | None) -> bool:
     """Whether the rank called ``sys.exit``."""
     return report is not None and "exit" in report
-
-
-def _kill(rank: Forked) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(rank.pid, signal.SIGKILL)
 
 
 def _stopped(rank: int) -> Message:

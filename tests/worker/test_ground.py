@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lagom.config import TorchDistributedConfig
+from lagom.monitor.channel import anonymous_file
 from lagom.payload import Parcel
 from lagom.plan import Cluster, plan
 from lagom.worker.ground import base_dir, ground, pack_files, sweep
@@ -163,7 +164,7 @@ def test_on_the_drivers_host_ranks_stand_where_the_driver_stands(tmp_path: Path)
         assert place.cwd == tmp_path
         assert place.sys_path == ["/a", "/b"]
         assert os.pread(place.payload_fd, 10_000, 0) == payload.read_bytes()
-        assert pack_files(place) is None
+        assert not pack_files(place, -1)
 
 
 def test_a_token_of_another_run_is_no_token(tmp_path: Path) -> None:
@@ -186,7 +187,8 @@ def test_files_that_were_written_come_as_a_tar() -> None:
     with ground(spec()) as place:
         (place.cwd / "deep").mkdir()
         (place.cwd / "deep" / "model.pt").write_bytes(b"weights")
-        fd = pack_files(place)
+        fd = anonymous_file("files")
+        assert pack_files(place, fd)
     assert fd is not None
     os.lseek(fd, 0, os.SEEK_SET)
     with os.fdopen(fd, "rb") as file, tarfile.open(fileobj=file) as tar:
@@ -197,7 +199,7 @@ def test_files_that_were_written_come_as_a_tar() -> None:
 
 def test_no_files_are_no_tar() -> None:
     with ground(spec()) as place:
-        assert pack_files(place) is None
+        assert not pack_files(place, -1)
 
 
 def test_the_file_of_the_payload_is_closed_afterwards() -> None:

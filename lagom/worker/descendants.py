@@ -1,0 +1,169 @@
+"""Processes below a host process, however they were started: none of them outlives it. See Note [Descendants]."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_CLEANERS = (b"multiprocessing.resource_tracker", b"multiprocessing/resource_tracker", b"torch_shm_manager")
+"""Command lines of processes that remove shared memory when those that used it have ended, and end then themselves."""
+_CLEAN_S = 1.0  # that these have
+_END_S = 5.0  # after which one is left behind that even SIGKILL does not end, as it waits for a disk
+_TURN_S = 0.01
+
+
+class Orphaned(BaseException):
+    """The process above this one has ended."""
+
+
+def fork_host(function: Callable[[], None]) -> int:
+    """Run ``function`` in a child that holds processes of its own: they end with it, and it ends with this process.
+
+    Returns:
+        Its process id. Its exit status is 0 when ``function`` returned.
+    """
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads that the child will not have; it uses none of them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        os.setpgid(0, 0)  # what ends the group of the process above comes by that one's end
+        adopt(True)
+        _raise_at_end_of(parent)
+        function()
+        code = 0
+    except Orphaned:
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _leave(code)
+
+
+def _raise_at_end_of(parent: int) -> None:
+    """Raise ``Orphaned`` here, once, when ``parent`` ends."""
+
+    def end(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Orphaned
+
+    signal.signal(signal.SIGTERM, end)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        end()
+
+
+def _leave(code: int) -> NoReturn:
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_descendants()
+    finally:
+        os._exit(code)
+
+
+_adopts = False
+
+
+def adopt(whether: bool) -> None:
+    """Have what is orphaned below this process become a child of it, rather than of the system's first process."""
+    global _adopts  # of this process
+    if sys.platform == "linux":
+        _adopts = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0) == 0 and whether
+
+
+def end_rank(pid: int, others: Collection[int]) -> None:
+    """Kill the rank ``pid`` and all that it has started, but none of the ``others``, which are alive."""
+    if _adopts:
+        for child in kill_descendants(others):
+            if child != pid:  # whose exit status is wanted
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(child, os.WNOHANG)
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def reap_adopted(ranks: Collection[int]) -> None:
+    """Let those go that were orphaned and have ended; ``ranks`` are the children that are this process's own."""
+    for child in children() - set(ranks) if _adopts else ():
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, os.WNOHANG)
+
+
+def end_descendants(kept: Collection[int] = ()) -> None:
+    """End all below this process, but for the children in ``kept`` and what is below them; waits for their ends."""
+    start = time.monotonic()
+    while (left := kill_descendants(kept, cleaners=time.monotonic() - start > _CLEAN_S)) and (
+        time.monotonic() - start < _END_S
+    ):
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(_TURN_S)
+
+
+def kill_descendants(kept: Collection[int] = (), *, cleaners: bool = False) -> list[int]:
+    """Kill them, of the cleaners only where that is said; returns those that were found, ended ones among them."""
+    found = list(_below(os.getpid(), kept))
+    for pid in found:
+        if cleaners or not _cleans(pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+    return found
+
+
+def children() -> set[int]:
+    """Of this process."""
+    return set(_children(os.getpid()))
+
+
+def _below(pid: int, kept: Collection[int]) -> Iterator[int]:
+    for child in _children(pid):
+        if child not in kept:
+            yield child
+            yield from _below(child, ())
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in (thread / "children").read_text().split()]
+    return found
+
+
+def _cleans(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return any(name in command for name in _CLEANERS)
+
+
+# Note [Descendants]
+#
+# A program's pools, data loader workers and subprocesses go on when the rank that started them is killed, with all
+# that they have of its memory. Process groups do not hold them: a subprocess may have a session of its own. So a host
+# process adopts what is orphaned below it (Linux's child subreaper), and ends all below it before it ends. The
+# process above it, Spark's Python worker or the local fork server, does so too as long as it has host processes: one
+# that is killed itself leaves what was below it to that. When the process above ends first, the kernel tells the host
+# process. Only where both are killed in the same moment is anything left.

@@ -1,0 +1,194 @@
+"""Any process of a run may be killed, at any time: its processes, files, sockets and shared memory are gone."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GONE_S = 20.0  # on a busy machine; a second or two else
+DRIVER = """
+import multiprocessing, os, subprocess, sys, time
+from multiprocessing.shared_memory import SharedMemory
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.launchers import local
+
+def train():
+    memory = SharedMemory(create=True, size=1000, name=f"lgk{os.getppid()}-{os.getpid()}")
+    pool = multiprocessing.get_context("fork").Pool(2)
+    apart = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
+    apart.start()
+    listener = multiprocessing.connection.Listener(family="AF_UNIX")
+    alone = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    left = subprocess.run("(sleep 600 &) & sleep 0", shell=True, start_new_session=True)
+    memory_in_use = SharedMemory(name=memory.name)
+    time.sleep(600)
+
+for line in sys.stdin:
+    print("server", local.server()._process.pid, flush=True)
+    try:
+        experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2, run_dir=""))
+    except Exception as error:
+        print("ended", type(error).__name__, flush=True)
+"""
+
+
+class Runs:
+    """A driver that begins a run when told, with temporary files in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.marker = f"LGK={folder}"
+        self.process = self._started()
+        self.server = 0
+
+    def _started(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", DRIVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env=os.environ
+            | {"TMPDIR": str(self.folder), "LGK": str(self.folder), "OMP_NUM_THREADS": "1"}
+            | {"TORCHINDUCTOR_CACHE_DIR": "/tmp"},  # which torch makes wherever it is imported, and keeps
+        )
+
+    def begin(self) -> None:
+        """Have a run begin; a driver that was killed is started anew."""
+        if self.process.poll() is not None:
+            self.close()
+            self.process = self._started()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self.server = int(self.process.stdout.readline().split()[1])
+
+    def wait(self) -> None:
+        """Until both ranks have all that they start."""
+        assert within(60.0, lambda: len(self.pids_with("sleep")) >= 4 and len(self.shared()) >= 2)
+        time.sleep(0.5)
+
+    def host(self) -> int:
+        """The host process of the run."""
+        return children(self.server)[0]
+
+    def ranks(self) -> list[int]:
+        """Its ranks."""
+        return children(self.host())
+
+    def heard(self) -> str:
+        """What the driver says of the end of the run."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def pids(self) -> list[int]:
+        """All processes that there are of it, by the variable that all inherit, but driver and fork server."""
+        kept = {self.process.pid, self.server if self.process.poll() is None else 0}
+        found = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+        return [pid for pid in found if pid not in kept and self.marker.encode() in read(f"/proc/{pid}/environ")]
+
+    def pids_with(self, name: str) -> list[int]:
+        """Those that run that program."""
+        return [pid for pid in self.pids() if read(f"/proc/{pid}/comm") == f"{name}\n".encode()]
+
+    def shared(self) -> list[str]:
+        """Shared memory that ranks have made."""
+        return [name for name in os.listdir("/dev/shm") if name.startswith("lgk")]
+
+    def left(self) -> list[str]:
+        """What there is of the run."""
+        processes = [f"{pid} {read(f'/proc/{pid}/cmdline').decode()[:80]}" for pid in self.pids()]
+        base = str(self.folder / f"lagom-{os.getuid()}")
+        files = [f"{top}/{name}" for top, folders, names in os.walk(self.folder) for name in (*folders, *names)]
+        files = [path for path in files if path != base]
+        return processes + files + self.shared()
+
+    def close(self) -> None:
+        """End the driver."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def within(seconds: float, true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (found := true()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def children(pid: int) -> list[int]:
+    return sorted(int(child) for child in read(f"/proc/{pid}/task/{pid}/children").split())
+
+
+def read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.fixture
+def runs() -> Iterator[Runs]:
+    folder = Path(tempfile.mkdtemp(prefix="lgk", dir="/tmp"))  # sockets want a short path
+    runs = Runs(folder)
+    yield runs
+    runs.close()
+    within(GONE_S, lambda: not runs.pids())
+    for pid in runs.pids():
+        os.kill(pid, signal.SIGKILL)
+    for name in runs.shared():
+        os.unlink(f"/dev/shm/{name}")
+    shutil.rmtree(folder)
+
+
+def test_whatever_is_killed_nothing_is_left(runs: Runs) -> None:
+    killed: dict[str, Callable[[], int]] = {
+        "rank": lambda: runs.ranks()[1],
+        "host process": runs.host,
+        "fork server": lambda: runs.server,
+        "driver": lambda: runs.process.pid,
+    }
+    for name, pid in killed.items():
+        runs.begin()
+        runs.wait()
+        os.kill(pid(), signal.SIGKILL)
+        if name != "driver":
+            assert runs.heard() == "ended RankError", name
+        else:
+            runs.process.wait()
+        assert within(GONE_S, lambda: not runs.left()), (name, runs.left())
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_50_random_kills_leave_nothing(runs: Runs) -> None:
+    draw = random.Random(0)
+    for number in range(50):
+        runs.begin()
+        time.sleep(draw.uniform(0.0, 4.0))
+        pid = draw.choice([runs.process.pid, runs.server, *runs.pids()])
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        if pid == runs.process.pid:
+            runs.process.wait()
+        elif not within(5.0, lambda: runs.process.poll() is not None or not runs.pids()):
+            os.kill(runs.host(), signal.SIGKILL)  # it was one that a run can do without
+        if runs.process.poll() is None:
+            assert runs.heard().startswith("ended ")
+        assert within(GONE_S, lambda: not runs.left()), (number, runs.left())
