@@ -79,4 +79,5 @@ def patched(session: Session) -> Iterator[None]:
         if distributed:
             end_tracking()
         if session.watch is not None and session.frame is not None and not session.joined:
+            session.dealt.judge(at_end=True)
             session.watch.end(session.frame)

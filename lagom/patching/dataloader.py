@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
 from lagom.patching.dealing import Dealer, num_samples
+from lagom.patching.dealt_passes import start
 from lagom.patching.device import moved
 from lagom.patching.fetching import PASS, fetcher_made, fetching
 from lagom.patching.iterable import Dealing, Turns, is_iterable
@@ -57,16 +58,6 @@ def dealt_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
         yield
 
 
-def start(session: Session, can_share: bool) -> Pass:
-    """Decide what a pass that begins now is: training or evaluation, shared out or not."""
-    grad = torch.is_grad_enabled()
-    by_mode = grad and session.world_size > 1 and session.evaluates_by_mode()
-    training = grad and not by_mode
-    shares = session.plan.batches != "whole" if training else session.plan.evaluation == "sharded"
-    sharded = can_share and shares
-    return Pass(training=training, sharded=sharded, by_mode=by_mode)
-
-
 class _Loaders:
     """Begins passes over loaders, and knows of what kind the earlier ones were."""
 
@@ -81,7 +72,7 @@ class _Loaders:
         """A pass over ``loader`` begins."""
         session = self.session
         session.settle()  # the iterator draws from the common stream
-        current = start(session, can_share(session, loader))
+        current = start(session, can_share(session, loader), loader)
         current.own = session.distributed and shards_itself(loader.dataset)
         if current.own and session.plan.batches == "whole":
             raise LagomError(_OWN_IN_WHOLE)
@@ -97,6 +88,9 @@ class _Loaders:
             current.published = Publication(session, name)
             current.generator = None if session.may_meet else self.readers.generator(current)
         self._were_dealt.setdefault(loader, set()).add(current.training and current.sharded)
+        if session.may_meet and session.plan.backend == "torch":
+            is_dealt = current.training and current.sharded and session.plan.evaluation != "sharded"
+            session.dealt.began(loader, current, follows=is_dealt)
         if current.training:
             if session.distributed and not (current.sharded or current.own or session.plan.batches == "whole"):
                 session.say_once(_ALL_OF_IT)
@@ -272,6 +266,8 @@ def _yielding(session: Session, readers: Readers) -> Any:
             data, share = readers.read(take, fetch, self) if session.is_in_thread else take(fetch, self)
         except StopIteration:
             session.ended(current)
+            if session.may_meet:
+                session.dealt.ended(current)
             raise
         except Exception:
             # The batch is lost, unless workers did not give it in time: then it is still to come.

@@ -172,6 +172,8 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
                 outputs = run(module, *args, **kwargs)
             if share is not None:
                 session.terms.note(outputs, share)
+            if several:
+                session.dealt.forward((args, kwargs), outputs)
             return outputs
         finally:
             forwards.inside = False

@@ -12,6 +12,7 @@ import torch
 from lagom.errors import LagomError
 
 if TYPE_CHECKING:
+    from lagom.patching.dealt_passes import Use
     from lagom.patching.publishing import Publication
 
 
@@ -27,6 +28,8 @@ class Share:
     """Which batch of its pass, from 1 on, where that is the same on all ranks; known when the program sees it."""
     num_rows: int | None = field(default=None, compare=False)
     """Rows of its first tensor as the program sees it: fewer than ``num_mine`` where collate_fn leaves samples out."""
+    use: Use | None = field(default=None, compare=False)
+    """What becomes of the pass that it is of, where that is followed."""
 
     def weight(self, world_size: int) -> float:
         """What the root of a backward is multiplied by, so that the average over ranks is the mean of the batch."""
@@ -57,6 +60,8 @@ class Pass:
 
     generator: torch.Generator | None = None
     """What torch's samplers draw from in place of the global one."""
+    use: Use | None = None
+    """What the program does with its rows, where they are dealt out because it seems to be training."""
 
     def publication(self) -> Publication:
         """``published``, for what a thread needs."""
@@ -166,6 +171,14 @@ def tensors(data: Any) -> list[torch.Tensor]:
         elif isinstance(part, (tuple, list, dict)):
             found += tensors(part)
     return found
+
+
+def is_there(ref: weakref.ref[torch.Tensor]) -> bool:
+    """Whether the tensor that ``ref`` refers to is still alive."""
+    tensor = ref()
+    if tensor is not None:
+        tensor._fix_weakref()  # type: ignore[attr-defined]  # not in the stubs; see torch.utils.weak.TensorWeakRef
+    return tensor is not None
 
 
 LEFT_OUT = (

@@ -9,7 +9,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import DivergenceError, LagomError
-from lagom.patching.passes import Share, tensors
+from lagom.patching.passes import Share, is_there, tensors
 from lagom.patching.terms import share_behind
 from lagom.strategies.leaves import Leaves, Likeness, multiplied
 
@@ -54,7 +54,7 @@ class Provenance:
         """Keep in mind whose share the tensors of a batch are: it may be trained on later, and more than once."""
         # No callbacks: to be told of each tensor that goes takes longer than all else here.
         if len(self._shares) >= self._max_shares:
-            self._shares = {key: entry for key, entry in self._shares.items() if _is_there(entry[0])}
+            self._shares = {key: entry for key, entry in self._shares.items() if is_there(entry[0])}
             self._max_shares = max(2 * len(self._shares), _FEW)
         for tensor in tensors(data):
             self._shares[id(tensor)] = weakref.ref(tensor), share
@@ -127,13 +127,6 @@ class Provenance:
         if share is None or not leaf.dim() or leaf.shape[0] != max(share.num_mine, 1) or leaf in self._weights:
             return Likeness.NONE
         return Likeness.SHAPE if leaf.shape in self._shapes else Likeness.ROWS
-
-
-def _is_there(ref: weakref.ref[torch.Tensor]) -> bool:
-    tensor = ref()
-    if tensor is not None:
-        tensor._fix_weakref()  # type: ignore[attr-defined]  # not in the stubs; see torch.utils.weak.TensorWeakRef
-    return tensor is not None
 
 
 _TRAINED_ON = (

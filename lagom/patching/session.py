@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.collectives.run_store import SealedStore
 from lagom.collectives.shared_group import whole_groups
+from lagom.patching.dealt_passes import DealtPasses
 from lagom.patching.known_modules import KnownModules
 from lagom.patching.passes import Pass, Passes, Share
 from lagom.patching.provenance import Provenance
@@ -92,6 +93,8 @@ class Session:
     terms: Terms = field(init=False)
     """Of losses, and their weights."""
     passes: Passes = field(default_factory=Passes, init=False)
+    dealt: DealtPasses = field(init=False)
+    """Passes whose rows were dealt out because they seemed to be training."""
     starting: Pass | None = field(default=None, init=False)
     """The pass whose iterator is being made."""
     modules: KnownModules = field(default_factory=KnownModules, init=False)
@@ -133,6 +136,7 @@ class Session:
         self.common = CommonStreams(self.plan.seed)
         self.terms = Terms(self.world_size, self.say_once)
         self.provenance = Provenance(self.world_size, self.leaves)
+        self.dealt = DealtPasses(self.provenance.share, self.say_once)
         if self.group is not None:
             self.frame = Frame(self.group, 0 if self.device.type == "cuda" else FRAME)
             self.watch = Watch(self.group, self.leaves, self.modules.made, self.synchronised, self.modules.name_of)
@@ -167,6 +171,7 @@ class Session:
         self.ticks += 1
         self.passes.yielded(current, share)
         self.provenance.batch(share)
+        self.dealt.yielded(current, share, num_samples)
         self.samples_trained += num_samples
         if share is not None and self.may_meet:
             if not share.even:
@@ -193,7 +198,7 @@ class Session:
     def trained(self) -> None:
         """A backward ran."""
         self.ticks += 1
-        if self.passes.by_mode() is not None and not self.passes.trains():
+        if self.plan.batches != "whole" and self.passes.by_mode() is not None and not self.passes.trains():
             self.say_once(
                 "a loop over a data loader trains while the whole model is in eval mode: every rank trains on all of "
                 "its batches, which is right but not faster; call model.train() before the loop"
@@ -226,6 +231,7 @@ class Session:
 
     def tell_loss(self, roots: Sequence[Any]) -> None:
         """A backward from ``roots`` is about to run."""
+        self.dealt.backward(roots)
         # Not held, as its graph would be; a loop's variable keeps it for about as long as it is of interest.
         self._loss = weakref.ref(roots[0]) if len(roots) == 1 else None
 

@@ -49,7 +49,7 @@ class Terms:
         for output in tensors(outputs):
             node = output.grad_fn
             if node is not None:
-                _metadata(node)[_KEY] = tag
+                metadata(node)[_KEY] = tag
 
     def weighted(
         self, roots: Sequence[Any], gradients: Gradients, otherwise: float
@@ -94,7 +94,7 @@ def share_behind(tensor: torch.Tensor) -> Share | None:
     node = tensor.grad_fn
     if node is None:
         return None
-    tag = _metadata(node).get(_KEY)
+    tag: _Tag | None = metadata(node).get(_KEY)
     return None if tag is None else tag.share
 
 
@@ -108,9 +108,22 @@ class _Tag:
         self.weight = weight
 
 
-def _metadata(node: Node) -> dict[str, _Tag]:
+def metadata(node: Node) -> dict[str, Any]:
+    """What is kept with a node of the graph, as long as the graph."""
     found: Any = node.metadata  # a property, which the stubs call a method
     return found  # type: ignore[no-any-return]
+
+
+def nodes_below(roots: Sequence[Any]) -> set[Node]:
+    """All nodes of the graph that a backward from ``roots`` reaches."""
+    found: set[Node] = set()
+    pending = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            pending += [following for following, _ in node.next_functions]
+    return found
 
 
 _NONE: frozenset[float] = frozenset()
@@ -126,7 +139,7 @@ def _weights_below(roots: list[Node]) -> dict[Node, frozenset[float]]:
         if is_done:
             found[node] = _NONE.union(*(found[child] for child in following))
         elif node not in found:
-            tag = _metadata(node).get(_KEY)
+            tag = metadata(node).get(_KEY)
             found[node] = _NONE if tag is None else frozenset((tag.weight,))
             if tag is None:
                 pending.append((node, True))

@@ -77,7 +77,6 @@ class Watch:
         self._steps_before = 0
         self._last: list[torch.Tensor] = []
         self._told: DivergenceError | None = None
-        self._warned = False
 
     def trained(self, numbers: Iterable[int]) -> None:
         """A backward reached these, and their values were equal on all ranks."""
@@ -105,9 +104,6 @@ class Watch:
         self._next_batch += min(self._num_batches, INTERVAL)
         quiet, self._steps_before = self._num_steps == self._steps_before, self._num_steps
         if quiet:
-            if not self._num_steps and self._num_batches > 2 and not self._warned:
-                self._warned = True
-                log.warning(_NO_BACKWARD)
             self._changed()
             self._check(frame, "the next batch of a data loader")
 
@@ -235,13 +231,6 @@ def _difference(name: str) -> str:
         "data; and where a number of its own share decides, as a running loss does in ReduceLROnPlateau, use "
         "batches='whole'"
     )
-
-
-_NO_BACKWARD = (
-    "batches of training data come and go without a backward(). Each rank sees its share of them, so what is computed "
-    "from them is the rank's own: use torch.no_grad() around a loop that only looks at the data, and batches='whole' "
-    "where gradients come from torch.func or torch.autograd.grad"
-)
 
 
 # Note [Divergence]

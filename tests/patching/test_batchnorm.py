@@ -253,7 +253,7 @@ def test_a_share_of_one_sample_is_enough_and_a_batch_of_one_is_not() -> None:
     def run(_: Session) -> Any:
         model = nn.BatchNorm1d(2)
         for (x,) in DataLoader(TensorDataset(torch.arange(8.0).view(4, 2)), batch_size=2):
-            model(x)
+            model(x).sum().backward()
         for (x,) in DataLoader(TensorDataset(torch.ones(1, 2)), batch_size=2):
             with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
                 model(x)
@@ -322,7 +322,7 @@ def test_replicated_batches_and_evaluation_are_left_alone() -> None:
         model, x = nn.BatchNorm1d(2).double(), torch.randn(5, 2, dtype=torch.float64)
         model(x)
         for (a,) in DataLoader(TensorDataset(x), batch_size=3):
-            model(a)
+            model(a).sum().backward()
         with torch.no_grad():
             for (a,) in DataLoader(TensorDataset(x), batch_size=2):
                 model(torch.cat([a, a]))  # in training mode: forgotten, or wanted
@@ -348,8 +348,8 @@ def test_ranks_that_evaluate_their_shares_do_not_wait_for_each_other() -> None:
 def test_it_can_be_switched_off() -> None:
     def run(_: Session) -> Any:
         model = nn.BatchNorm1d(1, momentum=1.0)
-        for (x,) in DataLoader(TensorDataset(torch.arange(4.0).view(4, 1)), batch_size=4):
-            model(x)
+        (x,) = next(iter(DataLoader(TensorDataset(torch.arange(4.0).view(4, 1)), batch_size=4)))
+        model(x)
         assert model.running_mean is not None
         return model.running_mean.item()
 
@@ -360,8 +360,8 @@ def test_it_can_be_switched_off() -> None:
 def test_instance_norm_is_left_alone() -> None:
     def run(_: Session) -> Any:
         model = nn.InstanceNorm1d(1, track_running_stats=True, momentum=1.0)
-        for (x,) in DataLoader(TensorDataset(torch.arange(8.0).view(4, 1, 2)), batch_size=4):
-            model(x)
+        (x,) = next(iter(DataLoader(TensorDataset(torch.arange(8.0).view(4, 1, 2)), batch_size=4)))
+        model(x)
         assert model.running_mean is not None
         return model.running_mean.item()
 
