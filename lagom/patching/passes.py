@@ -94,11 +94,14 @@ class Passes:
         """That go on, the one that went on last at the end."""
         self._last: Share | None = None
         self._epoch = 0
+        self.have_read = False
+        """A loader has given a batch that may be trained on."""
 
     def yielded(self, current: Pass, share: Share | None) -> None:
         """The program sees a training batch; its share holds until another one's or the end of its pass."""
         self.evaluation = _NONE
         self.used = None
+        self.have_read = True
         current.current = share
         current.step += 1
         if not (self._training and self._training[-1]() is current):
@@ -119,6 +122,7 @@ class Passes:
     def evaluating(self, current: Pass) -> None:
         """The program sees a batch of a pass that is evaluation."""
         self.evaluation = weakref.ref(current)
+        self.have_read = self.have_read or current.by_mode
         if current.by_mode and self.by_mode() is not current:
             self.by_mode = self.evaluation
 
@@ -180,6 +184,20 @@ def is_there(ref: weakref.ref[torch.Tensor]) -> bool:
         tensor._fix_weakref()  # type: ignore[attr-defined]  # not in the stubs; see torch.utils.weak.TensorWeakRef
     return tensor is not None
 
+
+NOT_SHARED = {
+    "split": (
+        "nothing is shared out: what the program trains on comes from no torch.utils.data.DataLoader, so every rank "
+        "computes all of it, which is right but not faster. Read batches from a DataLoader; or use batches='whole', "
+        "which shares out the rows that a model is called with, where that takes less time"
+    ),
+    "whole": (
+        "nothing is shared out: what the program trains on comes from no torch.utils.data.DataLoader, and no model is "
+        "called whose rows ranks share out, so every rank computes all of it, which is right but not faster. From a "
+        "DataLoader, batches='split' shares out the batches themselves; verify=True tells whether that is exact"
+    ),
+}
+"""By ``batches``: why every rank computes all of what the program trains on."""
 
 LEFT_OUT = (
     "a batch has fewer rows than samples that were fetched for it: where collate_fn leaves samples out, ranks are left "

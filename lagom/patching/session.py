@@ -17,7 +17,7 @@ from lagom.collectives.run_store import SealedStore
 from lagom.collectives.shared_group import whole_groups
 from lagom.patching.dealt_passes import DealtPasses
 from lagom.patching.known_modules import KnownModules
-from lagom.patching.passes import Pass, Passes, Share
+from lagom.patching.passes import NOT_SHARED, Pass, Passes, Share
 from lagom.patching.provenance import Provenance
 from lagom.patching.random import CommonStreams
 from lagom.patching.terms import Terms
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from lagom.strategies.zero.weights import Weights
 
 log = logging.getLogger("lagom")
+
+_SOME = 4
+"""Backwards after which it is known how the program's batches come, and whether forwards are shared out."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -124,6 +127,9 @@ class Session:
     """What ranks leave for each other, which is no collective."""
     _thread: int = field(default_factory=threading.get_ident, init=False)
     _said: set[str] = field(default_factory=set, init=False)
+    _num_losses: int = field(default=0, init=False)
+    has_sliced: bool = field(default=False, init=False)
+    """Ranks have shared out a forward by its rows."""
     is_probing: bool = field(default=False, init=False)
     num_micro_batches: int = field(default=1, init=False)
     """In which a forward has run, at most."""
@@ -232,6 +238,9 @@ class Session:
     def tell_loss(self, roots: Sequence[Any]) -> None:
         """A backward from ``roots`` is about to run."""
         self.dealt.backward(roots)
+        self._num_losses += 1
+        if self._num_losses == _SOME and not (self.passes.have_read or self.has_sliced):
+            self.say_once(NOT_SHARED["whole" if self.plan.batches == "whole" else "split"])
         # Not held, as its graph would be; a loop's variable keeps it for about as long as it is of interest.
         self._loss = weakref.ref(roots[0]) if len(roots) == 1 else None
 

@@ -192,6 +192,7 @@ class Slicer:
 
     def _sliced(self, candidate: Candidate, finding: Finding) -> Any:
         session = self._session
+        session.has_sliced = True
         block = Block(self._group.rank, self._group.world_size, candidate.rows)
         exchange = Exchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
         leaves = [sliced(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]

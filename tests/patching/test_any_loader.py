@@ -269,3 +269,31 @@ class TensorRows(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return self.rows[index]
+
+
+@pytest.mark.parametrize(
+    ("batches", "always_slices", "is_told"),
+    [("split", False, "whole"), ("per_rank", False, "whole"), ("whole", False, "split"), ("whole", True, "")],
+)
+def test_a_program_whose_batches_come_from_no_loader_is_told_that_nothing_is_shared_out(
+    batches: Any, always_slices: bool, is_told: str
+) -> None:
+    """Once, and with the setting that would share it out; not where forwards are shared out by rows."""
+
+    def program(session: Session) -> list[str]:
+        torch.manual_seed(1)
+        x, model = torch.randn(48, 3), torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _epoch in range(2):
+            order = torch.randperm(48)
+            for i in range(0, 48, 8):
+                optimizer.zero_grad()
+                (model(x[order[i : i + 8]]) - 1).square().mean().backward()
+                optimizer.step()
+        with torch.no_grad():
+            list(DataLoader(TensorDataset(x), batch_size=8))
+        return [line for line in session._said if "nothing is shared out" in line]
+
+    for lines in run_ranks(2, program, batches=batches, always_slices=always_slices):
+        assert len(lines) == (is_told != "")
+        assert all(f"batches='{is_told}'" in line for line in lines)

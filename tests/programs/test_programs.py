@@ -69,6 +69,7 @@ def judge_split(case: Case, world_size: int, evaluation: Evaluation) -> None:
         assert rank.left == []
     kinds = judge.sharing(run.ranks, plain.ranks[0].passes, same_order=case.split != "off")
     assert set(kinds) == ({"shared"} if case.shared else set())
+    assert ("nothing is shared out" in first.said) == (not case.shared)
     assert judge.words(first.text) == judge.words(plain.ranks[0].text)
     assert run.files.keys() == plain.files.keys()
     if case.split == "off":
