@@ -15,12 +15,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Sing
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
-from lagom.patching.dealing import Dealer, num_samples
+from lagom.patching.dealing import Dealer, StatefulDealer, num_samples
 from lagom.patching.dealt_passes import start
 from lagom.patching.device import moved
 from lagom.patching.fetching import PASS, fetcher_made, fetching
 from lagom.patching.iterable import Dealing, Turns, is_iterable
-from lagom.patching.order import synchronise
+from lagom.patching.order import has_state, synchronise
 from lagom.patching.passes import LEFT_OUT, Pass, leaves_out
 from lagom.patching.permutation import shuffled
 from lagom.patching.publishing import PassNames, Publication, Readers
@@ -147,7 +147,8 @@ def _index_sampler(loaders: _Loaders) -> Any:
         if is_iterable(loader):
             return Turns(source, wide)
         drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
-        return Dealer(session, source, lambda: session.starting or start(session, shared), wide, drop_last=drop_last)
+        kind = StatefulDealer if has_state(source) else Dealer
+        return kind(session, source, lambda: start(session, shared), wide, drop_last=drop_last)
 
     return index_sampler
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lagom.data.shard import Positions
-from lagom.patching.order import common_order
+from lagom.patching.order import common_order, resumable
 from lagom.patching.passes import Pass, Share
 from lagom.patching.session import Session
 
@@ -88,13 +88,15 @@ class Dealer:
         self._start = start
         self._wide = wide
         self._drop_last = drop_last
+        self._current: Pass | None = None
 
     def __len__(self) -> int:
         length, wide = len(self._source), self._wide()
         return length // wide if self._drop_last else -(-length // wide)
 
     def __iter__(self) -> Iterator[Any]:
-        current = self._start()
+        # A loader that resumes begins its sampler anew within its pass.
+        current = self._current = self._session.starting or self._current or self._start()
         if not (current.training or current.sharded or self._session.plan.evaluation == "gathered"):
             return iter(self._source)
         # Now, not when the first batch is drawn: iter() of a sampler may draw random numbers.
@@ -103,10 +105,10 @@ class Dealer:
             return batches
         current.shares.clear()
         if not current.training:
-            return self._dealt_for_evaluation(batches)
+            return resumable(self._dealt_for_evaluation(batches), batches)
         if self._session.plan.batches == "per_rank":
-            return self._dealt_per_rank(batches, current)
-        return self._dealt(batches, current)
+            return resumable(self._dealt_per_rank(batches, current), batches)
+        return resumable(self._dealt(batches, current), batches)
 
     def _dealt(self, batches: Iterator[Any], current: Pass) -> Iterator[Any]:
         for batch in batches:
@@ -128,3 +130,15 @@ class Dealer:
             mine, share = split(batch, self._session.rank, self._session.world_size)
             if share.num_mine:
                 yield mine
+
+
+class StatefulDealer(Dealer):
+    """A ``Dealer`` for a source that has a state."""
+
+    def state_dict(self) -> Any:
+        """Give the state of the source."""
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Have the source go on from ``state``."""
+        self._source.load_state_dict(state)

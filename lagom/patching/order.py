@@ -44,7 +44,36 @@ def common_order(session: Session, source: Any, current: Pass) -> Iterator[Any]:
     if type(source) is BatchSampler:
         following = _Following(session, source.sampler, source.batch_size, current, eager=False)
         return iter(BatchSampler(following, source.batch_size, source.drop_last))
-    return _Following(session, source, 1, current, eager=True)
+    following = _Following(session, source, 1, current, eager=True)
+    return resumable(following, following.mine)
+
+
+def has_state(source: Any) -> bool:
+    """Whether ``source`` can tell where it is, and go on from there, as torchdata's samplers can."""
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
+def resumable(items: Iterator[Any], source: Any) -> Iterator[Any]:
+    """``items``, which are made of those of ``source``, with its state, if it has one."""
+    return _Resumable(items, source) if has_state(source) else items
+
+
+class _Resumable:
+    def __init__(self, items: Iterator[Any], source: Any) -> None:
+        self._items = items
+        self._source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+    def state_dict(self) -> Any:
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._source.load_state_dict(state)
 
 
 def synchronise(session: Session, loader: DataLoader[Any], *, own_order: bool = False) -> None:
@@ -111,7 +140,8 @@ class _Following:
         self._current = current
         self._source = source
         self._step = step
-        self._mine: Iterator[Any] | None = None
+        self.mine: Iterator[Any] | None = None
+        """This rank's own iterator over the source."""
         self._failure: Exception | None = None
         self._items: deque[Any] = deque()
         self._end: Exception | None = None
@@ -135,18 +165,18 @@ class _Following:
 
     def _start(self) -> None:
         try:
-            self._mine = iter(self._source)
+            self.mine = iter(self._source)
         except Exception as error:  # the user's; rank 0's is raised on all ranks
             self._failure = error
 
     def _fetch(self) -> None:
         session, meets = self._session, self._session.may_meet
-        if self._mine is None and self._failure is None:
+        if self.mine is None and self._failure is None:
             self._start()
         if meets:
             session.at("the next batch of a sampler")
         if session.rank == 0:
-            ahead = self._step * (_AHEAD if isinstance(self._mine, _MADE_AHEAD) else 1)
+            ahead = self._step * (_AHEAD if isinstance(self.mine, _MADE_AHEAD) else 1)
             items, end = self._draw(ahead)
             try:
                 message = _message(items, end, meets)
@@ -178,12 +208,12 @@ class _Following:
 
     def _draw(self, count: int) -> tuple[list[Any], Exception | None]:
         items: list[Any] = []
-        if self._mine is None:
+        if self.mine is None:
             return items, self._failure
         try:
             with DRAWING:
                 for _ in range(count):
-                    items.append(next(self._mine))  # noqa: PERF401  # what came before a failure counts
+                    items.append(next(self.mine))  # noqa: PERF401  # what came before a failure counts
         except Exception as error:  # StopIteration, or the user's
             return items, error
         return items, None

@@ -64,7 +64,13 @@ class _Dealt:
 
     def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share | None]:
         data = fetch(source)
-        return data, self._shares.popleft() if self._training else None
+        if not self._training:
+            return data, None
+        # A loader that resumes may have skipped some: the last ones are those of batches that are still to come.
+        ahead = source._send_idx - source._rcvd_idx if source._num_workers else 0
+        while len(self._shares) > ahead + 1:
+            self._shares.popleft()
+        return data, self._shares.popleft()
 
 
 class _Recounted:
