@@ -23,6 +23,7 @@ from lagom.worker.rendezvous import LEAVE_S, WRITE_S, peers
 GATHER_S = 1.5
 """How long after the first task the last may come before all are sent to gather without the driver."""
 _IMPATIENT_S = 5.0  # without a word from the tasks, before the user is told what is being waited for
+_BUSY_S = 60.0  # the same where a process of this machine is all that has to start: it always comes, if slowly
 _GRACE_S = 5.0  # between the end of the job and the last words of its tasks
 _ANSWER_S = 3.0  # that a task has to answer when it is told to stop; one that does is waited for
 _LOST_S = 20.0  # without a sign of life from a machine, until it is given up
@@ -51,6 +52,7 @@ class Run:
         self._gathering = False
         self._hears = True
         self._stopping = False
+        self._impatient_at = time.monotonic() + (_BUSY_S if plan.launcher == "local" else 0.0)
         self._answer_by = 0.0
         self._answered: set[int] = set()
         self._connected: set[int] = set()
@@ -128,7 +130,7 @@ class Run:
             except queue.Empty:
                 if over:
                     return
-                if self._hears and self.plan.rehearsal is None and not self._stopping:
+                if self._hears and self.plan.rehearsal is None and time.monotonic() >= self._impatient_at:
                     self._progress.waiting(len(self._joins), self._num_tasks)
                 continue
             self._show(event)

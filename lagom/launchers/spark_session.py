@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import socket
@@ -16,12 +17,14 @@ from typing import Any
 from lagom.errors import PlanError
 from lagom.plan import Cluster, Plan
 
+log = logging.getLogger("lagom")
 _YOUNG_S = 30.0  # an application of that age may still be waiting for its executors
 _ENCRYPTION = (
     "spark.network.crypto.enabled",
     "spark.authenticate.enableSaslEncryption",
     "spark.ssl.rpc.enabled",  # which follows from no other, not from spark.ssl.enabled either
 )
+_REPLACED_S = 90.0  # that Spark has to replace executors which it has lost, once
 _SETTLED_S = 1.5  # without another executor, where nothing says how many there will be
 
 
@@ -131,8 +134,8 @@ class SparkFacts:
 
 
 _python_lock = threading.Lock()
-_settled: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Spark contexts that have their executors."""
+_settled: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Spark contexts that have their executors, and how many."""
 
 
 class ClassicFacts(SparkFacts):
@@ -149,20 +152,34 @@ class ClassicFacts(SparkFacts):
             self.bind, self.advertise = self.conf("spark.driver.bindAddress", host) or None, host
 
     def slots(self) -> int:
-        """As the scheduler counts them, GPUs included; an application that has just started gets a moment."""
+        """As the scheduler counts them, GPUs included; executors that have yet to come or to come back are awaited."""
         jsc = self._context._jsc.sc()
         profile = jsc.resourceProfileManager().defaultResourceProfile()
+        wanted = self._num_executors()
+        if wanted != 0 and self._context in _settled:
+            self._await_replacements(_settled[self._context])
         young_until = self._context.startTime / 1000 + _YOUNG_S
-        wanted, seen, since = self._num_executors(), -1, 0.0
+        seen, since = -1, 0.0
         while wanted != 0 and self._context not in _settled and time.time() < young_until:
-            executors = int(jsc.getExecutorIds().size())
+            executors = self._executors()
             if executors != seen:
                 seen, since = executors, time.monotonic()
             if executors and (executors >= wanted if wanted else time.monotonic() - since > _SETTLED_S):
                 break
             time.sleep(0.05)
-        _settled.add(self._context)
+        _settled[self._context] = self._executors()
         return int(jsc.maxNumConcurrentTasks(profile))
+
+    def _executors(self) -> int:
+        return int(self._context._jsc.sc().getExecutorIds().size())
+
+    def _await_replacements(self, before: int) -> None:
+        """Where there were ``before`` executors and now are fewer, give Spark time to start others in their place."""
+        deadline = time.monotonic() + _REPLACED_S
+        if (lost := before - self._executors()) > 0:
+            log.warning("Spark has lost %d of %d executors; waiting %.0f s for others", lost, before, _REPLACED_S)
+        while self._executors() < before and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def _num_executors(self) -> int | None:
         """How many executors to wait for; None where only the cluster knows how many there will be."""

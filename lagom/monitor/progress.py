@@ -29,6 +29,7 @@ class Progress:
         self._name = plan.name
         self._world_size = plan.world_size
         self._where = where
+        self._is_here = plan.launcher == "local"
         self._ranks: dict[int, Message] = {}
         self._hosts: dict[str, list[int]] = {}
         self._said_waiting = False
@@ -60,7 +61,8 @@ class Progress:
         """Say once that tasks have not started yet."""
         if joined < wanted and not self._said_waiting:
             self._said_waiting = True
-            others = "" if joined else "; or they cannot reach this process: then their output comes at the end"
+            here = joined or self._is_here
+            others = "" if here else "; or they cannot reach this process: then their output comes at the end"
             self._say(
                 f"lagom: {self._name}: waiting for {self._where} to start the tasks "
                 f"({joined} of {wanted} are here{others})"

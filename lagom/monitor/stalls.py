@@ -68,6 +68,7 @@ def told(stalled: Mapping[int, Message], world_size: int) -> str:
     shown = stuck or {rank: stalled[rank] for rank in waiting}
     lines = _by(stalled, lambda one: str(one.get("line") or ""))
     parts += [f"{_ranks(ranks)} at {line}" for line, ranks in lines.items() if line]
+    parts += [f"rank {rank}: {one['state']}" for rank, one in shown.items() if one.get("state")]
     rank, one = next(iter(shown.items()))
     parts.append(f"the stack of rank {rank}:\n{stack(one)}".rstrip())
     return "\n".join(parts)

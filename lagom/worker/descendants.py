@@ -103,7 +103,7 @@ def end_rank(pid: int, others: Collection[int]) -> None:
 
 def reap_adopted(ranks: Collection[int]) -> None:
     """Let those go that were orphaned and have ended; ``ranks`` are the children that are this process's own."""
-    for child in children() - set(ranks) if _adopts else ():
+    for child in set(children(os.getpid())) - set(ranks) if _adopts else ():
         with contextlib.suppress(ChildProcessError):
             os.waitpid(child, os.WNOHANG)
 
@@ -130,19 +130,15 @@ def kill_descendants(kept: Collection[int] = (), *, cleaners: bool = False) -> l
     return found
 
 
-def children() -> set[int]:
-    """Of this process."""
-    return set(_children(os.getpid()))
-
-
 def _below(pid: int, kept: Collection[int]) -> Iterator[int]:
-    for child in _children(pid):
+    for child in children(pid):
         if child not in kept:
             yield child
             yield from _below(child, ())
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Of the process ``pid``: what it has started, or adopted, and has not seen the end of."""
     found = []
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():

@@ -67,7 +67,7 @@ def _ranks(spec: Spec, task: int) -> Sequence[int]:
 
 def _run_below(function: Callable[[], None]) -> str:
     """Run ``function`` in a host process; returns how that ended. See Note [Descendants] in descendants.py."""
-    before = children()
+    before = children(os.getpid())
     adopt(True)
     try:
         pid = fork_host(function)

@@ -49,6 +49,7 @@ _AWAITING = (
 _INNERMOST = 6
 _LIBRARIES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")})
 _MAX_TEXT = 40_000  # characters of stacks; the innermost are kept
+_AGAIN_S = 0.05
 _ANSWER_S = 0.3  # that a process has to write its stacks
 _MAX_CHILDREN = 8
 
@@ -128,6 +129,26 @@ def _listens(pid: int) -> bool:
         return False
     caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
+
+
+def state(pid: int) -> str:
+    """What keeps the process ``pid`` from going on that its stack does not tell; empty where nothing does."""
+    letter = _letter(pid)
+    if letter == "D":
+        time.sleep(_AGAIN_S)  # any disk is waited for, for a moment
+        letter = _letter(pid)
+    if letter in ("T", "t"):
+        return f"its process {pid} is stopped, by SIGSTOP or a debugger; kill -CONT {pid} on its host lets it go on"
+    if letter == "D":
+        return f"its process {pid} waits for a disk or a device, and no signal reaches it (state D)"
+    return ""
+
+
+def _letter(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def waits_for_process(frame: types.FrameType | None) -> bool:

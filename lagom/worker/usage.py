@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lagom.worker.descendants import children
+
 _MAX_CHILDREN = 64
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 
@@ -64,19 +66,11 @@ def _resident() -> int:
 def processor_s_below(pid: int) -> float:
     """Processor time of all that the process ``pid`` has started, and of what these have; of ended ones, too."""
     times = _times(pid)
-    return times[2] + times[3] + sum(_with_below(child) for child in _children(pid))
+    return times[2] + times[3] + sum(_with_below(child) for child in children(pid))
 
 
 def _with_below(pid: int) -> float:
-    return sum(_times(pid)) + sum(_with_below(child) for child in _children(pid))
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (thread / "children").read_text().split()]
-    return found
+    return sum(_times(pid)) + sum(_with_below(child) for child in children(pid))
 
 
 def _times(pid: int) -> tuple[float, float, float, float]:
@@ -93,4 +87,4 @@ def _times(pid: int) -> tuple[float, float, float, float]:
 def _processor_s() -> float:
     """Of this process with all its threads, and of its children that are alive."""
     total = time.process_time()
-    return total + sum(sum(_times(child)[:2]) for child in _children(os.getpid())[:_MAX_CHILDREN])
+    return total + sum(sum(_times(child)[:2]) for child in children(os.getpid())[:_MAX_CHILDREN])

@@ -172,8 +172,10 @@ class Watch:
         """What ``rank`` said last of it; where it says nothing, as in C code that keeps Python to itself, its stack."""
         pulse = rank.pulse
         if pulse.doing is not None and time.monotonic() - pulse.heard_at < 2 * self._look_s + self._plan.hb_interval:
-            return pulse.doing
-        return {"stack": stacks.told(rank.pid, rank.stacks), "line": "", "waits": False}
+            return {**pulse.doing, "state": stacks.state(rank.pid)}
+        state = stacks.state(rank.pid)
+        stack = "" if state else stacks.told(rank.pid, rank.stacks)
+        return {"stack": stack, "line": "", "waits": False, "state": state}
 
     def _keep_timeline(self, block: Message) -> None:
         if self._link is not None:
@@ -283,6 +285,7 @@ def _stopped(rank: int) -> Message:
 def _stuck(rank: Forked, now: Message) -> Message:
     """The report of a rank that got nowhere for too long; it may only have waited for another."""
     what = "waited for other ranks" if now["waits"] else "made no progress"
+    state = f"; {now['state']}" if now.get("state") else ""
     at = f", at {now['line']}" if now["line"] else ""
     if place := stalls.exchange(now):
         missing = now.get("missing") or []
@@ -294,7 +297,7 @@ def _stuck(rank: Forked, now: Message) -> Message:
         "ok": False,
         "consequence": bool(now["waits"]),
         "error": "StallError",
-        "message": f"rank {rank.rank} {what} for {now['quiet_s']:.0f} s{at}",
+        "message": f"rank {rank.rank} {what} for {now['quiet_s']:.0f} s{at}{state}",
         "traceback": stalls.stack(now),
     }
 

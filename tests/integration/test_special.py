@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -167,3 +168,24 @@ def test_a_result_above_2_gb_comes_home(spark: Any, capsys: pytest.CaptureFixtur
     assert [float(value[::1000].mean()) for value in result.per_rank] == [0.0, 1.0]
     with capsys.disabled():
         print(f"\ntwo results of 2.4 GB: {time.perf_counter() - start:.1f} s")
+
+
+@on("standalone")
+@pytest.mark.soak  # tests/launchers/test_spark.py shows it by default
+def test_an_executor_that_is_lost_is_awaited(spark: Any) -> None:
+    programs.run(programs.nothing, 2)
+    own = f"--app-id {spark.sparkContext.applicationId} "
+    commands = {pid: _command(pid) for pid in os.listdir("/proc") if pid.isdigit()}
+    executors = [int(pid) for pid, command in commands.items() if own in command and "ExecutorBackend" in command]
+    os.kill(executors[0], signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while spark.sparkContext._jsc.sc().getExecutorIds().size() > 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert programs.run(programs.place, 2).per_rank == ((0, 2), (1, 2))
+
+
+def _command(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""

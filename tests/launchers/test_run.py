@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,3 +134,21 @@ def test_a_process_that_is_gone_is_named_with_its_ranks_and_host() -> None:
     assert isinstance(lost, RankError)
     assert str(lost) == f"the process that held ranks 2, 3 on {os.uname().nodename} is gone, perhaps killed"
     assert lost.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said"), [("local", ""), ("spark", "waiting for there to start the tasks (0 of 2")]
+)
+def test_waiting_for_this_machine_is_no_alarm(
+    launcher: str, said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lagom.launchers.run, "_IMPATIENT_S", 0.1)
+    cluster = Cluster(launcher=launcher, slots=2)
+    with Run(plan(TorchDistributedConfig(world_size=2), cluster), "there", can_gather=False) as run:
+        timer = threading.Timer(1.0, run.finish)
+        timer.start()
+        run.watch()
+        timer.join()
+    found = capfd.readouterr().err
+    assert said in found
+    assert bool(said) == bool(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from lagom.errors import LagomError
 from lagom.launchers.run import Run
 from lagom.launchers.spark import _rows_of_failure
-from lagom.launchers.spark_session import SparkFacts
+from lagom.launchers.spark_session import ClassicFacts, SparkFacts
 
 
 class _NothingFailed:
@@ -75,3 +76,42 @@ def test_what_counts_as_sparks_encryption(conf: dict[str, str], encrypted: bool,
     session = SimpleNamespace(conf=SimpleNamespace(get=lambda key, default: conf.get(key, default)))
     found = SparkFacts(session)
     assert (found.encrypted, found.encrypts) == (encrypted, encrypts)
+
+
+class _Context:
+    """A Spark context whose executors are as many as ``counts`` says, each time that it is asked; at last ``last``."""
+
+    def __init__(self, last: int) -> None:
+        self.counts: list[int] = []
+        self.last = last
+        self.startTime = 0
+        profile = SimpleNamespace(defaultResourceProfile=lambda: None)
+        executors = SimpleNamespace(size=lambda: self.counts.pop(0) if self.counts else self.last)
+        spark = SimpleNamespace(
+            resourceProfileManager=lambda: profile,
+            getExecutorIds=lambda: executors,
+            maxNumConcurrentTasks=lambda profile: self.last,
+        )
+        self._jsc = SimpleNamespace(sc=lambda: spark)
+
+
+def test_executors_that_are_lost_are_awaited_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lagom.launchers.spark_session._REPLACED_S", 1.0)
+    conf = {"spark.master": "spark://host:7077", "spark.executor.instances": "3", "spark.driver.host": "here"}
+    context = _Context(last=3)
+    found = ClassicFacts(
+        SimpleNamespace(conf=SimpleNamespace(get=lambda key, default: conf.get(key, default)), sparkContext=context)
+    )
+    assert found.slots() == 3
+    context.counts = [2, 2, 2, 2]
+    assert found.slots() == 3
+    assert context.counts == []
+    assert caplog.text.count("Spark has lost 1 of 3 executors; waiting 1 s for others") == 1
+    context.last = 1  # these do not come back
+    assert found.slots() == 1
+    start = time.monotonic()
+    assert found.slots() == 1
+    assert time.monotonic() - start < 0.5
+    assert caplog.text.count("waiting") == 2

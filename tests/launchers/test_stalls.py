@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
+import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +86,32 @@ def test_a_rank_that_is_stuck_is_named_with_its_stack(kind: str, where: str, cap
         assert "lagom/worker" not in text
     if kind == "worker":
         assert re.search(r"process \d+, which it started:", said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        ("stopped", r"its process \d+ is stopped, by SIGSTOP or a debugger; kill -CONT \d+ on its host lets it go on"),
+        ("device", r"its process \d+ waits for a disk or a device, and no signal reaches it \(state D\)"),
+    ],
+)
+def test_a_process_that_is_stopped_or_waits_for_a_device_is_named_as_such(
+    kind: str, state: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+
+    def get_stuck() -> None:
+        if lagom.rank() == 1:
+            if kind == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            # Until the other process has begun its program this one waits in the kernel, as for a device.
+            os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 9, fifo, os.O_RDONLY, 0)])
+
+    error = ended(get_stuck)
+    assert error.rank == 1
+    assert re.search(rf"^rank 1 made no progress for \d+ s.*; {state}$", str(error))
+    assert re.search(f"    rank 1: {state}\n", capfd.readouterr().err)
 
 
 def crossed() -> None:
