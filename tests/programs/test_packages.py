@@ -1,0 +1,149 @@
+"""Programs for packages that the project does not need, in an environment with these: one process against ranks.
+
+One command: pytest -m soak tests/programs/test_packages.py. The environment is made once, in pytest's cache; the
+variable LAGOM_TEST_PACKAGES names the Python of another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent / "packages"
+ROOT = HERE.parents[2]
+PROGRAMS = sorted(path.stem for path in HERE.glob("*.py"))
+SETTINGS = ("default", "split", "whole")
+SAID: dict[tuple[str, str], str] = {}
+"""What is said where the numbers are not those of one process, by program and setting."""
+TOLERANCE = 2e-5
+"""Relative, of float32, which keras and transformers compute in; the programs round what they print."""
+_TIMES = re.compile(r"^.*(runtime|per_second|real_accelerator).*\n?", re.MULTILINE)
+"""Lines that no two runs have in common."""
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
+
+
+class Run(NamedTuple):
+    """What came of a program."""
+
+    code: int
+    out: str
+    err: str
+    files: dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def python(pytestconfig: pytest.Config) -> str:
+    """The Python that has the packages; torch and all else that the project needs are those of this one."""
+    if given := os.environ.get("LAGOM_TEST_PACKAGES"):
+        return given
+    wanted = (HERE / "requirements.txt").read_text() + sys.version + torch.__version__
+    folder = pytestconfig.cache.mkdir("packages-" + hashlib.sha256(wanted.encode()).hexdigest()[:12])
+    if not (folder / "ready").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        (site,) = folder.glob("lib/python*/site-packages")
+        (site / "project.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+        install = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "-r", str(HERE / "requirements.txt")]
+        subprocess.run([*install, f"torch=={torch.__version__.partition('+')[0]}"], check=True)
+        (folder / "ready").touch()
+    return str(folder / "bin" / "python")
+
+
+@cache
+def executed(python: str, program: str, *options: str) -> Run:
+    """The program, plainly without ``options``, by ``lagom run`` with them, in a folder of its own."""
+    command = [python, *(["-m", "lagom.cli", "run", *options] if options else []), str(HERE / f"{program}.py")]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    return Run(done.returncode, done.stdout, done.stderr, files)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ranks_give_what_one_process_gives_or_say_why_not(
+    python: str, program: str, num_ranks: int, setting: str
+) -> None:
+    plain = executed(python, program)
+    assert plain.code == 0, plain.err
+    options = [] if setting == "default" else ["--batches", setting]
+    run = executed(python, program, "-n", str(num_ranks), *options)
+    if (program, setting) in SAID:
+        assert re.search(SAID[program, setting], run.out + run.err), run.err
+        return
+    assert run.code == 0, run.err
+    assert differences(run, plain) == []
+
+
+def differences(found: Run, wanted: Run) -> list[str]:
+    """How a run differs, in what it prints and in its files, which have to be read to be compared."""
+    lines = _of_text("the output", found.out, wanted.out)
+    if found.files.keys() != wanted.files.keys():
+        return [*lines, f"the files are {sorted(found.files)}, not {sorted(wanted.files)}"]
+    for name, content in wanted.files.items():
+        lines += _of_content(name, found.files[name], content)
+    return lines
+
+
+def _of_content(name: str, found: bytes, wanted: bytes) -> list[str]:
+    if found == wanted:
+        return []
+    kind = name.rpartition(".")[2]
+    if kind in ("json", "txt"):
+        return _of_text(name, found.decode(), wanted.decode())
+    if kind in ("pt", "pth") and zipfile.is_zipfile(io.BytesIO(wanted)) and b"TrainingArguments" not in wanted:
+        first, second = (torch.load(io.BytesIO(content), weights_only=False) for content in (found, wanted))
+        return _of_text(name, _shown(first), _shown(second))
+    if kind == "safetensors":
+        return _of_tensors(name, found, wanted)
+    # Of formats that are not read here (zip archives with times in them, pickles of whole objects) the size.
+    return [] if abs(len(found) - len(wanted)) <= len(wanted) // 50 else [f"{name} has {len(found)} bytes"]
+
+
+def _of_tensors(name: str, found: bytes, wanted: bytes) -> list[str]:
+    """Of safetensors: 8 bytes of length, as much of JSON, and numbers."""
+    size = int.from_bytes(wanted[:8], "little") + 8
+    if found[:size] != wanted[:size] or len(found) != len(wanted):
+        return [f"{name} holds other tensors"]
+    kind = torch.float64 if b'"F64"' in wanted[:size] else torch.float32
+    first, second = (torch.frombuffer(bytearray(content[size:]), dtype=kind) for content in (found, wanted))
+    return (
+        []
+        if torch.allclose(first, second, TOLERANCE, TOLERANCE)
+        else [f"{name} is off by {(first - second).abs().max()}"]
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(value.flatten().tolist())
+    if isinstance(value, dict):
+        return " ".join(f"{key}: {_shown(item)}" for key, item in value.items())
+    return " ".join(map(_shown, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _of_text(name: str, found: str, wanted: str) -> list[str]:
+    found, wanted = _TIMES.sub("", found), _TIMES.sub("", wanted)
+    if _NUMBER.sub("#", found) != _NUMBER.sub("#", wanted):
+        return [f"{name} is {found!r}, not {wanted!r}"]
+    pairs = zip(_NUMBER.findall(found), _NUMBER.findall(wanted), strict=True)
+    return [
+        f"{name}: {a} instead of {b}" for a, b in pairs if abs(float(a) - float(b)) > TOLERANCE * max(1, abs(float(b)))
+    ]
