@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 model = torch.nn.Linear(3, 2, dtype=torch.float64)
 torch.nn.init.constant_(model.weight, 0.5)
+torch.nn.init.zeros_(model.bias)
 for step in range(5):
     with torch.no_grad():
         model.weight += step
