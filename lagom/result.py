@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import os
+import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,21 @@ _SHOWN_RANKS = 8
 # Front ends have styles of their own for tables: columns of equal width, and centered.
 _TABLE = "table-layout:auto;margin:0;border-collapse:collapse"
 _CELL = "text-align:left;vertical-align:top;padding:.15em .8em .15em 0"
+
+
+class Page(type(Path())):  # type: ignore[misc]  # the class of this system's paths
+    """The path of an HTML page, which a notebook shows as a link."""
+
+    def _repr_html_(self) -> str:
+        try:
+            place = urllib.parse.quote(os.path.relpath(self))
+            if place.startswith("../"):  # a notebook's server gives nothing from above where the notebook is
+                page = base64.b64encode(self.read_bytes()).decode()
+                place = f"data:text/html;base64,{page}"
+        except OSError:
+            return html.escape(str(self))
+        opened = f"href='{place}' target='_blank' download='{html.escape(self.name)}'"
+        return f"<a {opened}>{html.escape(str(self))}</a>"
 
 
 class Result(Mapping[str, Any]):
@@ -79,8 +96,10 @@ class Result(Mapping[str, Any]):
         """Where the run's records are kept, if that is no folder of this machine."""
         return self._upload.url if self._upload is not None else None
 
-    def report(self, path: str | os.PathLike[str] | None = None) -> Path:
+    def report(self, path: str | os.PathLike[str] | None = None) -> Page:
         """Write one HTML page about the run, which needs no network to be looked at; returns its path.
+
+        A notebook shows that as a link.
 
         Args:
             path: of the page; None: "report.html" in the run's folder, and at its URL if it has one.
@@ -92,7 +111,7 @@ class Result(Mapping[str, Any]):
             raise ValueError("there is nothing to report from: this run's config had run_dir=None")
         from lagom.records.report import report
 
-        target = Path(path) if path is not None else self._run_dir / "report.html"
+        target = Page(path if path is not None else self._run_dir / "report.html")
         target.write_text(report(self._run_dir), encoding="utf-8")
         if self._upload is not None and path is None:
             self._upload.send(target)

@@ -190,6 +190,9 @@ class Run:
         elif event["type"] == "timeline":
             if self._records is not None:
                 self._records.timed(event)
+        elif event["type"] == "picture":
+            path = self._records.showed(event["png"]) if self._records is not None else None
+            self._progress.picture(event["png"], path)
         elif event["type"] == "dropped":
             self._progress.warn(f"{event['messages']} pieces of output were dropped: the driver could not keep up")
         elif event["type"] == "warning":

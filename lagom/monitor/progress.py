@@ -73,6 +73,15 @@ class Progress:
         first, *more = text.splitlines()
         self._say("\n".join([f"lagom: {self._name}: {first}", *(f"    {line}" for line in more)]))
 
+    def picture(self, png: str, path: os.PathLike[str] | None) -> None:
+        """Show in a notebook what the program has shown, as base64; elsewhere say where it is kept."""
+        display = notebook()
+        kept = f"it is in {path}" if path is not None else "it is not kept, since run_dir is None"
+        if display is not None:
+            display.display({"image/png": png, "text/plain": f"a picture of rank 0; {kept}"}, raw=True)
+        else:
+            self.warn(f"rank 0 showed a picture; {kept}")
+
     def unheard(self) -> None:
         """Say that nothing will be shown of this run until it ends."""
         self._say(

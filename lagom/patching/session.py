@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,8 @@ class Session:
     _loss: weakref.ref[torch.Tensor] | None = field(default=None, init=False)
     reported: dict[str, float | int] = field(default_factory=dict, init=False)
     """What the program reported last; shown along with the progress."""
+    pictures: deque[str] = field(default_factory=deque, init=False)
+    """PNGs as base64, that the program has shown and the driver has not been told of."""
     position: int | None = field(default=None, init=False)
     """Which batch of its pass a model was called with last; None where ranks may be at different ones."""
     depth: int = field(default=0, init=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import datetime
 import functools
@@ -91,6 +92,7 @@ class Records:
             "git": self._checkout.facts(),
             "ranks": {},
         }
+        self._num_pictures = 0
         self._logs: dict[int, IO[bytes]] = {}
         self._sizes: dict[int, int] = {}
         self._kept_at: dict[int, float] = {}
@@ -145,6 +147,15 @@ class Records:
         (self.folder / TIMELINES).mkdir(exist_ok=True)
         with open(self.folder / TIMELINES / f"rank-{int(event['rank'])}.jsonl", "a") as file:
             file.write(unpacked(event["data"]) + "\n")
+
+    def showed(self, png: str) -> Path | None:
+        """The program showed a picture, as base64; returns the file that has it, if it could be kept."""
+        with contextlib.suppress(OSError, ValueError):
+            self._num_pictures += 1
+            path = self.folder / f"picture-{self._num_pictures}.png"
+            path.write_bytes(base64.b64decode(png, validate=True))
+            return path
+        return None
 
     @_harmless
     def merge_timelines(self, also: str | os.PathLike[str] | None = None) -> None:

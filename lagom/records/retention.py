@@ -16,7 +16,7 @@ ALIVE = ".alive"
 """A file in a run's folder that is locked while the run is under way."""
 _NAME = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}")
 _OURS = re.compile(
-    r"(run|result|timeline|timeline-summary)\.json|progress\.jsonl|rank-\d+\.(log|jsonl)|lagom\.log|report\.html|timelines|\..*"
+    r"(run|result|timeline|timeline-summary)\.json|progress\.jsonl|rank-\d+\.(log|jsonl)|lagom\.log|picture-\d+\.png|report\.html|timelines|\..*"
 )
 
 

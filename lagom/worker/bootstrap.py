@@ -28,6 +28,7 @@ from lagom.worker.device import rank_device, threads
 from lagom.worker.disk_full import DiskFullTold
 from lagom.worker.environment import environment, torchrun_variables
 from lagom.worker.out_of_memory import OutOfMemoryTold
+from lagom.worker.pictures import shown_pictures
 from lagom.worker.place import Place, standing_at
 from lagom.worker.process_group import process_group
 from lagom.worker.random_states import random_states, set_random_states, start_random_states
@@ -84,6 +85,8 @@ def run(
             leaves = stack.enter_context(numbered_parameters())
         stack.enter_context(patched(session))
         stack.enter_context(compatible(plan.already_distributed))
+        if seat is not None:
+            stack.enter_context(shown_pictures(session))
         call = load()  # inside the patches: modules that arrive by pickle are seen as they are made
         session.has_arrived = True
         if seat is not None:  # without, this is the process that has been set so

@@ -147,7 +147,7 @@ def _as_text(report: Message, fd: int, reports: Sequence[Message]) -> str:
     error = os.pread(fd, size, 0) if size <= _MAX_FAILURE else b""
     summary = {key: report[key] for key in report if key != "traceback"} | {"traceback": report["traceback"][-20_000:]}
     if "output" in summary:
-        summary["output"] = [said for said in summary["output"] if said["type"] != "timeline"]
+        summary["output"] = [said for said in summary["output"] if said["type"] not in ("timeline", "picture")]
     told = failure_text(json.dumps(summary), error, json.dumps(_that_fit(reports)))
     return f"rank {report['rank']}: {report['error']}: {report['message']}\n{told}"
 

@@ -63,7 +63,7 @@ class Heart:
         with self._lock, contextlib.suppress(OSError):
             if self._session is not None:
                 self._control.send(self._progress(self._session))
-                for block in _timeline(self._session):
+                for block in (*_timeline(self._session), *_pictures(self._session)):
                     self._control.send(block)
             self._control.send(report)
 
@@ -78,7 +78,7 @@ class Heart:
                     if doing is not None:
                         self._control.offer(doing)
                     self._control.offer(self._progress(self._session))
-                    for block in _timeline(self._session):
+                    for block in (*_timeline(self._session), *_pictures(self._session)):
                         self._control.offer(block)
                 except OSError:
                     return
@@ -148,3 +148,8 @@ class Heart:
 
 def _timeline(session: Session) -> Iterable[Message]:
     return session.spans.blocks() if session.spans is not None else ()
+
+
+def _pictures(session: Session) -> Iterable[Message]:
+    while session.pictures:
+        yield {"type": "picture", "png": session.pictures.popleft()}

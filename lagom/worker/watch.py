@@ -54,7 +54,7 @@ class Watch:
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
         self._kills = oom.num_kills()
-        self._timelines: dict[int, list[Message]] = {}
+        self._blocks: dict[int, list[Message]] = {}
         """What no link has carried, by rank; ``Spans`` bounds it."""
         self.unsaid: list[Message] = []
         """What rank 0 wrote while there was no link, to travel with the results."""
@@ -93,7 +93,7 @@ class Watch:
         found = []
         for report in reports:
             output = self.unsaid if report["rank"] == 0 else []
-            output = [*output, *self._timelines.get(report["rank"], [])]
+            output = [*output, *self._blocks.get(report["rank"], [])]
             found.append(report | {"output": output} if output else report)
         return found
 
@@ -145,8 +145,8 @@ class Watch:
                     self._tell_failure(rank)
             elif message["type"] == "doing":
                 rank.pulse.doing = message
-            elif message["type"] == "timeline":
-                self._keep_timeline(message | {"rank": rank.rank})
+            elif message["type"] in ("timeline", "picture"):
+                self._keep_block(message | {"rank": rank.rank})
             else:
                 rank.pulse.heard(int(message["ticks"]))
                 self._tell(message | {"rank": rank.rank})
@@ -177,11 +177,11 @@ class Watch:
         stack = "" if state else stacks.told(rank.pid, rank.stacks)
         return {"stack": stack, "line": "", "waits": False, "state": state}
 
-    def _keep_timeline(self, block: Message) -> None:
+    def _keep_block(self, block: Message) -> None:
         if self._link is not None:
             self._tell(block)
         else:
-            self._timelines.setdefault(block["rank"], []).append(block)
+            self._blocks.setdefault(block["rank"], []).append(block)
 
     def _read(self, rank: Forked, stream: str) -> bool:
         fd = rank.stdout if stream == "stdout" else rank.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import textwrap
 import time
 from dataclasses import dataclass, field
@@ -44,14 +45,17 @@ class Cell:
 class Notebook:
     """A kernel that stands in ``folder``; gone when its ``with`` ends."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
         from jupyter_client.manager import KernelManager
 
         self.folder = folder
+        self._python = python
         self._kernel = KernelManager(kernel_name="python3")
 
     def __enter__(self) -> Notebook:
         env = os.environ | {"PYTHONPATH": str(ROOT), "LAGOM_RUN_DIR": str(self.folder / "runs")}
+        assert self._kernel.kernel_spec is not None
+        self._kernel.kernel_spec.argv[0] = self._python
         self._kernel.start_kernel(cwd=str(self.folder), env=env)
         self._client: Any = self._kernel.blocking_client()
         self._client.start_channels()

@@ -6,13 +6,10 @@ variable LAGOM_TEST_PACKAGES names the Python of another one.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import re
 import subprocess
-import sys
-import sysconfig
 import tempfile
 import zipfile
 from functools import cache
@@ -21,6 +18,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+
+from tests.packages import python_with_packages
 
 HERE = Path(__file__).parent / "packages"
 ROOT = HERE.parents[2]
@@ -48,19 +47,8 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def python(pytestconfig: pytest.Config) -> str:
-    """The Python that has the packages; torch and all else that the project needs are those of this one."""
-    if given := os.environ.get("LAGOM_TEST_PACKAGES"):
-        return given
-    wanted = (HERE / "requirements.txt").read_text() + sys.version + torch.__version__
-    folder = pytestconfig.cache.mkdir("packages-" + hashlib.sha256(wanted.encode()).hexdigest()[:12])
-    if not (folder / "ready").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        (site,) = folder.glob("lib/python*/site-packages")
-        (site / "project.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-        install = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "-r", str(HERE / "requirements.txt")]
-        subprocess.run([*install, f"torch=={torch.__version__.partition('+')[0]}"], check=True)
-        (folder / "ready").touch()
-    return str(folder / "bin" / "python")
+    """The Python that has the packages."""
+    return python_with_packages(pytestconfig)
 
 
 @cache

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -261,6 +263,23 @@ def test_the_report_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
     for shown in ("a run", "2 ranks on this machine", "Samples per second", "Output of rank 1", "batch 7", "commit"):
         assert shown in text
     assert result.report(tmp_path / "other.html").read_text() == text
+
+
+def test_a_notebook_shows_a_report_as_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "run.json").write_text('{"name": "a run"}')
+    result = Result(1, [1], seconds=1.0, run_dir=tmp_path / "a run")
+    page = result.report()
+    assert (page, os.fspath(page)) == (tmp_path / "a run" / "report.html", f"{tmp_path}/a run/report.html")
+    assert pickle.loads(pickle.dumps(page)) == page
+    monkeypatch.chdir(tmp_path)
+    assert "href='a%20run/report.html'" in page._repr_html_()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # whose notebooks cannot ask for a file above
+    text = re.search(r"href='data:text/html;base64,([^']+)'", page._repr_html_())
+    assert text is not None
+    assert base64.b64decode(text[1]) == page.read_bytes()
+    assert f">{page}</a>" in page._repr_html_()
 
 
 def test_a_run_that_was_cut_short_has_a_report_too(tmp_path: Path) -> None:
