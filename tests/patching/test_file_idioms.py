@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import sqlite3
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -380,3 +381,25 @@ def test_nothing_is_patched_in_a_world_of_one(tmp_path: Path) -> None:
 
     assert run_ranks(1, run) == [True]
     assert run_ranks(2, run) == [False, False]
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_program_that_every_rank_starts_is_told_of_once(knows: bool, tmp_path: Path) -> None:
+    def run(session: Session) -> list[str]:
+        os.chdir(tmp_path)
+        said = list[str]()
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lagom").addHandler(handler)
+        if knows:
+            disk.asked_for_rank()
+        os.system("true")
+        for _ in range(2):
+            subprocess.run(["touch", f"{session.rank} here"], check=True)
+        return said
+
+    first, second = run_ranks(2, run)
+    assert second == []
+    assert len(first) == (0 if knows else 1)
+    assert knows or "every rank runs `true`, and what that writes goes to the real disk" in first[0]
+    assert sorted(tree(tmp_path)) == ["0 here", "1 here"]

@@ -80,7 +80,8 @@ class Calls(ABC):
     def listed(self, path: str) -> str:
         """Where C code is to list the directory that the program knows by ``path``."""
 
-    def asked(self) -> None:  # noqa: B027  (rank 0's files are real whatever it knows)
+    @abstractmethod
+    def asked(self) -> None:
         """The program has asked which rank it is."""
 
     def left_alone(self, key: str) -> bool:

@@ -20,6 +20,9 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 class CallsOfFirst(Calls):
     """Those of rank 0."""
 
+    was_asked = False
+    """The program has asked which rank it is."""
+
     def __init__(self, host_dir: str, journal: Journal, by_name: bool) -> None:
         """``by_name``: all directories are listed by name, since the disks of other hosts have orders of their own."""
         super().__init__(host_dir)
@@ -40,6 +43,9 @@ class CallsOfFirst(Calls):
 
     def free(self, path: str) -> None:
         self._journal.log.add("free", path)
+
+    def asked(self) -> None:
+        self.was_asked = True
 
     def written(self, path: str) -> str:
         self._note(path, None, follow=True, change="content")

@@ -23,6 +23,7 @@ from lagom.patching.disk.first import CallsOfFirst
 from lagom.patching.disk.journal import Journal
 from lagom.patching.disk.libraries import interposed
 from lagom.patching.disk.others import CallsOfOthers
+from lagom.patching.disk.programs import warn_of_programs
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def own_disk(host_dir: str, rank: int, world_size: int, local_world_size: int, *
         for owner, name, value in _installed(calls):
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(interposed(calls, reads=isinstance(calls, CallsOfOthers)))
+        if isinstance(calls, CallsOfFirst):
+            stack.enter_context(warn_of_programs(lambda: calls.was_asked or calls.is_over))
         before, _calls = _calls, calls
         try:
             yield
