@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from lagom.data import lists, types
-from lagom.data.values import Arrow, Dense, Path, Values
+from lagom.data.values import Arrow, Dense, Nulls, Path, Values
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
@@ -127,15 +127,18 @@ class Leaf:
                 if array.null_count and types.is_number(self.type):  # petastorm's scalars
                     array = array.fill_null(pa.scalar(self._fill()).cast(array.type))
                 return self.codec.convert(array, self.path, where)
+            has_none = len(array) > 0 and array.null_count == len(array)
             if types.is_vector(self.type):
-                return Dense(lists.vectors(array))
+                vectors = lists.vectors(array)
+                return Nulls(vectors, 0) if has_none else Dense(vectors)
             if types.is_text(self.type):
                 return Arrow(_large(array), _listed)
             if self.ragged != "error" and types.is_ragged(self.type):
                 return self._ragged(array)
             fill = self._fill()
             strict = self.nulls in ("error", "mask")
-            return Dense(lists.writable(lists.dense(array, self.type, fill, strict=strict)))
+            found = lists.writable(lists.dense(array, self.type, fill, strict=strict))
+            return Nulls(found, fill) if has_none and not found.size else Dense(found)
         except lists.RowError as error:
             raise told(error.row, str(error)) from None
         except (ValueError, OverflowError, ArithmeticError) as error:  # Arrow's are ValueErrors

@@ -9,7 +9,7 @@ from lagom.data import types
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from lagom.data.files import File
     from lagom.data.unischema import Field
@@ -78,6 +78,7 @@ class Footer:
 
     def num_bytes(self, names: set[str]) -> int:
         """Of the columns ``names``, decoded."""
+        names = names & self._names
         stored = dict.fromkeys(names, 0)
         for index in range(self.metadata.num_row_groups):
             group = self.metadata.row_group(index)
@@ -135,8 +136,8 @@ def partitions_of(files: list[File]) -> list[str]:
     return names
 
 
-def check_names(files: list[File], footers: list[Footer]) -> None:
-    """Make sure that all files have the same columns."""
+def check_names(files: list[File], footers: list[Footer], added: Collection[str]) -> None:
+    """Make sure that all files have the same columns, but for those that may have been ``added`` later."""
     wanted = set(footers[0].schema.names)
     for file, footer in zip(files, footers, strict=True):
         name, times = Counter(footer.schema.names).most_common(1)[0] if footer.schema.names else ("", 1)
@@ -144,7 +145,7 @@ def check_names(files: list[File], footers: list[Footer]) -> None:
             raise DataError(
                 f"{file.path} has {times} columns that are all called {name!r}; say columns=[...] without it"
             )
-        if different := wanted ^ set(footer.schema.names):
+        if different := (wanted ^ set(footer.schema.names)).difference(added):
             name = min(different)
             has, lacks = (files[0], file) if name in wanted else (file, files[0])
             raise DataError(f"column {name!r} is in {has.path} but not in {lacks.path}; say columns=[...] without it")
@@ -156,8 +157,9 @@ def common_field(
     footers: list[Footer],
     partitions: list[str],
     told: Mapping[str, Field],
+    added: Collection[str],
 ) -> Any:
-    """The field ``name``, which must be the same in all files."""
+    """The field ``name``, which must be the same in all files; those that are older than an ``added`` one lack it."""
     import pyarrow as pa
 
     if name in partitions:
@@ -166,17 +168,21 @@ def common_field(
             return pa.field(name, pa.string() if dtype.kind in "USO" else pa.from_numpy_dtype(dtype))
         values = [dict(file.partition)[name] for file in files]
         return pa.field(name, pa.int64() if all(_is_integer(value) for value in values) else pa.string())
-    schema = footers[0].schema
+    have = [number for number, footer in enumerate(footers) if name in footer.schema.names]
+    first = have[0] if have and name in added else 0
+    schema = footers[first].schema
     if name not in schema.names:
         raise ValueError(f"there is no column {name!r} in {files[0].path}, which has {[*schema.names, *partitions]}")
     wanted = schema.field(name)
     for file, footer in zip(files, footers, strict=True):
         if name not in footer.schema.names:
+            if name in added:
+                continue
             raise DataError(f"column {name!r} is in {files[0].path} but not in {file.path}")
         found = footer.schema.field(name)
         if _bare(found.type) != _bare(wanted.type):
             raise DataError(
-                f"column {name!r} is {wanted.type} in {files[0].path} and {found.type} in {file.path}; "
+                f"column {name!r} is {wanted.type} in {files[first].path} and {found.type} in {file.path}; "
                 "have the data set written with one type"
             )
     return wanted

@@ -101,11 +101,28 @@ class Source:
             for leaf in leaves:
                 found |= leaf.convert(column, where)
         for path, column in found.items():
+            if isinstance(column, values.Nulls):
+                column = found[path] = column.shaped(self._shape_of(path))
             if isinstance(column, values.Dense):
                 shape = self._shapes.setdefault(path, column.array.shape[1:])
                 if shape != column.array.shape[1:]:
                     raise where.error(path, 0, f"a shape of {column.array.shape[1:]} where others have {shape}")
         return found
+
+    def _shape_of(self, path: Path) -> tuple[int, ...]:
+        """The shape of rows of ``path``: as it is known, or as that of the first in the table that is not null."""
+        if path not in self._shapes:
+            number = next(number for number, (name, _) in enumerate(self._leaves) if name == path[0])
+            leaf = next(leaf for leaf in self._leaves[number][1] if leaf.path == path)
+            without = [other for other in range(len(self._leaves)) if other != number]
+            for group in range(len(self.table.groups)):
+                opened = self.table.open(self.table.groups[group].file).parquet
+                for batch in self.table.batches(opened, group, MOST, threads=False, without=without):
+                    column = leaf.convert(batch.column(0), Where(self.table, group, 0))[path]
+                    if isinstance(column, values.Dense) and not isinstance(column, values.Nulls) and len(column):
+                        return self._shapes.setdefault(path, column.array.shape[1:])
+            self._shapes[path] = (0,)  # no list of the table is there
+        return self._shapes[path]
 
     @property
     def is_many(self) -> bool:

@@ -122,7 +122,7 @@ class Table:
         names = [
             field.name
             for number, field in enumerate(self._read)
-            if field.name not in self.partitions and number not in without
+            if field.name not in self.partitions and number not in without and field.name in opened.schema_arrow.names
         ]
         try:
             for batch in opened.iter_batches(
@@ -149,6 +149,9 @@ class Table:
 
         for field in self.partition_fields():
             batch = batch.append_column(field, pa.repeat(_partition_value(file, field), len(batch)))
+        for number, field in enumerate(self._read):
+            if number not in without and field.name not in batch.schema.names:  # added later, to a Delta table
+                batch = batch.append_column(field, pa.nulls(len(batch), field.type))
         if self.filter is not None:
             kept = pa.Table.from_batches([batch]).filter(self.filter).combine_chunks().to_batches()
             batch = kept[0] if kept else batch.slice(0, 0)
@@ -184,9 +187,12 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
     with ThreadPoolExecutor(_THREADS) as pool:
         footers = list(pool.map(footer, files))
     partitions = partitions_of(files)
+    added = where.names or ()
     if columns is None:
-        check_names(files, footers)
-        columns = [name for name in footers[0].schema.names if name not in partitions] + partitions
+        check_names(files, footers, added)
+        names = where.names or footers[0].schema.names
+        there = {name for footer in footers for name in footer.schema.names}
+        columns = [name for name in names if name in there and name not in partitions] + partitions
         if absent := [name for name in where.names or () if name not in columns]:
             raise DataError(
                 f"column {absent[0]!r} of {sources[0]} is in none of its files; say columns=[...] without it"
@@ -197,7 +203,7 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
         raise ValueError("columns is empty; name at least one")
 
     def named(name: str) -> Any:
-        return common_field(name, files, footers, partitions, {**where.kinds, **(schema or {})})
+        return common_field(name, files, footers, partitions, {**where.kinds, **(schema or {})}, added)
 
     expression, used = _expression(filters)
     chosen = list(dict.fromkeys(columns))
@@ -267,7 +273,9 @@ def _counted(made: Table) -> list[Group]:
         found = []
         for group in (group for group in made.groups if group.file == number):
             part = form.make_fragment(file.path, made.home, partition_expression=told, row_groups=[group.index])
-            schema = pa.unify_schemas([part.physical_schema, fields])
+            names = (*part.physical_schema.names, *fields.names)
+            added = pa.schema([field for field in made.fields + made.also if field.name not in names])
+            schema = pa.unify_schemas([part.physical_schema, fields, added])
             found.append(replace(group, num_rows=part.scanner(schema=schema, filter=made.filter).count_rows()))
         return found
 

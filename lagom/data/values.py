@@ -87,6 +87,20 @@ class Dense:
         return Dense(out)
 
 
+class Nulls(Dense):
+    """Rows of lists none of which is there: other rows tell their shape; ``fill`` stands for their numbers."""
+
+    __slots__ = ("fill",)
+
+    def __init__(self, array: NDArray[Any], fill: int | float) -> None:
+        super().__init__(array)
+        self.fill = fill
+
+    def shaped(self, shape: tuple[int, ...]) -> Dense:
+        """The same, each of ``shape``."""
+        return Dense(np.full((len(self.array), *shape), self.fill, self.array.dtype))
+
+
 def _concatenated(arrays: Sequence[NDArray[Any]], out: NDArray[Any]) -> NDArray[Any]:
     if out.ndim > 1 or out.nbytes > _SMALL:
         return np.concatenate(arrays, out=out)

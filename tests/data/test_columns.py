@@ -152,6 +152,21 @@ def test_nulls_in_texts_lists_and_structs_are_seen(tmp_path: Path) -> None:
     assert batch(tmp_path, {"s": [{"x": 1}, None]}, nulls={"s": 0})["s"]["x"].tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.list_(pa.list_(pa.float32()))], ids=str)
+def test_lists_of_which_a_row_group_has_none_have_the_shape_of_others(tmp_path: Path, kind: Any) -> None:
+    one = [1.0, 2.0] if kind.value_type == pa.float32() else [[1.0], [2.0]]
+    for place, rows in enumerate(([one] * 3 + [None] * 3, [None] * 3 + [one] * 3, [None] * 6 + [one])):
+        column = {"a": pa.array(rows, kind)}
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        found = batch(folder, column, nulls="mask")
+        assert found["a__valid"].tolist() == [row is not None for row in rows]
+        zeros = torch.zeros_like(torch.tensor(one))
+        assert found["a"].tolist() == [row or zeros.tolist() for row in rows]
+        sevens = batch(folder, column, nulls=7)["a"]
+        assert sevens.tolist() == [row or (zeros + 7).tolist() for row in rows]
+
+
 def test_lists_of_different_lengths_are_an_error_until_the_program_chooses(tmp_path: Path) -> None:
     lists = {"a": [[1.0], [2.0, 3.0], [], [4.0, 5.0, 6.0]]}
     with pytest.raises(DataError, match=r"column 'a', row 1: a list of 2 where others have 1; ragged= may be"):

@@ -161,3 +161,40 @@ def test_a_folder_in_a_table_is_no_table(table: Path) -> None:
         ids(table / "kind=k%200" / "number=0")
     with pytest.raises(ValueError, match="one at a time"):
         ParquetDataset([table, table])
+
+
+def added_later(folder: Path) -> Path:
+    """A table with two files, the second of which has columns that the first is older than."""
+    log = folder / "_delta_log"
+    log.mkdir(parents=True)
+    pq.write_table(pa.table({"a": [1.0, 2.0, 3.0]}), folder / "1.parquet", row_group_size=2)
+    pq.write_table(pa.table({"a": [4.0], "b": [8], "c": [[5.0, 6.0]]}), folder / "2.parquet")
+    kinds = {"a": "double", "b": "long", "c": {"type": "array", "elementType": "double", "containsNull": True}}
+    fields = [{"name": name, "type": kind, "nullable": True, "metadata": {}} for name, kind in kinds.items()]
+    schema = json.dumps({"type": "struct", "fields": fields})
+    actions: list[Any] = [
+        {"protocol": {"minReaderVersion": 1, "minWriterVersion": 2}},
+        {"metaData": {"id": "1", "schemaString": schema, "partitionColumns": [], "configuration": {}}},
+    ]
+    for name in ("1.parquet", "2.parquet"):
+        size = (folder / name).stat().st_size
+        actions.append({"add": {"path": name, "size": size, "partitionValues": {}, "dataChange": True}})
+    (log / f"{0:020}.json").write_text("\n".join(map(json.dumps, actions)))
+    return folder
+
+
+def test_a_column_that_was_added_later_is_null_in_older_files(tmp_path: Path) -> None:
+    folder = added_later(tmp_path / "table")
+    dataset = ParquetDataset(folder, nulls={"b": "mask", "c": 0})
+    assert dataset.columns == ["a", "b", "c"]
+    (found,) = ParquetLoader(dataset, 99)
+    assert found["a"].tolist() == [1, 2, 3, 4]
+    assert (found["b"].tolist(), found["b__valid"].tolist()) == ([0, 0, 0, 8], [False, False, False, True])
+    assert found["c"].tolist() == [[0, 0]] * 3 + [[5, 6]]
+    (alone,) = ParquetLoader(ParquetDataset(folder, columns=["b"], nulls=-1), 99)
+    assert alone["b"].tolist() == [-1, -1, -1, 8]
+    for filters, wanted in (([("b", ">", 7)], [4]), ([("a", ">", 1)], [2, 3, 4])):
+        (some,) = ParquetLoader(ParquetDataset(folder, columns=["a", "b"], nulls=0, filters=filters), 99)
+        assert some["a"].tolist() == wanted
+    with pytest.raises(DataError, match=r"1.parquet, row group 0, column 'b', row 0: a null"):
+        list(ParquetLoader(ParquetDataset(folder, columns=["b"]), 99))
