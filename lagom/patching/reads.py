@@ -50,6 +50,16 @@ def noted_reads(session: Session, note: Callable[[str, float], Read]) -> Iterato
             note(place, value).decides = place == "ReduceLROnPlateau"
         return value
 
+    def leaving(original: Callable[..., Any]) -> Callable[..., Any]:
+        """For what makes numpy's or Python's numbers of a tensor: of more than one number it may be of data."""
+
+        def leave(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+            if session.live and self.numel() == 1 and self.is_floating_point() and (place := _place()) is not None:
+                note(place, item(self))
+            return original(self, *args, **options)
+
+        return leave
+
     def comparing(original: Callable[..., Any]) -> Callable[..., Any]:
         def compare(self: torch.Tensor, other: Any) -> Any:
             if (
@@ -67,6 +77,8 @@ def noted_reads(session: Session, note: Callable[[str, float], Read]) -> Iterato
     with ExitStack() as stack:
         stack.enter_context(replaced(torch.Tensor, "item", patched_item))
         stack.enter_context(replaced(torch.Tensor, "__float__", patched_float))
+        for name in ("numpy", "tolist", "__array__"):
+            stack.enter_context(replaced(torch.Tensor, name, leaving(getattr(torch.Tensor, name))))
         for name in ("__lt__", "__le__", "__gt__", "__ge__"):
             stack.enter_context(replaced(torch.Tensor, name, comparing(getattr(torch.Tensor, name))))
         yield

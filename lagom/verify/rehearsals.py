@@ -75,7 +75,9 @@ def _others(plan: Plan, found: _Finding) -> Iterator[Plan]:
 
 
 def _is_better(other: _Finding, found: _Finding) -> bool:
-    return other.verdict == "agrees" and (found.verdict != "agrees" or other.is_shared)
+    if found.verdict == "agrees":
+        return other.verdict == "agrees" and other.is_shared
+    return other.verdict in ("agrees", "raises")
 
 
 def _may_run(plan: Plan, found: _Finding, better: Plan | None) -> bool:

@@ -30,7 +30,7 @@ def test_a_faithful_program_is_rehearsed_and_runs(
         torch.save(weights, "weights.pt")
         return weights
 
-    result = programs.run(train, 2, module=programs.Net, train_set=programs.points(), verify=True)
+    result = programs.run(train, 2, module=programs.Net, train_set=programs.points(), verify=True, batches="split")
     assert programs.same_weights(result.value, programs.plain_weights())
     out, err = capfd.readouterr()
     assert out == "once\n"
@@ -49,7 +49,7 @@ def test_an_unfaithful_program_does_not_run(spark: Any, tmp_path: Path, monkeypa
         Path("ran").touch()
 
     with pytest.raises(VerificationError, match="needs batches='whole'"):
-        programs.run(train, 2, module=programs.Net, train_set=programs.points(), verify=True)
+        programs.run(train, 2, module=programs.Net, train_set=programs.points(), verify=True, batches="split")
     assert not list(tmp_path.iterdir())
 
 
@@ -65,7 +65,7 @@ def train():
     for x, in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(9, 2)), batch_size=4):
         model(x).mean().backward()
 
-experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2, verify=True))
+experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2, verify=True, batches="split"))
 print(sorted({"torch", "pyspark"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -188,6 +189,14 @@ def test_a_sum_is_found_by_its_factor_and_whole_is_named(world_size: int) -> Non
     assert f"1/{world_size} of one process's" in str(error.value)
     assert "This program needs batches='whole'" in str(error.value)
     assert verified(lambda: train(reduction="sum"), world_size, batches="whole").verdict == "agrees"
+
+
+@pytest.mark.parametrize(
+    "leave", [lambda loss: loss.numpy(), lambda loss: loss.tolist(), lambda loss: np.asarray(loss)]
+)
+def test_a_number_that_leaves_torch_through_numpy_is_of_a_share(leave: Callable[[torch.Tensor], Any]) -> None:
+    found = refused(lambda: train(each=lambda loss: float(leave(loss.detach())) < 1e-12))
+    assert "each rank reads that of its own share (test_rehearsals.py:" in " ".join(found.split())
 
 
 @pytest.mark.parametrize("program", [stops_on_loss, could_stop_on_loss, compares_tensors])
@@ -378,6 +387,17 @@ def test_a_rehearsal_that_dies_agrees_with_nothing() -> None:
 
     found = refused(dies)
     assert "The process of the rehearsal died" in found
+
+
+def test_a_program_that_tries_again_without_end_is_no_hang() -> None:
+    def stubborn() -> None:
+        while True:
+            try:
+                train()
+            except:  # noqa: E722, PERF203
+                continue
+
+    assert "The process of the rehearsal died" in refused(stubborn)
 
 
 def test_a_script_that_ends_by_exit_agrees() -> None:
