@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
 from lagom.patching.passes import Pass, Share, is_there, tensors
-from lagom.patching.terms import metadata, nodes_below
+from lagom.patching.terms import metadata, nodes_below, nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -155,7 +155,7 @@ class DealtPasses:
         if not self._pending:
             return
         marks = {id(mark) for use in self._pending if not use.is_open and (mark := use.mark) is not None}
-        found = {id(metadata(node).get(_KEY)) for node in nodes_below(roots)} if marks else set()
+        found = {id(metadata(node).get(_KEY)) for node in nodes_below(nodes_of(roots))} if marks else set()
         for use in self._pending:
             use.trains = use.is_open or not use.has_forwards or id(use.mark) in marks & found
         self._pending = [use for use in self._pending if not use.trains]

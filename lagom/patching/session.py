@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.collectives.run_store import SealedStore
 from lagom.collectives.shared_group import whole_groups
+from lagom.patching.criteria import caveats
 from lagom.patching.dealt_passes import DealtPasses
 from lagom.patching.known_modules import KnownModules
 from lagom.patching.passes import NOT_SHARED, Pass, Passes, Share
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lagom")
 
+_LOOKED_AT = frozenset(2**i for i in range(10))
+"""Backwards whose loss is looked at: whether the average over shares is exact."""
 _SOME = 4
 """Backwards after which it is known how the program's batches come, and whether forwards are shared out."""
 
@@ -242,6 +245,9 @@ class Session:
         """A backward from ``roots`` is about to run."""
         self.dealt.backward(roots)
         self._num_losses += 1
+        if self._num_losses in _LOOKED_AT and self.plan.batches != "whole" and self.passes.share is not None:
+            for caveat in caveats(roots):
+                self.say_once(caveat)
         if self._num_losses == _SOME and not (self.passes.have_read or self.has_sliced):
             self.say_once(NOT_SHARED["whole" if self.plan.batches == "whole" else "split"])
         # Not held, as its graph would be; a loop's variable keeps it for about as long as it is of interest.

@@ -62,7 +62,7 @@ class Terms:
         self.may_be_uneven = bool(self._uneven)
         if not self.may_be_uneven:
             return _scaled(gradients, otherwise), []
-        nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+        nodes = nodes_of(roots)
         below = _weights_below([node for node in nodes if node is not None])
         found = [below[node] if node is not None else _NONE for node in nodes]
         together = frozenset().union(*found)
@@ -114,10 +114,20 @@ def metadata(node: Node) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
-def nodes_below(roots: Sequence[Any]) -> set[Node]:
+def is_of_batch(node: Node) -> bool:
+    """Whether a model gave what is computed at ``node``, for a batch that is known."""
+    return _KEY in metadata(node)
+
+
+def nodes_of(roots: Sequence[Any]) -> list[Node | None]:
+    """The nodes of the graph that a backward from ``roots`` begins at."""
+    return [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+
+
+def nodes_below(roots: Sequence[Node | None]) -> set[Node]:
     """All nodes of the graph that a backward from ``roots`` reaches."""
     found: set[Node] = set()
-    pending = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    pending = list(roots)
     while pending:
         node = pending.pop()
         if node is not None and node not in found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 Outcome = Literal["equal", "by share", "off", "apart", "error"]
 
@@ -27,6 +27,8 @@ class Case:
     """Of what is not equal: the reason; of an error or a warning what its text has."""
     prints: Literal["equal", "own"] = "equal"
     """``own``: rank 0 prints numbers of its own share, such as a running loss, in the same words."""
+    says: Literal["", "a mean with weights of its own", "a sum over a batch"] = ""
+    """What a line says of the loss."""
     shared: bool = True
     """Whether there is a loader to share out; without one every rank does all of the work, and all is equal."""
 
@@ -35,6 +37,8 @@ class Case:
 
 
 _DRAWS = "draws random numbers for a share that one process draws for the batch"
+_WEIGHTED: Final = "a mean with weights of its own"
+_SUMMED: Final = "a sum over a batch"
 _COINS = "common random numbers start anew after shares of different sizes, whatever was drawn"
 
 CASES = (
@@ -47,7 +51,7 @@ CASES = (
     Case(program="attention", split="off", why=_DRAWS, prints="own"),
     Case(program="auxiliary", prints="own"),
     Case(program="averaging"),
-    Case(program="balanced", split="by share", why="the mean is over the weights of the classes in the batch"),
+    Case(program="balanced", split="by share", why="the mean is over the weights of the classes", says=_WEIGHTED),
     Case(program="bridged", split="off", why="attention is within the share", prints="own"),
     Case(program="carried", split="error", why="Expected hidden"),
     Case(program="checkpointed", options={"dropout": 0.0}, prints="own"),
@@ -74,7 +78,7 @@ CASES = (
     Case(program="graph", shared=False),
     Case(program="hardest", split="by share", why="the hardest are those of the share"),
     Case(program="hooked", prints="own"),
-    Case(program="ignored", split="by share", why="the mean is over the tokens of the batch"),
+    Case(program="ignored", split="by share", why="the mean is over the tokens of the batch", says=_WEIGHTED),
     Case(program="inplace", prints="own"),
     Case(program="journal"),
     Case(program="language", shared=False),
@@ -104,7 +108,13 @@ CASES = (
     Case(program="spectral"),
     Case(program="staged", split="off", why="the mean is that of the share", prints="own"),
     Case(program="stateful", prints="own"),
-    Case(program="sums", split="by share", why="a sum over a share is smaller than one over the batch", prints="own"),
+    Case(
+        program="sums",
+        split="by share",
+        why="a sum over a share is smaller than one over the batch",
+        prints="own",
+        says=_SUMMED,
+    ),
     Case(program="switch", split="off", why="ranks take other ways", prints="own"),
     Case(program="tied"),
     Case(program="time_first", prints="own"),
@@ -113,7 +123,7 @@ CASES = (
     Case(program="two_losses"),
     Case(program="uncertainty", split="off", why=_DRAWS),
     Case(program="until", split="error", why="DivergenceError"),
-    Case(program="variational", split="off", why=_DRAWS, prints="own"),
+    Case(program="variational", split="off", why=_DRAWS, prints="own", says=_SUMMED),
 )
 
 WITH_EVALUATION = ("convolution", "early_stopping", "siamese", "sums", "uncertainty", "variational")

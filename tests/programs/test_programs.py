@@ -13,6 +13,7 @@ from tests.programs import judge
 from tests.programs.expectations import CASES, DISTRIBUTED, RATHER_WHOLE, WITH_EVALUATION, Case
 from tests.ranks import RankFailedError
 
+LOSSES = ("a mean with weights of its own", "a sum over a batch")
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -70,6 +71,7 @@ def judge_split(case: Case, world_size: int, evaluation: Evaluation) -> None:
     kinds = judge.sharing(run.ranks, plain.ranks[0].passes, same_order=case.split != "off")
     assert set(kinds) == ({"shared"} if case.shared else set())
     assert ("nothing is shared out" in first.said) == (not case.shared)
+    assert {text for text in LOSSES if text in first.said} == {case.says} - {""}
     assert judge.words(first.text) == judge.words(plain.ranks[0].text)
     assert run.files.keys() == plain.files.keys()
     if case.split == "off":

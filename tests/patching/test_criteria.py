@@ -1,0 +1,46 @@
+"""``lagom.patching.criteria``: what is said of losses that shares of a batch make other numbers of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lagom.patching.criteria import SUMMED, WEIGHTED, caveats
+from lagom.patching.session import Session
+from tests.ranks import run_ranks
+
+PADDED, FULL = torch.tensor([0, 1, 2, -100]), torch.tensor([0, 1, 2, 1])
+model = nn.Linear(3, 3)
+
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[str]]] = {
+    "mean": (lambda x, _: F.cross_entropy(x, FULL), []),
+    "mean of a sum": (lambda x, _: F.mse_loss(x, x.detach() + 1, reduction="sum") / len(x), []),
+    "weight decay": (lambda x, w: F.cross_entropy(x, FULL) + w.square().sum(), []),
+    "probabilities": (lambda x, _: F.cross_entropy(x, x.detach().softmax(1), weight=torch.rand(3)), []),
+    "none, then a mean": (lambda x, _: F.cross_entropy(x, PADDED, reduction="none").mean(), []),
+    "padding": (lambda x, _: F.cross_entropy(x, PADDED), [WEIGHTED]),
+    "mean of the tokens": (lambda x, _: F.cross_entropy(x, PADDED, reduction="sum") / 3, [WEIGHTED]),
+    "pixels": (lambda x, _: F.cross_entropy(x.T[None, :, :, None], PADDED[None, :, None]), [WEIGHTED]),
+    "classes": (lambda x, w: F.nll_loss(F.log_softmax(x, 1), FULL, weight=w[0].detach().exp()), [WEIGHTED]),
+    "sum": (lambda x, _: (x - 1).square().sum(), [SUMMED]),
+    "sum of a criterion": (lambda x, _: F.huber_loss(x, x.detach() + 1, reduction="sum"), [SUMMED]),
+    "sum and a term": (lambda x, w: F.l1_loss(x, x.detach() + 1, reduction="sum") + 0.1 * w.square().sum(), [SUMMED]),
+}
+
+
+def test_losses_that_are_no_mean_over_the_samples_are_told_of_and_others_are_not() -> None:
+    def program(_: Session) -> dict[str, list[str]]:
+        found = {}
+        for name, (criterion, _wanted) in LOSSES.items():
+            for (x,) in DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=8):
+                loss = criterion(model(x), model.weight)
+                found[name] = caveats([loss])
+                loss.backward()
+        return found
+
+    for found in run_ranks(2, program):
+        assert found == {name: wanted for name, (_, wanted) in LOSSES.items()}
