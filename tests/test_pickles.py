@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent / "lagom"
 ALLOWED = {
     "launchers/spark.py::travelling": "the driver's own function, pickled a line above, by value",
     "worker/task.py::run": "the run as the driver describes it, inside Spark's job",
+    "worker/executor.py::attend": "what became of ranks, from a process forked a line above, by a file without a name",
     "worker/server.py::_attend": "the run as the driver describes it, over an inherited pair of sockets",
     "payload.py::unpack": "the call, over an inherited file, Spark's job or the driver's proven channel; and results, "
     "on their way home by the same ways",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,7 @@ from lagom.collectives.aside import Aside, Done
 from lagom.collectives.asking import naming
 from lagom.collectives.averaging import Averaging
 from lagom.collectives.meeting import connected
+from lagom.collectives.mesh_group import MeshGroup
 from lagom.collectives.messages import as_bytes, as_tensor
 from lagom.collectives.native import OPERATIONS, TYPES
 from lagom.collectives.ways import KEPT, Ways
@@ -72,6 +73,8 @@ class Group(Averaging):
         self._key = key
         self._ip = ip
         self._mesh: Mesh | None = None
+        self._aside: MeshGroup | None = None
+        self._may_share = shares_memory
         self._first_gather = all_gather
         self._ways = Ways(
             rank, all_gather, gloo, TIMEOUT_S, key=key, shares_memory=shares_memory, tells=not self.has_gpus
@@ -118,17 +121,21 @@ class Group(Averaging):
             if self._ways.hosts is not None and near is not None:
                 self._ways.hosts.all_reduce(tensor)
                 return Done()
-            return self._serving(tensor).allreduce([tensor])
+            work: Work = self._serving(tensor).allreduce([tensor])
+            return work
 
     def open_aside(self) -> None:
         """Connect for ``all_reduce_aside``, the first time; a collective then."""
         with naming("connecting"):
             near = self._ways.connected()
-        if near or self._ways.hosts_aside is not None:
-            if self._thread is None:
-                self._thread = Aside("lagom-all-reduce")
-        else:
-            self._group_of("aside")
+        if not near and self._ways.hosts_aside is None:
+            if not self._is_of_one_host():
+                self._group_of("aside")
+                return
+            if self._aside is None:
+                self._aside = MeshGroup(self._connected(), self.rank, self.world_size)
+        if self._thread is None:
+            self._thread = Aside("lagom-all-reduce")
 
     def all_reduce_aside(self, tensor: torch.Tensor) -> Work:
         """As ``all_reduce_later``, of CPU tensors, in an order of its own: other exchanges may come before or after."""
@@ -137,6 +144,8 @@ class Group(Averaging):
             return self._thread.later(partial(_sum, self._ways.near_aside, tensor))
         if self._thread is not None and self._ways.hosts_aside is not None:
             return self._thread.later(partial(self._ways.hosts_aside.all_reduce, tensor))
+        if self._thread is not None and self._aside is not None:
+            return self._thread.later(partial(_sum_by_messages, self._aside, tensor))
         with naming("all_reduce"):
             return self._group_of("aside").allreduce([tensor])
 
@@ -181,7 +190,8 @@ class Group(Averaging):
             if near:
                 near.broadcast(tensor.data_ptr(), tensor.nbytes, root)
                 return Done()
-            return self._serving(tensor).broadcast(tensor, root)
+            work: Work = self._serving(tensor).broadcast(tensor, root)
+            return work
 
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
         """The ``data`` of rank ``root``; what the others give is ignored."""
@@ -253,11 +263,22 @@ class Group(Averaging):
             near = self._ways.connected()
             if near:
                 return near.exchange(head, body)
-        if self._mesh is None:
-            with naming("connecting"):
-                self._mesh = connected(self.rank, self.world_size, self._ip, self._first_gather, self._key, TIMEOUT_S)
+        mesh = self._meshed()
         with naming("exchange"):
-            return self._mesh.exchange(head, body)
+            return mesh.exchange(head, body)
+
+    def _meshed(self) -> Mesh:
+        if self._mesh is None:
+            self._mesh = self._connected()
+        return self._mesh
+
+    def _connected(self) -> Mesh:
+        with naming("connecting"):
+            return connected(self.rank, self.world_size, self._ip, self._first_gather, self._key, TIMEOUT_S)
+
+    def _is_of_one_host(self) -> bool:
+        """Whether tensors may go through Unix sockets where memory does not carry them. See Note [Gloo]."""
+        return self._may_share and self._ways.hosts is None and self._meshed().is_of_one_host
 
     def _with_room(self, size: int) -> Communicator | None:
         with naming("exchange"):
@@ -285,9 +306,11 @@ class Group(Averaging):
         """Connect with all ranks, if no exchange has: so one that ends is noticed from now on. A collective."""
         self.exchange(b"")
 
-    def _serving(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+    def _serving(self, tensor: torch.Tensor) -> Any:  # a process group, or what has its methods
         if self._nccl is not None and tensor.device.type != "cpu":
             return self._nccl
+        if tensor.device.type == "cpu" and self._is_of_one_host():
+            return MeshGroup(self._meshed(), self.rank, self.world_size)
         return self._group_of("gloo")
 
     def _group_of(self, name: str) -> dist.ProcessGroup:
@@ -303,6 +326,10 @@ def _sum(near: Communicator, tensor: torch.Tensor) -> None:
     near.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], _SUM)
 
 
+def _sum_by_messages(mesh: MeshGroup, tensor: torch.Tensor) -> None:
+    mesh.allreduce([tensor])
+
+
 def _sum_parts(near: Communicator, whole: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> None:
     near.reduce_parts(whole.data_ptr(), counts, out.data_ptr(), TYPES[whole.dtype], _SUM)
 
@@ -311,5 +338,6 @@ def _sum_parts(near: Communicator, whole: torch.Tensor, counts: Sequence[int], o
 #
 # gloo listens at a port for as long as it lives, and lets in whoever comes: it asks for no proof, and what it is sent
 # it adds up. So a group of gloo's is made only for what nothing else serves. Between hosts that is nearly everything
-# large; on one host it is what is asked for (collectives="gloo"), the sums of installs without the compiled part, CUDA
-# tensors of ranks that share a GPU, and sums of types that csrc/arithmetic.hpp does not have.
+# large. On one host it is what is asked for (collectives="gloo"), and CUDA tensors of ranks that share a GPU. What
+# shared memory does not carry (types that csrc/arithmetic.hpp does not have), or all where there is none (lagom was
+# installed without its compiled part), goes through Unix sockets.

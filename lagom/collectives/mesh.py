@@ -42,6 +42,11 @@ class Mesh:
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(timeout_s), 0))
         _all.add(self)
 
+    @property
+    def is_of_one_host(self) -> bool:
+        """Whether all ranks are reached by Unix sockets."""
+        return all(peer is None or peer.family == socket.AF_UNIX for peer in self._peers)
+
     def exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
         """What each rank gave, in rank order: ``head`` and ``body`` in one; lengths may differ.
 
@@ -56,7 +61,16 @@ class Mesh:
             parts.append(body)
         with self._turn:
             self._num, self._size = self._num + 1, size
-            return self._exchange(head, parts)
+            return self._exchange([parts] * len(self._peers), head)
+
+    def deal(self, bodies: Sequence[memoryview]) -> list[memoryview]:
+        """What each rank gave this one, of ``bodies`` one for each rank; lengths may differ.
+
+        As ``exchange`` else.
+        """
+        with self._turn:
+            self._num, self._size = self._num + 1, sum(map(len, bodies))
+            return self._exchange([[_LENGTH.pack(len(body)), body] for body in bodies], b"")
 
     def standing(self) -> tuple[str, int, list[int]]:
         """The exchange in which this rank waits, its number, and the ranks that have not come; may be asked anywhere.
@@ -75,12 +89,13 @@ class Mesh:
         missing = [number for number, fd in fds.items() if number >= current and fd not in there]
         return f"exchange of {self._size} bytes", self._num, missing
 
-    def _exchange(self, head: bytes, parts: Sequence[bytes | memoryview]) -> list[memoryview]:
-        senders = [sender for peer in self._peers if peer is not None and (sender := _send(peer, parts)) is not None]
+    def _exchange(self, parts: Sequence[Sequence[bytes | memoryview]], own: bytes) -> list[memoryview]:
+        sent = [_send(peer, to_it) for peer, to_it in zip(self._peers, parts, strict=True) if peer is not None]
+        senders = [sender for sender in sent if sender is not None]
         received = []
         for number, peer in enumerate(self._peers):
             if peer is None:
-                received.append(memoryview(head))
+                received.append(memoryview(own))
                 continue
             self._waits_for = number
             start = time.monotonic_ns()

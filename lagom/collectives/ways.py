@@ -23,7 +23,7 @@ log = logging.getLogger("lagom")
 
 
 class Ways:
-    """Memory that ranks share, and what joins hosts; gloo serves where there is neither. See Note [Shared memory].
+    """Memory that ranks share, and what joins hosts. See Note [Shared memory].
 
     Args:
         all_gather: an exchange that works already.
@@ -71,7 +71,7 @@ class Ways:
                 if not isinstance(found, str):
                     self.near, self.near_aside = found
                 elif self.hosts is None and self._rank == 0 and self._tells:
-                    log.info("CPU tensors are exchanged through gloo: %s", found)
+                    log.info("CPU tensors are not exchanged through shared memory: %s", found)
         return self.near
 
     def _spread(self) -> str:
@@ -98,6 +98,6 @@ class Ways:
 #
 # Where all ranks are processes of one host, what is on the CPU goes through memory that they share; see
 # csrc/communicator.hpp. Whether that is so is found out by the first exchange, on all ranks together:
-# a rank without the compiled part means gloo for all. Where ranks are on several hosts, only sums go through what
+# a rank without the compiled part means none for all. Where ranks are on several hosts, only sums go through what
 # memory they share, and then between hosts; see Note [Several hosts]. Exchanges in an order of their own have memory of
 # their own, and a thread.

@@ -69,8 +69,8 @@ class TorchDistributedConfig:
     """How test sets are run through. "gathered": each rank computes its rows of a model's outputs where that saves
     time, and all see whole batches; "replicated": every rank computes everything; "sharded": each sees its share."""
     collectives: Collectives = "auto"
-    """How ranks exchange what is on the CPU. "auto": through shared memory where all are on one host and lagom was
-    installed with its compiled part, else through gloo; "gloo": through gloo."""
+    """How ranks exchange what is on the CPU. "auto": on one host through shared memory (through Unix sockets where
+    lagom was installed without its compiled part), between hosts through gloo as well; "gloo": through gloo."""
     gradient_compression: Compression | None = None
     """What gradients are on their way between ranks: "fp16" or "bf16" halve the bytes; "powersgd" sends matrices as
     products of two thin ones. None: what they are."""

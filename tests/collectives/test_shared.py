@@ -412,7 +412,7 @@ def test_ranks_without_the_compiled_part_or_on_other_hosts_fall_back_together(
         assert not first[3]
         assert not second[3]
         assert len(first[2]) == 1
-        assert first[2][0].startswith(f"CPU tensors are exchanged through gloo: {reason}")
+        assert first[2][0].startswith(f"CPU tensors are not exchanged through shared memory: {reason}")
         assert second[2] == []
 
 

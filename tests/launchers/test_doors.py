@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lagom
 from lagom import experiment
+from lagom.collectives.native import native
 from lagom.config import TorchDistributedConfig
 from tests.doors import listening
 
@@ -62,9 +63,23 @@ def as_a_distributed_program() -> Any:
 
 
 @pytest.mark.parametrize("program", [as_a_run, as_a_distributed_program])
+@pytest.mark.skipif(native() is None, reason="torch's groups are gloo without the compiled part")
 def test_no_process_of_a_run_on_one_machine_listens(program: Any) -> None:
     config = TorchDistributedConfig(launcher="local", world_size=2, batches="whole", seed=0)
     assert experiment.lagom(program, config).per_rank == ([], [])
+
+
+def test_nor_does_one_without_the_compiled_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAGOM_NATIVE", "0")
+
+    def looked_at() -> Any:
+        before = listening(held_open())
+        return before, train(), listening(held_open())
+
+    config = TorchDistributedConfig(launcher="local", world_size=2, batches="split", seed=0)
+    for before, losses, after in experiment.lagom(looked_at, config).per_rank:
+        assert (before, after) == ([], [])
+        assert len(losses) == 12
 
 
 def test_the_search_for_listeners_finds_them(tmp_path: Path) -> None:
