@@ -265,7 +265,10 @@ class _Backwards:
     def _shared(self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Any]) -> list[int]:
         """The places of those ``inputs`` whose gradients are averaged."""
         if self._session.region is not None or self._session.is_probing:
-            return []  # inside a forward, of a block of its rows
+            # Inside a forward, of a block of its rows: an input of it that a later backward reaches is the rank's own.
+            own = [one for one in inputs if isinstance(one, Tensor) and one.is_leaf]
+            self._session.repeated.update(dict.fromkeys(o for o in own if not isinstance(o, torch.nn.Parameter)))
+            return []
         if any(_is_batched(one) for one in (*inputs, *roots) if isinstance(one, Tensor)):
             # Gradients per sample, as a rule: torch.func's, and is_grads_batched's.
             plain = [_unwrapped(one) for one in inputs if isinstance(one, Tensor)]

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.patching.candidate import Candidate, is_batch
 from lagom.patching.recorder import NotByRowsError
 from lagom.patching.reference import ObjectReference
+from lagom.patching.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,8 +46,13 @@ class Insides:
                     f"{type(module).__name__} runs whole on every rank, which is right but not faster: it is "
                     "TorchScript, into which lagom does not look"
                 )
-            found = self._found[module] = _Inside(trained, modules[1:], _structure(modules))
+            found = self._found[module] = _Inside(trained, modules[1:], _structure(modules), Surroundings(modules))
         return [module, *found.others] if found.trained else []
+
+    def surroundings(self, module: nn.Module) -> Surroundings:
+        """What the forwards inside of a module, of which ``of`` was asked before, can see."""
+        found: _Inside = self._found[module]
+        return found.surroundings
 
 
 def run_with(
@@ -79,6 +85,7 @@ class _Inside(NamedTuple):
     others: list[nn.Module]
     """All its modules but itself: what holds its own key is never let go of."""
     structure: object
+    surroundings: Surroundings
 
 
 def _structure(modules: list[nn.Module]) -> object:
@@ -86,16 +93,22 @@ def _structure(modules: list[nn.Module]) -> object:
     return [tuple(map(id, module.__dict__["_modules"].values())) for module in modules]
 
 
-def kind_of(candidate: Candidate, spec: TreeSpec) -> object:
+def kind_of(candidate: Candidate, spec: TreeSpec, surroundings: Surroundings) -> object:
     """Equal for calls that the same finding holds for."""
     leaves = tuple(
         (leaf.dim(), leaf.dtype, leaf.requires_grad, is_batch(leaf, candidate.rows))
         if isinstance(leaf, torch.Tensor)
-        else (leaf if isinstance(leaf, (bool, int, str, type(None))) else type(leaf))
+        else (leaf if isinstance(leaf, (bool, int, str, type(None))) else (type(leaf), _sign(leaf)))
         for leaf in candidate.leaves
     )
     states = tuple(map(_state, candidate.inside))
-    return spec, leaves, states, torch.is_grad_enabled(), torch.is_autocast_enabled(candidate.device.type)
+    modes = torch.is_grad_enabled(), torch.is_autocast_enabled(candidate.device.type)
+    return spec, leaves, states, surroundings.flags(), modes
+
+
+def _sign(leaf: object) -> int:
+    """Of a number: one that is zero may switch off what mixes rows."""
+    return (leaf > 0) - (leaf < 0) if isinstance(leaf, float) else 0
 
 
 def _state(module: nn.Module) -> object:

@@ -106,7 +106,7 @@ class MicroBatches:
 
     def _examined(self, candidate: Candidate, spec: TreeSpec, num: int) -> Examined | None:
         known: dict[object, Examined] = self._known.setdefault(candidate.module, {})
-        kind = kind_of(candidate, spec)
+        kind = kind_of(candidate, spec, self._insides.surroundings(candidate.module))
         found = known.get(kind)
         if found is None and len(known) < _MAX_KINDS:
             with self._left_alone():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 from lagom.errors import LagomError
 from lagom.patching.as_it_was import as_it_was, buffers_of, marks_of
 from lagom.patching.candidate import Candidate, Finding, is_batch, is_dense
+from lagom.patching.comparison import are_close, compare, compare_buffers, tolerance_for
 from lagom.patching.recorder import BlockRecorder, NotByRowsError, Recorder
 from lagom.strategies.draws import UnsupportedDrawError
 from lagom.strategies.whole_batch import Block
@@ -159,6 +160,10 @@ def _look(
     with statistics(noted):
         outputs, finding.factors, finding.spec = _run(candidate, recorder, given, candidate.rows, noted)
     buffers = buffers_of(candidate.inside)
+    noted.replay()
+    begin_again()
+    with statistics(noted):
+        _spoil(candidate, outputs, finding.factors)
     if _versions(given) != versions:
         raise NotByRowsError("changes its input in place")
     parts = []
@@ -172,19 +177,47 @@ def _look(
             part_outputs, factors, spec = _run(candidate, part, leaves, block.num_mine, noted)
         if spec != finding.spec or factors != finding.factors or len(part.drawn) != len(recorder.drawn):
             raise NotByRowsError("gives other outputs for a part of its batch")
-        _compare_buffers(buffers, buffers_of(candidate.inside), noted)
+        compare_buffers(buffers, buffers_of(candidate.inside), noted)
         parts.append(part_outputs)
-    _compare(finding, outputs, parts, _tolerance(candidate))
+    compare(finding, outputs, parts, tolerance_for(candidate))
     finding.sliced = True
+
+
+def _spoil(candidate: Candidate, outputs: list[Any], factors: list[int | None]) -> None:
+    """Make sure that a row that is no number spoils no other one: it would by a weight of zero, too."""
+    leaves, row = list(candidate.leaves), candidate.rows // 2
+    for index, leaf in enumerate(leaves):
+        if is_batch(leaf, candidate.rows) and (leaf.is_floating_point() or leaf.is_complex()):
+            leaves[index] = leaf.detach().clone()
+            leaves[index][row] = float("nan")
+    if all(one is other for one, other in zip(leaves, candidate.leaves, strict=True)):
+        return
+    with _silent():
+        found = tree_flatten(candidate.run(leaves))[0]
+    for whole, other, factor in zip(outputs, found, factors, strict=True):
+        if isinstance(whole, torch.Tensor):
+            own = (0, 0) if factor is None else (row * factor, (row + 1) * factor)
+            if not are_close(_without(other.detach(), *own), _without(whole, *own), tolerance_for(candidate)):
+                raise NotByRowsError("does not compute the rows of its batch one by one")
+
+
+def _without(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return torch.cat([tensor[:start], tensor[stop:]]) if stop else tensor
+
+
+@contextmanager
+def _silent() -> Iterator[io.StringIO]:
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield said
 
 
 def _run(
     candidate: Candidate, recorder: Recorder, leaves: list[Any], rows: int, noted: BatchStatistics
 ) -> tuple[list[Any], list[int | None], TreeSpec]:
     """Outputs, cut off from their graph; of each the rows per row of the input; and their structure."""
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings(), recorder:
-        warnings.simplefilter("ignore")
+    with _silent() as said, recorder, recorder.refused_reads():
         outputs, spec = tree_flatten(candidate.run(leaves))
     if said.getvalue():
         raise NotByRowsError("prints, and would print of a part of the batch")
@@ -210,55 +243,8 @@ def _factor(output: Any, recorder: Recorder, rows: int) -> int | None:
     return output.shape[0] // rows
 
 
-def _compare(finding: Finding, outputs: list[Any], parts: list[list[Any]], tolerance: float) -> None:
-    for index, (whole, factor) in enumerate(zip(outputs, finding.factors, strict=True)):
-        found = [part[index] for part in parts]
-        if factor is not None:
-            together = torch.cat(found)
-            same = (
-                together.shape == whole.shape and together.dtype == whole.dtype and _close(together, whole, tolerance)
-            )
-        elif isinstance(whole, torch.Tensor):
-            same = all(isinstance(one, torch.Tensor) and _close(one, whole, tolerance) for one in found)
-        else:
-            same = all(one == whole or (one != one and whole != whole) for one in found)
-        if not same:
-            raise NotByRowsError("does not compute the rows of its batch one by one")
-
-
-def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    if one.shape != other.shape:
-        return False
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    finite = other[other.isfinite()]
-    scale = float(finite.abs().max()) if finite.numel() else 0.0
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
-
-def _tolerance(candidate: Candidate) -> float:
-    """Relative, for sums in another order in the least exact numbers in use."""
-    kinds = {p.dtype for p in candidate.module.parameters() if p.is_floating_point()}
-    if torch.is_autocast_enabled(candidate.device.type):
-        kinds.add(torch.get_autocast_dtype(candidate.device.type))
-    return max((_TOLERANCES.get(kind, 0.05) for kind in kinds), default=1e-4)
-
-
-_TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4}
-
-
 def _versions(leaves: list[Any]) -> list[int | None]:
     return [leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None for leaf in leaves]
-
-
-def _compare_buffers(
-    whole: list[tuple[Tensor, Tensor]], part: list[tuple[Tensor, Tensor]], noted: BatchStatistics
-) -> None:
-    running = {id(buffer) for buffer in noted.running}
-    for (buffer, ours), (other, theirs) in zip(whole, part, strict=True):
-        same = buffer is other and ours.shape == theirs.shape and torch.equal(ours, theirs)
-        if not same and id(buffer) not in running:
-            raise NotByRowsError("keeps a buffer that depends on the batch")
 
 
 # Note [Probe]
@@ -272,7 +258,8 @@ def _compare_buffers(
 # - nothing that is computed from the input may stay behind in an attribute, a list or a closure, where the program
 #   would find a part of the batch: what lives on when the output is gone, by weak references to the storages of all
 #   that was computed;
-# - no number of the input may decide anything (item(), masks that select), since another batch could decide otherwise;
+# - a row that is no number (NaN) may spoil no other one, as it does also by a mean that is weighted by zero so far;
+# - no number of the input may decide anything (item(), numpy(), masks that select): another batch might do otherwise;
 # - buffers must come out the same, but for BatchNorm's, whose statistics are the whole's in each block;
 # - what it draws at random must be as many numbers for each row; see ``Draws``;
 # - hooks of the program's and prints would see a part of the batch.

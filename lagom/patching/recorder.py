@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,11 +10,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from lagom.patching.replace import replaced
 from lagom.strategies.draws import Kind, drawn, draws, shape_of
 from lagom.strategies.zero.unit import storage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
     from torch._C import Argument
@@ -86,6 +88,22 @@ class Recorder(TorchDispatchMode):
     def follows_input(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` was computed from the input."""
         return _storage(tensor) in self._of_input
+
+    @contextmanager
+    def refused_reads(self) -> Iterator[None]:
+        """Have a forward fail that takes numbers of its input out of torch, where they are followed no further."""
+        with ExitStack() as stack:
+            for name in ("numpy", "tolist", "__dlpack__"):
+                stack.enter_context(replaced(torch.Tensor, name, self._refused_read(getattr(torch.Tensor, name))))
+            yield
+
+    def _refused_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.follows_input(tensor):
+                raise NotByRowsError("takes the numbers of its input out of torch, and may decide by them")
+            return original(tensor, *args, **kwargs)
+
+        return read
 
     def keeps(self, known: Iterable[Tensor]) -> bool:
         """Whether anything computed from the input is still there, but for ``known``: the program keeps it."""

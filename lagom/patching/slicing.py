@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from lagom.patching.session import Session
 
+_COUNTS = "changes numbers among its attributes, or what it can see, by which a later call may go another way"
 _MAX_KINDS = 64
 """Kinds of input of one module, after which it is no longer looked at."""
 
@@ -57,6 +59,8 @@ def slices(session: Session, module: nn.Module) -> bool:
     """Whether a call of ``module`` is one that the ranks may share out by rows: all have the same input."""
     if not session.distributed or session.depth or session.is_probing or not session.shares_forwards:
         return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False  # a transform of torch.func's, which exchanges cannot be a part of
     evaluates = not (torch.is_grad_enabled() and module.training)
     if evaluates and session.plan.evaluation != "gathered":
         return False
@@ -99,27 +103,29 @@ class Slicer:
         inside = self._insides.of(module, says=not self._depth)
         leaves, spec = tree_flatten((args, kwargs))
         rows = next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
-        if not inside or rows < self._group.world_size:
+        if not inside or rows < self._group.world_size or any(map(_is_dual, leaves)):
             return self._original(module, *args, **kwargs)
 
         run = run_with(partial(self._original, module), args, kwargs, leaves, spec)
         candidate = Candidate(module, inside, run, leaves, rows, self._session.device)
         known: dict[object, Finding] = self._findings.setdefault(module, {})
-        kind = kind_of(candidate, spec)
+        around = self._insides.surroundings(module)
+        # Blocks of a single row are looked at by themselves: a squeeze() makes something else of them.
+        kind = kind_of(candidate, spec, around), rows < 2 * self._group.world_size
         finding = known.get(kind)
         if module in self._counting:
             return self._descend(module, args, kwargs)
         if finding is None and len(known) < _MAX_KINDS:
-            before, marks = numbers_of(inside), marks_of(module)
+            before, marks = (numbers_of(inside), around.state()), marks_of(module)
             output, known[kind] = measured(candidate, lambda: self._original(module, *args, **kwargs))
             self._has_work = self._has_work or self._pays(known[kind], candidate)
-            if numbers_of(inside) != before:
-                self._counting[module] = None
-                self._say_whole(
-                    module, "changes numbers among its attributes, by which a later call may go another way"
-                )
+            if (numbers_of(inside), around.state()) != before:
+                self._changes(module, known, kind, _COUNTS)
             elif marks_of(module) != marks:
-                self._changes_parameters(module, known, kind)
+                self._changes(module, known, kind, "changes parameters, which a look at it would do once more")
+            elif around.iterates:
+                known[kind].reason = reason = "has an iterator, of which a look at it would take items"
+                self._say_whole(module, reason)
             return output
         if finding is None or finding.reason is not None:
             return self._descend(module, args, kwargs)
@@ -132,12 +138,12 @@ class Slicer:
             self._probe(candidate, finding)
         return self._sliced(candidate, finding) if finding.sliced else self._descend(module, args, kwargs)
 
-    def _changes_parameters(self, module: nn.Module, known: dict[object, Finding], kind: object) -> None:
+    def _changes(self, module: nn.Module, known: dict[object, Finding], kind: object, what: str) -> None:
         del known[kind]
         if module in self._changing:
             self._counting[module] = None
-            self._say_whole(module, "changes parameters, which a look at it would do once more")
-        self._changing[module] = None  # once may have been to initialise them
+            self._say_whole(module, what)
+        self._changing[module] = None  # once may have been to initialise them, or to fill a cache
 
     def _say_small(self, module: nn.Module) -> None:
         """Say once how a loop over a loader is shared out that trains nothing but small models."""
@@ -234,6 +240,11 @@ class Slicer:
         for i, one, whole in zip(indices, blocks, wholes, strict=True):
             outputs[i] = whole if one.requires_grad else whole.detach()
         return outputs
+
+
+def _is_dual(leaf: Any) -> bool:
+    """Whether ``leaf`` carries a derivative in forward mode."""
+    return isinstance(leaf, torch.Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
 
 
 def _glimpse(tensor: torch.Tensor) -> bytes:

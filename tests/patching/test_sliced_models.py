@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from lagom.patching.session import Session
-from tests.patching.models import calls, draws, gradients, keeping, norms, parametrised, sequences, twice
+from tests.patching.models import calls, draws, gradients, keeping, norms, odd, parametrised, sequences, twice
 from tests.patching.models.training import MODELS
 from tests.programs.judge import differences
 from tests.ranks import alone, run_ranks
 
-KINDS = (twice, norms, parametrised, draws, keeping, calls, gradients, sequences)
+KINDS = (twice, norms, parametrised, draws, keeping, calls, gradients, sequences, odd)
 
 
 def models_of(kind: ModuleType) -> dict[str, Callable[[], Any]]:

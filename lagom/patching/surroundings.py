@@ -1,0 +1,200 @@
+"""``Surroundings``: what forwards of a program's can see besides their arguments. See Note [Surroundings]."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections import deque
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+_MOST = 2000
+"""Objects that are looked at."""
+_ITEMS = 64
+"""Items of a container that are compared."""
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_CONTAINERS = (dict, list, tuple, set, deque)
+
+
+class Surroundings:
+    """Values, containers and generators that the forwards of ``modules`` can reach; found once."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.iterates = False
+        """An iterator is among them, which cannot be put back."""
+        self._places: list[tuple[Any, Any]] = []
+        """Where plain values and tensors are: a dict and a key, or a cell and None."""
+        self._containers: list[Any] = []
+        self._states: list[Callable[[], object]] = []
+        """Of generators and arrays."""
+        self._seen: dict[int, object] = {id(module): module for module in modules}
+        for module in modules:
+            if _origin(type(module).__module__) != "core":
+                own = module.__dict__
+                self._values(own, (n for n in own if n not in _EVERYONES and type(own[n]) not in _PLAIN))
+                self._in_class(type(module))
+        self._seen.clear()  # or modules that it has seen would never go
+
+    def flags(self) -> object:
+        """Another one when a forward might take another way: by a switch, or a number that is no longer zero."""
+        return tuple([_flag(_at(of, key)) for of, key in self._places])
+
+    def state(self) -> object:
+        """Another one when any of it has changed."""
+        places = [_item(_at(of, key)) for of, key in self._places]
+        return places, [_items(one) for one in self._containers], [state() for state in self._states]
+
+    def _in_class(self, kind: type) -> None:
+        for one in kind.__mro__:
+            if _origin(one.__module__) == "program" and self._is_new(one):
+                held: Any = vars(one)
+                self._values(held, (name for name in held if not (name.startswith("__") and name != "__call__")))
+
+    def _in_function(self, function: types.FunctionType) -> None:
+        if _origin(function.__module__) != "program":
+            return
+        codes, names = [function.__code__], set[str]()
+        for code in codes:
+            codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+            names.update(code.co_names)
+        self._named(function.__globals__, names)
+        for cell in function.__closure__ or ():
+            self._place(cell, None, _at(cell, None))
+
+    def _named(self, held: dict[str, Any], names: set[str]) -> None:
+        for name in sorted(names.intersection(held)):
+            value = held[name]
+            if not isinstance(value, types.ModuleType):
+                self._place(held, name, value)
+            elif _origin(value.__name__) == "program" and self._is_new(value):
+                self._named(vars(value), names)  # settings: names that are looked up as its attributes
+
+    def _values(self, held: Any, names: Iterable[Any]) -> None:
+        for name in list(names)[:_ITEMS]:
+            self._place(held, name, held[name])
+
+    def _place(self, of: Any, key: Any, value: Any) -> None:
+        if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+            self._places.append((of, key))
+        elif self._is_new(value):
+            self._look(value)
+
+    def _look(self, value: Any) -> None:
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            self._look(value.__func__)
+        elif isinstance(value, property):
+            self._look(value.fget)
+        elif isinstance(value, types.FunctionType):
+            self._in_function(value)
+        elif isinstance(value, type):
+            self._in_class(value)
+        elif (state := _state_of(value)) is not None:
+            self._states.append(state)
+        elif isinstance(value, _CONTAINERS):
+            self._in_container(value)
+        elif hasattr(type(value), "__next__"):
+            self.iterates = True
+        elif not isinstance(value, nn.Module) and _origin(type(value).__module__) != "core":
+            held = getattr(value, "__dict__", None)
+            if type(held) is dict:
+                self._in_container(held)
+                self._in_class(type(value))
+
+    def _in_container(self, container: Any) -> None:
+        self._containers.append(container)
+        if isinstance(container, dict):
+            self._values(container, container)
+            return
+        for item in list(container)[:_ITEMS]:
+            if self._is_new(item):
+                self._look(item)
+
+    def _is_new(self, value: object) -> bool:
+        if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+            return False
+        if id(value) in self._seen or len(self._seen) > _MOST:
+            return False
+        self._seen[id(value)] = value
+        return True
+
+
+def _state_of(value: Any) -> Callable[[], object] | None:
+    """What tells the state of a generator or an array; None for others."""
+    if isinstance(value, torch.Generator):
+        return lambda: bytes(value.get_state().numpy().data)
+    if isinstance(value, random.Random):
+        return value.getstate
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.Generator):
+        return lambda: repr(value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return lambda: repr(value.get_state())
+    if isinstance(value, numpy.ndarray) and value.nbytes < 1 << 20 and not value.dtype.hasobject:
+        return lambda: bytes(value.tobytes())
+    return None
+
+
+def _at(of: Any, key: Any) -> Any:
+    if key is not None or not isinstance(of, types.CellType):
+        return of.get(key)
+    try:
+        return of.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _flag(value: Any) -> object:
+    kind = type(value)
+    if kind is int or kind is float:
+        return (value > 0) - (value < 0)
+    return value if kind in _PLAIN else kind
+
+
+def _item(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return None if value.is_inference() else value._version
+    return value if type(value) in _PLAIN else type(value)
+
+
+def _items(container: Any) -> object:
+    """How much is in it but for tensors, which a look finds by itself, and what is plain; a dict's are places."""
+    of_dict = isinstance(container, dict)
+    some = list(container.values() if of_dict else container)[-_ITEMS:]
+    kept = [_item(item) for item in some if not isinstance(item, torch.Tensor)]
+    return len(container) - (len(some) - len(kept)), len(kept) if of_dict else kept
+
+
+@cache
+def _origin(name: str | None) -> str:
+    """Whether a module of this name is of the "core" (torch's, lagom's, Python's), a "library" or the "program"."""
+    top = (name or "").partition(".")[0]
+    if top in _CORE or (top in sys.stdlib_module_names and top != "__main__"):
+        return "core"
+    path = getattr(sys.modules.get(top), "__file__", None) or ""
+    return "library" if "site-packages" in path or "dist-packages" in path else "program"
+
+
+_CORE = frozenset(("torch", "numpy", "lagom", "builtins"))
+_EVERYONES = frozenset(vars(nn.Module()))
+
+
+# Note [Surroundings]
+#
+# A look at a forward runs it more often than the program does (see Note [Probe]), and what it finds holds as long as
+# the forward takes the same way. Attributes of modules are put back, and calls are told apart by them; but a forward
+# may also count its calls in a global variable, draw from a generator of its own, or ask a config whether to mix rows
+# in this epoch. So what its code can reach is found: what is in attributes; what the functions of its class name among
+# their globals and have in closures; and so on through functions and objects of the program's, of which libraries'
+# objects are asked for their values, and not for their code. Where a forward's call changes any of it twice, it is not
+# looked at, and runs whole (once may be a cache that is filled). Calls between which a switch was turned, or a number
+# became other than zero, are of different kinds, each looked at by itself. Numbers count by their sign only, for a
+# loop's counters are among them. Not seen is what C keeps, and what is in files.
