@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,8 @@ from lagom.errors import RankTraceback
 from lagom.launchers import choose
 from lagom.launchers.failure import message_of, raise_failure
 from lagom.launchers.frames import handed_over
-from lagom.plan import Plan, plan
-from lagom.recognise import is_distributed
+from lagom.plan import Cluster, Plan, plan
+from lagom.recognise import is_distributed, needs_nccl
 from lagom.records.folder import Records
 from lagom.records.folder import records as new_records
 from lagom.result import Result
@@ -62,7 +63,8 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
         log.warning(line)
     launcher = choose(config.launcher)
     name = getattr(train, "__name__", "lagom")
-    the_plan = plan(config, launcher.cluster(), name, already_distributed=_is_distributed(train, provided))
+    cluster = launcher.cluster()
+    the_plan = plan(config, cluster, name, already_distributed=_is_distributed(train, provided, cluster))
     provided = handed_over(provided)
     call = {"function": train, "provided": provided, "random": _random(config), "settings": process_settings()}
     if config.verify and the_plan.world_size > 1:
@@ -164,11 +166,25 @@ def _provided(config: TorchDistributedConfig) -> dict[str, Any]:
     return provided
 
 
-def _is_distributed(train: Callable[..., Any], provided: dict[str, Any]) -> bool:
-    """Whether the program, or what the config hands it by name, is written for torchrun."""
+def _is_distributed(train: Callable[..., Any], provided: dict[str, Any], cluster: Cluster) -> bool:
+    """Whether the program, or what the config hands it by name, is written for torchrun, and can be so here."""
     given = [provided.get(name) for name in ("module", "train_set", "test_set")] + list(provided["hparams"].values())
     given += [part for value in given if isinstance(value, (list, tuple)) for part in value[:16]]
-    return is_distributed(train, *(value for value in given if callable(value)))
+    used = [train, *(value for value in given if callable(value))]
+    if not is_distributed(*used):
+        return False
+    said = [*sys.argv, *(value for value in given if isinstance(value, str))]
+    if cluster.gpus_per_slot or any("gloo" in word for word in said) or not needs_nccl(*used):
+        return True
+    log.warning(_NO_NCCL)
+    return False
+
+
+_NO_NCCL = (
+    "the program has a process group of its own by NCCL alone, which needs GPUs, and there are none: RANK and "
+    "WORLD_SIZE are not set, and where it runs in one process without them lagom distributes it; or "
+    "name the backend 'gloo'"
+)
 
 
 def _random(config: TorchDistributedConfig) -> dict[str, Any] | None:

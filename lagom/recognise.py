@@ -38,23 +38,35 @@ class _Part:
 
 def is_distributed(*values: Any) -> bool:
     """Whether the code of ``values``, or of what it uses of the user's own, starts a process group."""
-    names, imports = set[str](), list[str]()
+    return _found(*values)[0]
+
+
+def needs_nccl(*values: Any) -> bool:
+    """Whether that code starts one, and names NCCL as its backend, which needs GPUs, and never gloo."""
+    starts, names = _found(*values)
+    return starts and "nccl" in names and not any("gloo" in name for name in names)
+
+
+def _found(*values: Any) -> tuple[bool, set[str]]:
+    """Whether code starts a process group, and the names and words that it writes."""
+    starts, names, imports = False, set[str](), list[str]()
     for value in reached(*values):
         if isinstance(value, (types.FunctionType, Script)):
             if not isinstance(value, Script) and is_foreign(value):
-                if value.__name__ in _STARTS:
-                    return True
+                starts |= value.__name__ in _STARTS
                 continue
             for part in codes(*(value.parts if isinstance(value, Script) else [value.__code__])):
-                if not _STARTS.isdisjoint(part.co_names):
-                    return True
+                starts |= not _STARTS.isdisjoint(part.co_names)
                 names.update(_names(part))
                 imports += _imports(part)
-            if isinstance(value, types.FunctionType) and any(map(_is_horovod, used_modules(value))):
-                return True
+            if isinstance(value, types.FunctionType):
+                starts |= any(map(_is_horovod, used_modules(value)))
+                words = (value.__globals__.get(name) for name in value.__code__.co_names)
+                names.update(word for word in words if type(word) is str)
     parts = _reached_parts(names, imports)
     imports += [name for part in parts for name in part.imports]
-    return any(part.starts for part in parts) or any(name.partition(".")[0] == _PACKAGE for name in imports)
+    starts |= any(part.starts for part in parts) or any(name.partition(".")[0] == _PACKAGE for name in imports)
+    return starts, names.union(*(part.names for part in parts))
 
 
 def is_driver(script: Script) -> bool:
@@ -203,6 +215,9 @@ def _part(name: str | None, piece: ast.AST, package: str) -> _Part:
 # To name DistributedDataParallel or DistributedSampler is not enough: ordinary code names them to unwrap a model that
 # might be wrapped. A program that leaves the call to an installed package finds no variables, and as a rule falls back
 # to a single process, which lagom then distributes.
+#
+# A program that names NCCL, and never gloo, cannot have its process group where there are no GPUs. Most of these are
+# distributed only where RANK is set (nanoGPT, for one), so there it is not: such a program runs as an ordinary one.
 #
 # All that this decides is the environment (see environment.py), on GPUs the devices that the rank can see, and whether
 # a process that the program starts is one of its ranks. A program that names the call and does not come to it, because

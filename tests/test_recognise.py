@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import init_process_group as joins
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.recognise import is_distributed
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.recognise import is_distributed, needs_nccl
 from lagom.script import Script
 
 
@@ -189,3 +194,62 @@ def test_an_edited_module_is_read_again(folder: Path) -> None:
     assert not is_distributed(script)
     (folder / "own_plain.py").write_text(SETUP)
     assert is_distributed(script)
+
+
+backend = "nccl"
+
+
+def by_global() -> None:
+    dist.init_process_group(backend=backend)
+
+
+def by_argument() -> None:
+    dist.init_process_group("nccl")
+
+
+def by_choice(has_gpu: bool) -> None:
+    dist.init_process_group("nccl" if has_gpu else "gloo")
+
+
+def by_device(_: bool) -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [(by_global, True), (by_argument, True), (by_choice, False), (by_device, False), (by_attribute, False)],
+)
+def test_a_program_that_can_do_with_nccl_alone_is_told_from_others(function: Callable[..., None], wanted: bool) -> None:
+    assert needs_nccl(function) == wanted
+
+
+def test_a_script_that_can_do_with_nccl_alone_is_told() -> None:
+    text = (
+        "import os\nfrom torch.distributed import init_process_group\n"
+        "backend = 'nccl' # or 'gloo'\n"
+        "if int(os.environ.get('RANK', -1)) != -1:\n    init_process_group(backend=backend)\n"
+    )
+    assert needs_nccl(Script("train.py", text, ()))
+
+
+def _trains_where_rank_is_not_set() -> tuple[int, float]:
+    ddp = int(os.environ.get("RANK", -1)) != -1
+    if ddp:
+        dist.init_process_group(backend=backend)
+    model = torch.nn.Linear(1, 1, dtype=torch.float64)
+    for (batch,) in DataLoader(TensorDataset(torch.arange(6, dtype=torch.float64)), 3):
+        model(batch.unsqueeze(1)).square().mean().backward()
+    assert model.weight.grad is not None
+    return ddp, round(model.weight.grad.item(), 9)
+
+
+def test_a_program_for_nccl_runs_as_an_ordinary_one_where_there_are_no_gpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    torch.manual_seed(3)
+    plain = _trains_where_rank_is_not_set()
+    torch.manual_seed(3)
+    config = TorchDistributedConfig(launcher="local", world_size=2, batches="whole", run_dir=None)
+    assert list(experiment.lagom(_trains_where_rank_is_not_set, config).per_rank) == [plain, plain]
+    assert "by NCCL alone" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import sys
 from contextlib import ExitStack, contextmanager
 from multiprocessing.process import BaseProcess
@@ -55,9 +56,21 @@ def _started(session: Session) -> Callable[..., None]:
                 target = process._args[0]
             if target is not None and is_distributed(target):
                 raise LagomError(_refusal(session, "processes by multiprocessing"))
-        original(process)
+        try:
+            original(process)
+        except (pickle.PicklingError, AttributeError) as error:
+            if "__main__" in str(error):
+                raise LagomError(_IN_MAIN.format(error=error)) from error
+            raise
 
     return start
+
+
+_IN_MAIN = (
+    "a process that is started anew (spawn, forkserver) cannot find what is defined in __main__, which on a rank is "
+    "not the program's script: {error}. Define it in a module that is imported (a file of its own beside the script), "
+    "or start the process by fork: multiprocessing_context='fork' of a DataLoader, or none"
+)
 
 
 def _refusal(session: Session, what: str, count: int = 0) -> str:

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils.data import DataLoader
 
+from lagom.errors import LagomError
 from lagom.patching import patched
 from lagom.patching.session import Session
 from tests.ranks import RankFailedError, run_ranks, session_alone
@@ -92,3 +94,13 @@ def test_at_world_size_1_and_afterwards_spawn_is_torchs(tmp_path: Path) -> None:
         return mp.spawn is original and multiprocessing.Process.start is start
 
     assert run_ranks(2, program, patches=False) == [True, True]
+
+
+def test_what_a_spawned_worker_cannot_find_in_main_is_told_with_a_remedy() -> None:
+    def run(session: Session) -> str:
+        data = type("Data", (list,), {"__module__": "__main__"})([1, 2])
+        with pytest.raises(LagomError, match="Define it in a module that is imported") as caught:
+            list(DataLoader(data, num_workers=1, multiprocessing_context="spawn"))
+        return str(caught.value)
+
+    assert all("__main__.Data" in text for text in run_ranks(2, run))
