@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -109,8 +107,6 @@ def _spark(slots: int) -> Iterator[None]:
     if SparkSession.getActiveSession() is not None:
         yield
         return
-    # Spark starts python3 from PATH otherwise, which need not have torch.
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master(f"local[{slots}]").config("spark.ui.enabled", False)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     try:

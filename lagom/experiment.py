@@ -16,7 +16,7 @@ from typing import Any
 from lagom.aggregate import aggregate, remedy
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
-from lagom.errors import RankTraceback
+from lagom.errors import LagomError, RankTraceback
 from lagom.launchers import choose
 from lagom.launchers.failure import message_of, raise_failure
 from lagom.launchers.frames import handed_over
@@ -25,7 +25,7 @@ from lagom.recognise import is_distributed, needs_nccl
 from lagom.records.folder import Records
 from lagom.records.folder import records as new_records
 from lagom.result import Result
-from lagom.signature import arguments, unread_hparams
+from lagom.signature import arguments, check_makers, unread_hparams
 from lagom.verify.rehearsals import verify
 from lagom.verify.verification import say_not_rehearsed, show
 from lagom.worker.random_states import random_states, set_random_states
@@ -59,6 +59,8 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
         raise ValueError(f"config is a {type(config).__name__}; want a TorchDistributedConfig")
     provided = _provided(config)
     arguments(train, provided | {"reporter": None})
+    check_makers(provided)
+    _check_folder()
     for line in unread_hparams(train, config.hparams):
         log.warning(line)
     launcher = choose(config.launcher)
@@ -92,6 +94,13 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
         run_dir=records.folder if records is not None else None,
         upload=records.upload if records is not None else None,
     )
+
+
+def _check_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise LagomError("the folder that this process stands in was removed; os.chdir() to another") from error
 
 
 _told: TorchDistributedConfig | None = None

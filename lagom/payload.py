@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import io
 import json
 import mmap
 import os
 import pickle
+import re
 import struct
 import sys
 import types
@@ -22,6 +24,7 @@ from lagom.errors import PayloadError
 
 _MAGIC = b"lagom\x005\n"
 _ALIGNMENT = 64
+_DRIVERS_OWN = " of Spark's, which only the driver has)"
 _OUT_OF_BAND = 1 << 16  # bytes; below it, a buffer of its own costs more than a copy
 
 
@@ -121,8 +124,15 @@ def _pickle(value: object, at_home: Mapping[type, str]) -> tuple[bytes, list[mem
     except Exception as error:
         culprit = find_unpicklable(value)
         what = culprit or f"a {type(value).__name__}"
-        raise PayloadError(f"{what} cannot be pickled: {type(error).__name__}: {error}") from error
+        why = " ".join(str(error).split())
+        raise PayloadError(f"{what} cannot be pickled: {type(error).__name__}: {why}{_remedy(culprit)}") from error
     return stream.getvalue(), buffers
+
+
+def _remedy(culprit: str) -> str:
+    if culprit.endswith(_DRIVERS_OWN):
+        return "; give a DataFrame as train_set or test_set, or collect what is needed before the call"
+    return "; make it where it is used, inside of the function" if culprit.startswith("the variable") else ""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -143,6 +153,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             name: str = value.__name__
             if sys.modules.get(name) is value:
                 return importlib.import_module, (name,)
+        if type(value).__name__ in ("Accumulator", "Broadcast") and _is_sparks(value):
+            raise pickle.PicklingError("it has its value in Spark's own functions only")
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.storage.TypedStorage):
             return _typed_storage, (self._storage(value._untyped_storage), value.dtype)
@@ -235,26 +247,49 @@ def find_unpicklable(value: object, name: str = "", seen: frozenset[int] = froze
         return ""
     except Exception:  # the error was seen once already; only the place is wanted
         pass
+    if _is_sparks(value):
+        return f"{name} (a {type(value).__name__}{_DRIVERS_OWN}"
     for part_name, part in _parts(value, name):
         if id(part) not in seen and (found := find_unpicklable(part, part_name, seen | {id(value)})):
             return found
     return f"{name} (a {type(value).__name__})" if name else ""
 
 
+def _is_sparks(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] in ("pyspark", "py4j")
+
+
 def _parts(value: object, name: str) -> list[tuple[str, object]]:
     """Named parts one level down: items of containers, closure and globals of functions, attributes of objects."""
     if isinstance(value, Mapping):
-        return [(f"{name}[{key!r}]" if name else str(key), part) for key, part in value.items()]
+        named = name not in ("", "provided")  # what a config provides has names of its own
+        return [(_inside(name, f"[{key!r}]") if named else str(key), part) for key, part in value.items()]
     if isinstance(value, (list, tuple)):
-        return [(f"{name}[{position}]", part) for position, part in enumerate(value)]
+        return [(_inside(name, f"[{position}]"), part) for position, part in enumerate(value)]
     if code := getattr(value, "__code__", None):
         cells = zip(code.co_freevars, getattr(value, "__closure__", None) or (), strict=False)
         used = {key: part for key, part in value.__globals__.items() if key in code.co_names}  # type: ignore[attr-defined]
         inner = {key: cell.cell_contents for key, cell in cells} | used
+        if isinstance(value, types.MethodType):
+            inner[code.co_varnames[0]] = value.__self__
         return [(f"the variable {key!r} that {code.co_name}() uses", part) for key, part in inner.items()]
+    if isinstance(value, functools.partial):
+        return [(name, value.func), *((_inside(name, f"({part_name})"), part) for part_name, part in _given(value))]
     return [
-        (f"{name}.{key}", part) for key, part in getattr(value, "__dict__", {}).items() if not isinstance(value, type)
+        (_inside(name, f".{key}"), part)
+        for key, part in getattr(value, "__dict__", {}).items()
+        if not isinstance(value, type)
     ]
+
+
+def _given(call: functools.partial[Any]) -> list[tuple[str, object]]:
+    return [*((str(position), part) for position, part in enumerate(call.args)), *call.keywords.items()]
+
+
+def _inside(name: str, part: str) -> str:
+    """The name of a ``part`` of what is called ``name``, which may be a variable in quotes."""
+    found = re.fullmatch(r"the variable '(.*)' that (.*) uses", name)
+    return f"the variable '{found[1]}{part}' that {found[2]} uses" if found else name + part
 
 
 # Note [Classes of __main__]

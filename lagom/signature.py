@@ -42,6 +42,37 @@ def arguments(function: Callable[..., Any], provided: Mapping[str, Any]) -> tupl
     return positional, named
 
 
+def makes_data(value: Any) -> bool:
+    """Whether ``value``, given as a data set, is a function or class that makes one on the rank."""
+    is_data = hasattr(value, "__getitem__") or hasattr(value, "__iter__")
+    return callable(value) and (isinstance(value, type) or not is_data)
+
+
+def check_makers(provided: Mapping[str, Any]) -> None:
+    """What makes data sets on the ranks needs no arguments.
+
+    Raises:
+        ValueError: when it does, naming them.
+    """
+    for field in ("train_set", "test_set"):
+        made: Any = provided.get(field)
+        if makes_data(made) and (needed := _needed(made)):
+            name = getattr(made, "__name__", "the function")
+            raise ValueError(
+                f"{field} is {name}, which ranks call without arguments to make the data set, and it needs "
+                f"{', '.join(map(repr, needed))}; want a data set, or {field}=lambda: {name}(...)"
+            )
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # there is none that could be read
+        return []
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in starred]
+
+
 def unread_hparams(function: Callable[..., Any], hparams: Mapping[str, Any]) -> list[str]:
     """A line for each of ``hparams`` that nothing reads and that is close to a parameter left to its default."""
     parameters = _signature(function).parameters

@@ -78,6 +78,7 @@ class Net:
         ({"backend": "deepspeed", "mixed_precision": "fp16"}, "fp16", "deepspeed_config"),
         ({"deepspeed_config": {}}, "deepspeed_config", "backend='deepspeed'"),
         ({"deepspeed_config": 3, "backend": "deepspeed"}, "3", "dict"),
+        ({"timeline": "/nowhere/at/all.json", "run_dir": "runs"}, "'/nowhere/at/all.json'", "no folder /nowhere/at"),
         ({"name": 3}, "3", "str"),
         ({"description": None}, "None", "str"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ import pytest
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.errors import PlanError, RankError, RankTraceback
+from lagom.errors import LagomError, PlanError, RankError, RankTraceback
 from lagom.launchers.protocol import Outcome
 from lagom.plan import Cluster, Plan
 
@@ -207,3 +209,32 @@ print(sorted({"torch", "pyspark", "numpy", "pandas", "pyarrow"} & set(sys.module
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.stdout.split("\n")[:2], done.returncode) == (["0.5 True 7", "[]"], 0), done.stderr
+
+
+def test_a_working_directory_that_was_removed_and_a_python_without_torch_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TorchDistributedConfig(launcher="local", run_dir=None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        LagomError, match=rf"^ranks on this machine need torch, and {sys.executable} has none: pip install"
+    ):
+        experiment.lagom(lambda: None, config)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(LagomError, match="was removed"):
+        experiment.lagom(lambda: None, config)
+
+
+def test_a_misspelt_hparam_is_told_and_a_maker_of_data_with_arguments_refused(caplog: pytest.LogCaptureFixture) -> None:
+    def train(learning_rate: float = 0.1) -> None: ...
+
+    config = TorchDistributedConfig(
+        launcher="inline", run_dir=None, hparams={"learnign_rate": 1.0}, train_set=lambda root: None
+    )
+    with pytest.raises(ValueError, match="and it needs 'root'"):
+        experiment.lagom(train, config)
+    experiment.lagom(train, dataclasses.replace(config, train_set=None))
+    assert "nothing reads hparams['learnign_rate']; did you mean 'learning_rate'?" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -313,6 +314,50 @@ def test_the_attribute_that_cannot_be_pickled_is_named() -> None:
     data.connection = threading.Lock()  # type: ignore[attr-defined]
     with pytest.raises(PayloadError, match=r"train_set\.connection"):
         Parcel({"train_set": data})
+
+
+def test_parts_of_variables_methods_partials_and_what_a_config_provides_are_named() -> None:
+    class Box:
+        def __init__(self) -> None:
+            self.inner = {"lock": threading.Lock()}
+
+        def fit(self) -> Any:
+            return self.inner
+
+    box = Box()
+
+    def train(extra: Any = None) -> Any:
+        return box
+
+    for function, said in (
+        (
+            train,
+            r"^the variable 'box\.inner\['lock'\]' that train\(\) uses \(a lock\) .*; make it where it is used",
+        ),
+        (box.fit, r"^the variable 'self\.inner\['lock'\]' that fit\(\) uses \(a lock\) "),
+        (functools.partial(repr, box), r"^function\(0\)\.inner\['lock'\] \(a lock\) "),
+    ):
+        with pytest.raises(PayloadError, match=said):
+            Parcel({"function": function, "provided": {"hparams": {}}})
+    with pytest.raises(PayloadError, match=r"^hparams\['box'\]\.inner\['lock'\] \(a lock\) cannot be pickled: "):
+        Parcel({"function": abs, "provided": {"hparams": {"box": box}}})
+
+
+@pytest.mark.parametrize("kind", ["DataFrame", "Broadcast"])
+def test_what_only_sparks_driver_has_is_named_without_its_insides(kind: str) -> None:
+    class Anything:
+        def __init__(self) -> None:
+            self.inner = threading.Lock() if kind == "DataFrame" else 3
+
+    Anything.__name__ = Anything.__qualname__ = kind
+    Anything.__module__ = "pyspark.core"
+    frame = Anything()
+    with pytest.raises(
+        PayloadError, match=rf"the variable 'frame' that <lambda>\(\) uses \(a {kind} of Spark's, .*"
+    ) as raised:
+        Parcel({"function": lambda: frame, "provided": {}})
+    assert "or collect what is needed before the call" in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_ring_that_cannot_be_pickled_is_named_without_going_round_for_ever() -> None:

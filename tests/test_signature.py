@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lagom.signature import arguments, unread_hparams
+from lagom.signature import arguments, check_makers, unread_hparams
 
 PROVIDED = {
     "module": "M",
@@ -206,6 +206,18 @@ def test_a_misspelt_hparam_that_leaves_a_parameter_at_its_default_is_told() -> N
     assert unread_hparams(train, {"learning_rate": 1.0, "batch_size": 2}) == []
     assert unread_hparams(lambda hparams, learning_rate=1: None, misspelt) == []
     assert unread_hparams(lambda learning_rate=1, **rest: None, misspelt) == []
+
+
+def test_a_maker_of_data_that_needs_arguments_is_refused_naming_them() -> None:
+    class Digits(torch.utils.data.Dataset[Any]):
+        def __init__(self, root: str, *, train: bool = True) -> None: ...
+
+    with pytest.raises(ValueError, match=r"train_set is Digits, .* needs 'root'; .* train_set=lambda: Digits\("):
+        check_makers({"train_set": Digits})
+    with pytest.raises(ValueError, match=r"test_set is <lambda>, .* needs 'path', 'kind'"):
+        check_makers({"test_set": lambda path, kind: None})
+    check_makers({"train_set": lambda root="x": None, "test_set": functools.partial(Digits, "root")})
+    check_makers({"train_set": [1, 2], "test_set": "path", "dataset": None})
 
 
 def test_a_missing_hparam_is_an_error_naming_it_the_function_and_what_is_there() -> None:

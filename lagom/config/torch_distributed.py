@@ -201,6 +201,10 @@ class TorchDistributedConfig:
             raise ValueError(f"timeline is {self.timeline!r}; want True, False or the path of a file to write")
         if self.timeline and (self.run_dir is None or not os.fspath(self.run_dir)):
             raise ValueError("timeline is kept in the run's folder, but run_dir is None; name a folder there")
+        if isinstance(self.timeline, (str, os.PathLike)):
+            folder = os.path.dirname(os.path.abspath(os.path.expanduser(self.timeline)))
+            if not os.path.isdir(folder):
+                raise ValueError(f"timeline is {self.timeline!r}; there is no folder {folder} to write it to")
         if not isinstance(self.description, str):
             raise ValueError(f"description is {self.description!r}; want a str")
 

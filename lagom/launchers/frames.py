@@ -151,6 +151,11 @@ def _collected(frame: Any, name: str) -> Any:
             f"{name} is a DataFrame {told}, and there is no folder known that driver and executors share: set "
             f"spark.conf.set({CACHE!r}, url) to one, such as hdfs:///tmp/lagom or s3://bucket/lagom"
         )
+    if not hasattr(frame, "toArrow"):
+        raise DataError(
+            f"{name} is a DataFrame of Spark 3.5, which cannot be collected, and no folder is known that driver and "
+            f"executors share: set spark.conf.set({CACHE!r}, url) to one, such as hdfs:///tmp/lagom"
+        )
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq

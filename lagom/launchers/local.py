@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import importlib.util
 import os
 import pickle
 import platform
@@ -41,7 +42,13 @@ class LocalLauncher:
     """Runs ranks on this machine."""
 
     def cluster(self) -> Cluster:
-        """One slot per GPU, or per core."""
+        """One slot per GPU, or per core.
+
+        Raises:
+            LagomError: when there is no torch.
+        """
+        if importlib.util.find_spec("torch") is None:
+            raise LagomError(f"ranks on this machine need torch, and {sys.executable} has none: pip install torch")
         if gpus := visible_gpus():
             return Cluster(
                 launcher="local",

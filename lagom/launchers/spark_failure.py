@@ -34,6 +34,8 @@ def why_it_failed(error: BaseException) -> str:
 def of_missing_package(error: ImportError) -> str:
     """What to do where this very process lacks a package that PySpark needs."""
     said = str(error).strip().splitlines()[0]
+    if error.name == "distutils":
+        return "PySpark 3.5 needs distutils, which Python 3.12 lacks. Remedy: pip install setuptools, or PySpark 4"
     return f"this process's Python ({sys.executable}) lacks a package: {said} Remedy: pip install 'lagom-spark[spark]'"
 
 

@@ -22,7 +22,7 @@ from lagom.patching.random import seed_everything
 from lagom.patching.rehearsal import numbered_parameters, rehearse
 from lagom.patching.session import Session
 from lagom.plan import Plan
-from lagom.signature import arguments
+from lagom.signature import arguments, makes_data
 from lagom.worker.compatible import compatible
 from lagom.worker.device import rank_device, threads
 from lagom.worker.disk_full import DiskFullTold
@@ -170,12 +170,7 @@ class Made(Mapping[str, Any]):
         if name == "dataset":
             return [self["train_set"], self["test_set"]]
         value = self._provided[name]
-        return value() if name in ("train_set", "test_set") and _makes_data(value) else value
-
-
-def _makes_data(value: Any) -> bool:
-    is_data = hasattr(value, "__getitem__") or hasattr(value, "__iter__")
-    return callable(value) and (isinstance(value, type) or not is_data)
+        return value() if name in ("train_set", "test_set") and makes_data(value) else value
 
 
 def last_rites(give_up: Callable[[], None], patience_s: float = 30.0) -> None:
