@@ -50,6 +50,29 @@ def test_messages_of_any_lengths_reach_all_also_between_hosts(hosts: int, monkey
         assert (socket.AF_UNIX in families, socket.AF_INET in families) == (near, far)
 
 
+@pytest.mark.parametrize("said", [b"", b"x" * 100])
+def test_ranks_meet_past_strangers_who_came_first(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    listen = meeting._listening
+
+    def run(session: Session) -> Any:
+        strangers = []
+
+        def besieged(family: int, address: Any) -> socket.socket:
+            found = listen(family, address)
+            for _ in range(20):
+                strangers.append(socket.socket(family, socket.SOCK_STREAM))
+                strangers[-1].connect(found.getsockname())
+                strangers[-1].sendall(said)
+            return found
+
+        monkeypatch.setattr(meeting, "_listening", besieged)
+        monkeypatch.setattr(meeting, "_home", lambda: f"host {session.rank}".encode())
+        assert session.group is not None
+        return [bytes(row) for row in session.group.exchange(bytes([session.rank]))], len(strangers)
+
+    assert run_ranks(3, run, patches=False, collectives="gloo") == [([b"\0", b"\1", b"\2"], 40)] * 3
+
+
 def test_a_rank_that_hung_up_or_does_not_answer_is_a_collective_error() -> None:
     ours, theirs = socket.socketpair()
     mesh = Mesh([None, ours], timeout_s=1)
