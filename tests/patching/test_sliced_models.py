@@ -1,4 +1,4 @@
-"""Models of many kinds under ``batches="whole"``: a plain run is the judge of losses, weights and buffers."""
+"""Models and loops of many kinds under ``batches="whole"``: a plain run is the judge of losses, weights and buffers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,29 @@ import pytest
 import torch
 
 from lagom.patching.session import Session
-from tests.patching.models import calls, draws, gradients, keeping, norms, odd, parametrised, sequences, twice
+from tests.patching.models import (
+    calls,
+    draws,
+    gradients,
+    keeping,
+    loops,
+    norms,
+    odd,
+    parametrised,
+    reaching,
+    sequences,
+    switched,
+    tasks,
+    twice,
+)
 from tests.patching.models.training import MODELS
 from tests.programs.judge import differences
 from tests.ranks import alone, run_ranks
 
-KINDS = (twice, norms, parametrised, draws, keeping, calls, gradients, sequences, odd)
+KINDS = (
+    *(twice, norms, parametrised, draws, keeping, calls, gradients, sequences),
+    *(odd, reaching, switched, loops, tasks),
+)
 
 
 def models_of(kind: ModuleType) -> dict[str, Callable[[], Any]]:
