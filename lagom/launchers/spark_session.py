@@ -18,13 +18,13 @@ from lagom.errors import PlanError
 from lagom.plan import Cluster, Plan
 
 log = logging.getLogger("lagom")
-_YOUNG_S = 30.0  # an application of that age may still be waiting for its executors
+_COMES_S = 90.0  # that Spark has to start executors: those of a new application, and others in place of lost ones
+_IMPATIENT_S = 5.0  # after which it is said what is waited for
 _ENCRYPTION = (
     "spark.network.crypto.enabled",
     "spark.authenticate.enableSaslEncryption",
     "spark.ssl.rpc.enabled",  # which follows from no other, not from spark.ssl.enabled either
 )
-_REPLACED_S = 90.0  # that Spark has to replace executors which it has lost, once
 _SETTLED_S = 1.5  # without another executor, where nothing says how many there will be
 
 
@@ -157,28 +157,29 @@ class ClassicFacts(SparkFacts):
         profile = jsc.resourceProfileManager().defaultResourceProfile()
         wanted = self._num_executors()
         if wanted != 0 and self._context in _settled:
-            self._await_replacements(_settled[self._context])
-        young_until = self._context.startTime / 1000 + _YOUNG_S
-        seen, since = -1, 0.0
-        while wanted != 0 and self._context not in _settled and time.time() < young_until:
-            executors = self._executors()
-            if executors != seen:
-                seen, since = executors, time.monotonic()
-            if executors and (executors >= wanted if wanted else time.monotonic() - since > _SETTLED_S):
-                break
-            time.sleep(0.05)
+            self._await(_settled[self._context], time.monotonic() + _COMES_S)
+        elif wanted != 0:
+            age_s = time.time() - self._context.startTime / 1000
+            self._await(wanted, time.monotonic() + _COMES_S - age_s)
         _settled[self._context] = self._executors()
         return int(jsc.maxNumConcurrentTasks(profile))
 
     def _executors(self) -> int:
         return int(self._context._jsc.sc().getExecutorIds().size())
 
-    def _await_replacements(self, before: int) -> None:
-        """Where there were ``before`` executors and now are fewer, give Spark time to start others in their place."""
-        deadline = time.monotonic() + _REPLACED_S
-        if (lost := before - self._executors()) > 0:
-            log.warning("Spark has lost %d of %d executors; waiting %.0f s for others", lost, before, _REPLACED_S)
-        while self._executors() < before and time.monotonic() < deadline:
+    def _await(self, wanted: int | None, deadline: float) -> None:
+        """Give Spark time until then to have ``wanted`` executors; None: until no more come."""
+        start = since = time.monotonic()
+        seen, told = -1, False
+        while (now := time.monotonic()) < deadline:
+            if (executors := self._executors()) != seen:
+                seen, since = executors, now
+            if executors and (executors >= wanted if wanted else now - since > _SETTLED_S):
+                return
+            if not told and now - start > _IMPATIENT_S:
+                told = True
+                all_of = f" of {wanted}" if wanted else ""
+                log.warning("%d%s executors are there; waiting for Spark, for %.0f s", seen, all_of, deadline - now)
             time.sleep(0.05)
 
     def _num_executors(self) -> int | None:

@@ -98,17 +98,18 @@ class _Context:
 def test_executors_that_are_lost_are_awaited_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lagom.launchers.spark_session._REPLACED_S", 1.0)
+    monkeypatch.setattr("lagom.launchers.spark_session._COMES_S", 1.0)
+    monkeypatch.setattr("lagom.launchers.spark_session._IMPATIENT_S", 0.1)
     conf = {"spark.master": "spark://host:7077", "spark.executor.instances": "3", "spark.driver.host": "here"}
     context = _Context(last=3)
     found = ClassicFacts(
         SimpleNamespace(conf=SimpleNamespace(get=lambda key, default: conf.get(key, default)), sparkContext=context)
     )
     assert found.slots() == 3
-    context.counts = [2, 2, 2, 2]
+    context.counts = [2] * 4
     assert found.slots() == 3
     assert context.counts == []
-    assert caplog.text.count("Spark has lost 1 of 3 executors; waiting 1 s for others") == 1
+    assert "2 of 3 executors are there; waiting for Spark, for 1 s" in caplog.text
     context.last = 1  # these do not come back
     assert found.slots() == 1
     start = time.monotonic()
