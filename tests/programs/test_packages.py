@@ -38,7 +38,7 @@ TOLERANCE = 2e-5
 """Relative, of float32, which keras and transformers compute in; the programs round what they print."""
 _TIMES = re.compile(r'^.*(runtime|per_second|real_accelerator).*\n?|"dur": [^,}]*', re.MULTILINE)
 """What no two runs have in common."""
-_LOSS = re.compile(r"""(['"])(train_)?loss\1: ['"]?[\d.]+""")
+_LOSS = re.compile(r"""(['"])(train_loss|loss|total_flos)\1: ['"]?[\d.]+""")
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
