@@ -100,6 +100,7 @@ def test_a_program_of_maggys_shape_trains_on_paths(spark: Any, tmp_path: Path) -
         hparams={"lr": 0.01},
         train_set=str(WRITTEN),
         test_set=str(tmp_path / "test"),
+        batches="split",
     )
     first, second = result.per_rank
     assert first["steps"] == second["steps"] == 50
@@ -146,7 +147,7 @@ def test_what_petastorm_materialised_trains_its_own_programs_and_others(spark: A
         epoch(PetastormDataLoader(train_set, batch_size=3))
         return {"seen": seen, "weight": model.weight.sum().item()}
 
-    result = programs.run(train, 2, module=torch.nn.Linear, train_set=url)
+    result = programs.run(train, 2, module=torch.nn.Linear, train_set=url, batches="split")
     first, second = result.per_rank
     assert first["weight"] == second["weight"]
     for ours, theirs in zip(first["seen"], second["seen"], strict=True):
