@@ -71,53 +71,56 @@ class Surroundings:
     def _named(self, held: dict[str, Any], names: set[str]) -> None:
         for name in sorted(names.intersection(held)):
             value = held[name]
-            if not isinstance(value, types.ModuleType):
+            if not issubclass(type(value), types.ModuleType):
                 self._place(held, name, value)
             elif _origin(value.__name__) == "program" and self._is_new(value):
                 self._named(vars(value), names)  # settings: names that are looked up as its attributes
 
     def _values(self, held: Any, names: Iterable[Any]) -> None:
         for name in list(names)[:_ITEMS]:
-            self._place(held, name, held[name])
+            self._place(held, name, _at(held, name))
 
     def _place(self, of: Any, key: Any, value: Any) -> None:
-        if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+        if type(value) in _PLAIN or issubclass(type(value), torch.Tensor):
             self._places.append((of, key))
         elif self._is_new(value):
             self._look(value)
 
     def _look(self, value: Any) -> None:
-        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        kind = type(value)  # and not isinstance(), which asks a proxy what it is
+        if issubclass(kind, (staticmethod, classmethod, types.MethodType)):
             self._look(value.__func__)
-        elif isinstance(value, property):
+        elif issubclass(kind, property):
             self._look(value.fget)
-        elif isinstance(value, types.FunctionType):
+        elif issubclass(kind, types.FunctionType):
             self._in_function(value)
-        elif isinstance(value, type):
+        elif issubclass(kind, type):
             self._in_class(value)
         elif (state := _state_of(value)) is not None:
             self._states.append(state)
-        elif isinstance(value, _CONTAINERS):
+        elif issubclass(kind, _CONTAINERS):
             self._in_container(value)
-        elif hasattr(type(value), "__next__"):
+        elif hasattr(kind, "__next__"):
             self.iterates = True
-        elif not isinstance(value, nn.Module) and _origin(type(value).__module__) != "core":
-            held = getattr(value, "__dict__", None)
-            if type(held) is dict:
-                self._in_container(held)
-                self._in_class(type(value))
+        elif not issubclass(kind, nn.Module) and _origin(kind.__module__) != "core":
+            try:
+                held = object.__getattribute__(value, "__dict__")
+            except AttributeError:  # slots
+                return
+            self._in_container(held)
+            self._in_class(kind)
 
     def _in_container(self, container: Any) -> None:
         self._containers.append(container)
         if isinstance(container, dict):
-            self._values(container, container)
+            self._values(container, dict.keys(container))
             return
         for item in list(container)[:_ITEMS]:
             if self._is_new(item):
                 self._look(item)
 
     def _is_new(self, value: object) -> bool:
-        if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+        if type(value) in _PLAIN or issubclass(type(value), torch.Tensor):
             return False
         if id(value) in self._seen or len(self._seen) > _MOST:
             return False
@@ -127,24 +130,26 @@ class Surroundings:
 
 def _state_of(value: Any) -> Callable[[], object] | None:
     """What tells the state of a generator or an array; None for others."""
-    if isinstance(value, torch.Generator):
+    kind, numpy = type(value), sys.modules.get("numpy")
+    if issubclass(kind, torch.Generator):
         return lambda: bytes(value.get_state().numpy().data)
-    if isinstance(value, random.Random):
-        return value.getstate
-    numpy = sys.modules.get("numpy")
+    if issubclass(kind, random.Random):
+        return lambda: value.getstate()
     if numpy is None:
         return None
-    if isinstance(value, numpy.random.Generator):
+    if issubclass(kind, numpy.random.Generator):
         return lambda: repr(value.bit_generator.state)
-    if isinstance(value, numpy.random.RandomState):
+    if issubclass(kind, numpy.random.RandomState):
         return lambda: repr(value.get_state())
-    if isinstance(value, numpy.ndarray) and value.nbytes < 1 << 20 and not value.dtype.hasobject:
+    if issubclass(kind, numpy.ndarray) and value.nbytes < 1 << 20 and not value.dtype.hasobject:
         return lambda: bytes(value.tobytes())
     return None
 
 
 def _at(of: Any, key: Any) -> Any:
-    if key is not None or not isinstance(of, types.CellType):
+    if isinstance(of, dict):
+        return dict.get(of, key)  # and not its own, which may make what it does not have
+    if not isinstance(of, types.CellType):
         return of.get(key)
     try:
         return of.cell_contents
@@ -160,7 +165,7 @@ def _flag(value: Any) -> object:
 
 
 def _item(value: Any) -> object:
-    if isinstance(value, torch.Tensor):
+    if issubclass(type(value), torch.Tensor):
         return None if value.is_inference() else value._version
     return value if type(value) in _PLAIN else type(value)
 
@@ -168,8 +173,8 @@ def _item(value: Any) -> object:
 def _items(container: Any) -> object:
     """How much is in it but for tensors, which a look finds by itself, and what is plain; a dict's are places."""
     of_dict = isinstance(container, dict)
-    some = list(container.values() if of_dict else container)[-_ITEMS:]
-    kept = [_item(item) for item in some if not isinstance(item, torch.Tensor)]
+    some = list(dict.values(container) if of_dict else container)[-_ITEMS:]
+    kept = [_item(item) for item in some if not issubclass(type(item), torch.Tensor)]
     return len(container) - (len(some) - len(kept)), len(kept) if of_dict else kept
 
 

@@ -265,3 +265,34 @@ def decision_by_an_array_of_labels() -> Any:
             return self.body(x) * (1.5 if signs.sum() > 4 else 1.0)
 
     return of(Deciding())
+
+
+class Lazy(dict[str, Any]):
+    """Makes what it is asked for, which takes long."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise AssertionError("asked for an item")
+
+    get = values = items = keys = __iter__ = __getitem__  # type: ignore[assignment]
+
+
+class Unloaded:
+    """Stands for something that is loaded when it is used."""
+
+    __class__ = property(lambda self: 1 / 0)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError("asked for an attribute")
+
+
+@model
+def attributes_that_must_not_be_asked() -> Any:
+    class Holding(Around):
+        def __init__(self) -> None:
+            super().__init__()
+            self.__dict__.update(lazy=Lazy(a=1), unloaded=Unloaded(), listed=[Lazy(b=2), Unloaded()])
+
+        def forward(self, x: Tensor) -> Any:
+            return self.body(x)
+
+    return of(Holding())
