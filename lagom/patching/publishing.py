@@ -162,7 +162,9 @@ class Readers:
 
         def hook(args: threading.ExceptHookArgs, /) -> None:
             original(args)
-            read = args.thread in self._left and args.exc_type is not SystemExit
+            # Of another rank that is gone its own host process tells; or the program has ended, and this goes on.
+            tells = not isinstance(args.exc_value, (SystemExit, CollectiveError))
+            read = args.thread in self._left and tells
             if read and session.distributed and session.fail is not None and args.exc_value is not None:
                 session.fail(args.exc_value)
 

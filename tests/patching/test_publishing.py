@@ -211,6 +211,24 @@ def _waits_in_vain(hparams: dict[str, Any]) -> None:
         pass
 
 
+def _leaves_a_thread_reading() -> int:
+    """Its thread has more batches for a program that has ended."""
+    ready: queue.Queue[Any] = queue.Queue(1)
+
+    def read() -> None:
+        while True:
+            for batch in DataLoader(Numbers(8), 2, sampler=Drawn(8)):
+                ready.put(batch)
+
+    threading.Thread(target=read, daemon=True).start()
+    return sum(int(ready.get().sum()) for _ in range(8))
+
+
+def test_a_thread_that_still_reads_when_the_program_has_ended_is_no_failure() -> None:
+    config = TorchDistributedConfig(world_size=2, launcher="local", run_dir=None)
+    assert list(experiment.lagom(_leaves_a_thread_reading, config).per_rank) == [56, 56]
+
+
 def test_an_error_in_a_thread_that_reads_a_loader_ends_the_run() -> None:
     config = TorchDistributedConfig(hparams={"broken": False}, world_size=2, launcher="local", run_dir=None)
     experiment.lagom(_waits_in_vain, config)
