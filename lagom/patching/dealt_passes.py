@@ -18,10 +18,9 @@ from lagom.patching.passes import Pass, Share, is_there, tensors
 from lagom.patching.terms import metadata, nodes_below, nodes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType
 
-    from torch import nn
     from torch.utils.data import DataLoader
 
     from lagom.patching.session import Session
@@ -97,18 +96,11 @@ class DealtPasses:
 
     Args:
         share_of: the share of the batch that data comes from, where that is known.
-        modules: all there are.
         say_once: tells the user something, the first time.
     """
 
-    def __init__(
-        self,
-        share_of: Callable[[Any], Share | None],
-        modules: Callable[[], Iterable[nn.Module]],
-        say_once: Callable[[str], None],
-    ) -> None:
+    def __init__(self, share_of: Callable[[Any], Share | None], say_once: Callable[[str], None]) -> None:
         self._share_of = share_of
-        self._modules = modules
         self._say_once = say_once
         self._pending: list[Use] = []
         """Passes without a backward as yet."""
@@ -116,7 +108,6 @@ class DealtPasses:
         """By data set: the last use of it by the place it was read at, as a hash of the whole stack."""
         self._num_passes = 0
         self._last_evaluation = 0
-        self._sees_forwards = False
 
     def expects_training(self, loader: DataLoader[Any]) -> bool:
         """Whether a pass over ``loader`` that begins now in eval mode is training all the same.
@@ -152,7 +143,6 @@ class DealtPasses:
 
     def forward(self, data: Any, outputs: Any) -> None:
         """A model gave ``outputs`` for ``data``."""
-        self._sees_forwards = True
         if not self._pending or any(map(_is_wrapped, tensors(outputs))):  # by torch.func, which has no backward
             return
         share = self._share_of(data)
@@ -192,21 +182,14 @@ class DealtPasses:
         for use in list(self._pending):
             if use.is_open and not at_end:
                 continue
-            use.has_forwards = use.has_forwards or self._has_hidden_forwards()
-            if use.has_forwards and (use.has_ended or use.num_batches > 1):
+            counts = use.has_ended or use.num_batches > 1
+            if use.has_forwards and counts:
                 if at_end or not use.may_be_trained_on:
                     self._refuse(use)
                 continue
             self._pending.remove(use)
             if use.num_batches > 1:
                 self._say_once(_NO_BACKWARD.format(place=use.place))
-
-    def _has_hidden_forwards(self) -> bool:
-        """Whether models have a ``__call__`` of their own, as Keras' layers, and none is called by torch's."""
-        if self._sees_forwards:
-            return False
-        calls = {id(_owner(type(module))): _owner(type(module)) for module in self._modules()}
-        return any(not owner.__module__.startswith("torch.") for owner in calls.values())
 
     def _refuse(self, use: Use) -> None:
         self._pending.remove(use)
@@ -215,11 +198,6 @@ class DealtPasses:
 
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-
-
-def _owner(kind: type) -> type:
-    """The class that a module's ``__call__`` is defined in."""
-    return next(base for base in kind.__mro__ if "__call__" in vars(base))
 
 
 def _key(loader: DataLoader[Any]) -> Any:

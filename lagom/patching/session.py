@@ -148,7 +148,7 @@ class Session:
         self.common = CommonStreams(self.plan.seed)
         self.terms = Terms(self.world_size, self.say_once)
         self.provenance = Provenance(self.world_size, self.leaves)
-        self.dealt = DealtPasses(self.provenance.share, self.modules.made, self.say_once)
+        self.dealt = DealtPasses(self.provenance.share, self.say_once)
         if self.group is not None:
             self.frame = Frame(self.group, 0 if self.device.type == "cuda" else FRAME)
             self.watch = Watch(self.group, self.leaves, self.modules.made, self.synchronised, self.modules.name_of)

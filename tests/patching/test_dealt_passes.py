@@ -299,27 +299,3 @@ def test_rows_that_nothing_is_known_of_are_told_of_also_after_training() -> None
         return told
 
     assert run_ranks(2, program) == [[False, False, True]] * 2  # a backward on the rows might have come
-
-
-class Layer(nn.Linear):
-    """Is called past ``nn.Module.__call__``, as Keras' layers are."""
-
-    def __call__(self, x: Tensor) -> Any:
-        return self.forward(x)
-
-
-def test_an_evaluation_of_a_model_that_is_called_in_a_way_of_its_own_is_an_error() -> None:
-    def program(_: Session) -> list[int]:
-        torch.manual_seed(1)
-        model = Layer(3, 1).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        found = []
-        for _epoch in range(2):
-            fit(model, optimizer, DataLoader(data(24), batch_size=12))
-            found.append(len(with_the_mode_inside(model, DataLoader(data(), batch_size=8))))
-        return found
-
-    assert alone(program) == [26, 26]
-    with pytest.raises(RankFailedError, match="called a model and ran no backward"):
-        run_ranks(2, program)
-    assert run_ranks(2, program, batches="whole") == [[26, 26]] * 2
