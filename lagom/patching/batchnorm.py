@@ -81,6 +81,8 @@ class Statistics:
         self._group = session.group
         self._frame = Frame(self._group)
         self._signatures: dict[tuple[object, ...], bytes] = {}
+        self._part: tuple[int, tuple[object, ...]] | None = None
+        """The layer that was called last with less than the rank's share of a batch, and that share."""
 
     def batch_norm(
         self, input: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
@@ -94,6 +96,10 @@ class Statistics:
             return self._original(input, running_mean, running_var, weight, bias, True, momentum, eps)
         number = self._session.leaves.known(weight) if weight is not None else None
         identity = (number, input.shape[1], input.dtype)
+        if input.shape[0] < share.num_mine:
+            if self._part == (id(share), identity):
+                self._session.say_once(_OF_PARTS)
+            self._part = id(share), identity
         with torch.no_grad():
             gathered = self._gathered(input.detach(), share, identity)
             counts, mean, var, real_count = combined(gathered)
@@ -164,6 +170,13 @@ class Statistics:
                 self._session.synchronised[buffer] = None
                 # Through .data: torch's kernel counts no version either; the graph of another forward may hold it.
                 buffer.data.mul_(1 - momentum).add_((new * momentum).to(buffer.dtype))
+
+
+_OF_PARTS = (
+    "a BatchNorm is called several times with parts of a batch (a ghost batch norm): with batches='split' these are "
+    "parts of a rank's share, and its statistics those of one such part of each rank together, not those of a part in "
+    "one process; batches='whole' makes them so"
+)
 
 
 def _check(input: Tensor, count: Tensor, share: Share) -> None:

@@ -162,6 +162,7 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
                 trains = getattr(module, "training", True)
             if slicer is not None and (slices_training or not trains) and slices(session, module):
                 return slicer.call(module, args, kwargs)
+            seen = session.running.before(module) if trains and session.passes.share is not None else None
             if trains and forwards.trains_own(module):
                 common = streams.swap()
                 try:
@@ -170,6 +171,8 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
                     streams.swap_back(*common)
             else:
                 outputs = run(module, *args, **kwargs)
+            if seen is not None:
+                session.running.after(module, seen)
             if share is not None:
                 session.terms.note(outputs, share)
             if several:

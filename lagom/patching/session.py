@@ -22,6 +22,7 @@ from lagom.patching.known_modules import KnownModules
 from lagom.patching.passes import NOT_SHARED, Pass, Passes, Share
 from lagom.patching.provenance import Provenance
 from lagom.patching.random import CommonStreams
+from lagom.patching.running_values import RunningValues
 from lagom.patching.terms import Terms
 from lagom.strategies.divergence import Watch
 from lagom.strategies.frame import FRAME, Frame
@@ -104,6 +105,8 @@ class Session:
     passes: Passes = field(default_factory=Passes, init=False)
     dealt: DealtPasses = field(init=False)
     """Passes whose rows were dealt out because they seemed to be training."""
+    running: RunningValues = field(init=False)
+    """What forwards keep of the rows that they are called with."""
     starting: Pass | None = field(default=None, init=False)
     """The pass whose iterator is being made."""
     modules: KnownModules = field(default_factory=KnownModules, init=False)
@@ -134,6 +137,8 @@ class Session:
     _thread: int = field(default_factory=threading.get_ident, init=False)
     _said: set[str] = field(default_factory=set, init=False)
     _num_losses: int = field(default=0, init=False)
+    draws_otherwise: bool = field(default=False, init=False)
+    """A sampler of this rank would have drawn another order than rank 0's, whose order holds."""
     has_sliced: bool = field(default=False, init=False)
     """Ranks have shared out a forward by its rows."""
     is_probing: bool = field(default=False, init=False)
@@ -148,6 +153,7 @@ class Session:
         self.common = CommonStreams(self.plan.seed)
         self.terms = Terms(self.world_size, self.say_once)
         self.provenance = Provenance(self.world_size, self.leaves)
+        self.running = RunningValues(self.synchronised, self.say_once)
         self.dealt = DealtPasses(self.provenance.share, self.say_once)
         if self.group is not None:
             self.frame = Frame(self.group, 0 if self.device.type == "cuda" else FRAME)

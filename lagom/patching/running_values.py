@@ -1,0 +1,62 @@
+"""Find modules whose forwards keep running values of what they are called with: of a rank's share of each batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.nn.parameter import is_lazy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterator
+
+    from torch import Tensor, nn
+
+
+_CONTAINERS = "torch.nn.modules.container"
+"""What is in torch's containers is of the layer that has them."""
+
+
+class RunningValues:
+    """Looks at the second training forward of each outermost module: the first may make parameters.
+
+    Args:
+        synchronised: buffers that are those of the whole batch, as BatchNorm's are.
+        say_once: tells the user something, the first time.
+    """
+
+    def __init__(self, synchronised: Container[Tensor], say_once: Callable[[str], None]) -> None:
+        self._synchronised = synchronised
+        self._say_once = say_once
+        self._num_calls: dict[int, int] = {}
+
+    def before(self, module: nn.Module) -> list[tuple[str, Tensor, int]] | None:
+        """What a forward of ``module`` might change, by name, with its version; None where that is not of interest."""
+        calls = self._num_calls.get(id(module), 0)
+        if calls > 1:
+            return None
+        self._num_calls[id(module)] = calls + 1
+        return [(name, one, one._version) for name, one in _values(module)] if calls else None
+
+    def after(self, module: nn.Module, seen: list[tuple[str, Tensor, int]]) -> None:
+        """Tell of what a forward of ``module`` has changed."""
+        changed = [name for name, one, version in seen if one._version != version and one not in self._synchronised]
+        if changed:
+            self._say_once(_CHANGED.format(kind=type(module).__name__, name=changed[0]))
+
+
+def _values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers and frozen parameters of layers that are not torch's own, by name."""
+    for path, part in module.named_modules():
+        if type(part).__module__.startswith("torch.") and type(part).__module__ != _CONTAINERS:
+            continue
+        frozen = {name: one for name, one in part._parameters.items() if one is not None and not one.requires_grad}
+        for name, one in {**part._buffers, **frozen}.items():
+            if one is not None and not is_lazy(one) and one.is_floating_point() and not one.is_inference():
+                yield f"{path}.{name}" if path else name, one
+
+
+_CHANGED = (
+    "the forward of {kind} changes its {name}: where that is made of the rows it is called with, as by a batch "
+    "normalisation of its own, it is made of this rank's share of a batch, with batches='split', and so is what the "
+    "forward gives; batches='whole' has it see the whole batch"
+)
