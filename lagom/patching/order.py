@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, Sub
 from lagom.collectives.plain_values import decode_value, encode_value
 from lagom.errors import DivergenceError, LagomError
 from lagom.patching.random import DRAWING
+from lagom.strategies.frame import signature
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -174,7 +175,7 @@ class _Following:
         if self.mine is None and self._failure is None:
             self._start()
         if meets:
-            session.at("the next batch of a sampler")
+            self._meet()
         if session.rank == 0:
             ahead = self._step * (_AHEAD if isinstance(self.mine, _MADE_AHEAD) else 1)
             items, end = self._draw(ahead)
@@ -186,12 +187,28 @@ class _Following:
             self._tell(message, meets=meets)
         else:
             items, described, states = decode_value(self._hear(meets=meets))
-            _, mine = self._draw(len(items) + (described is not None))
+            drawn, mine = self._draw(len(items) + (described is not None))
+            session.draws_otherwise |= meets and _is_dealt(session, self._current) and _differ(drawn, items)
             end = _error_from_text(described, mine) if described is not None else None
             if states is not None:
                 _set_states(states)
         self._items.extend(items)
         self._end = end
+
+    def _meet(self) -> None:
+        """Make sure that all ranks are here, and tell where one's sampler would have drawn another order."""
+        session = self._session
+        assert session.group is not None
+        assert session.watch is not None
+        place = "the next batch of a sampler"
+        alike, otherwise = (signature(text.encode()) for text in (place, f"{place}, in another order"))
+        tells = session.draws_otherwise and _is_dealt(session, self._current)
+        rows = session.group.exchange(otherwise if tells else alike)
+        if any(row not in (alike, otherwise) for row in rows):
+            session.watch.meet(place)
+        elif otherwise in rows:
+            session.draws_otherwise = False
+            session.say_once(_OTHERWISE.format(kind=type(self._source).__name__))
 
     def _tell(self, message: bytes, *, meets: bool) -> None:
         if not meets:
@@ -217,6 +234,23 @@ class _Following:
         except Exception as error:  # StopIteration, or the user's
             return items, error
         return items, None
+
+
+def _differ(drawn: list[Any], items: list[Any]) -> bool:
+    with contextlib.suppress(TypeError):  # what cannot travel is not compared
+        return encode_value(drawn) != encode_value(items)
+    return False
+
+
+def _is_dealt(session: Session, current: Pass) -> bool:
+    return session.plan.batches != "whole" and current.training and current.sharded
+
+
+_OTHERWISE = (
+    "the order of {kind} is rank 0's; other ranks would have drawn another. That is right where it is random. Where it "
+    "follows what the loop has seen (losses, scores), it follows rank 0's share of that, with batches='split'; with "
+    "batches='whole' all ranks see all of it"
+)
 
 
 def _message(items: list[Any], end: Exception | None, with_states: bool) -> bytes:

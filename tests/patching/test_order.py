@@ -188,3 +188,39 @@ def test_an_exception_of_the_program_that_only_rank_0_meets_is_told_as_text() ->
 
     text = "the sampler of a data loader raised UnusualError on rank 0: a file is gone"
     assert run_ranks(2, run) == [("UnusualError", "a file is gone"), ("LagomError", text)]
+
+
+class ByScore(torch.utils.data.Sampler[int]):
+    """Hardest first, by what the loop told it of the samples that it saw."""
+
+    def __init__(self) -> None:
+        self.scores = torch.zeros(12)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.scores.argsort(descending=True, stable=True).tolist()
+
+    def __len__(self) -> int:
+        return 12
+
+
+class Shuffled(ByScore):
+    """By the common random numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(12).tolist()
+
+
+def test_an_order_that_follows_what_the_loop_saw_is_told_of() -> None:
+    def program(session: Session) -> list[bool]:
+        model, found = torch.nn.Linear(1, 1), []
+        for sampler in (Shuffled(), ByScore()):
+            session._said.clear()
+            for _epoch in range(2):
+                for (x,) in DataLoader(TensorDataset(torch.arange(12.0)[:, None]), batch_size=4, sampler=sampler):
+                    model(x).mean().backward()
+                    sampler.scores[x[:, 0].long()] = x[:, 0].fmod(5)
+            found.append(any("follows what the loop has seen" in text for text in session._said))
+        return found
+
+    assert run_ranks(2, program) == [[False, True]] * 2
+    assert run_ranks(2, program, batches="whole") == [[False, False]] * 2
