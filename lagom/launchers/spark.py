@@ -38,6 +38,7 @@ from lagom.worker.spec import Spec
 
 log = logging.getLogger("lagom")
 _INLINE = 1 << 20  # bytes of payload that ride in the job itself
+_CANCELLED_S = 10.0  # that Spark has to end a job which was cancelled; of an executor that is cut off it hears late
 _CANCEL_S = 2.0  # that tasks have to return by themselves when a run is to end
 
 
@@ -104,6 +105,9 @@ class SparkLauncher:
             run.watch()
             if run.stopped:
                 self._end(running, run, group)
+                running.wait(_CANCELLED_S)
+                if running.lasts and (lost := run.lost()) is not None:
+                    raise lost
             running.wait()
         except BaseException:  # Ctrl-C, or something of this process, such as a handler of a signal
             run.stop()

