@@ -34,7 +34,11 @@ def aggregate(values: Sequence[Any], samples: Sequence[int], remedy: str = "") -
         return values[0]
     weights = [count / sum(samples) for count in samples] if sum(samples) else [1 / len(values)] * len(values)
     merge = _Merge(weights)
-    value = merge.merged(values, "", 0, is_own=True)
+    try:
+        value = merge.merged(values, "", 0, is_own=True)
+    except Exception as error:  # foreign code may do anything, and what a run returned is not to be lost by that
+        _log.warning("the ranks' values cannot be compared (%s: %s); taking rank 0's", type(error).__name__, error)
+        return values[0]
     if merge.differences:
         _log.warning(_warning(merge.differences, remedy))
     return value
@@ -166,7 +170,8 @@ def _equal_arrays(left: Any, right: Any) -> bool:
 
 
 def _shape(value: Any) -> tuple[Any, ...]:
-    return (value.shape, value.dtype) if is_tensor(value) or is_array(value) else ()
+    has_shape = is_array(value) or (is_tensor(value) and not value.is_nested)
+    return (value.shape, value.dtype) if has_shape else ()
 
 
 class _Reader(pickle.Pickler):

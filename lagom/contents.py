@@ -20,6 +20,8 @@ def entries(value: Any) -> Entries | None:
 
     Dicts and sets are put in order. Tensors and arrays have no parts, and neither has what cannot be looked into.
     """
+    if is_tensor(value) and value.is_nested:
+        return list(_numbered(value.unbind()))
     if isinstance(value, (*_LEAVES, *_BY_NAME)) or is_tensor(value) or _is_scalar(value):
         return None
     if is_array(value):

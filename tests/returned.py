@@ -127,6 +127,8 @@ KEPT: dict[str, Callable[[float], Any]] = {
     "tensor of ints": lambda x: torch.tensor([int(x), 1000]),
     "tensor of bools": lambda x: torch.tensor([x > 1.5]),
     "sparse tensor": lambda x: torch.tensor([[0.0, x]]).to_sparse(),
+    "nested tensor": lambda x: torch.nested.nested_tensor([torch.ones(2), torch.tensor([x])]),
+    "complex tensor": lambda x: torch.tensor([complex(x, 1.0)]),
     "half precision": lambda x: torch.tensor([x, float("nan")], dtype=torch.bfloat16),
     "parameter": lambda x: torch.nn.Parameter(torch.tensor([x])),
     "shape of a tensor": lambda x: torch.zeros(int(x)),

@@ -266,6 +266,16 @@ def test_models_with_different_weights_are_told_of(caplog: pytest.LogCaptureFixt
     assert "rank 0's" in caplog.text
 
 
+def test_a_value_whose_parts_cannot_be_had_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+    class Torn(dict[str, float]):
+        def __getitem__(self, key: str) -> float:
+            raise OSError("gone")
+
+    made = [Torn(loss=x) for x in (1.0, 2.0)]
+    assert aggregate(made, EVEN) is made[0]
+    assert "cannot be compared (OSError: gone); taking rank 0's" in caplog.text
+
+
 def test_one_rank_needs_no_agreement() -> None:
     value = object()
     assert aggregate([value], [0]) is value

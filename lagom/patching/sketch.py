@@ -63,7 +63,10 @@ def flat(value: Any) -> list[object]:
 def _flat(value: Any, place: str, depth: int, is_own: bool, met: set[int]) -> Iterator[object]:
     parts = entries(value)
     if parts is None:
-        yield from _leaf(value, is_own)
+        try:
+            yield from list(_leaf(value, is_own))
+        except (RuntimeError, TypeError, ValueError):  # some kinds of tensors have no numbers to be had
+            yield name_of(value)
         return
     yield f"{name_of(value)} of {len(parts)}".encode()
     if id(value) in met or depth > _DEEPEST:
