@@ -106,6 +106,11 @@ class Group(Averaging):
         """Whether what is on the CPU is exchanged through memory; not before the first exchange."""
         return bool(self._ways.near)
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether any ranks share memory that sums go through; not before the first exchange, and alike on all."""
+        return self.shares_memory or self._ways.hosts is not None
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a contiguous ``tensor`` over the ranks, in place."""
         self.wait(self.all_reduce_later(tensor))

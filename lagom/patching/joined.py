@@ -115,13 +115,15 @@ class _Joining:
         backend = asked.get("backend")
         if BACKEND in str(backend or "").lower():
             register(session.key)
-        elif backend is None and session.device.type == "cpu" and session.plan.collectives == "auto":
+        elif backend is None and session.device.type == "cpu":
             self._share_memory()
         self._original(**rest, store=prefixed, rank=session.rank, world_size=session.world_size)
         _kept.append(dist.group.WORLD)
 
     def _share_memory(self) -> None:
-        """Groups whose backend is not named exchange CPU tensors through memory, to the end of the run."""
+        """Groups whose backend is not named exchange CPU tensors through memory, if there is any, to the run's end."""
+        if self._session.group is None or not self._session.group.has_memory:
+            return
         register(self._session.key)
         defaults = dist.Backend.default_device_backend_map
         if defaults["cpu"] != BACKEND:
@@ -222,8 +224,9 @@ def _wait_for_all(session: Session) -> None:
 # so they meet in lagom's store. Rank and world size are lagom's; a program that asks for others is told so, since it
 # has split its data or its work by them. At world size 1 the call is left to torch altogether.
 #
-# A program that names no backend gets torch's default for its device. On the CPU that is "lagom", which is gloo where
-# ranks share no host. One that says "gloo" gets gloo: it may want what only that has.
+# A program that names no backend gets torch's default for its device. On the CPU that is "lagom" where ranks share
+# memory, else gloo: torch believes that a backend without a name is gloo, and DDP asks for it, unless the group is a
+# Python object. One that says "gloo" gets gloo: it may want what only that has.
 #
 # From then on the program does itself what lagom does for others, so all patches are off (session.live is False): a
 # loader gives what its sampler says, a backward reduces nothing, BatchNorm is the rank's own, forwards draw from the

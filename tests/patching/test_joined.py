@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lagom.collectives import shared as shared_memory
 from lagom.collectives.shared_group import SharedProcessGroup
 from lagom.patching import patched
 from lagom.patching.session import Session
@@ -130,6 +131,24 @@ def test_a_backend_that_is_not_named_shares_memory(
     assert set(first[0] + second[0]) == {shared}
     assert first[1] == second[1] == [3.0]
     assert first[2] == "gloo"
+
+
+@pytest.mark.parametrize("where", ["each on a host of its own", "without the compiled part"])
+def test_ddp_runs_where_ranks_share_no_memory(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if where == "without the compiled part":
+        monkeypatch.setattr(shared_memory, "native", lambda: None)
+
+    def program(session: Session) -> list[float]:
+        if where == "each on a host of its own":
+            monkeypatch.setattr(shared_memory, "home", lambda: f"host {session.rank}")
+        dist.init_process_group()
+        model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+        model(torch.full((1, 2), session.rank + 1.0)).sum().backward()
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        return gradient.flatten().tolist()
+
+    assert run_ranks(2, program, collectives="auto") == [[1.5, 1.5]] * 2
 
 
 def test_variables_that_the_program_sets_for_itself_need_not_lead_anywhere() -> None:
