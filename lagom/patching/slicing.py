@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
 from lagom.patching.as_it_was import marks_of
-from lagom.patching.candidate import Candidate, Finding, is_batch, measured
+from lagom.patching.candidate import Candidate, Finding, is_batch, is_dense, measured
 from lagom.patching.inside import Insides, kind_of, numbers_of, run_with
 from lagom.patching.passes import Share
 from lagom.patching.probe import UNIFORM, probe
@@ -98,7 +98,7 @@ class Slicer:
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``module(*args, **kwargs)`` is; every rank has the same arguments."""
         small = self._small.get(module)
-        if small is not None and args and small == (getattr(args[0], "shape", None), torch.is_grad_enabled()):
+        if small is not None and args and small == (_shape(args[0]), torch.is_grad_enabled()):
             return self._original(module, *args, **kwargs)
         inside = self._insides.of(module, says=not self._depth)
         leaves, spec = tree_flatten((args, kwargs))
@@ -131,7 +131,7 @@ class Slicer:
             return self._descend(module, args, kwargs)
         if not (finding.sliced or self._pays(finding, candidate)):
             # Known by its first argument only: to look at all of them takes longer than such a module does.
-            self._small[module] = getattr(args[0], "shape", None) if args else None, torch.is_grad_enabled()
+            self._small[module] = _shape(args[0]) if args else None, torch.is_grad_enabled()
             self._say_small(module)
             return self._original(module, *args, **kwargs)
         if not finding.sliced:
@@ -240,6 +240,10 @@ class Slicer:
         for i, one, whole in zip(indices, blocks, wholes, strict=True):
             outputs[i] = whole if one.requires_grad else whole.detach()
         return outputs
+
+
+def _shape(data: Any) -> torch.Size | None:
+    return data.shape if is_dense(data) else None
 
 
 def _is_dual(leaf: Any) -> bool:

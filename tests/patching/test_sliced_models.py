@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lagom.patching.session import Session
+from lagom.strategies import whole_batch
 from tests.patching.models import (
     calls,
     draws,
@@ -65,6 +66,16 @@ def on_ranks(kind: ModuleType, world_size: int) -> list[dict[str, Any]]:
         return outcomes(kind)
 
     return run_ranks(world_size, program, batches="whole", always_slices=True)
+
+
+def test_so_they_are_where_only_some_forwards_are_worth_sharing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = ("memory", "cpu")
+    # About as long as the work of such models takes: batches of 8 pay, and tails of 5 do not.
+    monkeypatch.setattr(whole_batch, "_LATENCY", dict.fromkeys(ways, 3e-8))
+    monkeypatch.setattr(whole_batch, "_BANDWIDTH", dict.fromkeys(ways, 1e15))
+    wanted = in_one_process(calls)
+    for found in run_ranks(3, lambda _: outcomes(calls), batches="whole", always_slices=False):
+        assert differences(found, wanted) == [], [text for text in found.values() if isinstance(text, str)]
 
 
 def cases() -> Iterator[Any]:
