@@ -46,4 +46,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"lagom.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'lagom' has no attribute {name!r}")
+    import difflib
+
+    near = difflib.get_close_matches(name, __all__, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise AttributeError(f"module 'lagom' has no attribute {name!r}{hint}")

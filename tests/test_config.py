@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import lagom
 from lagom.config import TorchDistributedConfig
 from lagom.config.fields import field_texts
 
@@ -145,6 +146,13 @@ def test_a_misspelt_field_is_refused_with_the_nearest_one(name: str, meant: str)
         with pytest.raises((TypeError, AttributeError), match=f"no field '{name}'; did you mean '{meant}'") as raised:
             use()
         assert "\n" not in str(raised.value)
+
+
+def test_a_misspelt_name_of_the_package_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'experimnt'; did you mean 'experiment'\?$"):
+        lagom.experimnt  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'zzz'$"):
+        lagom.zzz  # noqa: B018
 
 
 def test_a_name_that_is_near_to_no_field_leads_to_the_list_of_them() -> None:
