@@ -89,7 +89,8 @@ def _reached_parts(names: Iterable[str], imports: Iterable[str]) -> list[_Part]:
                 unused += _read(path, package, stat.st_mtime_ns, stat.st_size)
         waiting = []
         while found := [part for part in unused if part.name is None or part.name in known]:
-            unused = [part for part in unused if part not in found]
+            taken = set(map(id, found))  # as parts compare slowly, and a folder of packages has many
+            unused = [part for part in unused if id(part) not in taken]
             used += found
             known.update(name for part in found for name in part.names)
             waiting += [name for part in found for name in part.imports]
