@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from decimal import Decimal
@@ -87,6 +88,12 @@ def _optimizer(x: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(_network(0.0).parameters(), lr=x)
 
 
+def _nested(x: float) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that nested tensors may change
+        return torch.nested.nested_tensor([torch.ones(2), torch.tensor([x])])
+
+
 AVERAGED: dict[str, Callable[[float], Any]] = {
     "float": lambda x: x,
     "numpy float64": np.float64,
@@ -127,7 +134,7 @@ KEPT: dict[str, Callable[[float], Any]] = {
     "tensor of ints": lambda x: torch.tensor([int(x), 1000]),
     "tensor of bools": lambda x: torch.tensor([x > 1.5]),
     "sparse tensor": lambda x: torch.tensor([[0.0, x]]).to_sparse(),
-    "nested tensor": lambda x: torch.nested.nested_tensor([torch.ones(2), torch.tensor([x])]),
+    "nested tensor": _nested,
     "complex tensor": lambda x: torch.tensor([complex(x, 1.0)]),
     "half precision": lambda x: torch.tensor([x, float("nan")], dtype=torch.bfloat16),
     "parameter": lambda x: torch.nn.Parameter(torch.tensor([x])),
