@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,8 +16,10 @@ import pytest
 import torch
 
 import lagom
+from lagom.errors import RankError
 from lagom.monitor.channel import Channel
 from lagom.monitor.peer import Peer
+from lagom.monitor.progress import Progress
 from tests.integration import programs
 
 pytestmark = pytest.mark.parametrize("spark", ["foreign"], indirect=True, scope="session")
@@ -182,3 +186,30 @@ def test_error_names_rank_and_line_of_another_host(spark: Any) -> None:
     with pytest.raises(programs.LateError, match="the disk is full") as caught:
         programs.run(programs.raise_while_the_other_sleeps, 3)
     assert 'raise LateError("the disk is full", time.time())' in str(caught.value.__cause__)
+
+
+@pytest.mark.soak  # tests/launchers/test_run.py shows it by default
+@pytest.mark.timeout(400)
+def test_a_host_that_is_cut_off_is_named_within_5_s_and_ends_the_run(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(folder: str) -> None:
+        if lagom.rank() == 2:
+            time.sleep(1)
+            os.system(f"date +%s.%N > {folder}/at && ip link set eth0 down")
+        time.sleep(100)
+
+    said: list[tuple[float, str]] = []
+    monkeypatch.setattr(Progress, "warn", lambda self, text: said.append((time.time(), text)))
+    with pytest.raises(
+        RankError, match=r"no sign of life came for 20 s from the machine that held rank \d on lgh"
+    ) as caught:
+        programs.run(cut_off, 3, hparams={"folder": str(tmp_path)})
+    ended_at, cut_at = time.time(), float((tmp_path / "at").read_text())
+    warned_at, text = said[0]
+    named = re.search(r"from the machine that holds rank (\d) on (lgh\w+): it is down, or cut off", text)
+    assert named is not None
+    subprocess.run(["ip", "-n", named[2], "link", "set", "eth0", "up"], check=True)
+    assert warned_at - cut_at < 5
+    assert ended_at - cut_at < 40
+    assert caught.value.rank is not None
