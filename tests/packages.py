@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import subprocess
@@ -26,6 +27,7 @@ def python_with_packages(config: pytest.Config) -> str:
     folder = config.cache.mkdir("packages-" + hashlib.sha256(wanted.encode()).hexdigest()[:12])
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
+        faulthandler.cancel_dump_traceback_later()  # which would end the tests after two minutes
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         (site,) = folder.glob("lib/python*/site-packages")
         (site / "project.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")

@@ -6,6 +6,7 @@ variable LAGOM_TEST_PACKAGES names the Python of another one.
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import os
 import re
@@ -77,6 +78,7 @@ def executed(python: str, program: str, *options: str) -> Run:
 def test_ranks_give_what_one_process_gives_or_say_why_not(
     python: str, program: str, num_ranks: int, setting: str
 ) -> None:
+    faulthandler.cancel_dump_traceback_later()  # which would end the tests after two minutes
     plain = executed(python, program)
     assert plain.code == 0, plain.err
     options = [] if setting == "default" else ["--batches", setting]
