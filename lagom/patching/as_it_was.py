@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.patching.random import DRAWING
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -28,19 +30,20 @@ def as_it_was(
     Args:
         opens: give parameters that are next to nothing some size meanwhile.
     """
-    kept = [*random_numbers(device), *_attributes(inside), *_contents(inside)]
+    with DRAWING:  # else what a thread draws meanwhile would be put back, too
+        kept = [*random_numbers(device), *_attributes(inside), *_contents(inside)]
 
-    def put_back() -> None:
-        for restore in kept:
-            restore()
+        def put_back() -> None:
+            for restore in kept:
+                restore()
 
-    small = _opened(module) if opens else []
-    try:
-        yield put_back
-    finally:
-        put_back()
-        for parameter, before in small:
-            parameter.data.copy_(before)
+        small = _opened(module) if opens else []
+        try:
+            yield put_back
+        finally:
+            put_back()
+            for parameter, before in small:
+                parameter.data.copy_(before)
 
 
 def random_numbers(device: torch.device) -> Iterator[Callable[[], object]]:

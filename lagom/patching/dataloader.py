@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from lagom.patching.order import has_state, synchronise
 from lagom.patching.passes import LEFT_OUT, Pass, leaves_out
 from lagom.patching.permutation import shuffled
 from lagom.patching.publishing import PassNames, Publication, Readers
-from lagom.patching.random import OwnStreams, derived
+from lagom.patching.random import DRAWING, OwnStreams, derived
 from lagom.patching.reference import ObjectReference
 from lagom.patching.replace import replaced
 from lagom.patching.session import Session
@@ -85,7 +85,7 @@ class _Loaders:
                 name = self.names.in_main()
             else:
                 name = self.names.in_thread(loader, current)
-            current.published = Publication(session, name)
+            current.published, current.readers = Publication(session, name), self.readers
             current.generator = None if session.may_meet else self.readers.generator(current)
         self._were_dealt.setdefault(loader, set()).add(current.training and current.sharded)
         if session.may_meet and session.plan.backend == "torch":
@@ -191,7 +191,11 @@ def _made(loaders: _Loaders) -> Any:
         self.__dict__[_TAKER] = taker(session, loader, current)
         generator = loader.generator or current.generator
         try:
-            with nullcontext() if generator is loader.generator else replaced(loader, "generator", generator):
+            with ExitStack() as stack:
+                if session.is_in_thread:
+                    stack.enter_context(DRAWING)
+                if generator is not loader.generator:
+                    stack.enter_context(replaced(loader, "generator", generator))
                 original(self, loader)
         finally:
             session.starting = None

@@ -36,7 +36,7 @@ def fetching(session: Session, streams: OwnStreams) -> Any:
             return
         if current.training and current.sharded and not is_iterable(loader):
             self._dataset_fetcher = _Fetcher(self._dataset_fetcher, streams)
-        elif session.distributed and session.plan.batches != "whole":
+        elif session.distributed:
             self._dataset_fetcher = _Waiting(self._dataset_fetcher, session)
 
     return patched_init

@@ -20,11 +20,12 @@ from lagom.patching.random import DRAWING
 from lagom.strategies.frame import signature
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.utils.data import DataLoader
 
     from lagom.patching.passes import Pass
+    from lagom.patching.publishing import Result
     from lagom.patching.session import Session
 
 _OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -173,12 +174,12 @@ class _Following:
     def _fetch(self) -> None:
         session, meets = self._session, self._session.may_meet
         if self.mine is None and self._failure is None:
-            self._start()
+            self._alone(self._start)
         if meets:
             self._meet()
         if session.rank == 0:
             ahead = self._step * (_AHEAD if isinstance(self.mine, _MADE_AHEAD) else 1)
-            items, end = self._draw(ahead)
+            items, end = self._alone(self._draw, ahead)
             try:
                 message = _message(items, end, meets)
             except TypeError as error:
@@ -187,7 +188,7 @@ class _Following:
             self._tell(message, meets=meets)
         else:
             items, described, states = decode_value(self._hear(meets=meets))
-            drawn, mine = self._draw(len(items) + (described is not None))
+            drawn, mine = self._alone(self._draw, len(items) + (described is not None))
             session.draws_otherwise |= meets and _is_dealt(session, self._current) and _differ(drawn, items)
             end = _error_from_text(described, mine) if described is not None else None
             if states is not None:
@@ -223,14 +224,20 @@ class _Following:
         assert self._session.group is not None
         return self._session.group.broadcast_bytes(b"")
 
+    def _alone(self, call: Callable[..., Result], *args: object) -> Result:
+        """Call what draws, which in a thread of the program's nothing else may do meanwhile."""
+        readers = self._current.readers
+        with DRAWING:
+            # With workers the first batches are drawn outside of any call of the loader's that is watched.
+            return readers.read(call, *args) if self._session.is_in_thread and readers is not None else call(*args)
+
     def _draw(self, count: int) -> tuple[list[Any], Exception | None]:
         items: list[Any] = []
         if self.mine is None:
             return items, self._failure
         try:
-            with DRAWING:
-                for _ in range(count):
-                    items.append(next(self.mine))  # noqa: PERF401  # what came before a failure counts
+            for _ in range(count):
+                items.append(next(self.mine))  # noqa: PERF401  # what came before a failure counts
         except Exception as error:  # StopIteration, or the user's
             return items, error
         return items, None

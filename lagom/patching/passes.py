@@ -13,7 +13,7 @@ from lagom.errors import LagomError
 
 if TYPE_CHECKING:
     from lagom.patching.dealt_passes import Use
-    from lagom.patching.publishing import Publication
+    from lagom.patching.publishing import Publication, Readers
 
 
 @dataclass(slots=True)  # not frozen: there is one for each batch, and to make it would take four times as long
@@ -58,6 +58,8 @@ class Pass:
     published: Publication | None = None
     """What rank 0 says of it in threads of the program's; None where nothing is to be the same on all ranks."""
 
+    readers: Readers | None = None
+    """The program's threads that read loaders, if one of them is in it."""
     generator: torch.Generator | None = None
     """What torch's samplers draw from in place of the global one."""
     use: Use | None = None

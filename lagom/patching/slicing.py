@@ -257,4 +257,5 @@ def _glimpse(tensor: torch.Tensor) -> bytes:
         return b""
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)
     some = flat[:: max(1, len(flat) // 61)][:64]
-    return bytes(some.contiguous().view(torch.uint8).numpy().data)
+    # A copy: a single number is contiguous whatever its stride, and bytes have to lie side by side.
+    return bytes(some.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().data)

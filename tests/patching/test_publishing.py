@@ -38,6 +38,12 @@ class Drawn:
         yield from torch.randperm(self.count).tolist()
 
 
+class DrawnAtOnce(Drawn):
+    def __iter__(self) -> Iterator[int]:
+        found: list[int] = torch.randperm(self.count).tolist()
+        return iter(found)
+
+
 class InBackground:
     """Iterates in a thread, some batches ahead."""
 
@@ -81,7 +87,7 @@ def each_kind(count: int = 13, size: int = 4) -> dict[str, Callable[[], DataLoad
         "own batches": lambda: DataLoader(data, batch_sampler=[list(range(size))[::-1], list(range(2, 2 + size))]),
         "generator": lambda: DataLoader(data, size, shuffle=True, generator=torch.Generator().manual_seed(3)),
         "stream": lambda: DataLoader(Shuffled(count), size),
-        "workers": lambda: DataLoader(data, size, sampler=Drawn(count), num_workers=1),
+        "workers": lambda: DataLoader(data, size, sampler=DrawnAtOnce(count), num_workers=1),
     }
 
 
@@ -144,6 +150,27 @@ def test_ranks_agree_on_batches_while_the_main_thread_draws_as_well() -> None:
     assert first == second
     without_weighted = [batch for k, batch in enumerate(first) if k // 4 % 3 != 1]
     assert flat([without_weighted]) == sorted(list(range(13)) * 8)
+
+
+def test_a_thread_that_reads_several_epochs_draws_as_in_one_process_while_models_are_looked_at() -> None:
+    def run(session: Session) -> Any:
+        found = []
+        for name in ("stream", "own", "shuffle", "workers"):
+
+            def read(name: str = name) -> Iterator[Any]:
+                loader = each_kind(24)[name]()
+                for _ in range(2):
+                    yield from loader
+
+            model = torch.nn.Linear(1, 1).double()
+            for batch in InBackground(read()):
+                numbers = samples(batch)
+                model(torch.tensor(numbers).double().unsqueeze(1)).mean().backward()
+                found.append(numbers)
+        return found, torch.rand(()).item(), random.random(), np.random.rand()
+
+    plain = alone(run)
+    assert run_ranks(2, run, batches="whole") == [plain, plain]
 
 
 def test_the_order_of_a_sampler_read_in_a_thread_is_that_of_rank_0() -> None:

@@ -637,3 +637,18 @@ def test_a_module_that_is_dropped_is_gone(always_slices: bool) -> None:
         return ref() is None
 
     assert run_ranks(2, run, batches="whole", always_slices=always_slices) == [True, True]
+
+
+def test_a_batch_may_be_a_column_of_something_wider() -> None:
+    def run(session: Session) -> Any:
+        model = nn.Linear(1, 1, dtype=torch.float64)
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+        column = torch.arange(12, dtype=torch.float64).view(4, 3)[:, 1:2]
+        for _ in range(2):
+            model(column).square().mean().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.item()
+
+    plain = alone(run)
+    assert run_ranks(2, run, batches="whole") == [pytest.approx(plain, abs=1e-12)] * 2
