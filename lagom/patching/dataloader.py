@@ -207,6 +207,7 @@ def _made(loaders: _Loaders) -> Any:
         if not session.live:
             original(self, loader)
             return
+        session.reads_in_threads = session.reads_in_threads or session.is_in_thread
         current = loaders.readers.read(begin, self, loader) if session.is_in_thread else begin(self, loader)
         if not session.distributed:
             return
@@ -268,6 +269,7 @@ def _yielding(session: Session, readers: Readers) -> Any:
         start = perf_counter()
         try:
             take = held[_TAKER].take
+            session.reads_in_threads = session.reads_in_threads or session.is_in_thread
             data, share = readers.read(take, fetch, self) if session.is_in_thread else take(fetch, self)
         except StopIteration:
             session.ended(current)

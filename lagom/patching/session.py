@@ -134,6 +134,8 @@ class Session:
     """Ends the run with an error of another thread than the main one; None where nobody is to be told."""
     notes: SealedStore | None = field(default=None, init=False)
     """What ranks leave for each other, which is no collective."""
+    reads_in_threads: bool = field(default=False, init=False)
+    """A thread of the program's reads a loader: the global generators may move on at any moment."""
     _thread: int = field(default_factory=threading.get_ident, init=False)
     _said: set[str] = field(default_factory=set, init=False)
     _num_losses: int = field(default=0, init=False)

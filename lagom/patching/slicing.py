@@ -202,13 +202,15 @@ class Slicer:
         block = Block(self._group.rank, self._group.world_size, candidate.rows)
         exchange = Exchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
         leaves = [sliced(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
+        watches_draws = bool(finding.axes) or session.reads_in_threads
         region = Region(
-            Share(block.num_mine, block.num_all, block.even), Draws(block, finding.axes) if finding.axes else None
+            Share(block.num_mine, block.num_all, block.even), Draws(block, finding.axes) if watches_draws else None
         )
         before = torch.default_generator.get_state() if region.draws is None else None
         with region.entered(session):
             outputs, spec = tree_flatten(candidate.run(leaves))
-        if before is not None and not torch.equal(before, torch.default_generator.get_state()):
+        has_drawn = before is not None and not torch.equal(before, torch.default_generator.get_state())
+        if before is not None and has_drawn and not session.reads_in_threads:
             finding.reason = "draws random numbers only now and then"
             session.common.drawn_unevenly(before)
         if spec != finding.spec:

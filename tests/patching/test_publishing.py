@@ -152,8 +152,6 @@ def test_ranks_agree_on_batches_while_the_main_thread_draws_as_well() -> None:
     assert flat([without_weighted]) == sorted(list(range(13)) * 8)
 
 
-@pytest.mark.soak
-@pytest.mark.skip(reason="fails once in about eight: a model's first calls may take a thread's draws for their own")
 def test_a_thread_that_reads_several_epochs_draws_as_in_one_process_while_models_are_looked_at() -> None:
     def run(session: Session) -> Any:
         found = []
