@@ -7,17 +7,23 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lagom.records.timeline import TIMELINES
+
 ALIVE = ".alive"
 """A file in a run's folder that is locked while the run is under way."""
 _NAME = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}")
 _OURS = re.compile(
-    r"(run|result|timeline|timeline-summary)\.json|progress\.jsonl|rank-\d+\.(log|jsonl)|lagom\.log|picture-\d+\.png|report\.html|timelines|\..*"
+    r"\.?(run|result)\.json|\.alive|timeline(-summary)?\.json|progress\.jsonl|rank-\d+\.log|lagom\.log|"
+    r"picture-\d+\.png|report\.html"
 )
+_OF_RANK = re.compile(r"rank-\d+\.jsonl")
+"""A file in the folder of timelines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +43,18 @@ class Retention:
         return cls(num_runs=_number("LAGOM_KEEP_RUNS", 200), num_mb=_number("LAGOM_KEEP_MB", 500))
 
     def remove_older(self, top: Path) -> None:
-        """Remove runs from ``top`` until the limits hold. The newest stays, and so do runs that are under way."""
-        num_bytes = 0
-        for number, folder in enumerate(sorted(_runs(top), reverse=True), 1):
-            num_bytes += sum(path.lstat().st_size for path in folder.rglob("*"))
-            if number > 1 and (number > self.num_runs or num_bytes > self.num_mb * 1e6):
+        """Remove runs from ``top`` until the limits hold. The newest stays, and so do runs that are under way.
+
+        The newest does not count in bytes: a large one is no reason to remove those before it.
+        """
+        num_runs, num_bytes = 1, 0
+        for folder in sorted(filter(_is_run, top.iterdir()), reverse=True)[1:]:
+            size = _size(folder)
+            if num_runs >= self.num_runs or num_bytes + size > self.num_mb * 1e6:
                 with contextlib.suppress(OSError), alone(folder):
                     shutil.rmtree(folder)
+                    continue
+            num_runs, num_bytes = num_runs + 1, num_bytes + size
 
 
 @contextmanager
@@ -61,13 +72,32 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _runs(top: Path) -> Iterator[Path]:
-    """Folders of runs in ``top`` that hold nothing but what lagom writes."""
-    for folder in top.iterdir():
-        if _NAME.fullmatch(folder.name) and not folder.is_symlink() and (folder / "run.json").is_file():
-            inside = [path for path in folder.rglob("*") if not _OURS.fullmatch(path.name)]
-            if not inside and folder.stat().st_uid == os.geteuid():
-                yield folder
+def _is_run(folder: Path) -> bool:
+    """Whether ``folder`` is that of a run, and holds nothing but what lagom writes."""
+    with contextlib.suppress(OSError):  # another process removes it, or it is somebody else's
+        if _NAME.fullmatch(folder.name) and not folder.is_symlink() and folder.stat().st_uid == os.geteuid():
+            return (folder / "run.json").is_file() and all(map(_is_ours, folder.iterdir()))
+    return False
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether lagom has written what is in the folder of a run. It is looked into no other folder than lagom's."""
+    if path.name == TIMELINES and path.is_dir() and not path.is_symlink():
+        return all(_OF_RANK.fullmatch(inside.name) and _is_file(inside) for inside in path.iterdir())
+    return _OURS.fullmatch(path.name) is not None and _is_file(path)
+
+
+def _is_file(path: Path) -> bool:
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the run in ``folder``, of which another process may remove files meanwhile."""
+    size = 0
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.rglob("*"):
+            size += path.lstat().st_size
+    return size
 
 
 def _number(name: str, default: float) -> float:

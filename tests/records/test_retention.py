@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from pathlib import Path
 
 import pytest
 
+from lagom.records import folder as module
 from lagom.records.folder import Records, records
 from lagom.records.retention import Retention
 
@@ -27,6 +30,8 @@ def old(top: Path, number: int, size: int = 10) -> Path:
 
 def test_the_last_runs_are_kept_and_those_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAGOM_KEEP_RUNS", "3")
+    numbers = itertools.count()
+    monkeypatch.setattr(module.secrets, "token_hex", lambda _: f"{next(numbers):06}")  # in order within a second
     top = tmp_path / ".lagom" / "runs"
     before = [old(top, number) for number in range(4)]
     going_on = made(tmp_path, monkeypatch)
@@ -37,14 +42,16 @@ def test_the_last_runs_are_kept_and_those_under_way(tmp_path: Path, monkeypatch:
     assert going_on.folder.exists()
     assert sum(one.folder.exists() for one in others) >= 2
     assert len(list(top.iterdir())) <= 4
-    going_on.close()
+    going_on.close()  # which leaves itself
+    made(tmp_path, monkeypatch).close()
     assert len(list(top.iterdir())) == 3
+    assert not going_on.folder.exists()
 
 
 def test_older_runs_go_when_there_are_too_many_bytes(tmp_path: Path) -> None:
     folders = [old(tmp_path, number, 400_000) for number in range(5)]
     Retention(num_mb=1).remove_older(tmp_path)
-    assert [folder.exists() for folder in folders] == [False, False, False, True, True]
+    assert [folder.exists() for folder in folders] == [False, False, True, True, True]  # the newest does not count
     Retention(num_mb=0.1).remove_older(tmp_path)  # the newest, whatever its size
     assert [folder.exists() for folder in folders] == [False, False, False, False, True]
 
@@ -60,6 +67,47 @@ def test_nothing_is_removed_that_lagom_has_not_made(tmp_path: Path) -> None:
     newest = old(tmp_path, 2)
     Retention(num_runs=0).remove_older(tmp_path)
     assert all(folder.exists() for folder in (with_notes, other, elsewhere, linked, newest))
+
+
+def test_a_hidden_file_or_a_folder_of_the_users_keeps_a_run(tmp_path: Path) -> None:
+    with_settings, with_environment, with_folder, with_more, plain, newest = (old(tmp_path, n) for n in range(6))
+    (with_settings / ".env").write_text("mine")
+    (with_environment / ".venv").mkdir()
+    (with_environment / ".venv" / ".x").write_text("mine")
+    (with_folder / "report.html").mkdir()
+    for folder, name in ((with_more, "result.json"), (plain, "rank-0.jsonl"), (plain, "rank-11.jsonl")):
+        (folder / "timelines").mkdir(exist_ok=True)
+        (folder / "timelines" / name).write_text("{}")
+    for name in (".alive", ".run.json", ".result.json"):
+        (plain / name).write_text("{}")
+    Retention(num_runs=0).remove_older(tmp_path)
+    assert all(folder.exists() for folder in (with_settings, with_environment, with_folder, with_more, newest))
+    assert not plain.exists()
+
+
+def test_a_large_run_does_not_remove_those_around_it(tmp_path: Path) -> None:
+    folders = [old(tmp_path, number, size) for number, size in enumerate((400_000, 400_000, 3_000_000, 3_000_000))]
+    Retention(num_mb=1).remove_older(tmp_path)
+    assert [folder.exists() for folder in folders] == [True, True, False, True]
+
+
+def test_files_that_another_process_removes_meanwhile_are_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [old(tmp_path, number) for number in range(4)]
+    original, looks = Path.lstat, {folders[1]: 2, folders[2]: 1}
+
+    def lstat(path: Path) -> os.stat_result:
+        if path.name == "rank-0.log" and path.parent in looks:
+            looks[path.parent] -= 1
+            if looks[path.parent] == 0:
+                path.unlink()
+        return original(path)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    Retention(num_runs=1).remove_older(tmp_path)
+    assert looks == {folders[1]: 0, folders[2]: 0}
+    assert [folder.exists() for folder in folders] == [False, False, True, True]
 
 
 def test_a_folder_that_was_asked_for_keeps_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
