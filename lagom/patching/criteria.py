@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from lagom.patching.terms import is_of_batch, nodes_below, nodes_of
@@ -32,10 +33,19 @@ def caveats(roots: Sequence[Any]) -> list[str]:
 
 
 def _is_weighted(node: Any) -> bool:
-    """Whether a negative log likelihood counts its targets unequally: classes have weights, or some are ignored."""
-    if node._saved_reduction == 0:
+    """Whether a negative log likelihood counts its targets unequally: classes have weights, or some are ignored.
+
+    Not told where this cannot be seen for nothing: by hooks for saved tensors (checkpoints) all is computed again.
+    """
+    if node._saved_reduction == 0 or _has_hook(node._raw_saved_total_weight) or _has_hook(node._raw_saved_target):
         return False
-    return bool(node._saved_total_weight != node._saved_target.numel())
+    with contextlib.suppress(RuntimeError):  # freed, by a backward before
+        return bool(node._saved_total_weight != node._saved_target.numel())
+    return False
+
+
+def _has_hook(saved: Any) -> bool:
+    return getattr(saved, "unpack_hook", "older torch does not tell") is not None
 
 
 def _unscaled(nodes: Iterable[Node | None]) -> list[Node]:
