@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 from pathlib import Path
 
 import pytest
 
-from lagom.records import folder as module
 from lagom.records.folder import Records, records
 from lagom.records.retention import Retention
 
@@ -31,7 +31,7 @@ def old(top: Path, number: int, size: int = 10) -> Path:
 def test_the_last_runs_are_kept_and_those_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAGOM_KEEP_RUNS", "3")
     numbers = itertools.count()
-    monkeypatch.setattr(module.secrets, "token_hex", lambda _: f"{next(numbers):06}")  # in order within a second
+    monkeypatch.setattr(secrets, "token_hex", lambda _: f"{next(numbers):06}")  # in order within a second
     top = tmp_path / ".lagom" / "runs"
     before = [old(top, number) for number in range(4)]
     going_on = made(tmp_path, monkeypatch)
