@@ -75,7 +75,7 @@ class _Merge:
         first = values[0]
         if _are_numbers(values):
             return first if all(_equal(first, one) for one in values[1:]) else self._mean(values, place, is_own)
-        if not all(type(one) is type(first) for one in values) or depth > _DEEPEST:
+        if not all(_are_alike(first, one) for one in values) or depth > _DEEPEST:
             return self._differ(values, place)
         if _say_equal(values):
             return first
@@ -142,9 +142,15 @@ def _say_equal(values: Sequence[Any]) -> bool:
         return False
 
 
+def _are_alike(left: Any, right: Any) -> bool:
+    """Whether two values are of one class, by name: each rank has its own where the function defines one."""
+    one, other = type(left), type(right)
+    return one is other or (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
+
+
 def _equal(left: Any, right: Any) -> bool:
     """Whether two values without parts are the same; two that cannot be looked into are."""
-    if type(left) is not type(right):
+    if not _are_alike(left, right):
         return False
     if is_tensor(left) or is_array(left):
         return _equal_arrays(left, right)

@@ -93,6 +93,8 @@ class Script:
         main = types.ModuleType("__main__")
         main.__file__ = self.file or self.path
         main.__annotations__ = {}
+        if self.cells:
+            vars(main)["display"] = print  # of a notebook, whose cells have no cell here to show things in
         sys.modules["__main__"] = main  # where pickle looks for the script's classes
         sys.argv = [self.path, *self.arguments]
         folder = str(Path.cwd() if self.module else Path(self.file or self.path).resolve().parent)

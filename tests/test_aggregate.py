@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import namedtuple
 from dataclasses import dataclass
+from enum import Enum
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +14,43 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from lagom.aggregate import aggregate, remedy
 from tests.returned import AVERAGED, KEPT
 
 EVEN = [5, 5]
+
+
+def of_classes_of_its_own(number: float) -> dict[str, Any]:
+    """What a function returns on a rank that defines classes inside."""
+    pair = namedtuple("pair", "a b")
+
+    @dataclass
+    class Record:
+        x: float = number
+
+    class Kind(Enum):
+        ONE = 1
+
+    return {
+        "pair": pair(1, "x"),
+        "record": Record(),
+        "kind": Kind.ONE,
+        "model": type("M", (nn.Linear,), {})(1, 1).eval(),
+    }
+
+
+def test_values_of_classes_that_each_rank_defines_are_compared_by_what_they_hold(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    first = of_classes_of_its_own(1.0)
+    torch.manual_seed(0)
+    aggregate([first, of_classes_of_its_own(1.0)], EVEN)
+    assert not caplog.records
+    aggregate([first["record"], of_classes_of_its_own(2.0)["record"]], EVEN)
+    assert ".x" in caplog.text
 
 
 @pytest.mark.parametrize(

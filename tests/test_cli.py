@@ -191,7 +191,7 @@ def started(folder: Path, *command: str) -> tuple[int, str, str]:
 def test_the_cells_of_a_notebook_run_one_after_another_on_every_rank(folder: Path) -> None:
     head = "%matplotlib inline\nfrom __future__ import annotations\nimport pickle\nfrom beside import SLOPE\n"
     body = "%%time\nimport lagom\nclass Box:\n    slope: Unknown = SLOPE\n%time box = pickle.loads(pickle.dumps(Box()))"
-    tail = 'print(box.slope, lagom.world_size())\nif FAIL:\n    raise RuntimeError("in the third")'
+    tail = 'display(box.slope, lagom.world_size())\nif FAIL:\n    raise RuntimeError("in the third")'
     for fail in (False, True):
         cells = (head + f"FAIL = {fail}", body, tail)
         (folder / "n.ipynb").write_text(notebook(*cells))

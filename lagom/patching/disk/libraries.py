@@ -40,8 +40,12 @@ _kept: list[object] = []
 def interposed(calls: Calls, *, reads: bool) -> Iterator[None]:
     """Have libraries call Python's functions of files, also those libraries that are loaded meanwhile.
 
-    See Note [Files of C code]. With ``reads`` they look for files where ``calls`` finds them, too.
+    See Note [Files of C code]. With ``reads`` they look for files where ``calls`` finds them, too. The environment
+    variable LAGOM_C_FILES=0 leaves libraries alone.
     """
+    if os.environ.get("LAGOM_C_FILES") == "0":
+        yield
+        return
     with ExitStack() as stack:
         try:
             functions = _Functions(calls).by_name(reads)
@@ -138,13 +142,15 @@ class _Functions:
 
     def _open(self, path: int, flags: int, mode: int, *_: int, at: int | None = None) -> int:
         at_fd = None if at is None else _fd(at)
-        return os.open(_text(path), flags & 0x7FFFFFFF, mode & 0o7777, dir_fd=at_fd)
+        return _inherited(
+            os.open(_text(path), flags & 0x7FFFFFFF, mode & 0o7777, dir_fd=at_fd), not flags & os.O_CLOEXEC
+        )
 
     def _fopen(self, path: int, mode: str) -> int:
         flags = _MODES[mode[0]]
         if "+" in mode:
             flags = flags & ~os.O_WRONLY | os.O_RDWR
-        fd = os.open(_text(path), flags | (os.O_EXCL if "x" in mode else 0), 0o666)
+        fd = _inherited(os.open(_text(path), flags | (os.O_EXCL if "x" in mode else 0), 0o666), "e" not in mode)
         stream: int = self._libc.fdopen(fd, mode.encode())
         return stream
 
@@ -180,6 +186,12 @@ def _fd(word: int) -> int | None:
     return None if number == _AT_FDCWD else number
 
 
+def _inherited(fd: int, inheritable: bool) -> int:
+    """``fd``, which Python opens for this process alone."""
+    os.set_inheritable(fd, inheritable)
+    return fd
+
+
 def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
@@ -208,6 +220,9 @@ def _rename(at: int, path: int, to_at: int, to: int, flags: int = 0) -> None:
 # Python's `os`: then C code has the disk that Python has, and nobody needs to know which library it is. Libraries that
 # are loaded later are changed when Python has loaded them. Left alone are libraries that only look at devices and
 # /proc, and Python itself, whose functions are replaced already.
+#
+# C code that opens a file waits for the GIL in the meantime. Code that holds the GIL, and waits for a thread of its own
+# that opens a file, would wait for ever (none is known that does): LAGOM_C_FILES=0 is for that.
 #
 # Not reached are: a library that is linked into Python itself (sqlite, in some builds), code that calls the kernel
 # without libc (Go, and Rust's rustix, by which safetensors renames: see `_place_safetensors` in files.py), and other

@@ -6,7 +6,9 @@ import ctypes
 import errno
 import functools
 import mmap
+import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,6 +21,8 @@ _KINDS = {"x86_64": (1, 6, 7), "aarch64": (257, 1025, 1026)}  # relocations that
 _SYMBOL = np.dtype([("name", "<u4"), ("info", "u1"), ("other", "u1"), ("section", "<u2"), ("rest", "<u8", 2)])
 _RELOCATION = np.dtype([("offset", "<u8"), ("info", "<u8"), ("addend", "<i8")])
 _HEADER = np.dtype([("kind", "<u4"), ("flags", "<u4"), ("rest", "<u8", 6)])
+_HEADERS = ((ctypes.c_uint64, 32), (ctypes.c_uint16, 56))
+"""Of an ELF file: where its program headers are, and their number."""
 _NAMES = (
     "open openat creat fopen mkdir mkdirat rmdir unlink unlinkat remove rename renameat renameat2 link symlink "
     "truncate chmod stat lstat fstatat statx __xstat __lxstat __fxstatat access faccessat readlink readlinkat "
@@ -41,8 +45,6 @@ class Library(NamedTuple):
 
     base: int
     name: str
-    headers: int
-    num_headers: int
 
 
 class Slot(NamedTuple):
@@ -53,16 +55,19 @@ class Slot(NamedTuple):
     is_read_only: bool
 
 
-class _Info(ctypes.Structure):
+class _LinkMap(ctypes.Structure):
+    """The beginning of link.h's ``link_map``."""
+
     _fields_ = (
         ("base", ctypes.c_size_t),
         ("name", ctypes.c_char_p),
-        ("headers", ctypes.c_size_t),
-        ("num_headers", ctypes.c_uint16),
+        ("dynamic", ctypes.c_size_t),
+        ("next", ctypes.c_size_t),
     )
 
 
-_VISITOR = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Info), ctypes.c_size_t, ctypes.c_void_p)
+_UPDATING = threading.RLock()
+os.register_at_fork(before=_UPDATING.acquire, after_in_parent=_UPDATING.release, after_in_child=_UPDATING.release)
 
 
 class Imports:
@@ -78,19 +83,26 @@ class Imports:
 
     def update(self) -> None:
         """Change libraries that are new, and forget those that are gone."""
-        libraries = loaded()
-        for gone in self._before.keys() - set(libraries):
-            del self._before[gone]
-        for library in libraries:
-            if library not in self._before:
-                found = [slot for slot in slots(library, self._machine) if slot.name in self._functions]
-                self._before[library] = [(slot, self._set(slot, self._functions[slot.name])) for slot in found]
+        with _UPDATING:
+            libraries = loaded()
+            for gone in self._before.keys() - set(libraries):
+                del self._before[gone]
+            for library in libraries:
+                if library not in self._before:
+                    self._change(library)
 
     def restore(self) -> None:
         """Have all libraries call what they called before."""
-        for library in loaded():
-            for slot, address in self._before.pop(library, ()):
-                self._set(slot, address)
+        with _UPDATING:
+            for library in loaded():
+                for slot, address in self._before.pop(library, ()):
+                    self._set(slot, address)
+
+    def _change(self, library: Library) -> None:
+        found = [slot for slot in slots(library, self._machine) if slot.name in self._functions]
+        # Another thread is loading it: its addresses are filled in later, so it is changed at the next update.
+        if all(ctypes.c_size_t.from_address(slot.address).value > library.base for slot in found):
+            self._before[library] = [(slot, self._set(slot, self._functions[slot.name])) for slot in found]
 
     def _set(self, slot: Slot, address: int) -> int:
         place = ctypes.c_size_t.from_address(slot.address)
@@ -105,15 +117,15 @@ class Imports:
 
 
 def loaded() -> list[Library]:
-    """The libraries of this process."""
-    found = list[Library]()
+    """The libraries of this process, by the loader's own list.
 
-    def add(pointer: Any, _size: int, _data: object) -> int:
-        info = pointer.contents
-        found.append(Library(info.base, (info.name or b"").decode(errors="replace"), info.headers, info.num_headers))
-        return 0
-
-    _LIBC.dl_iterate_phdr(_VISITOR(add), None)
+    dl_iterate_phdr would call Python under a lock that an import, which holds the GIL, waits for.
+    """
+    found, address = list[Library](), _LIBC._handle
+    while address:
+        entry = _LinkMap.from_address(address)
+        found.append(Library(entry.base, (entry.name or b"").decode(errors="replace")))
+        address = entry.next
     return found
 
 
@@ -122,7 +134,8 @@ def slots(library: Library, machine: str) -> tuple[Slot, ...]:
     """The slots of ``FUNCTIONS`` in a library; none of those whose files are not the program's."""
     if not library.name.startswith("/") or _SYSTEM.search(library.name):
         return ()
-    headers = _array(library.headers, _HEADER, library.num_headers)
+    at, num = (kind.from_address(library.base + offset).value for kind, offset in _HEADERS)
+    headers = _array(library.base + at, _HEADER, num)
     dynamic = headers[headers["kind"] == _DYNAMIC]["rest"]
     if not len(dynamic):
         return ()

@@ -5,10 +5,13 @@ Paths called ``key`` are absolute and lead over no symbolic link. See Note [A di
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
+import threading
+import zlib
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lagom.patching.disk.journal import Journal, Log, join, parent
@@ -193,16 +196,22 @@ class View:
         place, names = self.place(key), self.names(key)
         if set(os.listdir(place)) == set(names):
             return place
-        top = f"{self.folder}/listing.{os.getpid()}.{len(self._listings)}"
+        entries = [(name, self.mode(join(key, name)), self.place(join(key, name))) for name in names]
+        top = f"{self.folder}/listing.{os.getpid()}.{zlib.crc32(repr((key, entries)).encode()):x}"
+        if not os.path.isdir(top):
+            self._list(f"{top}.{threading.get_ident()}", key, entries)
+            with contextlib.suppress(OSError):  # another thread was first
+                os.rename(f"{top}.{threading.get_ident()}", top)
+            self._listings.append(top)
+        return top + key
+
+    def _list(self, top: str, key: str, entries: Sequence[tuple[str, int, str]]) -> None:
         os.makedirs(top + key)
-        for name in names:
-            mode = self.mode(join(key, name))
+        for name, mode, place in entries:
             if stat.S_ISDIR(mode):
                 os.mkdir(f"{top}{key}/{name}")
             elif mode:
-                os.symlink(self.place(join(key, name)), f"{top}{key}/{name}")
-        self._listings.append(top)
-        return top + key
+                os.symlink(place, f"{top}{key}/{name}")
 
     def _names(self, key: str, place: str) -> list[str]:
         found = set(os.listdir(place))
