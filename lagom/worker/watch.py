@@ -102,7 +102,8 @@ class Watch:
         for rank in self._ranks:
             self._kill(rank)
             if not rank.ended:
-                with contextlib.suppress(ChildProcessError):
+                with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGKILL)  # also where the kernel does not list children
                     os.waitpid(rank.pid, 0)
                 rank.ended = True
             if rank.control.fileno() >= 0:

@@ -24,6 +24,7 @@ from lagom.monitor.link import Link, Message
 from lagom.monitor.stalls import Pulse
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import Cluster, plan
+from lagom.worker import descendants
 from lagom.worker.ground import ground
 from lagom.worker.host import _seat, hold
 from lagom.worker.rendezvous import Stopped, peers
@@ -164,6 +165,21 @@ def test_a_failure_without_a_driver_ends_the_others_and_is_reported() -> None:
     assert (reports[1]["error"], reports[1]["message"]) == ("KeyError", "'lr'")
     assert outcomes[0] is None
     assert outcomes[1]["error"].args == ("lr",)
+
+
+def test_ranks_are_ended_where_the_kernel_does_not_list_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descendants, "_adopts", True)
+    monkeypatch.setattr(descendants, "children", lambda pid: [])
+
+    def train() -> None:
+        if lagom.rank() == 1:
+            raise KeyError("x")
+        time.sleep(60)
+
+    started = time.monotonic()
+    reports, _ = held(train)
+    assert time.monotonic() - started < 30
+    assert [report.get("error") for report in reports] == [None, "KeyError"]
 
 
 def test_a_failure_is_told_to_the_driver_before_its_ranks_are_ended(driver: Driver) -> None:
