@@ -90,9 +90,15 @@ def adopt(whether: bool) -> None:
 
 
 def end_rank(pid: int, others: Collection[int]) -> None:
-    """Kill the rank ``pid`` and all that it has started, but none of the ``others``, which are alive."""
+    """Kill the rank ``pid`` and what it has started, but none of the ``others``, which are alive, nor what is theirs.
+
+    While there are others, an orphan in a session or group of its own may be theirs; it goes with the last rank.
+    """
     if _adopts:
-        for child in kill_descendants(others):
+        mine = [child for child in children(os.getpid()) if child not in others]
+        if others:
+            mine = [child for child in mine if child == pid or _group(child) == pid]
+        for child in _kill([one for top in mine for one in (top, *_below(top, ()))]):
             if child != pid:  # whose exit status is wanted
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child, os.WNOHANG)
@@ -122,7 +128,10 @@ def end_descendants(kept: Collection[int] = ()) -> None:
 
 def kill_descendants(kept: Collection[int] = (), *, cleaners: bool = False) -> list[int]:
     """Kill them, of the cleaners only where that is said; returns those that were found, ended ones among them."""
-    found = list(_below(os.getpid(), kept))
+    return _kill(list(_below(os.getpid(), kept)), cleaners=cleaners)
+
+
+def _kill(found: list[int], *, cleaners: bool = False) -> list[int]:
     for pid in found:
         if cleaners or not _cleans(pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -147,6 +156,13 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
 def _cleans(pid: int) -> bool:
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -163,3 +179,6 @@ def _cleans(pid: int) -> bool:
 # process above it, Spark's Python worker or the local fork server, does so too as long as it has host processes: one
 # that is killed itself leaves what was below it to that. When the process above ends first, the kernel tells the host
 # process. Only where both are killed in the same moment is anything left.
+#
+# What is orphaned says no more which rank it comes from, unless it is still in the rank's process group. So the end of
+# one rank takes only those of its group along: a server that another rank has put into the background goes on.
