@@ -117,12 +117,15 @@ class Channel:
         task.add_done_callback(self._tasks.discard)
 
     async def _look(self) -> None:
-        """Say each second for how long the machine of each task has been silent."""
+        """Say each second for how long the machine of each task has been silent, and end what is silent for long."""
         while True:
             await asyncio.sleep(_LOOK_S)
             for task, peer in list(self._peers.items()):
                 if not peer.gone:
-                    self._on_silence(task, silent_s(peer.connection))
+                    seconds = silent_s(peer.connection)
+                    self._on_silence(task, seconds)
+                    if seconds >= self._lost_after_s:
+                        peer.close()
 
     async def _close(self) -> None:
         for _ in range(_LAST_TURNS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -13,7 +14,7 @@ import time
 
 from lagom.monitor.framing import NONCE, PROOF, BadFrame, Decoder, Keys, Seals, body_of, framed
 from lagom.monitor.framing import Message as Message
-from lagom.monitor.silence import probe
+from lagom.monitor.silence import probe, silent_s
 
 _MAX_BACKLOG = 64 << 20  # bytes of log that may wait for a slow driver before lines are dropped
 _TRIES = 3
@@ -87,6 +88,12 @@ class Link:
         except OSError as error:
             raise LinkClosed(str(error)) from error
         return False
+
+    def give_up_silent(self) -> None:
+        """Hang up on the other machine where it has given no sign of life for too long: ``poll`` says so."""
+        if silent_s(self.socket) >= _LOST_AFTER_S:
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
 
     def waiting(self) -> bool:
         """Whether something has been offered that the socket has not taken yet."""

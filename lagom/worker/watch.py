@@ -59,7 +59,7 @@ class Watch:
         self.unsaid: list[Message] = []
         """What rank 0 wrote while there was no link, to travel with the results."""
         if link is not None:
-            self._selector.register(link, selectors.EVENT_READ, self._hear)
+            self._selector.register(link, selectors.EVENT_READ, lambda: self._hear(link))
 
     def add(self, rank: Forked) -> None:
         """Watch ``rank`` too."""
@@ -78,6 +78,7 @@ class Watch:
             for key, _ in self._selector.select(self._patience()):
                 key.data()
             if self._link is not None:
+                self._link.give_up_silent()
                 self._flush(self._link)
             reap_adopted([rank.pid for rank in self._ranks])
             for rank in self._ranks:
@@ -120,12 +121,11 @@ class Watch:
         left = self._look_s if self._deadline is None else self._deadline - time.monotonic()
         return max(0.0, min(left, self._look_s))
 
-    def _hear(self) -> None:
-        assert self._link is not None
+    def _hear(self, link: Link) -> None:
         try:
-            messages = self._link.poll()
+            messages = link.poll()
         except LinkClosed:  # the driver is gone, or has given this process up
-            self._selector.unregister(self._link)
+            self._selector.unregister(link)
             self._link, self._deadline = None, 0.0
             return
         if any(message["type"] == "stop" for message in messages):
