@@ -108,6 +108,8 @@ class SparkLauncher:
                 running.wait(_CANCELLED_S)
                 if running.lasts and (lost := run.lost()) is not None:
                     raise lost
+                if running.lasts and run.failures():  # which say why; Spark may never hear of an executor's end
+                    return []
             running.wait()
         except BaseException:  # Ctrl-C, or something of this process, such as a handler of a signal
             run.stop()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from lagom.errors import LagomError
 from lagom.launchers.run import Run
-from lagom.launchers.spark import _rows_of_failure
+from lagom.launchers.spark import SparkLauncher, _rows_of_failure
 from lagom.launchers.spark_session import ClassicFacts, SparkFacts
 
 
@@ -116,3 +119,33 @@ def test_executors_that_are_lost_are_awaited_once(
     assert found.slots() == 1
     assert time.monotonic() - start < 0.5
     assert caplog.text.count("waiting") == 2
+
+
+def test_a_job_that_spark_does_not_end_is_left_where_failures_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyspark")
+    monkeypatch.setattr("lagom.launchers.spark._CANCELLED_S", 0.1)
+    never, cancelled = threading.Event(), list[str]()
+    launcher = object.__new__(SparkLauncher)
+    launcher._facts = SimpleNamespace(  # type: ignore[assignment]
+        tag=lambda *about: None,
+        map_tasks=lambda *about: never.wait(30),
+        thread_class=lambda: threading.Thread,
+        cancel=cancelled.append,
+    )
+    failure = {"rank": 1, "ok": False}
+    run = SimpleNamespace(
+        watch=lambda: None,
+        finish=lambda: None,
+        lost=lambda: None,
+        failures=lambda: [failure],
+        stopped=True,
+        has_tasks=False,
+    )
+    begin = time.monotonic()
+    spec: Any = SimpleNamespace(run_id="x")
+    the_plan: Any = SimpleNamespace(name="x", world_size=2)
+    with ExitStack() as stack:
+        assert launcher._job(cast(Run, run), the_plan, spec, stack) == []
+    assert time.monotonic() - begin < 20
+    assert cancelled == ["lagom-x"]
+    never.set()
