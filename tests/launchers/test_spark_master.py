@@ -98,6 +98,10 @@ def test_one_master_of_several_that_listens_is_enough_and_one_that_is_silent_end
     spark_master._check_reach("spark://standby:1,good:1", [("standby", 1), ("good", 1)])
     with pytest.raises(LagomError, match=r"nobody listens at spark://silent:1 \(no answer within 0\.1 s\)"):
         spark_master._check_reach("spark://silent:1", [("silent", 1)])
+    for master in ("sc://silent:1", "k8s://https://silent:1"):  # these may be far
+        spark_master._check_reach(master, [("silent", 1)])
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    spark_master._check_reach("k8s://https://standby:1", [("standby", 1)])
     time.sleep(0.5)
 
 
