@@ -5,6 +5,7 @@ See Note [Loaders in threads].
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ from lagom.patching.reference import ObjectReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from torch.utils.data import DataLoader
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _SOON_S, _LATER_S = 0.0002, 0.02
+_LARGE = 4096
+"""Bytes above which a text is a file where all ranks are on one host: their store is a file that only grows."""
+_IN_FILE = "in a file"
 
 
 class Publication:
@@ -44,12 +49,18 @@ class Publication:
         self._store = session.store
         self._rank = session.rank
         self._num_readers = session.world_size - 1
+        self._folder = session.host_dir if session.local_world_size == session.world_size else None
         self.name = name
         self._count = 0
 
     def publish(self, data: bytes) -> None:
         """Publish ``data``, on rank 0."""
-        self._store.set(self._next_key(), data.decode("latin-1"))
+        key = self._next_key()
+        if self._folder is not None and len(data) > _LARGE:
+            _file(self._folder, key).write_bytes(data)
+            self._store.set(key, _IN_FILE)
+        else:
+            self._store.set(key, "=" + data.decode("latin-1"))
 
     def read(self) -> bytes:
         """Read what rank 0 publishes next, on another rank.
@@ -65,8 +76,12 @@ class Publication:
                     raise LagomError(_NOT_PUBLISHED.format(name=self.name, seconds=TIMEOUT_S))
                 time.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, _LATER_S)
-            data = self._store.get(key).decode().encode("latin-1")
+            text = self._store.get(key).decode()
+            file = _file(self._folder, key) if self._folder is not None and text == _IN_FILE else None
+            data = file.read_bytes() if file is not None else text[1:].encode("latin-1")
             if self._store.add(key + "/read", 1) == self._num_readers:
+                if file is not None:
+                    file.unlink()
                 self._store.delete_key(key)
                 self._store.delete_key(key + "/read")
         except RuntimeError as error:
@@ -169,6 +184,10 @@ class Readers:
                 session.fail(args.exc_value)
 
         return hook
+
+
+def _file(folder: Path, key: str) -> Path:
+    return folder / f"published-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
 
 def _kind(loader: DataLoader[object]) -> str:

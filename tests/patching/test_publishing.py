@@ -20,6 +20,7 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches
 from lagom.errors import LagomError
+from lagom.patching.publishing import Publication
 from lagom.patching.session import Session
 from tests.patching.loading import Nondeterministic, Numbers, Shuffled, flat
 from tests.ranks import alone, run_ranks
@@ -196,6 +197,22 @@ def test_what_a_sampler_raises_in_a_thread_is_raised_on_all_ranks() -> None:
         return len(seen)
 
     assert run_ranks(2, run, batches="whole") == [2, 2]
+
+
+def test_what_ranks_of_one_host_publish_does_not_stay_on_its_disk() -> None:
+    def run(session: Session) -> Any:
+        publication, texts = (
+            Publication(session, "a loader"),
+            [bytes(range(256)) * 2000, b"in a file", b"", b"x" * 5000],
+        )
+        same = [publication.agree(text if session.rank == 0 else b"") == text for text in texts * 4]
+        assert session.group is not None
+        session.group.barrier()
+        return same, sum(file.stat().st_size for file in session.host_dir.rglob("*") if file.is_file())
+
+    for same, num_bytes in run_ranks(3, run, batches="whole"):
+        assert same == [True] * 16
+        assert num_bytes < 100_000
 
 
 def test_two_threads_read_loaders_of_one_kind() -> None:
