@@ -56,7 +56,7 @@ def _run(args: argparse.Namespace) -> int:
     config = TorchDistributedConfig(
         world_size=world_size,
         launcher="spark" if on_spark else "local",
-        batches=args.batches,
+        batches=args.batches or "whole",
         evaluation=args.evaluation,
         zero_lvl=args.zero,
         mixed_precision=args.mixed_precision or False,
@@ -73,7 +73,8 @@ def _run(args: argparse.Namespace) -> int:
     if config.launcher == "spark":
         _session(args.master, args.n)
     if is_driver(script):
-        return _drive(script, config if args.master else replace(config, launcher="auto"))
+        named = ["batches"] if args.batches else []
+        return _drive(script, config if args.master else replace(config, launcher="auto"), named)
     experiment.lagom(script, config)
     return 0
 
@@ -88,10 +89,10 @@ def _script(words: Sequence[str]) -> Script:
     return script
 
 
-def _drive(script: Script, config: TorchDistributedConfig) -> int:
+def _drive(script: Script, config: TorchDistributedConfig, named: Sequence[str]) -> int:
     """Run a script that starts ranks by itself, here, as python does; ``config`` says what it does not."""
     try:
-        with experiment.told(config), compatible():
+        with experiment.told(config, named), compatible():
             script()
     except VerificationError:
         raise
@@ -182,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="parts of a batch that a forward runs in, or 'auto': after one that ran out of memory",
     )
-    run.add_argument("--batches", choices=get_args(Batches), default="whole", help="what a rank sees of a batch")
+    run.add_argument("--batches", choices=get_args(Batches), help="what a rank sees of a batch: whole, if not given")
     run.add_argument(
         "--evaluation", choices=get_args(Evaluation), default="gathered", help="how test sets are run through"
     )

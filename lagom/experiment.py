@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -103,14 +103,18 @@ def _check_folder() -> None:
         raise LagomError("the folder that this process stands in was removed; os.chdir() to another") from error
 
 
-_told: TorchDistributedConfig | None = None
+_told: tuple[TorchDistributedConfig, Collection[str]] | None = None
 
 
 @contextmanager
-def told(config: TorchDistributedConfig) -> Iterator[None]:
-    """Meanwhile a program starts runs by itself, and ``config`` is what the command line says of them."""
+def told(config: TorchDistributedConfig, named: Collection[str] = ()) -> Iterator[None]:
+    """Meanwhile a program starts runs by itself, and ``config`` is what the command line says of them.
+
+    Args:
+        named: fields that it has named, whatever their values.
+    """
     global _told  # the one command line of this process
-    before, _told = _told, config
+    before, _told = _told, (config, named)
     try:
         yield
     finally:
@@ -118,11 +122,13 @@ def told(config: TorchDistributedConfig) -> Iterator[None]:
 
 
 def what_is_told() -> dict[str, Any]:
-    """The fields that the command line has given another value than they have by default."""
+    """The fields that the command line has named, or given another value than they have by default."""
     plain = TorchDistributedConfig()
     names = [each.name for each in fields(plain) if each.name != "name"]
-    found = {name: getattr(_told, name) for name in names} if _told is not None else {}
-    return {name: value for name, value in found.items() if value != getattr(plain, name)}
+    if _told is None:
+        return {}
+    config, named = _told
+    return {n: getattr(config, n) for n in names if n in named or getattr(config, n) != getattr(plain, n)}
 
 
 @contextmanager

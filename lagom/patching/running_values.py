@@ -46,13 +46,25 @@ class RunningValues:
 
 def _values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers and frozen parameters of layers that are not torch's own, by name."""
-    for path, part in module.named_modules():
+    for path, part in _parts(module):
         if type(part).__module__.startswith("torch.") and type(part).__module__ != _CONTAINERS:
             continue
         frozen = {name: one for name, one in part._parameters.items() if one is not None and not one.requires_grad}
         for name, one in {**part._buffers, **frozen}.items():
             if one is not None and not is_lazy(one) and one.is_floating_point() and not one.is_inference():
                 yield f"{path}.{name}" if path else name, one
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The module and those inside it, by name; torch's own walk hashes them, which a class may not allow."""
+    met, left = {id(module)}, [("", module)]
+    while left:
+        path, part = left.pop()
+        yield path, part
+        for name, child in part._modules.items():
+            if child is not None and id(child) not in met:
+                met.add(id(child))
+                left.append((f"{path}.{name}" if path else name, child))
 
 
 _CHANGED = (

@@ -107,8 +107,7 @@ class Session:
     """Passes whose rows were dealt out because they seemed to be training."""
     running: RunningValues = field(init=False)
     """What forwards keep of the rows that they are called with."""
-    starting: Pass | None = field(default=None, init=False)
-    """The pass whose iterator is being made."""
+    _starting: threading.local = field(default_factory=threading.local, init=False)
     modules: KnownModules = field(default_factory=KnownModules, init=False)
     leaves: Leaves = field(default_factory=Leaves, init=False)
     synchronised: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
@@ -170,6 +169,15 @@ class Session:
     def distributed(self) -> bool:
         """Whether there are other ranks, and this process is one of them."""
         return self.live and self.world_size > 1
+
+    @property
+    def starting(self) -> Pass | None:
+        """The pass whose iterator this thread is making."""
+        return getattr(self._starting, "current", None)
+
+    @starting.setter
+    def starting(self, current: Pass | None) -> None:
+        self._starting.current = current
 
     @property
     def may_meet(self) -> bool:

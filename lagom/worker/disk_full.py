@@ -65,7 +65,8 @@ class DiskFullTold:
 def _is_of_a_disk(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return isinstance(error, Exception) and any(word in str(error) for word in _WORDS)
+    said = [one for one in error.args if isinstance(one, str)]  # str(error) may do anything
+    return isinstance(error, Exception) and any(word in one for word in _WORDS for one in said)
 
 
 def _room(path: str) -> tuple[int, int]:

@@ -68,6 +68,7 @@ def test_the_earlier_spelling_gives_what_lagoms_own_does() -> None:
     config = TorchDistributedConfig(module=Line, train_set=SET, test_set=SET, name="line", hb_interval=1)
     assert isinstance(config, LagomConfig)
     config.world_size = 3
+    torch.manual_seed(0)
     found = experiment.lagom(fit, config)
     given: dict[str, Any] = {
         "module": Line,
@@ -76,6 +77,7 @@ def test_the_earlier_spelling_gives_what_lagoms_own_does() -> None:
         "batches": "per_rank",
         "launcher": "local",
     }
+    torch.manual_seed(0)
     own = lagom_experiment.lagom(fit, lagom_config.TorchDistributedConfig(**given, world_size=3))
     assert isinstance(found["test result"], torch.Tensor)
     assert torch.equal(found["test result"], own["test result"])
@@ -106,8 +108,10 @@ def test_the_later_spelling_does_so_too_by_position_and_with_zero() -> None:
     config = TorchDistributedConfig(Line, [SET, SET], {}, "torch", False, 1)
     assert (config.zero_lvl, config.batches, config.backend) == (1, "per_rank", "torch")
     config.world_size = 2
+    torch.manual_seed(0)
     first = experiment.lagom(train, config)
     config.zero_lvl = 0
+    torch.manual_seed(0)
     second = lagom(train_fn=train, config=config)
     assert first["loss"] == pytest.approx(second["loss"], rel=1e-12)
     assert first["test result"] == {"loss": first["loss"]}
@@ -120,6 +124,7 @@ def test_one_rank_is_a_plain_call() -> None:
     torch.manual_seed(0)
     plain = fit(Line, {}, SET, SET)
     config = TorchDistributedConfig(Line, SET, SET, launcher="inline", run_dir=None)
+    torch.manual_seed(0)
     assert torch.equal(experiment.lagom(fit, config)["test result"], plain)
 
 
@@ -238,7 +243,7 @@ def test_what_the_command_line_says_holds_where_the_config_does_not() -> None:
     from maggy.config import TorchDistributedConfig
 
     asked = lagom_config.TorchDistributedConfig(world_size=3, zero_lvl=1, batches="whole", seed=5, name="program.py")
-    with lagom_experiment.told(asked):
+    with lagom_experiment.told(asked, {"batches"}):  # which is asked for, though it is the default
         assert lagom_experiment.what_is_told() == {"world_size": 3, "zero_lvl": 1, "batches": "whole", "seed": 5}
         found = TorchDistributedConfig(Line, ["a"], zero_lvl=2).told(lagom_experiment.what_is_told())
         assert (found.world_size, found.zero_lvl, found.batches, found.sets) == (3, 2, "whole", ["a"])
@@ -325,7 +330,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_example_runs_unchanged_under_lagom_run() -> None:
-    done = run("-n", "2", "examples/maggy/scalar_field.py", "--epochs", "1", "--points", "500")
+    done = run("-n", "2", "--seed", "1", "examples/maggy/scalar_field.py", "--epochs", "1", "--points", "500")
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first.removeprefix("zero_lvl=0") == second.removeprefix("zero_lvl=2")

@@ -121,7 +121,7 @@ def test_a_program_of_petastorms_reads_its_shard_on_each_rank(tmp_path: Path) ->
         return {"seen": seen, "weight": model.weight.sum().item()}
 
     config = TorchDistributedConfig(
-        module=torch.nn.Linear, hparams={"lr": 0.1}, train_set=url, world_size=2, launcher="local"
+        module=torch.nn.Linear, hparams={"lr": 0.1}, train_set=url, world_size=2, launcher="local", batches="split"
     )
     first, second = experiment.lagom(train, config).per_rank
     assert first["weight"] == second["weight"]

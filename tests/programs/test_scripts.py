@@ -43,7 +43,7 @@ def test_a_script_that_cannot_be_split_exits_with_its_error(
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     with judge.scratch():
-        status = cli.main(["run", "-n", "2", str(judge.HERE / "until.py")])
+        status = cli.main(["run", "-n", "2", "--batches", "split", str(judge.HERE / "until.py")])
     assert status == 1
     assert "the ranks are at different points of the program" in capfd.readouterr().err
 

@@ -114,9 +114,14 @@ def _refuse(**settings: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Returned:
-    """Keeps what ranks return from being averaged: Horovod hands out each rank's own."""
+    """Keeps what ranks return from being compared and averaged: Horovod hands out each rank's own."""
 
     value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Returned)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _call(main: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], env: dict[str, str]) -> _Returned:
