@@ -76,7 +76,7 @@ def test_a_run_is_kept_at_a_url_as_it_is_in_a_folder(url: str, tmp_path: Path) -
     assert found.keys() == {
         path.relative_to(beside.run_dir).as_posix()  # type: ignore[arg-type]
         for path in tmp_path.glob("*/**/*")
-        if path.is_file()
+        if path.is_file() and path.name != ".alive"
     }
     with pytest.raises(RuntimeError, match="in vain"):
         run(url, fails=True)
