@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CLEANERS = (b"multiprocessing.resource_tracker", b"multiprocessing/resource_tracker", b"torch_shm_manager")
 """Command lines of processes that remove shared memory when those that used it have ended, and end then themselves."""
-_CLEAN_S = 1.0  # that these have
+_CLEAN_S = 5.0  # that these have, at most: a busy machine may take seconds to start one
 _END_S = 5.0  # after which one is left behind that even SIGKILL does not end, as it waits for a disk
 _TURN_S = 0.01
 
