@@ -20,11 +20,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.launchers.run import Run
 from lagom.monitor.certificate import certificate_of_a_run
 from lagom.monitor.link import Link, dial
-from lagom.plan import Cluster, plan
+from lagom.plan import plan
 from lagom.records.folder import Records, records
 
 SHARE = 0.10  # of a core

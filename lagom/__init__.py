@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from lagom.config import TorchDistributedConfig
     from lagom.data.petastorm import PetastormDataLoader
     from lagom.errors import LagomError
-    from lagom.memory import MemoryPlan, plan_memory
+    from lagom.memory.needs import MemoryPlan
+    from lagom.memory_planner import plan_memory
     from lagom.result import Result
     from lagom.worker.place import rank, world_size
 
@@ -30,11 +31,11 @@ __all__ = [
 
 _HOMES = {
     "LagomError": "lagom.errors",
-    "MemoryPlan": "lagom.memory",
+    "MemoryPlan": "lagom.memory.needs",
     "PetastormDataLoader": "lagom.data.petastorm",
     "Result": "lagom.result",
     "TorchDistributedConfig": "lagom.config",
-    "plan_memory": "lagom.memory",
+    "plan_memory": "lagom.memory_planner",
     "rank": "lagom.worker.place",
     "world_size": "lagom.worker.place",
 }

@@ -14,13 +14,14 @@ from dataclasses import fields
 from typing import Any
 
 from lagom.aggregate import aggregate, remedy
+from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
 from lagom.errors import LagomError, RankTraceback
 from lagom.launchers import choose
 from lagom.launchers.failure import message_of, raise_failure
 from lagom.launchers.frames import handed_over
-from lagom.plan import Cluster, Plan, plan
+from lagom.plan import Plan, plan
 from lagom.recognise import is_distributed, needs_nccl
 from lagom.records.folder import Records
 from lagom.records.folder import records as new_records

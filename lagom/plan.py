@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import (
     Backend,
@@ -21,26 +22,6 @@ from lagom.config.torch_distributed import (
     Reduction,
 )
 from lagom.errors import PlanError
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
-    """What a launcher can offer, as facts."""
-
-    launcher: str
-    """One of "spark", "local" and "inline"."""
-    slots: int
-    """Tasks that can run at the same time: the number taken when none is asked for."""
-    oversubscribe: bool = False
-    """Whether more tasks than slots may be asked for, as processes of one machine can."""
-    gpus_per_slot: int = 0
-    """GPUs that each of these tasks gets for itself."""
-    barrier: bool = True
-    """Whether all tasks of a stage can be had at once or not at all; Spark's dynamic allocation refuses it."""
-    encrypted: bool = False
-    """Whether Spark encrypts what it sends over the network."""
-    remedy: str = ""
-    """What the user would change to get more slots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

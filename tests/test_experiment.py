@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from lagom import experiment
+from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError, PlanError, RankError, RankTraceback
 from lagom.launchers.protocol import Outcome
-from lagom.plan import Cluster, Plan
+from lagom.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 

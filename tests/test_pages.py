@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lagom
 from lagom import experiment
+from lagom.cluster import Cluster
 from lagom.compat import maggy
 from lagom.config import TorchDistributedConfig
-from lagom.plan import Cluster, plan
+from lagom.plan import plan
 from tests.test_features import faults
 
 ROOT = Path(__file__).parent.parent

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError, PlanError
-from lagom.plan import Cluster, plan
+from lagom.plan import plan
 
 
 def spark(slots: int, **more: Any) -> Cluster:

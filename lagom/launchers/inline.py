@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lagom.cluster import Cluster, visible_gpus
 from lagom.errors import PlanError
-from lagom.launchers.local import visible_gpus
 from lagom.launchers.protocol import Outcome
 from lagom.monitor.spans import Spans
-from lagom.plan import Cluster, Plan
+from lagom.plan import Plan
 from lagom.records.folder import Records
 
 

@@ -11,9 +11,7 @@ import importlib.util
 import os
 import pickle
 import platform
-import re
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,12 +21,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lagom.cluster import Cluster, visible_gpus
 from lagom.errors import LagomError
 from lagom.launchers.protocol import Outcome
 from lagom.launchers.run import Run
 from lagom.monitor.channel import anonymous_file
 from lagom.payload import Parcel, unpack_file
-from lagom.plan import Cluster, Plan
+from lagom.plan import Plan
 from lagom.records.folder import Records
 from lagom.worker.spec import Spec
 
@@ -205,35 +204,3 @@ def shut_down() -> None:
         if _server is not None:
             _server.close()
             _server = None
-
-
-def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that ranks may use, as CUDA_VISIBLE_DEVICES names them; none when torch is a CPU build."""
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if mask is not None and not mask.strip():
-        return ()
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        if "+cpu" in importlib.metadata.version("torch"):
-            return ()
-    if mask is not None:
-        return tuple(entry.strip() for entry in mask.split(",") if entry.strip())
-    return _listed_gpus()
-
-
-@functools.cache
-def _listed_gpus() -> tuple[str, ...]:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ()
-    try:
-        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return gpus_in(listing)
-
-
-def gpus_in(listing: str) -> tuple[str, ...]:
-    """Names of the GPUs in what ``nvidia-smi -L`` prints: MIG devices where there are any, else indices."""
-    if devices := re.findall(r"UUID: (MIG-[^)]+)\)", listing):
-        return tuple(devices)
-    return tuple(re.findall(r"^GPU (\d+):", listing, flags=re.MULTILINE))

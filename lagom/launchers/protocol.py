@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lagom.cluster import Cluster
 from lagom.monitor.link import Message
-from lagom.plan import Cluster, Plan
+from lagom.plan import Plan
 from lagom.records.folder import Records
 
 

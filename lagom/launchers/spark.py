@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lagom.cluster import Cluster
 from lagom.errors import LagomError, PlanError
 from lagom.launchers.homecoming import Homecoming, digest_of
 from lagom.launchers.job import Job
@@ -30,10 +31,11 @@ from lagom.launchers.spark_session import SparkFacts, facts
 from lagom.monitor.certificate import NoCertificate, certificate_of_a_run
 from lagom.monitor.channel import anonymous_file
 from lagom.payload import Parcel
-from lagom.plan import Cluster, Plan
+from lagom.plan import Plan
 from lagom.records.folder import Records
 from lagom.sources import is_installed, lagom_zip, modules_zip
 from lagom.worker import task as task_module
+from lagom.worker.failure_text import failure_in
 from lagom.worker.spec import Spec
 
 log = logging.getLogger("lagom")
@@ -213,7 +215,7 @@ def travelling(function: Callable[..., Any]) -> Callable[..., Any]:
 def _rows_of_failure(error: Exception, run: Run) -> Sequence[Any]:
     """The failure that Spark's error text carries, as the row that its task could not return."""
     text = whole_text(error)
-    found = task_module.failure_in(text)
+    found = failure_in(text)
     if found is not None:
         report, data = json.loads(found[0]), found[1]
         report["output"] = report.get("output", []) + json.loads(found[2])

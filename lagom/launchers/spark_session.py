@@ -14,8 +14,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from lagom.cluster import Cluster
 from lagom.errors import PlanError
-from lagom.plan import Cluster, Plan
+from lagom.plan import Plan
 
 log = logging.getLogger("lagom")
 _COMES_S = 90.0  # that Spark has to start executors: those of a new application, and others in place of lost ones

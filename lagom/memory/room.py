@@ -33,7 +33,7 @@ def room(num_ranks: int, *, gpus: bool = True) -> Room:
 
 
 def _gpu_sizes() -> list[int]:
-    from lagom.launchers.local import visible_gpus
+    from lagom.cluster import visible_gpus
 
     return gpu_memory(visible_gpus())
 

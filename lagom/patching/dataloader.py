@@ -27,12 +27,13 @@ from lagom.patching.publishing import PassNames, Publication, Readers
 from lagom.patching.random import DRAWING, OwnStreams, derived
 from lagom.patching.reference import ObjectReference
 from lagom.patching.replace import replaced
-from lagom.patching.session import Session
 from lagom.patching.sharded import Placed, shards_itself
 from lagom.patching.taking import taker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from lagom.patching.session import Session
 
 _TAKER = "_lagom_taker"
 

@@ -11,10 +11,11 @@ import torch
 from lagom.data.shard import Positions
 from lagom.patching.order import common_order, resumable
 from lagom.patching.passes import Pass, Share
-from lagom.patching.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from lagom.patching.session import Session
 
 
 def split(batch: Any, rank: int, world_size: int) -> tuple[Any, Share]:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from lagom.patching.replace import replaced
 from lagom.strategies.draws import Kind, drawn, draws, shape_of
-from lagom.strategies.zero.unit import storage_of
+from lagom.strategies.zero.flat import storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

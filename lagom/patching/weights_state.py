@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lagom.strategies.zero.unit import storage_of
+from lagom.strategies.zero.flat import storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping

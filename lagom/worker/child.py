@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lagom.errors import CollectiveError, PayloadError
 from lagom.monitor.link import Link, Message
 from lagom.payload import InParts, Parcel, classes_received, unpack, unpack_file
-from lagom.worker.ground import Ground
 from lagom.worker.heart import Heart
 from lagom.worker.place import Place, hearing
 from lagom.worker.spec import Seat, Spec
@@ -33,6 +32,7 @@ from lagom.worker.stacks import listen
 
 if TYPE_CHECKING:
     from lagom.patching.session import Session
+    from lagom.worker.ground import Ground
 
 _PR_SET_PDEATHSIG = 1
 _MAX_SOCKET = 107  # characters of its path

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lagom.worker.process_tree import children
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CLEANERS = (b"multiprocessing.resource_tracker", b"multiprocessing/resource_tracker", b"torch_shm_manager")
@@ -144,16 +146,6 @@ def _below(pid: int, kept: Collection[int]) -> Iterator[int]:
         if child not in kept:
             yield child
             yield from _below(child, ())
-
-
-def children(pid: int) -> list[int]:
-    """Of the process ``pid``: what it has started, or adopted, and has not seen the end of."""
-    found = []
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                found += [int(child) for child in (thread / "children").read_text().split()]
-    return found
 
 
 def _group(pid: int) -> int | None:

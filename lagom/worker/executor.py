@@ -19,13 +19,14 @@ from lagom.errors import PlanError, RankError
 from lagom.monitor.channel import anonymous_file
 from lagom.monitor.link import Link, Message, deliver, dial
 from lagom.monitor.stalls import ranks_of
-from lagom.worker.descendants import adopt, children, end_descendants, fork_host
+from lagom.worker.descendants import adopt, end_descendants, fork_host
+from lagom.worker.failure_text import failure_text
 from lagom.worker.ground import ground, pack_files, sweep
 from lagom.worker.host import hold
 from lagom.worker.interfaces import own_address
+from lagom.worker.process_tree import children
 from lagom.worker.rendezvous import Stopped
 from lagom.worker.spec import Spec
-from lagom.worker.task import failure_text
 
 _DIAL_S = 1.0
 _INLINE = 8 << 20  # bytes; larger outcomes go beside Spark's results, which have to fit the driver's heap

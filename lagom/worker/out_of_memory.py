@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lagom.memory.levels import levels_of
 from lagom.memory.needs import Level, size
-from lagom.memory.planned import levels_of
 from lagom.memory.room import Room, room
 from lagom.memory.state import stepped
 from lagom.patching.shortage import wanted_bytes
-from lagom.strategies.zero.unit import storage_of
+from lagom.strategies.zero.flat import storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lagom.worker.descendants import children
+from lagom.worker.process_tree import children
 
 _MAX_CHILDREN = 64
 _TICKS_S = os.sysconf("SC_CLK_TCK")

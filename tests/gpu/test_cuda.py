@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom import experiment
+from lagom.cluster import visible_gpus
 from lagom.collectives.group import Group
 from lagom.config import TorchDistributedConfig
-from lagom.launchers.local import visible_gpus
 from lagom.patching.weights_operations import Uses
 from lagom.strategies.divergence import Watch
 from lagom.strategies.frame import Frame
 from lagom.strategies.leaves import Leaves, Likeness
 from lagom.strategies.pending import Pending
 from lagom.strategies.replicate import Replicate
-from lagom.strategies.zero.unit import storage_of
+from lagom.strategies.zero.flat import storage_of
 from lagom.strategies.zero.weights import Weights
 from tests.programs import scaled
 

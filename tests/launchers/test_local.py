@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import lagom
-from lagom import experiment
+from lagom import cluster, experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError, PayloadError, RankError, RankTraceback
 from lagom.launchers import local
@@ -860,24 +860,24 @@ print(local.server()._process.pid)
     ],
 )
 def test_gpus_are_named_as_the_mask_wants_them(listing: str, names: tuple[str, ...]) -> None:
-    assert local.gpus_in(listing) == names
+    assert cluster.gpus_in(listing) == names
 
 
 def test_an_empty_mask_hides_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert local.visible_gpus() == ()
+    assert cluster.visible_gpus() == ()
 
 
 def test_a_mask_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cu130")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, MIG-a")
-    assert local.visible_gpus() == ("1", "MIG-a")
+    assert cluster.visible_gpus() == ("1", "MIG-a")
 
 
 def test_a_cpu_build_of_torch_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert local.visible_gpus() == ()
+    assert cluster.visible_gpus() == ()
 
 
 def test_what_lagom_says_does_not_go_into_the_programs_log(capsys: pytest.CaptureFixture[str]) -> None:

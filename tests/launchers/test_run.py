@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 import lagom.launchers.run
+from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
 from lagom.launchers.run import Run
-from lagom.plan import Cluster, Plan, plan
+from lagom.plan import Plan, plan
 from tests.integration import hosts
 
 ROOT = Path(__file__).parents[2]

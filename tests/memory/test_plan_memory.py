@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 import lagom
-from lagom.memory import MemoryPlan, plan_memory
 from lagom.memory.activations import activations, by_steps
+from lagom.memory.needs import MemoryPlan
 from lagom.memory.room import cgroup_limits, room
+from lagom.memory_planner import plan_memory
 from lagom.patching.session import Session
-from lagom.strategies.zero.unit import storage_of
+from lagom.strategies.zero.flat import storage_of
 from tests.ranks import run_ranks
 
 WIDTH = 512

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.monitor import progress as module
 from lagom.monitor.progress import Progress
-from lagom.plan import Cluster, plan
+from lagom.plan import plan
 
 
 class Terminal(io.StringIO):

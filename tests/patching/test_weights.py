@@ -25,7 +25,7 @@ from lagom.errors import DivergenceError, LagomError
 from lagom.patching import weights_state
 from lagom.patching.session import Session
 from lagom.strategies.zero import resident, weights
-from lagom.strategies.zero.unit import storage_of
+from lagom.strategies.zero.flat import storage_of
 from lagom.worker.out_of_memory import held
 from tests.patching.test_optimizer import OPTIMIZERS, close, same, trained
 from tests.ranks import RankFailedError, alone, run_ranks

@@ -18,11 +18,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lagom import experiment
+from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, VerificationError
 from lagom.launchers import choose
 from lagom.launchers.local import LocalLauncher
-from lagom.plan import Cluster, Plan, plan
+from lagom.plan import Plan, plan
 from lagom.result import Result
 from lagom.verify.rehearsals import verify
 from lagom.verify.verification import Verification

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import lagom
+from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
-from lagom.plan import Cluster, Plan, plan
+from lagom.plan import Plan, plan
 from lagom.worker.device import rank_device, threads
 from lagom.worker.environment import environment
 from lagom.worker.place import Place, standing_at

@@ -14,7 +14,8 @@ from lagom.monitor.channel import anonymous_file
 from lagom.payload import Parcel, unpack
 from lagom.worker import executor, task
 from lagom.worker.executor import visible
-from lagom.worker.task import failure_in, failure_text, spark_task
+from lagom.worker.failure_text import failure_in, failure_text
+from lagom.worker.task import spark_task
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.monitor.channel import anonymous_file
 from lagom.payload import Parcel
-from lagom.plan import Cluster, plan
+from lagom.plan import plan
 from lagom.worker.ground import base_dir, ground, pack_files, sweep
 from lagom.worker.spec import Spec
 

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 
 import lagom
+from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.monitor.channel import anonymous_file
 from lagom.monitor.link import Link, Message
 from lagom.monitor.stalls import Pulse
 from lagom.payload import Parcel, unpack_file
-from lagom.plan import Cluster, plan
+from lagom.plan import plan
 from lagom.worker import descendants
 from lagom.worker.ground import ground
 from lagom.worker.host import _seat, hold

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+storage_of = torch._C.TensorBase.untyped_storage
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether every element has a place of its own in memory, with no gaps between them."""
     if tensor.layout != torch.strided:

@@ -8,11 +8,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lagom.strategies.checksum import digest
-from lagom.strategies.zero.flat import is_dense
+from lagom.strategies.zero.flat import is_dense, storage_of
 
 _ALIGNED = 64
 """Bytes: parts begin at a multiple."""
-storage_of = torch._C.TensorBase.untyped_storage
 """Also of a parameter that is shared out: ``Tensor.untyped_storage`` makes it whole."""
 
 

@@ -13,10 +13,10 @@ from torch.nn.parameter import is_lazy
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
 from lagom.strategies.checksum import checksums, digest
-from lagom.strategies.zero.flat import is_dense
+from lagom.strategies.zero.flat import is_dense, storage_of
 from lagom.strategies.zero.memory import give_back_memory
 from lagom.strategies.zero.resident import Resident
-from lagom.strategies.zero.unit import Stamp, Unit, storage_of
+from lagom.strategies.zero.unit import Stamp, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

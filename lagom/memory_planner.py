@@ -1,4 +1,4 @@
-"""``plan_memory``: what each rank would hold at each ``zero_lvl``, and which level fits."""
+"""``plan_memory``: bytes that each rank would hold at each ``zero_lvl``, and which level fits."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError
+from lagom.launchers import choose
 from lagom.memory.activations import activations
-from lagom.memory.needs import Level, MemoryPlan
+from lagom.memory.levels import levels_of
+from lagom.memory.needs import MemoryPlan
 from lagom.memory.room import Room, room
 from lagom.memory.shapes import built
 from lagom.memory.state import Stepped, stepped
 from lagom.plan import plan
-from lagom.strategies.zero.cut import Piece, by_element, by_parameter
 from lagom.strategies.zero.probe import Kind
-from lagom.strategies.zero.weights import LEAST
 from lagom.worker.place import world_size as ranks_of_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import nn
     from torch.optim import Optimizer
@@ -90,72 +90,4 @@ def _check(world_size: int | None, memory: int | None) -> None:
 
 
 def _ranks() -> int:
-    from lagom.launchers import choose
-
     return plan(TorchDistributedConfig(), choose("auto").cluster()).world_size
-
-
-def levels_of(
-    found: Sequence[Stepped], parameters: Sequence[torch.Tensor], num_ranks: int, buffers: int = 0
-) -> list[Level]:
-    """Each level, of the rank that holds most; docs/zero.md says what is cut at which.
-
-    Args:
-        found: of each optimizer.
-        parameters: also those that no optimizer steps.
-    """
-    return [_level(zero_lvl, found, parameters, num_ranks, buffers) for zero_lvl in range(4)]
-
-
-def _level(
-    zero_lvl: int, found: Sequence[Stepped], parameters: Sequence[torch.Tensor], num_ranks: int, buffers: int
-) -> Level:
-    shared = {id(p) for one in found for p in one.parameters}
-    held = sum(_part(p, num_ranks) if zero_lvl > 2 else p.nbytes for p in parameters)
-    trained = sum(p.nbytes for p in parameters if p.requires_grad and id(p) not in shared)
-    rows = [[held, trained, 0] for _ in range(num_ranks)]
-    for one in found:
-        for row, mine in zip(rows, _dealt(one, zero_lvl, num_ranks), strict=True):
-            own = sum(_bytes(piece, one) for piece in mine)
-            row[1] += own if zero_lvl > 1 else sum(p.nbytes for p in one.parameters)
-            row[2] += one.whole + sum(_state(piece, one) for piece in mine)
-    most = max(rows, key=sum)
-    return Level(
-        zero_lvl=zero_lvl,
-        parameters=most[0],
-        buffers=buffers,
-        gradients=most[1],
-        state=most[2],
-        possible=zero_lvl < 3 or all(one.kind is not Kind.BY_PARAMETER for one in found),
-    )
-
-
-def _part(p: torch.Tensor, num_ranks: int) -> int:
-    return -(-p.numel() // num_ranks) * p.element_size() if p.numel() >= LEAST else p.nbytes
-
-
-def _dealt(one: Stepped, zero_lvl: int, num_ranks: int) -> list[list[Piece]]:
-    """What each rank steps."""
-    sizes = [p.numel() for p in one.parameters]
-    if not zero_lvl or one.kind is Kind.COUPLED:
-        return [[Piece(i, 0, size) for i, size in enumerate(sizes)]] * num_ranks
-    if one.kind is Kind.BY_PARAMETER:
-        return by_parameter(sizes, num_ranks)
-    if zero_lvl < 3:
-        return by_element(sizes, num_ranks)
-    dealt = by_element([0 if size >= LEAST else size for size in sizes], num_ranks)
-    for i, size in enumerate(sizes):
-        if size >= LEAST:  # each of these is cut by itself
-            chunk = -(-size // num_ranks)
-            for rank, mine in enumerate(dealt):
-                mine.append(Piece(i, min(rank * chunk, size), min((rank + 1) * chunk, size)))
-    return dealt
-
-
-def _bytes(piece: Piece, one: Stepped) -> int:
-    return (piece.end - piece.start) * one.parameters[piece.param].element_size()
-
-
-def _state(piece: Piece, one: Stepped) -> int:
-    kept = one.kept[piece.param]
-    return kept.like * (piece.end - piece.start) // max(one.parameters[piece.param].numel(), 1) + kept.rest

@@ -1,0 +1,16 @@
+"""The processes below a process, as Linux lists them."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+
+def children(pid: int) -> list[int]:
+    """Of the process ``pid``: what it has started, or adopted, and has not seen the end of."""
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in (thread / "children").read_text().split()]
+    return found
