@@ -86,7 +86,7 @@ PROGRAMS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], TensorDataset
 def step_seconds(program: str, steps: int, always_slices: bool) -> tuple[float, float]:
     """Median seconds of a training step, and of the loading in it."""
     if always_slices:
-        from lagom.strategies import whole_batch
+        from lagom.row_split import whole_batch
 
         whole_batch.ALWAYS = True
     build, data, loss_of, batch_size = PROGRAMS[program]

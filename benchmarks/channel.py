@@ -23,10 +23,10 @@ from pathlib import Path
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.launchers.run import Run
-from lagom.monitor.certificate import certificate_of_a_run
-from lagom.monitor.link import Link, dial
 from lagom.plan import plan
-from lagom.records.folder import Records, records
+from lagom.records.run_dir import Records, records
+from lagom.wire.client import Link, dial
+from lagom.wire.tls import certificate_of_a_run
 
 SHARE = 0.10  # of a core
 

@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from benchmarks import shm_op
 from lagom.collectives.native import native
-from lagom.collectives.process_group import register
-from lagom.collectives.shared_group import SharedProcessGroup
+from lagom.collectives.torch_backend.registration import register
+from lagom.collectives.torch_backend.shared_group import SharedProcessGroup
 
 SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 100_000_000, 256 << 20]
 ROUNDS = 5

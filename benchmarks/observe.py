@@ -206,7 +206,7 @@ def _chosen() -> Iterator[Callable[[str], None]]:
             (torch.autograd, "_engine_run_backward", "original"),
         ):
             notes = vars(owner)[name]
-            assert notes.__module__.startswith("lagom.patching.timing"), f"{name} is not timed where it was"
+            assert notes.__module__.startswith("lagom.timing.program_spans"), f"{name} is not timed where it was"
             names, cells = notes.__code__.co_freevars, notes.__closure__
             stack.enter_context(replaced(owner, name, either(notes, cells[names.index(around)].cell_contents)))
         yield choose

@@ -1,4 +1,4 @@
-// lagom._native: the only file that knows Python. Buffers are given by address and size; lagom/collectives/shared.py,
+// lagom._native: the only file that knows Python. Buffers are given by address and size; lagom/collectives/shared_memory.py,
 // which alone calls it, sees to it that they are what they should be.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>

@@ -10,7 +10,7 @@ namespace lagom {
 
 // Decodes the plain kind only: no nulls, no lists, PLAIN or in a dictionary, uncompressed or by snappy. Whatever else there is
 // is `unusual`: who calls has another decoder for it, which says what is wrong. Note [Pages of our own] is in
-// lagom/data/pages.py.
+// lagom/data/decoders/page_decoder.py.
 class Pages {
   public:
     struct Kind {

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lagom import config, experiment
     from lagom.config import TorchDistributedConfig
-    from lagom.data.petastorm import PetastormDataLoader
+    from lagom.data.parquet.petastorm_loader import PetastormDataLoader
     from lagom.errors import LagomError
-    from lagom.memory.needs import MemoryPlan
+    from lagom.memory_plan.needs import MemoryPlan
     from lagom.memory_planner import plan_memory
     from lagom.result import Result
-    from lagom.worker.place import rank, world_size
+    from lagom.world import rank, world_size
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,13 +31,13 @@ __all__ = [
 
 _HOMES = {
     "LagomError": "lagom.errors",
-    "MemoryPlan": "lagom.memory.needs",
-    "PetastormDataLoader": "lagom.data.petastorm",
+    "MemoryPlan": "lagom.memory_plan.needs",
+    "PetastormDataLoader": "lagom.data.parquet.petastorm_loader",
     "Result": "lagom.result",
     "TorchDistributedConfig": "lagom.config",
     "plan_memory": "lagom.memory_planner",
-    "rank": "lagom.worker.place",
-    "world_size": "lagom.worker.place",
+    "rank": "lagom.world",
+    "world_size": "lagom.world",
 }
 
 

@@ -17,8 +17,8 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR, Batches, Evaluation, Launcher, Log
 from lagom.errors import LagomError, RankError, RankTraceback, VerificationError
 from lagom.horovodrun import CheckBuild, num_ranks, script_of
-from lagom.recognise import is_driver
-from lagom.script import Script
+from lagom.program.detect_distributed import is_driver
+from lagom.program.script import Script
 from lagom.worker.compatible import compatible
 
 

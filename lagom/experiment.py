@@ -19,18 +19,18 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
 from lagom.errors import LagomError, RankTraceback
 from lagom.launchers import choose
+from lagom.launchers.dataframes import handed_over
 from lagom.launchers.failure import message_of, raise_failure
-from lagom.launchers.frames import handed_over
 from lagom.plan import Plan, plan
-from lagom.recognise import is_distributed, needs_nccl
-from lagom.records.folder import Records
-from lagom.records.folder import records as new_records
+from lagom.program.detect_distributed import is_distributed, needs_nccl
+from lagom.program.signature import arguments, check_makers, unread_hparams
+from lagom.records.run_dir import Records
+from lagom.records.run_dir import records as new_records
 from lagom.result import Result
-from lagom.signature import arguments, check_makers, unread_hparams
 from lagom.verify.rehearsals import verify
 from lagom.verify.verification import say_not_rehearsed, show
+from lagom.worker.process_settings import process_settings
 from lagom.worker.random_states import random_states, set_random_states
-from lagom.worker.settings import process_settings
 
 log = logging.getLogger("lagom")
 

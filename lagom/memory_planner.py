@@ -9,15 +9,15 @@ import torch
 from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError
 from lagom.launchers import choose
-from lagom.memory.activations import activations
-from lagom.memory.levels import levels_of
-from lagom.memory.needs import MemoryPlan
-from lagom.memory.room import Room, room
-from lagom.memory.shapes import built
-from lagom.memory.state import Stepped, stepped
+from lagom.memory_plan.activations import activations
+from lagom.memory_plan.available import Room, room
+from lagom.memory_plan.levels import levels_of
+from lagom.memory_plan.meta_modules import built
+from lagom.memory_plan.needs import MemoryPlan
+from lagom.memory_plan.optimizer_state_bytes import Stepped, stepped
 from lagom.plan import plan
-from lagom.strategies.zero.probe import Kind
-from lagom.worker.place import world_size as ranks_of_run
+from lagom.world import world_size as ranks_of_run
+from lagom.zero.optimizer_probe import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

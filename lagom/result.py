@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lagom.records.remote import Upload
+    from lagom.records.upload import Upload
 
 TEST_RESULT = "test result"
 _SHOWN_RANKS = 8
@@ -152,7 +152,7 @@ class Result(Mapping[str, Any]):
         """HTML of what is known of the run beside its result."""
         if self._run_dir is None:
             return ""
-        from lagom.records.short import short
+        from lagom.records.notebook_chart import short
 
         try:
             charts = short(self._run_dir)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-import lagom.data.parquet  # noqa: F401  # a Dataset with an initializer: where a test imports it first, it would be left
+import lagom.data.parquet.dataset  # noqa: F401  # a Dataset with an initializer: where a test imports it first, it would be left
 
 with contextlib.suppress(ImportError):
     import cv2  # noqa: F401  # sets LD_LIBRARY_PATH when it is first imported; not needed by tests
@@ -94,7 +94,7 @@ def _add_children(pid: int, command: str, found: dict[str, bool]) -> None:
 
 def _stays(parent: str, child: str) -> bool:
     """Whether a process stays from one call to the next by design; what the fork server or a worker forks does not."""
-    if any(command in parent for command in ("lagom.worker.server", "a worker")):
+    if any(command in parent for command in ("lagom.host.fork_server", "a worker")):
         return False
     return any(command in child for command in _WARM)
 
@@ -189,7 +189,7 @@ _WARM = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
     "pyspark.daemon",
-    "lagom.worker.server",
+    "lagom.host.fork_server",
 )
 """Command lines of what may stay: Spark's JVM, its Python daemon and workers, Python's and lagom's fork servers."""
 _GROWING = {"thread", "child process", "Dataset initializer"}

@@ -25,14 +25,14 @@ from lagom.collectives.group import Group
 from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.config.torch_distributed import Backend, Batches, Collectives, Evaluation, MixedPrecision
 from lagom.errors import CollectiveError
+from lagom.files import own_disk
+from lagom.files.settle import settle
 from lagom.monitor.spans import Spans
-from lagom.patching import patched
-from lagom.patching.disk import own_disk
-from lagom.patching.disk.settle import settle
-from lagom.patching.random import seed_everything
-from lagom.patching.session import Session
 from lagom.plan import Plan
-from lagom.strategies import whole_batch
+from lagom.row_split import whole_batch
+from lagom.run_state.random_streams import seed_everything
+from lagom.session.patched import patched
+from lagom.session.session import Session
 
 _CONTEXT = multiprocessing.get_context("fork")
 _TIMEOUT_S = 60.0

@@ -14,8 +14,8 @@ import torch
 
 import lagom
 from lagom import cli
-from lagom.script import Script
-from lagom.sources import modules_zip
+from lagom.program.script import Script
+from lagom.program.sources import modules_zip
 
 PROGRAM = """
 import argparse, pickle, sys, torch

@@ -1,160 +1,109 @@
-"""Who may import whom, kept by reading the source."""
+"""Who may import whom: one row per room, no circles, no module name twice; kept by reading the source."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+LARGEST_ROOM = 18  # files, beside __init__.py
 
-
-@dataclass(frozen=True)
-class Rule:
-    """What a part of lagom may import beyond the standard library and itself; ``lagom.x`` covers what is below it."""
-
-    always: tuple[str, ...] = ()
-    """When it is imported itself."""
-    later: tuple[str, ...] = ()
-    """Also inside a function."""
-
-
-_FACTS = ("lagom.config", "lagom.errors")
-_TORCH_SIDE = (
-    *_FACTS,
-    "lagom.contents",
-    "lagom.plan",
-    "lagom.verify.record",
-    "lagom.monitor.spans",
-    "lagom.collectives",
-    "lagom.patching",
-    "lagom.strategies",
-    "torch",
-    "numpy",
-)
-# Parts of the worker that the driver has use for; without torch, so that it need not import it.
-_SHARED = tuple(
-    f"lagom.worker.{name}"
-    for name in ("compatible", "place", "random_states", "rendezvous", "settings", "spec", "task")
-)
-_DRIVER_SIDE = (
-    *_FACTS,
-    "lagom.aggregate",
-    "lagom.monitor",
-    "lagom.payload",
-    "lagom.plan",
-    "lagom.recognise",
-    "lagom.records",
-    "lagom.verify.record",
-    "lagom.result",
-    "lagom.script",
-    "lagom.signature",
-    "lagom.sources",
-    *_SHARED,
-)
-
-_SPARK_SIDE = Rule(
-    always=(*_DRIVER_SIDE, "lagom.launchers", "pyspark", "cloudpickle"), later=("lagom.worker", "pyarrow")
-)
-
-RULES = {
-    "lagom": Rule(later=("lagom",)),
-    "lagom.errors": Rule(),
-    "lagom.config": Rule(always=("lagom.errors",)),
-    "lagom.plan": Rule(always=_FACTS),
-    "lagom.verify.record": Rule(),
-    "lagom.verify.closeness": Rule(always=("lagom.verify.record",)),
-    "lagom.verify.row": Rule(),
-    "lagom.verify.texts": Rule(always=("lagom.verify.closeness",)),
-    "lagom.verify.shown": Rule(
-        always=("lagom.verify.closeness", "lagom.verify.record", "lagom.verify.row", "lagom.verify.texts")
-    ),
-    "lagom.verify.agreement": Rule(
-        always=("lagom.verify.closeness", "lagom.verify.record", "lagom.verify.row", "lagom.verify.shown")
-    ),
-    "lagom.verify.advice": Rule(always=("lagom.verify.row",)),
-    "lagom.verify.verification": Rule(always=("lagom.verify.row",)),
-    "lagom.verify": Rule(always=(*_FACTS, "lagom.launchers", "lagom.plan", "lagom.verify")),
-    "lagom.result": Rule(always=_FACTS, later=("lagom.records",)),
-    "lagom.signature": Rule(always=_FACTS),
-    "lagom.contents": Rule(later=("numpy",)),
-    "lagom.aggregate": Rule(always=("lagom.contents",)),
-    "lagom.ipynb": Rule(),
-    "lagom.script": Rule(always=("lagom.ipynb",)),
-    "lagom.sources": Rule(always=("lagom.script",), later=("cloudpickle",)),
-    "lagom.recognise": Rule(always=("lagom.script", "lagom.sources")),
-    "lagom.payload": Rule(always=("lagom.errors", "cloudpickle"), later=("torch", "numpy")),
-    "lagom.monitor": Rule(),
-    "lagom.monitor.certificate": Rule(always=("lagom.monitor",), later=("cryptography",)),
-    "lagom.records": Rule(always=("lagom.errors", "lagom.monitor")),
-    "lagom.records.remote": Rule(later=("fsspec", "pyarrow")),
-    "lagom.collectives": Rule(always=("lagom.errors", "torch", "numpy"), later=("lagom._native",)),
-    "lagom.patching": Rule(always=(*_TORCH_SIDE, "lagom.data.shard", "lagom.recognise", "lagom.worker.place")),
-    "lagom.strategies": Rule(always=_TORCH_SIDE),
-    "lagom.strategies.deepspeed": Rule(always=_TORCH_SIDE),
-    "lagom.strategies.deepspeed.loading": Rule(always=_FACTS, later=("deepspeed",)),
-    "lagom.data": Rule(always=(*_FACTS, "torch", "numpy"), later=("pyarrow", "fsspec", "cv2", "PIL", "pandas")),
-    "lagom.data.images": Rule(
-        always=("numpy", "lagom.data.unischema"), later=("cv2", "PIL", "lagom.collectives.native")
-    ),
-    "lagom.data.pages": Rule(
-        always=("numpy", "lagom.data.footers", "lagom.data.memory", "lagom.data.types"),
-        later=("lagom.collectives.native",),
-    ),
-    "lagom.data.plain": Rule(
-        always=("lagom.data.codecs", "lagom.data.pages"),
-        later=("lagom.data.columns", "lagom.data.table", "lagom.collectives.native"),
-    ),
-    "lagom.data.shard": Rule(always=("numpy",)),
-    # What the driver sends in place of a DataFrame.
-    "lagom.data.frame": Rule(later=("lagom.data", "fsspec")),
-    "lagom.launchers": Rule(always=_DRIVER_SIDE, later=("lagom.worker", "torch", "cloudpickle")),
-    "lagom.launchers.frames": Rule(always=("lagom.errors",), later=("lagom.data.frame", "numpy", "pyarrow")),
-    "lagom.launchers.spark": _SPARK_SIDE,
-    "lagom.launchers.spark_failure": Rule(),
-    "lagom.launchers.spark_master": Rule(always=("lagom.errors", "lagom.launchers.spark_failure"), later=("pyspark",)),
-    "lagom.launchers.spark_session": _SPARK_SIDE,
-    "lagom.launchers.survey": _SPARK_SIDE,
-    "lagom.memory": Rule(always=(*_TORCH_SIDE, "lagom.worker.place"), later=("lagom.launchers",)),
-    "lagom.worker": Rule(
-        always=(*_TORCH_SIDE, *_DRIVER_SIDE, "lagom.data", "lagom.memory", "cloudpickle"), later=("pyspark", "pyarrow")
-    ),
-    # It travels by value to executors that have no lagom.
-    "lagom.worker.task": Rule(later=("lagom.worker", "pyspark", "pyarrow")),
-    "lagom.worker.place": Rule(),
-    "lagom.worker.random_states": Rule(later=("torch", "numpy")),
-    "lagom.worker.settings": Rule(later=("torch", "numpy")),
-    "lagom.worker.interfaces": Rule(always=("lagom.errors",)),
-    "lagom.worker.rendezvous": Rule(always=("lagom.errors", "lagom.monitor")),
-    "lagom.worker.spec": Rule(always=("lagom.plan",)),
-    "lagom.experiment": Rule(always=(*_DRIVER_SIDE, "lagom.launchers", "lagom.verify"), later=("pyspark",)),
-    "lagom.horovodrun": Rule(later=("lagom", "torch")),
-    "lagom.__main__": Rule(always=("lagom.cli",)),
-    "lagom.cli": Rule(
-        always=("lagom", *_DRIVER_SIDE, "lagom.experiment", "lagom.horovodrun"), later=("pyspark", "lagom.doctor")
-    ),
-    "lagom.doctor": Rule(always=("lagom", *_DRIVER_SIDE, "lagom.launchers")),
-    # Runs on ranks.
-    "lagom.doctor.examination": Rule(
-        always=("lagom", "lagom.worker.place"), later=("torch", "lagom.collectives", "lagom.memory", "lagom.worker")
-    ),
-    "lagom.compat": Rule(always=("lagom", "torch", "numpy"), later=("pyarrow", "pyspark")),
-    "lagom.compat.horovod.broadcasting": Rule(always=("lagom", "torch", "cloudpickle")),
-    # Beside petastorm, which brings them.
-    "lagom.compat.petastorm": Rule(always=("lagom", "torch", "numpy", "pyarrow"), later=("fsspec", "packaging")),
-    "lagom.worker.compatible": Rule(),
+ROOMS = {
+    # What driver and ranks share; needs no torch.
+    "cluster": "",
+    "contents": "numpy",
+    "errors": "",
+    "world": "",
+    "config": "errors",
+    "plan": "cluster config errors",
+    "payload": "errors cloudpickle torch numpy",
+    "program": "config errors cloudpickle",
+    "wire": "errors plan cryptography",
+    "monitor": "wire",
+    "records": "errors monitor wire fsspec pyarrow",
+    # The driver.
+    "aggregate": "contents",
+    "result": "records",
+    "launchers": "cluster config data.parquet errors host monitor payload plan program records wire worker world "
+    "cloudpickle numpy pyarrow pyspark torch",
+    "verify": "config errors launchers plan verify.on_rank",
+    "memory_planner": "config errors launchers memory_plan plan world zero torch",
+    "experiment": "aggregate cluster config errors launchers plan program records result verify wire worker",
+    "doctor": "__init__ collectives config errors launchers memory_plan plan worker world torch",
+    "horovodrun": "__init__ torch",
+    "cli": "__init__ config doctor errors experiment horovodrun launchers program worker",
+    "__main__": "cli",
+    "__init__": "config data errors experiment memory_plan memory_planner result world",
+    # The processes of a host, and the rank.
+    "host": "errors files monitor plan wire worker pyarrow pyspark torch",
+    "worker": "collectives config errors files memory_plan micro_batches monitor patching payload plan program "
+    "run_state session verify.on_rank wire world zero numpy torch",
+    # What a rank does with the program, from the top down.
+    "session": "collectives collectives.torch_backend deepspeed distributed files forward gradients "
+    "gradients.reduction loaders optimizers run_state timing tracking torch",
+    "deepspeed": "errors forward gradients optimizers patching run_state zero deepspeed torch",
+    "forward": "collectives errors micro_batches patching row_split run_state timing zero torch",
+    "timing": "collectives collectives.torch_backend loaders monitor patching torch",
+    "optimizers": "collectives errors monitor patching zero zero.parameters torch",
+    "memory_plan": "cluster zero zero.parameters torch",
+    "zero": "collectives errors gradients gradients.reduction patching run_state zero.parameters torch",
+    "zero.parameters": "collectives errors gradients patching run_state torch",
+    "gradients": "collectives errors gradients.reduction patching row_split run_state torch",
+    "gradients.reduction": "collectives errors run_state torch",
+    "micro_batches": "errors patching row_split run_state torch",
+    "row_split": "collectives errors patching run_state torch",
+    "verify.on_rank": "contents loaders patching row_split run_state torch",
+    "loaders": "collectives data.parquet errors files patching run_state world numpy torch",
+    "distributed": "collectives collectives.torch_backend errors files patching program torch",
+    "tracking": "collectives errors files patching",
+    "files": "collectives errors patching run_state numpy torch",
+    "run_state": "errors patching numpy torch",
+    "patching": "",
+    "collectives": "errors numpy torch",
+    "collectives.torch_backend": "collectives torch",
+    # Tables.
+    "data": "data.parquet",
+    "data.parquet": "data.columns data.decoders data.sources errors fsspec numpy pandas pyarrow torch",
+    "data.decoders": "collectives data.columns data.sources numpy torch",
+    "data.sources": "data.columns errors deltalake fsspec numpy pyarrow",
+    "data.columns": "collectives errors cv2 numpy PIL pyarrow torch",
+    # Programs that were written for others. Nothing imports these by name.
+    "compat": "",
+    "compat.horovod": "__init__ collectives config errors experiment gradients.reduction forward monitor world "
+    "cloudpickle numpy pyspark torch",
+    "compat.maggy": "__init__ config experiment launchers result torch",
+    "compat.petastorm": "__init__ fsspec numpy packaging pyarrow torch",
 }
-"""By module; the longest name that covers a module counts. Nothing but compat may import compat."""
+"""Of each package, and each module beside the packages: what it may import beyond itself and the standard library."""
+
+OPTIONAL = {"cloudpickle", "cryptography", "cv2", "deepspeed", "deltalake", "fsspec", "packaging", "pandas", "PIL"} | {
+    "pyarrow",
+    "pyspark",
+}
+"""Libraries that are imported where they are used, inside of a function."""
+EAGER = {
+    "lagom.compat.horovod.broadcasting": {"cloudpickle"},
+    "lagom.compat.petastorm": {"pyarrow"},
+    "lagom.launchers.spark": {"pyspark"},
+    "lagom.launchers.spark_session": {"pyspark"},
+    "lagom.payload": {"cloudpickle"},
+}
+"""But for these modules, and packages."""
+NOTHING = {"lagom.launchers.spark_task", "lagom.run_state.malloc_trim"}
+"""They import nothing of lagom's: what travels by value to executors that have no lagom."""
 
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement."""
+    """One import statement: a module, of lagom's or of others."""
 
     name: str
     line: int
@@ -162,52 +111,36 @@ class Import:
     """It stands inside a function, so does not run when its module is imported."""
 
 
-def test_every_module_imports_only_what_its_rule_allows() -> None:
-    modules = {_module(path): path.read_text() for path in sorted((ROOT / "lagom").rglob("*.py"))}
+def test_every_module_imports_only_what_its_room_allows() -> None:
+    modules = read()
     assert modules
     assert [line for module, source in modules.items() for line in violations(module, source)] == []
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("lagom.errors", "import torch"),
-        ("lagom.config.torch_distributed", "from lagom.plan import Plan"),
-        ("lagom.config.torch_distributed", "from lagom import plan"),
-        ("lagom.plan", "def f():\n    import torch"),
-        ("lagom.launchers.local", "import torch.nn"),
-        ("lagom.launchers.local", "def f():\n    import pyspark"),
-        ("lagom.launchers.local", "if True:\n    from torch import nn"),
-        ("lagom.launchers.local", "class A:\n    import torch"),
-        ("lagom.patching.dataloader", "from lagom.launchers.spark import SparkLauncher"),
-        ("lagom.strategies.zero", "def f():\n    import deepspeed"),
-        ("lagom.strategies.deepspeed.loading", "import deepspeed"),
-        ("lagom.worker.bootstrap", "def f():\n    from lagom import experiment"),
-        ("lagom.worker.task", "import lagom.errors"),
-        ("lagom.experiment", "import importlib\nimportlib.import_module('torch')"),
-        ("lagom.experiment", "from lagom.compat import maggy"),
-        ("lagom.monitor.channel", "from . import other, nothing\nfrom ..errors import LagomError"),
-        ("lagom.unheard_of", "import torch"),
-    ],
-)
-def test_a_forbidden_import_is_found(module: str, source: str) -> None:
-    assert len(violations(module, source)) == 1
+def test_rooms_import_each_other_without_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for module, source in read().items():
+        for imported in _imports(module, ast.parse(source)):
+            if imported.name.startswith("lagom.") and _room(imported.name) != _room(module):
+                graph.setdefault(_room(module), set()).add(_room(imported.name))
+    # lagom itself names its modules on first use, and all may ask it for the version.
+    TopologicalSorter({room: found - {"__init__"} for room, found in graph.items() if room != "__init__"}).prepare()
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("lagom.errors", "from __future__ import annotations\nimport os.path"),
-        ("lagom.plan", "from lagom.config import TorchDistributedConfig\nfrom lagom import errors"),
-        ("lagom.launchers.local", "def f():\n    import torch"),
-        ("lagom.launchers.local", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
-        ("lagom.launchers.spark", "from pyspark.sql import SparkSession"),
-        ("lagom.launchers.local", "from lagom.launchers.protocol import Launcher"),
-        ("lagom.strategies.deepspeed.loading", "def f():\n    import deepspeed"),
-    ],
-)
-def test_an_allowed_import_is_not(module: str, source: str) -> None:
-    assert violations(module, source) == []
+def test_no_module_name_is_there_twice() -> None:
+    names = Counter(name.rsplit(".", 1)[-1] for name in read() if not name.startswith("lagom.compat"))
+    packages = {room.rsplit(".", 1)[-1] for room in ROOMS}
+    assert [name for name, count in names.items() if count > 1 and name not in packages] == []
+
+
+def test_a_room_can_be_seen_at_a_glance() -> None:
+    sizes = Counter(_room(name) for name in read() if name not in _PACKAGES and not name.startswith("lagom.compat"))
+    assert {room: size for room, size in sizes.items() if size > LARGEST_ROOM} == {}
+
+
+def test_what_launches_on_spark_comes_without_torch() -> None:
+    found = _closure({"lagom.experiment", "lagom.cli", "lagom.launchers.spark", "lagom.launchers.local"}, read())
+    assert not {"torch", "numpy", "pandas"} & found
 
 
 def test_importing_lagom_imports_neither_torch_nor_pyspark() -> None:
@@ -223,32 +156,86 @@ print(sorted({"torch", "pyspark", "pandas", "pyarrow"} & set(sys.modules)))
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("lagom.errors", "import torch"),
+        ("lagom.config.torch_distributed", "from lagom.plan import Plan"),
+        ("lagom.config.torch_distributed", "from lagom import plan"),
+        ("lagom.plan", "def f():\n    import torch"),
+        ("lagom.records.report", "if True:\n    from torch import nn"),
+        ("lagom.wire.server", "class A:\n    import torch"),
+        ("lagom.launchers.local", "import pyspark"),
+        ("lagom.loaders.dataloader", "from lagom.launchers.spark import SparkLauncher"),
+        ("lagom.zero.partition", "def f():\n    import deepspeed"),
+        ("lagom.deepspeed.loading", "import deepspeed"),
+        ("lagom.worker.bootstrap", "def f():\n    from lagom import experiment"),
+        ("lagom.launchers.spark_task", "import lagom.errors"),
+        ("lagom.experiment", "import importlib\nimportlib.import_module('torch')"),
+        ("lagom.experiment", "from lagom.compat import maggy"),
+        ("lagom.wire.server", "from . import other, nothing\nfrom ..patching import replace"),
+        ("lagom.unheard_of", "import torch"),
+    ],
+)
+def test_a_forbidden_import_is_found(module: str, source: str) -> None:
+    assert len(violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("lagom.errors", "from __future__ import annotations\nimport os.path"),
+        ("lagom.plan", "from lagom.config import TorchDistributedConfig\nfrom lagom import errors"),
+        ("lagom.launchers.local", "def f():\n    import torch"),
+        ("lagom.wire.server", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("lagom.launchers.spark", "from pyspark.sql import SparkSession"),
+        ("lagom.launchers.local", "from lagom.launchers.protocol import Launcher"),
+        ("lagom.deepspeed.loading", "def f():\n    import deepspeed"),
+    ],
+)
+def test_an_allowed_import_is_not(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+def read() -> dict[str, str]:
+    """The text of each module of lagom."""
+    return {_module(path): path.read_text() for path in sorted((ROOT / "lagom").rglob("*.py"))}
+
+
 def violations(module: str, source: str) -> list[str]:
-    """What ``module``, whose text is ``source``, imports against its rule."""
-    covering = [name for name in RULES if name == module or (module.startswith(name + ".") and name != "lagom")]
-    if not covering:
-        return [f"{module} has no rule; give it one in RULES"]
-    home = max(covering, key=len)
-    rule = RULES[home]
+    """What ``module``, whose text is ``source``, imports against the row of its room."""
+    room = _room(module)
+    if room not in ROOMS:
+        return [f"{module} is in no room; give {room} a row in ROOMS"]
+    allowed = set(ROOMS[room].split()) | {room}
+    eager = EAGER.get(module, set()) | EAGER.get(f"lagom.{room}", set())
     found = []
     for imported in _imports(module, ast.parse(source)):
-        allowed = rule.always + (rule.later if imported.later else ())
-        own = home if module != home or home in _PACKAGES else None
-        if not _covered(imported.name, (*allowed, *([own] if own else []))):
-            when = "inside a function" if imported.later else "when it is imported"
-            found.append(f"{module}:{imported.line} imports {imported.name} {when}")
+        top = imported.name.split(".")[0]
+        if top in sys.stdlib_module_names or imported.name == "lagom._native":
+            continue
+        name = _room(imported.name) if top == "lagom" else top
+        if name not in allowed or (top == "lagom" and module in NOTHING and not imported.later):
+            found.append(f"{module}:{imported.line} imports {imported.name}")
+        elif name in OPTIONAL - eager and top != "lagom" and not imported.later:
+            found.append(f"{module}:{imported.line} imports {imported.name} outside of the function that needs it")
     return found
 
 
-_PACKAGES = {name for name in RULES if (ROOT / Path(*name.split("."))).is_dir() and name != "lagom"}
-"""Modules of these may import each other."""
-
-
-def _covered(name: str, allowed: tuple[str, ...]) -> bool:
-    top = name.split(".")[0]
-    if top in sys.stdlib_module_names:
-        return True
-    return any(name == entry or name.startswith(entry + ".") for entry in allowed)
+def _closure(names: set[str], modules: Mapping[str, str]) -> set[str]:
+    """All that is imported with ``names``: modules of lagom, and first names of others."""
+    found, todo = set[str](), list(names)
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        if name not in modules:
+            found.add(name.split(".")[0])
+            continue
+        todo += [imported.name for imported in _imports(name, ast.parse(modules[name])) if not imported.later]
+        todo.append(name.rpartition(".")[0] or "lagom")
+    return found
 
 
 def _imports(module: str, tree: ast.Module) -> Iterator[Import]:
@@ -268,20 +255,34 @@ def _imported(module: str, node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
-        parents = module.split(".")[: -node.level] if node.level else []
+        inside = f"{module}.__init__" if module in _PACKAGES else module
+        parents = inside.split(".")[: -node.level] if node.level else []
         home = ".".join([*parents, *([node.module] if node.module else [])])
         # "from lagom import plan" imports lagom.plan.
-        return [f"{home}.{alias.name}" for alias in node.names] if _is_package(home) else [home]
+        members = {f"{home}.{alias.name}" for alias in node.names}
+        return sorted(name if _exists(name) else home for name in members) if _exists(home, "__init__") else [home]
     if isinstance(node, ast.Call) and "import_module" in ast.dump(node.func) and node.args:
         name = node.args[0]
         return [name.value] if isinstance(name, ast.Constant) and isinstance(name.value, str) else []
     return []
 
 
-def _is_package(name: str) -> bool:
-    return name in _PACKAGES or name == "lagom"
+def _exists(name: str, *below: str) -> bool:
+    path = ROOT.joinpath(*name.split("."), *below)
+    return path.with_suffix(".py").is_file() or path.is_dir()
 
 
 def _module(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+_PACKAGES = {_module(path) for path in (ROOT / "lagom").rglob("__init__.py")}
+
+
+def _room(module: str) -> str:
+    """The package of a module, or the module itself where it lies beside the packages; without ``lagom.``."""
+    if module == "lagom":
+        return "__init__"
+    name = module.removeprefix("lagom.")
+    return name if module in _PACKAGES or "." not in name else name.rpartition(".")[0]

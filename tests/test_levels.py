@@ -20,11 +20,11 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.config.torch_distributed import Backend
-from lagom.patching import patched
-from lagom.patching.random import seed_everything
-from lagom.patching.session import Session
-from lagom.strategies.deepspeed.loading import load
-from lagom.strategies.zero.weights import LEAST
+from lagom.deepspeed.loading import load
+from lagom.run_state.random_streams import seed_everything
+from lagom.session.patched import patched
+from lagom.session.session import Session
+from lagom.zero.parameters.shards import LEAST
 from tests.ranks import alone, run_ranks
 
 LEVELS = (0, 1, 2, 3)

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from lagom.errors import PayloadError
-from lagom.monitor.channel import anonymous_file
 from lagom.payload import Parcel, find_unpicklable, unpack, unpack_file
+from lagom.wire.server import anonymous_file
 
 ROOT = Path(__file__).parent.parent
 BIG = 1 << 17  # elements, so more than is kept in the pickle itself

@@ -10,13 +10,13 @@ ROOT = Path(__file__).parent.parent / "lagom"
 
 ALLOWED = {
     "launchers/spark.py::travelling": "the driver's own function, pickled a line above, by value",
-    "worker/task.py::run": "the run as the driver describes it, inside Spark's job",
-    "worker/executor.py::attend": "what became of ranks, from a process forked a line above, by a file without a name",
-    "worker/server.py::_attend": "the run as the driver describes it, over an inherited pair of sockets",
+    "launchers/spark_task.py::run": "the run as the driver describes it, inside Spark's job",
+    "host/executor.py::attend": "what became of ranks, from a process forked a line above, by a file without a name",
+    "host/fork_server.py::_attend": "the run as the driver describes it, over an inherited pair of sockets",
     "payload.py::unpack": "the call, over an inherited file, Spark's job or the driver's proven channel; and results, "
     "on their way home by the same ways",
-    "data/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",
-    "data/parquet.py::_reading": "a copy of an object of this process",
+    "data/columns/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",
+    "data/parquet/dataset.py::_reading": "a copy of an object of this process",
     "compat/horovod/broadcasting.py::broadcast_object": "Horovod's API: an object of any kind from the program's own "
     "rank",
     "compat/horovod/broadcasting.py::allgather_object": "the same",

@@ -1,5 +1,5 @@
 // Makes steps of Adam in one piece and in pieces of every size, and prints "ok" or what differs. What the numbers should
-// be is torch's to say (tests/strategies/test_adam.py); this is for a sanitizer, which sees what is read or written behind.
+// be is torch's to say (tests/optimizers/test_adam.py); this is for a sanitizer, which sees what is read or written behind.
 //   build/stepping
 #include <cmath>
 #include <cstdio>

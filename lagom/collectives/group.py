@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagom.collectives.aside import Aside, Done
-from lagom.collectives.asking import naming
-from lagom.collectives.averaging import Averaging
-from lagom.collectives.meeting import connected
+from lagom.collectives.background import Aside, Done
+from lagom.collectives.connect import connected
 from lagom.collectives.mesh_group import MeshGroup
 from lagom.collectives.messages import as_bytes, as_tensor
 from lagom.collectives.native import OPERATIONS, TYPES
-from lagom.collectives.ways import KEPT, Ways
+from lagom.collectives.prepared_averages import Averaging
+from lagom.collectives.requests import naming
+from lagom.collectives.transports import KEPT, Ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
 
-    from lagom.collectives.aside import Work
+    from lagom.collectives.background import Work
     from lagom.collectives.mesh import Mesh
     from lagom.collectives.native import Communicator
 

@@ -166,7 +166,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 # Note [Proofs of ranks]
 #
-# As in Note [Handshake] of monitor/framing.py: who listens gives a nonce, who connects its number, a nonce and a proof,
+# As in Note [Handshake] of wire/framing.py: who listens gives a nonce, who connects its number, a nonce and a proof,
 # who listens a proof. Of a stranger 52 bytes are read and compared in constant time, in any number of pieces, and
 # nothing of them is parsed before. On a Unix socket the kernel says besides whose process is at the other end: another
 # user's is hung up on at once. Between hosts what follows is in clear and has no seals; see docs/security.md.

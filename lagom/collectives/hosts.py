@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagom.collectives.moves import bytes_of
 from lagom.collectives.native import OPERATIONS, TYPES
-from lagom.collectives.shared import shared_by_host
+from lagom.collectives.shared_memory import shared_by_host
+from lagom.collectives.tensor_ops import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lagom.collectives.aside import Done
-from lagom.collectives.moves import bytes_of
+from lagom.collectives.background import Done
+from lagom.collectives.tensor_ops import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

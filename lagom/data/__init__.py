@@ -6,17 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lagom.data.loader import ParquetLoader
-    from lagom.data.parquet import ParquetDataset
-    from lagom.data.petastorm import PetastormDataLoader, TransformSpec
+    from lagom.data.parquet.dataset import ParquetDataset
+    from lagom.data.parquet.parquet_loader import ParquetLoader
+    from lagom.data.parquet.petastorm_loader import PetastormDataLoader, TransformSpec
 
 __all__ = ["ParquetDataset", "ParquetLoader", "PetastormDataLoader", "TransformSpec"]
 
 _HOMES = {
-    "ParquetDataset": "lagom.data.parquet",
-    "ParquetLoader": "lagom.data.loader",
-    "PetastormDataLoader": "lagom.data.petastorm",
-    "TransformSpec": "lagom.data.petastorm",
+    "ParquetDataset": "lagom.data.parquet.dataset",
+    "ParquetLoader": "lagom.data.parquet.parquet_loader",
+    "PetastormDataLoader": "lagom.data.parquet.petastorm_loader",
+    "TransformSpec": "lagom.data.parquet.petastorm_loader",
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lagom
-from lagom.worker.place import rank
+from lagom.world import rank
 
 _SMALL, _LARGE = 4096, 16 << 20  # bytes
 _TURNS = 50
@@ -29,8 +29,8 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
     import torch
 
     from lagom.collectives.native import native
-    from lagom.memory.room import room
-    from lagom.worker.interfaces import interface_of
+    from lagom.memory_plan.available import room
+    from lagom.worker.network_interfaces import interface_of
 
     session = reporter._session
     cuda = torch.cuda.is_available()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lagom.errors import RankError, RankTraceback, StallError
 from lagom.launchers.protocol import Outcome
-from lagom.monitor.link import Message
+from lagom.wire.client import Message
 
 
 def raise_failure(outcomes: Sequence[Outcome]) -> None:

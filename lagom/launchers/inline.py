@@ -14,7 +14,7 @@ from lagom.errors import PlanError
 from lagom.launchers.protocol import Outcome
 from lagom.monitor.spans import Spans
 from lagom.plan import Plan
-from lagom.records.folder import Records
+from lagom.records.run_dir import Records
 
 
 def _keep_timeline(spans: Spans, records: Records) -> None:
@@ -39,7 +39,7 @@ class InlineLauncher:
     def run(self, plan: Plan, call: Mapping[str, Any], records: Records | None = None) -> list[Outcome]:
         """See ``Launcher.run``; an exception of the function's climbs as it is, for a debugger to stop at."""
         from lagom.worker import bootstrap
-        from lagom.worker.place import Place, world_size
+        from lagom.world import Place, world_size
 
         if world_size() > 1:
             raise PlanError("launcher='inline' was asked for on a rank of another run; call the function itself there")

@@ -25,11 +25,11 @@ from lagom.cluster import Cluster, visible_gpus
 from lagom.errors import LagomError
 from lagom.launchers.protocol import Outcome
 from lagom.launchers.run import Run
-from lagom.monitor.channel import anonymous_file
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import Plan
-from lagom.records.folder import Records
-from lagom.worker.spec import Spec
+from lagom.records.run_dir import Records
+from lagom.wire.server import anonymous_file
+from lagom.wire.spec import Spec
 
 _MAX_RANKS = 248  # files that one message to the server carries, less link and payload
 _PATIENCE_S = 4.0
@@ -145,7 +145,7 @@ class _Server:
         env = dict(os.environ) | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lagom.worker.server", str(theirs.fileno())],
+                [sys.executable, "-m", "lagom.host.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

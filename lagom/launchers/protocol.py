@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lagom.cluster import Cluster
-from lagom.monitor.link import Message
 from lagom.plan import Plan
-from lagom.records.folder import Records
+from lagom.records.run_dir import Records
+from lagom.wire.client import Message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

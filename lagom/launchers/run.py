@@ -9,16 +9,16 @@ import threading
 import time
 
 from lagom.errors import LagomError, PlanError, RankError
-from lagom.launchers.events import Events
-from lagom.launchers.places import Places
-from lagom.monitor.channel import Channel
-from lagom.monitor.link import Message
+from lagom.launchers.rank_events import Events
+from lagom.launchers.rank_places import Places
 from lagom.monitor.output import Output
 from lagom.monitor.progress import Progress
 from lagom.monitor.stalls import told
 from lagom.plan import Plan
-from lagom.records.folder import Records
-from lagom.worker.rendezvous import LEAVE_S, WRITE_S, peers
+from lagom.records.run_dir import Records
+from lagom.wire.client import Message
+from lagom.wire.rendezvous import LEAVE_S, WRITE_S, peers
+from lagom.wire.server import Channel
 
 GATHER_S = 1.5
 """How long after the first task the last may come before all are sent to gather without the driver."""

@@ -21,22 +21,22 @@ from typing import Any
 
 from lagom.cluster import Cluster
 from lagom.errors import LagomError, PlanError
-from lagom.launchers.homecoming import Homecoming, digest_of
-from lagom.launchers.job import Job
+from lagom.launchers import spark_task as task_module
 from lagom.launchers.protocol import Outcome
 from lagom.launchers.run import Run
 from lagom.launchers.spark_failure import whole_text, why_it_failed
+from lagom.launchers.spark_job import Job
 from lagom.launchers.spark_master import check_packages, start_session
+from lagom.launchers.spark_results import Homecoming, digest_of
 from lagom.launchers.spark_session import SparkFacts, facts
-from lagom.monitor.certificate import NoCertificate, certificate_of_a_run
-from lagom.monitor.channel import anonymous_file
 from lagom.payload import Parcel
 from lagom.plan import Plan
-from lagom.records.folder import Records
-from lagom.sources import is_installed, lagom_zip, modules_zip
-from lagom.worker import task as task_module
-from lagom.worker.failure_text import failure_in
-from lagom.worker.spec import Spec
+from lagom.program.sources import is_installed, lagom_zip, modules_zip
+from lagom.records.run_dir import Records
+from lagom.wire.failure_text import failure_in
+from lagom.wire.server import anonymous_file
+from lagom.wire.spec import Spec
+from lagom.wire.tls import NoCertificate, certificate_of_a_run
 
 log = logging.getLogger("lagom")
 _INLINE = 1 << 20  # bytes of payload that ride in the job itself
@@ -78,8 +78,8 @@ class SparkLauncher:
             return home.outcomes()
 
     def survey(self, plan: Plan, driver: tuple[str, int] | None) -> Sequence[Mapping[str, Any]]:
-        """What the tasks of ``plan`` find where they run; see ``lagom.launchers.survey``."""
-        from lagom.launchers.survey import survey
+        """What the tasks of ``plan`` find where they run; see ``lagom.launchers.spark_survey``."""
+        from lagom.launchers.spark_survey import survey
 
         return survey(self._facts, plan, driver)
 

@@ -1,1 +1,4 @@
-"""What driver and ranks tell each other during a run; both sides, standard library only."""
+"""What a run shows while it goes on: progress, output, stalls, stragglers.
+
+Start with ``progress.py``.
+"""

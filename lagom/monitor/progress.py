@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from lagom.monitor.link import Message
-from lagom.monitor.notebook import Table, left, notebook
+from lagom.monitor.notebook_table import Table, left, notebook
 from lagom.monitor.stragglers import straggler
+from lagom.wire.client import Message
 
 _TERMINAL_S = 0.5
 _LOG_S = 10.0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lagom.monitor.link import Message
+from lagom.wire.client import Message
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Pulse:
 def told(stalled: Mapping[int, Message], world_size: int) -> str:
     """What to say of ranks that stall, by rank: which, for how long, where they stand and who waits for whom.
 
-    Each message has ``quiet_s`` and what ``lagom.worker.stacks.doing`` gives.
+    Each message has ``quiet_s`` and what ``lagom.worker.stack_dump.doing`` gives.
     """
     stuck = {rank: one for rank, one in sorted(stalled.items()) if not one.get("waits")}
     waiting = [rank for rank in sorted(stalled) if rank not in stuck]

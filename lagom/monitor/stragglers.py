@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lagom.monitor.link import Message
+from lagom.wire.client import Message
 
 _WORTH = 0.1
 """Share of the others' time from which on a word is said."""

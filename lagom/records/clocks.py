@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lagom.monitor.spans import Span
-from lagom.records.recorded import Recorded, exchanges
+from lagom.records.rank_trace import Recorded, exchanges
 
 _TOGETHER_NS = 2_000_000_000
 """Exchanges within so long bound one offset: clocks drift apart by some 10 microseconds in that time."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from lagom.monitor.stragglers import straggler
 from lagom.records.chart import chart
-from lagom.records.folder import PROGRESS, RESULT, RUN
-from lagom.records.picture import timeline_section
+from lagom.records.run_dir import PROGRESS, RESULT, RUN
+from lagom.records.timeline_svg import timeline_section
 
 _TAIL = 16_384  # bytes of each rank's output that the page shows
 _MAX_RANKS = 16  # whose lines and output it shows; the rest is in the folder

@@ -10,8 +10,8 @@ from typing import Any
 from lagom.monitor import spans as kinds
 from lagom.monitor.spans import Span
 from lagom.records.clocks import Offset, offsets
-from lagom.records.recorded import Recorded, exchanges, loaded
-from lagom.records.shares import Wait, summary
+from lagom.records.rank_trace import Recorded, exchanges, loaded
+from lagom.records.time_breakdown import Wait, summary
 
 TIMELINES = "timelines"
 """Folder of what each rank has noted, in that of a run."""

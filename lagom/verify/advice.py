@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lagom.verify.row import Row
+from lagom.verify.comparison_row import Row
 
 
 def told(verdict: str, rows: Sequence[Row], better: str | None, is_shared: bool) -> str:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lagom.verify.closeness import both_bad, difference, distance, near, norm, tolerance
-from lagom.verify.record import Batch, Leaf, Record
-from lagom.verify.row import Level, Row
+from lagom.verify.comparison_row import Level, Row
+from lagom.verify.on_rank.record import Batch, Leaf, Record
 from lagom.verify.shown import end, numbers_read, printed, result
 
 

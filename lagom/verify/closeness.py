@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 
-from lagom.verify.record import Sketch
+from lagom.verify.on_rank.record import Sketch
 
 NUMBER = re.compile(r"0x[0-9a-f]+|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 """What is taken for a number in a text; addresses too, which never agree."""

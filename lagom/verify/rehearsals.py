@@ -14,8 +14,8 @@ from lagom.launchers.protocol import Launcher
 from lagom.plan import Plan, Rehearsal
 from lagom.verify.advice import told
 from lagom.verify.agreement import compare, level
-from lagom.verify.record import Record
-from lagom.verify.row import Level, Row
+from lagom.verify.comparison_row import Level, Row
+from lagom.verify.on_rank.record import Record
 from lagom.verify.verification import Verification
 
 _PATIENCE_S = 30.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lagom.verify.closeness import NUMBER, both_bad, distance, near, norm, tolerance
-from lagom.verify.record import Read, Record
-from lagom.verify.row import Level, Row
+from lagom.verify.comparison_row import Level, Row
+from lagom.verify.on_rank.record import Read, Record
 from lagom.verify.texts import difference
 
 

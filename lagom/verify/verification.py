@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lagom.verify.row import Level, Row
+from lagom.verify.comparison_row import Level, Row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,25 +16,25 @@ from typing import Any
 
 from lagom.collectives.run_store import SealedStore
 from lagom.monitor.spans import Spans
-from lagom.patching import patched
-from lagom.patching.cut import cut_short
-from lagom.patching.random import seed_everything
-from lagom.patching.rehearsal import numbered_parameters, rehearse
-from lagom.patching.session import Session
 from lagom.plan import Plan
-from lagom.signature import arguments, makes_data
+from lagom.program.signature import arguments, makes_data
+from lagom.run_state.random_streams import seed_everything
+from lagom.session.patched import patched
+from lagom.session.session import Session
+from lagom.verify.on_rank.rehearsal import numbered_parameters, rehearse
+from lagom.verify.on_rank.truncate import cut_short
+from lagom.wire.spec import Seat
 from lagom.worker.compatible import compatible
 from lagom.worker.device import rank_device, threads
-from lagom.worker.disk_full import DiskFullTold
-from lagom.worker.environment import environment, torchrun_variables
-from lagom.worker.out_of_memory import OutOfMemoryTold
-from lagom.worker.pictures import shown_pictures
-from lagom.worker.place import Place, standing_at
-from lagom.worker.process_group import process_group
+from lagom.worker.disk_full_report import DiskFullTold
+from lagom.worker.figures import shown_pictures
+from lagom.worker.oom_report import OutOfMemoryTold
+from lagom.worker.private_group import process_group
+from lagom.worker.process_settings import set_process_settings
 from lagom.worker.random_states import random_states, set_random_states, start_random_states
+from lagom.worker.rank_environment import environment, torchrun_variables
 from lagom.worker.reporter import Reporter
-from lagom.worker.settings import set_process_settings
-from lagom.worker.spec import Seat
+from lagom.world import Place, standing_at
 
 Call = Mapping[str, Any]
 """``function``, ``provided`` (the config's fields by name), ``random`` (the driver's generators, or None), and

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-from lagom.patching.session import Session
+from lagom.session.session import Session
 
 
 class Reporter:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import PrefixStore
 
 from lagom.collectives.native import native
-from lagom.collectives.process_group import register
-from lagom.patching.session import Session
+from lagom.collectives.torch_backend.registration import register
+from lagom.session.session import Session
 from tests.ranks import RankFailedError, run_ranks
 
 if native() is None:

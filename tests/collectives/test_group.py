@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lagom.errors import CollectiveError
-from lagom.patching.session import Session
+from lagom.session.session import Session
 from tests.ranks import RankFailedError, run_ranks
 
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lagom.collectives import shared as handing
+from lagom.collectives import shared_memory as handing
 from lagom.collectives.native import native
-from lagom.collectives.process_group import register
+from lagom.collectives.torch_backend.registration import register
 from lagom.errors import CollectiveError
-from lagom.patching.session import Session
+from lagom.session.session import Session
 from tests.ranks import RankFailedError, alone, run_ranks
 
 if native() is None:

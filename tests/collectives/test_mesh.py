@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lagom.collectives import meeting
+from lagom.collectives import connect
 from lagom.collectives.mesh import Mesh
 from lagom.errors import CollectiveError
-from lagom.patching.session import Session
+from lagom.session.session import Session
 from tests.ranks import RankFailedError, run_ranks
 
 
@@ -33,7 +33,7 @@ def exchanged(session: Session) -> Any:
 @pytest.mark.parametrize("hosts", [1, 2, 3])
 def test_messages_of_any_lengths_reach_all_also_between_hosts(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(session: Session) -> Any:
-        monkeypatch.setattr(meeting, "_home", lambda: f"host {session.rank % hosts}".encode())
+        monkeypatch.setattr(connect, "_home", lambda: f"host {session.rank % hosts}".encode())
         if hosts == 2:  # a program may have more files open than select knows numbers of
             held = [os.dup(2) for _ in range(1100)]
             assert max(held) > 1024
@@ -52,7 +52,7 @@ def test_messages_of_any_lengths_reach_all_also_between_hosts(hosts: int, monkey
 
 @pytest.mark.parametrize("said", [b"", b"x" * 100])
 def test_ranks_meet_past_strangers_who_came_first(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    listen = meeting._listening
+    listen = connect._listening
 
     def run(session: Session) -> Any:
         strangers = []
@@ -65,8 +65,8 @@ def test_ranks_meet_past_strangers_who_came_first(said: bytes, monkeypatch: pyte
                 strangers[-1].sendall(said)
             return found
 
-        monkeypatch.setattr(meeting, "_listening", besieged)
-        monkeypatch.setattr(meeting, "_home", lambda: f"host {session.rank}".encode())
+        monkeypatch.setattr(connect, "_listening", besieged)
+        monkeypatch.setattr(connect, "_home", lambda: f"host {session.rank}".encode())
         assert session.group is not None
         return [bytes(row) for row in session.group.exchange(bytes([session.rank]))], len(strangers)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lagom.collectives import shared as handing
-from lagom.patching.session import Session
+from lagom.collectives import shared_memory as handing
+from lagom.session.session import Session
 from tests.doors import listening
 from tests.ranks import run_ranks
 

@@ -32,7 +32,7 @@ def train(folder):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(batch["x"][:, None]), batch["y"][:, None]).backward()
         optimizer.step()
-    from lagom.data.plain import is_there
+    from lagom.data.decoders.fast_columns import is_there
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
     return weights, "lagom._native" in sys.modules, is_there()
 

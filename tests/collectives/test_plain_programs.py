@@ -1,4 +1,4 @@
-"""``lagom.collectives.process_group``: what programs do with groups, over the backend "lagom" as over gloo."""
+"""``lagom.collectives.torch_backend``: what programs do with groups, over the backend "lagom" as over gloo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
 from torch import nn
 
-from tests.collectives.test_process_group import by, same
+from tests.collectives.test_registration import by, same
 from tests.ranks import RankFailedError
 
 WORLDS = (2, 3)

@@ -1,4 +1,4 @@
-"""``lagom.collectives.shared`` where the system, another rank or a fork is in the way."""
+"""``lagom.collectives.shared_memory`` where the system, another rank or a fork is in the way."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from lagom.collectives import shared as handing
+from lagom.collectives import shared_memory as handing
 from lagom.collectives.native import native
-from lagom.collectives.shared import shared
+from lagom.collectives.shared_memory import shared
 from lagom.errors import CollectiveError
-from lagom.patching.session import Session
+from lagom.session.session import Session
 from tests.leaks import shared_memory_files
 from tests.ranks import run_ranks
 

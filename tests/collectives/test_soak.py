@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from lagom.patching.session import Session
+from lagom.session.session import Session
 from tests.ranks import run_ranks
 
 NUM_RUNS = 100

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lagom.compat.horovod.torch as hvd
-from lagom.patching.session import Session
-from lagom.worker.place import Place, standing_at
+from lagom.session.session import Session
+from lagom.world import Place, standing_at
 from tests.ranks import run_ranks
 
 Check = Callable[[int, int], Any]

@@ -19,7 +19,7 @@ import lagom.compat.horovod
 from lagom import experiment
 from lagom.compat.horovod import HorovodRunner, finder, names, run
 from lagom.config import TorchDistributedConfig
-from lagom.recognise import is_distributed
+from lagom.program.detect_distributed import is_distributed
 from lagom.worker.compatible import compatible
 
 hvd: Any = importlib.import_module("lagom.compat.horovod.torch")

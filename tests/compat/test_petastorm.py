@@ -22,9 +22,9 @@ import lagom.compat.petastorm
 from lagom import experiment
 from lagom.compat.petastorm import travel
 from lagom.config import TorchDistributedConfig
-from lagom.patching.session import Session
+from lagom.session.session import Session
 from lagom.worker.compatible import compatible
-from lagom.worker.place import Place, standing_at
+from lagom.world import Place, standing_at
 from tests.data.tables import numbers
 from tests.data.write_rows import image, schema, write
 from tests.ranks import alone, run_ranks

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lagom.data import ParquetDataset, ParquetLoader
-from lagom.patching.session import Session
+from lagom.session.session import Session
 from tests.data.object_store import object_store
 from tests.ranks import run_ranks
 

@@ -1,4 +1,4 @@
-"""``lagom.data.delta``: of a Delta table the current rows, by its log, or none at all."""
+"""``lagom.data.sources.delta``: of a Delta table the current rows, by its log, or none at all."""
 
 from __future__ import annotations
 

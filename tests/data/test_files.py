@@ -1,4 +1,4 @@
-"""``lagom.data.files``: URLs reach the file system that they name, and what it says comes in words."""
+"""``lagom.data.sources.files``: URLs reach the file system that they name, and what it says comes in words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import fs
 
-from lagom.data import files
+from lagom.data.sources import files
 from lagom.errors import DataError
 
 

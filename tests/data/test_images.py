@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lagom.collectives import native
-from lagom.data.codecs import Decoder, Slow, codec
-from lagom.data.images import Size, image, pngs
-from lagom.data.unischema import Field
+from lagom.data.columns.images import Size, image, pngs
+from lagom.data.columns.petastorm_codecs import Decoder, Slow, codec
+from lagom.data.columns.unischema import Field
 
 needs_native = pytest.mark.skipif(native.native() is None, reason="lagom was built without a compiler")
 

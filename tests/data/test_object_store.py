@@ -14,7 +14,7 @@ from pyarrow import fs
 
 from lagom.data import ParquetDataset, ParquetLoader
 from lagom.errors import DataError
-from lagom.patching.session import Session
+from lagom.session.session import Session
 from tests.data.object_store import Store, object_store
 from tests.data.tables import numbers
 from tests.ranks import run_ranks

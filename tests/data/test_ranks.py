@@ -15,7 +15,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches
 from lagom.data import ParquetDataset, ParquetLoader
 from lagom.errors import DivergenceError
-from lagom.patching.session import Session
+from lagom.session.session import Session
 from tests.data.tables import numbers
 from tests.ranks import alone, run_ranks
 

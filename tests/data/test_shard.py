@@ -1,4 +1,4 @@
-"""``lagom.data.shard``: each row once, in an order that does not depend on who reads."""
+"""``lagom.data.parquet.shard``: each row once, in an order that does not depend on who reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lagom.data.shard import Epoch, Lane, Order, Positions, lane
+from lagom.data.parquet.shard import Epoch, Lane, Order, Positions, lane
 
 LAYOUTS = st.lists(st.integers(0, 9), max_size=12).map(tuple)
 ORDERS = st.builds(

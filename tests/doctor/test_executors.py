@@ -6,7 +6,7 @@ import socket
 from typing import Any
 
 from lagom.doctor.executors import of_executors
-from lagom.worker.survey import _dial_all, _others
+from lagom.host.executor_survey import _dial_all, _others
 
 
 def task(number: int, host: str = "a", **more: Any) -> dict[str, Any]:

@@ -13,16 +13,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom import experiment
 from lagom.cluster import visible_gpus
+from lagom.collectives.agreement_exchange import Frame
 from lagom.collectives.group import Group
 from lagom.config import TorchDistributedConfig
-from lagom.patching.weights_operations import Uses
-from lagom.strategies.divergence import Watch
-from lagom.strategies.frame import Frame
-from lagom.strategies.leaves import Leaves, Likeness
-from lagom.strategies.pending import Pending
-from lagom.strategies.replicate import Replicate
-from lagom.strategies.zero.flat import storage_of
-from lagom.strategies.zero.weights import Weights
+from lagom.gradients.backward_gradients import Pending
+from lagom.gradients.divergence import Watch
+from lagom.gradients.replicate import Replicate
+from lagom.run_state.leaves import Leaves, Likeness
+from lagom.run_state.memory_layout import storage_of
+from lagom.zero.parameters.dispatch import Uses
+from lagom.zero.parameters.shards import Weights
 from tests.programs import scaled
 
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""``lagom.launchers.frames``: Spark DataFrames as data sets."""
+"""``lagom.launchers.dataframes``: Spark DataFrames as data sets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import DataError
-from lagom.launchers import frames
-from lagom.launchers.frames import handed_over, nothing_kept
+from lagom.launchers import dataframes
+from lagom.launchers.dataframes import handed_over, nothing_kept
 from tests.integration import programs
 
 KINDS = pytest.mark.parametrize("spark", ["local[2]", "standalone", "connect"], indirect=True, scope="session")
@@ -76,8 +76,8 @@ def test_files_are_used_again_for_the_same_plan_over_the_same_files(spark: Any, 
         assert spark.read.parquet(second).count() == 16
         made = spark.range(0, 2, 1, 1)
         assert url(made) == url(made)
-        paths = [Path(one.url.removeprefix("file://")) for one in frames._frames]
-        assert len(paths) == frames._KEPT
+        paths = [Path(one.url.removeprefix("file://")) for one in dataframes._frames]
+        assert len(paths) == dataframes._KEPT
         url(spark.range(0, 3, 1, 1))
         assert not paths[0].exists()
         assert paths[1].exists()
@@ -87,7 +87,7 @@ def test_files_are_used_again_for_the_same_plan_over_the_same_files(spark: Any, 
 
 @LOCAL
 def test_both_spellings_of_the_data_sets_are_handed_over(spark: Any, tmp_path: Path) -> None:
-    spark.conf.set(frames.CACHE, f"file://{tmp_path}/cache")
+    spark.conf.set(dataframes.CACHE, f"file://{tmp_path}/cache")
     frame = spark.range(5)
     try:
         with nothing_kept():
@@ -96,7 +96,7 @@ def test_both_spellings_of_the_data_sets_are_handed_over(spark: Any, tmp_path: P
             assert found["train_set"].url.startswith(f"file://{tmp_path}/cache/lagom-")
             assert len(found["train_set"]()) == 5
     finally:
-        spark.conf.unset(frames.CACHE)
+        spark.conf.unset(dataframes.CACHE)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -114,9 +114,9 @@ def test_what_cannot_be_handed_over_is_said_before_anything_is_written(
     ):
         with pytest.raises(ValueError, match=rf"train_set is a DataFrame whose column 'm' has the type {kind}.*drop"):
             handed_over({"train_set": spark.range(3).selectExpr("id", f"{column} m")})
-    monkeypatch.setattr(frames, "_folder", lambda session: None)
-    monkeypatch.setattr(frames, "_COLLECTED_BYTES", 100)
+    monkeypatch.setattr(dataframes, "_folder", lambda session: None)
+    monkeypatch.setattr(dataframes, "_COLLECTED_BYTES", 100)
     with pytest.raises(DataError, match=r"test_set is a DataFrame of 0 MB by Spark's estimate.*spark.lagom.cacheDir"):
         handed_over({"test_set": spark.range(1000)})
-    assert not frames._frames
+    assert not dataframes._frames
     assert len(handed_over({"test_set": spark.range(3)})["test_set"]()) == 3

@@ -17,9 +17,9 @@ import torch
 
 import lagom
 from lagom.errors import RankError
-from lagom.monitor.channel import Channel
-from lagom.monitor.peer import Peer
 from lagom.monitor.progress import Progress
+from lagom.wire.connection import Peer
+from lagom.wire.server import Channel
 from tests.integration import programs
 
 pytestmark = pytest.mark.parametrize("spark", ["foreign"], indirect=True, scope="session")

@@ -17,8 +17,8 @@ import lagom.launchers.run
 import lagom.launchers.spark
 import lagom.launchers.spark_session
 from lagom.errors import LagomError, RankError
-from lagom.monitor.channel import Channel
-from lagom.worker import task
+from lagom.launchers import spark_task
+from lagom.wire.server import Channel
 from tests.integration import programs
 
 pytestmark = pytest.mark.parametrize("spark", ["local[2]", "standalone"], indirect=True, scope="session")
@@ -160,8 +160,8 @@ def late_task(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from pyspark import cloudpickle as untyped
 
     cloudpickle: Any = untyped
-    spark_task = task.spark_task
-    monkeypatch.setattr(task, "spark_task", lambda *args: programs.late(spark_task(*args), 0.8))
+    made = spark_task.spark_task
+    monkeypatch.setattr(spark_task, "spark_task", lambda *args: programs.late(made(*args), 0.8))
     monkeypatch.setattr(lagom.launchers.run, "GATHER_S", 0.3)
     cloudpickle.register_pickle_by_value(programs)
     yield

@@ -19,7 +19,7 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, RankError
 from lagom.launchers.spark_session import SparkFacts
-from lagom.monitor.channel import Channel
+from lagom.wire.server import Channel
 from tests.doors import listening
 
 _WORD = "a word that nobody else is to read"

@@ -86,7 +86,7 @@ def test_ranks_of_a_task_get_gpus_of_their_own(spark: Any, mask: str) -> None:
         try:
             from pyspark import BarrierTaskContext
 
-            from lagom.worker.executor import _gpus
+            from lagom.host.executor import _gpus
 
             context: Any = BarrierTaskContext.get()
             plan = types.SimpleNamespace(gpu=True, ranks_per_slot=2)

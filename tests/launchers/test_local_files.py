@@ -18,7 +18,7 @@ import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
-from tests.patching.test_disk import tree
+from tests.files.test_rank_disks import tree
 
 
 def config(world_size: int) -> TorchDistributedConfig:

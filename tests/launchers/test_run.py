@@ -26,7 +26,7 @@ from tests.integration import hosts
 ROOT = Path(__file__).parents[2]
 TASK = """
 import json, os, socket, sys, time
-from lagom.monitor.link import dial
+from lagom.wire.client import dial
 
 host, port, secret, task, answers = json.loads(sys.argv[1])
 link = dial((host, port), bytes.fromhex(secret), {"purpose": "task", "task": task}, 20.0)

@@ -18,7 +18,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Collectives
 from lagom.monitor.stragglers import held_up, straggler
 from lagom.records.report import report
-from lagom.worker.usage import Usage
+from lagom.worker.resource_usage import Usage
 
 
 def says(waits: float, **waits_for: float) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lagom.patching.replace import replaced
-from lagom.patching.session import Session
-from lagom.strategies.whole_batch import Gatherer
+from lagom.row_split.whole_batch import Gatherer
+from lagom.session.session import Session
 from tests.ranks import alone, run_ranks
 
 HERE = Path(__file__).parent

@@ -13,11 +13,13 @@ import pytest
 import torch.distributed as dist
 
 from lagom import cli
-from lagom.patching.session import Session
+from lagom.session.session import Session
 from tests.programs import judge
 from tests.programs.expectations import DISTRIBUTED
 
-pytestmark = pytest.mark.skipif(find_spec("lagom.patching.joined") is None, reason="joining is not built yet")
+pytestmark = pytest.mark.skipif(
+    find_spec("lagom.distributed.init_process_group") is None, reason="joining is not built yet"
+)
 
 
 def as_torchrun(world_size: int) -> Callable[[Session], None]:

@@ -24,10 +24,10 @@ import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, RankError
-from lagom.records import folder as module
+from lagom.records import run_dir as module
 from lagom.records.chart import chart
-from lagom.records.folder import Records, as_json, records
 from lagom.records.report import report
+from lagom.records.run_dir import Records, as_json, records
 from lagom.result import Result
 
 

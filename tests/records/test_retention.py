@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lagom.records.folder import Records, records
 from lagom.records.retention import Retention
+from lagom.records.run_dir import Records, records
 
 
 def made(home: Path, monkeypatch: pytest.MonkeyPatch) -> Records:

@@ -24,7 +24,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
 from lagom.monitor import spans as kinds
 from lagom.monitor.spans import Spans, activity, current, unpacked
-from lagom.records.folder import Records
+from lagom.records.run_dir import Records
 from lagom.records.timeline import merge
 from lagom.result import Result
 

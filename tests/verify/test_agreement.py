@@ -10,8 +10,8 @@ import pytest
 
 from lagom.verify.agreement import compare, level
 from lagom.verify.closeness import near, same_printed, tolerance
-from lagom.verify.record import Batch, Leaf, Pass, Read, Record, Step
-from lagom.verify.row import Level, Row
+from lagom.verify.comparison_row import Level, Row
+from lagom.verify.on_rank.record import Batch, Leaf, Pass, Read, Record, Step
 
 DOUBLE, SINGLE = 2.2e-16, 1.2e-7
 

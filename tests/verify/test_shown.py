@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lagom.patching.sketch import flat
-from lagom.verify.record import Record
-from lagom.verify.row import Level, Row
+from lagom.verify.comparison_row import Level, Row
+from lagom.verify.on_rank.record import Record
+from lagom.verify.on_rank.tensor_sketch import flat
 from lagom.verify.shown import result
 from tests.returned import AVERAGED, KEPT
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from lagom.signature import arguments
+from lagom.program.signature import arguments
 from lagom.worker.bootstrap import Made, last_rites, seeded
 
 

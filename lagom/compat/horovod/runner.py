@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError
-from lagom.worker.place import place_in_run
+from lagom.world import place_in_run
 
 Launcher = Literal["auto", "spark", "local"]
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lagom.collectives.shared import home
+from lagom.collectives.shared_memory import home
 from lagom.compat.horovod.exchange import Ranks
 from lagom.compat.horovod.negotiation import Negotiator
 from lagom.compat.horovod.notices import Notices
-from lagom.worker.place import place_in_run
+from lagom.world import place_in_run
 
 _FOREVER = timedelta(days=30)
 """For ranks that wait for others; of who is gone they hear otherwise. See Note [Names] in negotiation.py."""

@@ -22,7 +22,7 @@ def mend(module: ModuleType) -> None:
 
 def _place() -> Any:
     """Where this process stands in a lagom run that shares work out; None in no such run."""
-    place = sys.modules.get("lagom.worker.place")
+    place = sys.modules.get("lagom.world")
     found = None if place is None else place._place
     if found is None or found.world_size == 1:
         return None

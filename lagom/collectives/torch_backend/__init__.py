@@ -1,0 +1,4 @@
+"""The backend "lagom" of ``torch.distributed``, for programs that make process groups themselves.
+
+Start with ``registration.py``.
+"""

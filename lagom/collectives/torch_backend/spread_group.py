@@ -1,0 +1,157 @@
+"""``SpreadProcessGroup``: the backend "lagom" of ranks on several hosts, by ``Hosts``; by gloo what that has not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lagom.collectives.hosts import Hosts
+from lagom.collectives.tensor_ops import Moves, fit, flat_of, put
+from lagom.collectives.torch_backend.arguments import handed_on, listed, reduction_of, root_of
+from lagom.collectives.torch_backend.shared_group import SharedProcessGroup
+
+_TYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+"""Those that gloo sums, too."""
+
+
+class SpreadProcessGroup(SharedProcessGroup):
+    """See Note [Several hosts].
+
+    Raises:
+        RuntimeError: from every method or its work, when the exchange fails.
+    """
+
+    def __init__(self, gloo: Any, hosts: Hosts, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(gloo, _Nothing(rank, size), rank, size, timeout)
+        self._hosts = hosts
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """In place, each tensor by itself."""
+        given, hosts = listed(tensors), self._hosts
+        reduction = reduction_of(opts)
+        if not _sums(reduction, given) or not Moves.carries(self._moves, given):
+            return super().allreduce(given, opts)
+
+        def run() -> None:
+            for tensor in given:
+                flat = flat_of(tensor)
+                hosts.all_reduce(flat)
+                self._divide(flat, reduction)
+                put(tensor, flat)
+
+        return self._collective(run, opts, given)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """In place; ``opts`` has the root, or is it."""
+        given, hosts, root = listed(tensors), self._hosts, root_of(opts)
+        if not Moves.carries(self._moves, given):
+            return super().broadcast(given, opts)
+
+        def run() -> None:
+            for tensor in given:
+                flat = flat_of(tensor)
+                hosts.broadcast(flat, root)
+                put(tensor, flat)
+
+        return self._collective(run, opts, given)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Each output gets an input of all ranks, one behind the other."""
+        outs, given, hosts = listed(outputs), listed(inputs), self._hosts
+        if not Moves.carries(self._moves, [*given, *outs]):
+            return super().all_gather_single_coalesced(outs, given, opts)
+
+        def run() -> None:
+            for out, tensor in zip(outs, given, strict=True):
+                fit("all_gather", out.numel(), self.size() * tensor.numel(), out, tensor)
+                flat = flat_of(out)
+                hosts.all_gather(flat, flat_of(tensor))
+                put(out, flat)
+
+        return self._collective(run, opts, outs)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Each output gets this rank's part of a reduced input."""
+        outs, given, hosts = listed(outputs), listed(inputs), self._hosts
+        reduction = reduction_of(opts)
+        if not _sums(reduction, (*outs, *given)) or not Moves.carries(self._moves, [*given, *outs]):
+            return super().reduce_scatter_single_coalesced(outs, given, opts)
+
+        def run() -> None:
+            for out, tensor in zip(outs, given, strict=True):
+                fit("reduce_scatter", tensor.numel(), self.size() * out.numel(), out, tensor)
+                flat = flat_of(out)
+                hosts.reduce_scatter(flat, flat_of(tensor))
+                self._divide(flat, reduction)
+                put(out, flat)
+
+        return self._collective(run, opts, outs)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """All ranks are here when the work is done."""
+        return self._gloo.barrier(*handed_on(opts))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """As gloo's, which names the ranks that did not come."""
+        self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+
+    def _divide(self, total: Tensor, reduction: str | None) -> None:
+        """Make an average of it where that was asked for."""
+        if reduction == "avg":
+            total.detach().div_(self.size())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long exchanges wait for a rank from now on."""
+        self._timeout = timeout
+        if self._hosts.near is not None:
+            self._hosts.near.set_timeout(timeout.total_seconds())
+
+    def shutdown(self) -> None:
+        """Hang up; what is under way goes on."""
+        self._close_lanes()
+        self._hosts.close()
+
+    def abort(self) -> None:
+        """End what is under way, on this host's ranks, with an error."""
+        self._hosts.abort()
+        self._close_lanes(waits=False)
+        self._hosts.close()
+
+    # What older versions of torch call the same.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _sums(reduction: str | None, tensors: Sequence[Tensor]) -> bool:
+    """Whether hosts have it, sums and averages of types that gloo adds."""
+    if reduction == "avg":
+        return all(tensor.dtype in _TYPES and tensor.is_floating_point() for tensor in tensors)
+    return reduction == "sum" and all(tensor.dtype in _TYPES for tensor in tensors)
+
+
+class _Nothing(Moves):
+    """Has gloo asked."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+
+    def carries(self, tensors: Sequence[Tensor]) -> bool:
+        """Nothing."""
+        return False
+
+    def agree(self, what: str) -> None:
+        """All go to gloo."""

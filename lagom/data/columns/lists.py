@@ -1,0 +1,159 @@
+"""Arrow's numbers and lists of numbers as arrays: by their buffers, not by their rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lagom.data.columns import types
+
+
+class RowError(Exception):
+    """A row that does not fit."""
+
+    def __init__(self, row: int, why: str) -> None:
+        super().__init__(why)
+        self.row = row
+
+
+def dense(array: Any, kind: Any, fill: int | float, *, strict: bool, depth: int = 0) -> NDArray[Any]:
+    """Rows as one array of shape ``(rows, ...)``; nulls as ``fill``.
+
+    With ``strict`` a null inside of a list is an error; one at the top is the caller's business.
+
+    Raises:
+        RowError: for the first row that is unlike the others.
+    """
+    import pyarrow as pa
+
+    kind = types.plain(kind)
+    if isinstance(array.type, pa.BaseExtensionType):
+        array = array.storage
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if strict and depth and array.null_count:
+        row = int(np.argmin(array.is_valid().to_numpy(zero_copy_only=False)))
+        raise RowError(row, 'a null inside of a list; nulls= may be a number to put there, or "nan" (floats)')
+    if types.is_list(kind):
+        return _dense_lists(array, kind, fill, strict=strict, depth=depth)
+    wanted = types.numpy_type(kind)
+    if pa.types.is_temporal(kind):
+        array = array.view(pa.from_numpy_dtype(wanted))
+    elif pa.types.is_decimal(kind):
+        array = _of_decimals(array)
+    elif not pa.types.is_boolean(kind) and array.type != pa.from_numpy_dtype(wanted):
+        array = array.cast(pa.from_numpy_dtype(wanted))
+    if array.null_count:
+        array = array.fill_null(pa.scalar(fill).cast(array.type))
+    found: NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    if not found.flags.writeable and found.dtype == wanted and found.ndim == 1 and len(found):
+        found = view(array, wanted)
+    return found
+
+
+def _of_decimals(array: Any) -> Any:
+    """The float64 nearest to each decimal, as Python and Spark have it; Arrow's own cast may give one beside it."""
+    import pyarrow as pa
+
+    kind = array.type
+    if not pa.types.is_decimal128(kind) or kind.precision > 15 or not 0 <= kind.scale <= 22:
+        return array.cast(pa.string()).cast(pa.float64())
+    # Up to 15 digits both numbers are exact, and so the quotient is rounded once.
+    low = np.frombuffer(array.buffers()[1], "<i8", 2 * len(array), 16 * array.offset)[::2]
+    valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
+    return pa.array(low / 10.0**kind.scale, mask=None if valid is None else ~valid)
+
+
+def view(array: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The memory of an Arrow array of numbers, writable where Arrow says that it may be written to."""
+    values = array.buffers()[1]
+    return np.frombuffer(values, dtype, len(array), array.offset * dtype.itemsize)
+
+
+def writable(array: NDArray[Any]) -> NDArray[Any]:
+    """``array``, or a copy."""
+    return array if array.flags.writeable else array.copy()
+
+
+def _dense_lists(array: Any, kind: Any, fill: int | float, *, strict: bool, depth: int) -> NDArray[Any]:
+    count = len(array)
+    valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
+    length = _one_length(array, kind, valid)
+    try:
+        inner = dense(array.flatten(), kind.value_type, fill, strict=strict, depth=depth + 1)
+    except RowError as error:
+        row = error.row // max(length, 1)
+        raise RowError(row if valid is None else int(np.flatnonzero(valid)[row]), str(error)) from None
+    shape = inner.shape[1:]
+    if valid is None:
+        return inner.reshape(count, length, *shape)
+    out = np.full((count, length, *shape), fill, inner.dtype)
+    out[valid] = inner.reshape(int(valid.sum()), length, *shape)
+    return out
+
+
+def _one_length(array: Any, kind: Any, valid: NDArray[np.bool_] | None) -> int:
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(kind):
+        return int(kind.list_size)
+    lengths = np.diff(np.asarray(array.offsets))
+    if valid is not None:
+        lengths = lengths[valid]
+    if not len(lengths):
+        return 0
+    first = int(lengths[0])
+    if (lengths != first).any():
+        row = int(np.argmax(lengths != first))
+        raise RowError(
+            row if valid is None else int(np.flatnonzero(valid)[row]),
+            f"a list of {lengths[row]} where others have {first}; {RAGGED_CHOICES}",
+        )
+    return first
+
+
+RAGGED_CHOICES = 'ragged= may be "pad" (with zeros, to the longest of a batch) or "list" (a list of tensors)'
+
+
+def vectors(array: Any) -> NDArray[np.float64]:
+    """Vectors of Spark's ML, dense and sparse, as one array of shape ``(rows, size)``; a null is zeros.
+
+    Raises:
+        RowError: for the first one of another size.
+    """
+    import pyarrow.compute as pc
+
+    count = len(array)
+    kinds, sizes, indices, values = (pc.struct_field(array, name) for name in ("type", "size", "indices", "values"))
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    is_dense = kinds.fill_null(1).to_numpy(zero_copy_only=False) == 1
+    lengths = pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    all_sizes = np.where(is_dense, lengths, sizes.fill_null(0).to_numpy(zero_copy_only=False))
+    size = int(all_sizes[valid][0]) if valid.any() else 0
+    if (all_sizes[valid] != size).any():
+        row = int(np.flatnonzero(valid & (all_sizes != size))[0])
+        raise RowError(row, f"a vector of {all_sizes[row]} where others have {size}")
+    rows = np.repeat(np.arange(count), lengths)
+    columns = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    columns[~is_dense[rows]] = indices.flatten().to_numpy(zero_copy_only=False)
+    out = np.zeros((count, size))
+    out[rows, columns] = values.flatten().to_numpy(zero_copy_only=False)
+    return out
+
+
+def tensors(array: Any) -> list[torch.Tensor]:
+    """A tensor for each list of numbers."""
+    values = torch.from_numpy(array.flatten().to_numpy(zero_copy_only=False).copy())
+    return list(torch.split(values, np.diff(np.asarray(array.offsets)).tolist()))
+
+
+def padded(array: Any) -> torch.Tensor:
+    """Lists of numbers as one tensor of shape ``(rows, longest)``, with zeros behind the shorter ones."""
+    lengths = np.diff(np.asarray(array.offsets))
+    values = array.flatten().to_numpy(zero_copy_only=False)
+    out = np.zeros((len(array), int(lengths.max(initial=0))), values.dtype)
+    out[np.arange(out.shape[1]) < lengths[:, None]] = values
+    return torch.from_numpy(out)

@@ -1,0 +1,255 @@
+"""Cells that petastorm encoded: arrays as numpy saves them, compressed ones, and images."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise, starmap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lagom.data.columns import images, lists
+from lagom.data.columns.encoded_cells import Cells, Encoded
+from lagom.data.columns.values import Dense
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from lagom.data.columns.tensor_columns import Codec, Where
+    from lagom.data.columns.unischema import Field
+    from lagom.data.columns.values import Path, Values
+    from lagom.data.decoders.reused_arrays import Memory
+
+_WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.uint16): np.dtype(np.int32),
+    np.dtype(np.uint32): np.dtype(np.int64),
+    np.dtype(np.uint64): np.dtype(np.int64),
+}
+_CELLS = 8
+"""That are worth a thread."""
+
+
+def codec(field: Field, ragged: str) -> Codec | None:
+    """What decodes the cells of ``field``; None where Arrow's type says all."""
+    if field.codec == "NdarrayCodec":
+        return Saved(field, ragged)
+    if field.codec == "CompressedNdarrayCodec":
+        return Slow(field, ragged, _unzipped, None)
+    if field.codec == "CompressedImageCodec":
+        return Slow(field, ragged, images.image, images.size(field))
+    if field.shape == () and field.dtype is not None and field.dtype.kind in "biuf":
+        return Scalar(field.dtype)
+    return None
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A plain column of another type than the schema says."""
+
+    dtype: np.dtype[Any]
+
+    def convert(self, array: Any, path: Path, where: Where) -> Values:
+        """Numbers of that type, as far as torch can compute with it."""
+        found = lists.dense(array, array.type, 0, strict=False)
+        wanted = computable(self.dtype)
+        made = found.astype(self.dtype) if _may_change(found.dtype, self.dtype) else found
+        if made is not found and (changed := made != found).any():
+            row = int(np.argmax(changed))
+            raise where.error(path, row, f"{found[row]} does not fit into {self.dtype}, which petastorm's schema has")
+        return Dense(lists.writable(made.astype(wanted, copy=False)))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Arrays as ``numpy.save`` writes them."""
+
+    field: Field
+    ragged: str
+
+    def convert(self, array: Any, path: Path, where: Where) -> Values:
+        """One array for all rows, without a loop, where their headers are equal; else an array for each."""
+        ragged = None in self.field.shape
+        if not ragged and not array.null_count:
+            whole = _alike(_Buffers(array), self.field, where.memory)
+            if whole is not None:
+                return Dense(whole)
+
+        def one(row: int) -> NDArray[Any] | None:
+            try:
+                return _checked(_saved(array[row].as_buffer()), self.field) if array[row].is_valid else None
+            except Exception as error:  # from any byte that is wrong
+                raise where.error(path, row, f"is no array as NdarrayCodec writes it: {error}") from error
+
+        made = [one(row) for row in range(len(array))]
+        found = _cells(made, self.field, self.ragged, path)
+        return found if ragged else Dense(found.dense())
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Cells that take time: they stay encoded in the window, and are decoded in several threads."""
+
+    field: Field
+    ragged: str
+    decode_one: Callable[[Any], NDArray[Any]]
+    size: images.Size | None
+    """Of images that may be decoded many at once."""
+
+    def convert(self, array: Any, path: Path, where: Where) -> Values:
+        """The cells as they are, with where they come from."""
+        import pyarrow as pa
+
+        return Encoded(array.cast(pa.large_binary()), where.origins(len(array)), Decoder(self, path, where))
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Decodes cells of one column."""
+
+    codec: Slow
+    path: Path
+    where: Where
+
+    def __call__(self, array: Any, origins: NDArray[np.int64]) -> Cells:
+        """The arrays in ``array``, of rows that come from ``origins``."""
+
+        def one(place: int) -> NDArray[Any] | None:
+            cell = array[place].as_buffer() if array[place].is_valid else None
+            try:
+                return None if cell is None else _checked(self.codec.decode_one(cell), self.codec.field)
+            except Exception as error:  # from any byte that is wrong
+                told = self.where.at(int(origins[place]))
+                why = f"does not decode as {self.codec.field.codec}: {error}"
+                raise told.error(self.path, 0, why) from error
+
+        size = self.codec.size
+        buffers = None if size is None else _Buffers(array)
+
+        def some(places: range) -> list[NDArray[Any] | None]:
+            if size is None or buffers is None:
+                return [one(place) for place in places]
+            found, is_done = images.pngs(buffers.data, buffers.offsets[places.start : places.stop + 1], size)
+            done = (is_done & buffers.valid[places.start : places.stop]).tolist()
+            return [found[row] if done[row] else one(place) for row, place in enumerate(places)]
+
+        # A run of cells for each thread: handing them out one by one takes as long as decoding a small one.
+        threads = max(1, min(torch.get_num_threads(), len(array) // _CELLS))
+        if threads == 1:
+            cells = some(range(len(array)))
+        else:
+            bounds = [len(array) * number // threads for number in range(threads + 1)]
+            with ThreadPoolExecutor(threads) as pool:
+                parts = list(pool.map(some, starmap(range, pairwise(bounds))))
+            cells = [cell for part in parts for cell in part]
+        return _cells(cells, self.codec.field, self.codec.ragged, self.path)
+
+
+def computable(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What torch computes with in place of ``dtype``."""
+    return _WIDER.get(dtype, dtype)
+
+
+def widened(found: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """``found`` as torch computes with ``dtype``, which it has in some byte order.
+
+    Raises:
+        ValueError: for unsigned integers that int64 does not hold.
+    """
+    if not _fits(found):
+        raise ValueError(f"{found.max()} does not fit into int64, which torch computes with in place of uint64")
+    return found.astype(computable(dtype), copy=False)
+
+
+def _fits(found: NDArray[Any]) -> bool:
+    is_wide = found.dtype.kind == "u" and found.dtype.itemsize == 8
+    return not (is_wide and found.size and found.max() >= 1 << 63)
+
+
+def _may_change(found: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """Whether numbers may become others, and not only rounder."""
+    return wanted.kind in "bui" and not np.can_cast(found, wanted)
+
+
+def _cells(cells: list[NDArray[Any] | None], field: Field, ragged: str, path: Path) -> Cells:
+    assert field.dtype is not None
+    shape = None if None in field.shape else tuple(size for size in field.shape if size is not None)
+    return Cells(cells, ragged, ".".join(path), shape, computable(field.dtype))
+
+
+def _misfit(shape: tuple[int, ...], dtype: np.dtype[Any], field: Field) -> str | None:
+    """Why an array cannot be a cell of ``field``."""
+    fits = len(shape) == len(field.shape) and all(
+        wanted in (None, size) for size, wanted in zip(shape, field.shape, strict=True)
+    )
+    if not fits or field.dtype is None or dtype.type is not field.dtype.type:
+        return f"{dtype} of shape {shape}, where the schema has {field.dtype} of shape {field.shape}"
+    return None if dtype.kind in "biuf" else f"{dtype} cannot be a tensor"
+
+
+def _checked(found: NDArray[Any], field: Field) -> NDArray[Any]:
+    if why := _misfit(found.shape, found.dtype, field):
+        raise ValueError(why)
+    assert field.dtype is not None
+    return widened(found, field.dtype)
+
+
+def _saved(cell: Any) -> NDArray[Any]:
+    found: NDArray[Any] = np.load(io.BytesIO(bytes(cell)), allow_pickle=False)
+    return found
+
+
+def _unzipped(cell: Any) -> NDArray[Any]:
+    with np.load(io.BytesIO(bytes(cell)), allow_pickle=False) as opened:
+        found: NDArray[Any] = opened["arr"]
+    return found
+
+
+class _Buffers:
+    """The cells of a binary Arrow array."""
+
+    def __init__(self, array: Any) -> None:
+        import pyarrow as pa
+
+        if not (pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type)):
+            array = array.cast(pa.large_binary())
+        _, offsets, data = array.buffers()
+        width = np.int32 if pa.types.is_binary(array.type) else np.int64
+        self.offsets = np.frombuffer(offsets, width)[array.offset : array.offset + len(array) + 1].astype(np.int64)
+        self.data = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+        self.valid: NDArray[np.bool_] = array.is_valid().to_numpy(zero_copy_only=False)
+
+
+def _alike(cells: _Buffers, field: Field, memory: Memory | None) -> NDArray[Any] | None:
+    """Cells with one header as one array, in ``memory`` or uncopied; None where headers differ, or are wrong."""
+    lengths = np.diff(cells.offsets)
+    if not len(lengths) or (lengths != lengths[0]).any():
+        return None
+    matrix = cells.data[cells.offsets[0] : cells.offsets[-1]].reshape(len(lengths), int(lengths[0]))
+    head = io.BytesIO(matrix[0].tobytes())
+    try:
+        version = np.lib.format.read_magic(head)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(head)
+        start = head.tell()
+        if _misfit(shape, dtype, field):
+            return None
+    except Exception:  # from any byte that is wrong: the tokenizer has errors of its own
+        return None
+    size = int(np.prod(shape)) * dtype.itemsize
+    if start + size != lengths[0] or (matrix[:, :start] != matrix[0, :start]).any():
+        return None
+    bare = matrix[:, start:]
+    if memory is not None:
+        bare = memory.empty((len(lengths), size), np.dtype(np.uint8))
+        np.copyto(bare, matrix[:, start:])
+    body = bare.view(dtype)
+    if is_fortran:
+        body = np.ascontiguousarray(body.reshape(len(lengths), *shape[::-1]).transpose(0, *range(len(shape), 0, -1)))
+    assert field.dtype is not None
+    # Of the machine's own byte order, whatever the file's.
+    return widened(body.reshape(len(lengths), *shape), field.dtype) if _fits(body) else None

@@ -1,0 +1,246 @@
+"""Arrow columns as arrays, without a loop over rows: which types can be tensors, and what becomes of nulls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from lagom.data.columns import lists, types
+from lagom.data.columns.values import Arrow, Dense, Nulls, Path, Values
+from lagom.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+    from lagom.data.decoders.reused_arrays import Memory
+    from lagom.data.parquet.table import Table
+
+Policy = str | int | float
+NULLS = ("error", "mask", "nan")
+RAGGED = ("error", "pad", "list")
+_ROW_BITS = 40
+
+
+class Codec(Protocol):
+    """How the cells of a binary column are decoded."""
+
+    def convert(self, array: Any, path: Path, where: Where) -> Values:
+        """The rows of the Arrow array ``array``, of the column ``path``, which come from ``where``."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where rows come from, for errors."""
+
+    table: Table
+    number: int
+    """Of the row group, in the table."""
+    first: int
+    """The row of the group that is row 0 here."""
+    memory: Memory | None = None
+    """For what is made of them; None: it is copied later, and need not be."""
+
+    def error(self, path: Path, row: int, why: str) -> DataError:
+        """The error for one row of a column."""
+        group = self.table.groups[self.number]
+        file = self.table.files[group.file].path
+        return DataError(f"{file}, row group {group.index}, column {'.'.join(path)!r}, row {self.first + row}: {why}")
+
+    def origins(self, count: int) -> NDArray[np.int64]:
+        """A number for each of ``count`` rows, which ``at`` understands."""
+        return (self.number << _ROW_BITS) + np.arange(self.first, self.first + count)
+
+    def at(self, origin: int) -> Where:
+        """Where the row comes from that has the number ``origin``."""
+        return Where(self.table, origin >> _ROW_BITS, origin & ((1 << _ROW_BITS) - 1))
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A column, or a field of a struct column, that becomes one entry of a batch."""
+
+    path: Path
+    type: Any
+    """Arrow's."""
+    nulls: Policy
+    ragged: str
+    codec: Codec | None = None
+
+    def convert(self, column: Any, where: Where) -> dict[Path, Values]:
+        """The rows of this leaf in ``column``, an Arrow array of the whole column; its mask too, where asked for.
+
+        Raises:
+            DataError: for a row that cannot be a tensor.
+        """
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        dtype = types.as_stored(column.type)
+        if dtype is not None and self.codec is None and self.nulls != "mask" and not column.null_count and len(column):
+            # Most columns of most tables.
+            return {self.path: Dense(lists.writable(lists.view(column, dtype)))}
+        array = column if len(self.path) == 1 else pc.struct_field(column, list(self.path[1:]))
+        if isinstance(array.type, pa.BaseExtensionType):
+            array = array.storage
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+
+        def told(row: int, why: str) -> Exception:
+            return where.error(self.path, row, why)
+
+        if array.null_count:
+            self._check_nulls(array, told)
+        found: dict[Path, Values] = {self.path: self._values(array, where, told)}
+        if self.nulls == "mask":
+            valid = np.ones(len(array), bool) if not array.null_count else _valid(array)
+            found[(*self.path[:-1], self.path[-1] + "__valid")] = Dense(valid.copy())
+        return found
+
+    def decoded(self, array: NDArray[Any]) -> dict[Path, Values]:
+        """The rows of this leaf that lagom itself has decoded, none of them null; their mask too, where asked for."""
+        found: dict[Path, Values] = {self.path: Dense(array)}
+        if self.nulls == "mask":
+            found[(*self.path[:-1], self.path[-1] + "__valid")] = Dense(np.ones(len(array), bool))
+        return found
+
+    def _check_nulls(self, array: Any, told: Callable[[int, str], Exception]) -> None:
+        row = int(np.argmin(_valid(array)))
+        if self.nulls == "error":
+            raise told(row, f"a null; {_NULL_CHOICES}")
+        if self.nulls == "mask":
+            return
+        is_cell = self.codec is not None and not types.is_number(self.type)
+        if is_cell or types.is_text(self.type) or types.is_vector(self.type):
+            raise told(row, f'a null, for which {self.nulls!r} cannot stand in {self.type}; nulls="mask" can')
+        if self.nulls == "nan" and not types.is_float(types.innermost(self.type)):
+            raise told(row, f"a null, and {self.type} has no NaN; {_NULL_CHOICES}")
+
+    def _values(self, array: Any, where: Where, told: Callable[[int, str], Exception]) -> Values:
+        import pyarrow as pa
+
+        try:
+            if self.codec is not None:
+                if array.null_count and types.is_number(self.type):  # petastorm's scalars
+                    array = array.fill_null(pa.scalar(self._fill()).cast(array.type))
+                return self.codec.convert(array, self.path, where)
+            has_none = len(array) > 0 and array.null_count == len(array)
+            if types.is_vector(self.type):
+                vectors = lists.vectors(array)
+                return Nulls(vectors, 0) if has_none else Dense(vectors)
+            if types.is_text(self.type):
+                return Arrow(_large(array), _listed)
+            if self.ragged != "error" and types.is_ragged(self.type):
+                return self._ragged(array)
+            fill = self._fill()
+            strict = self.nulls in ("error", "mask")
+            found = lists.writable(lists.dense(array, self.type, fill, strict=strict))
+            return Nulls(found, fill) if has_none and not found.size else Dense(found)
+        except lists.RowError as error:
+            raise told(error.row, str(error)) from None
+        except (ValueError, OverflowError, ArithmeticError) as error:  # Arrow's are ValueErrors
+            raise told(0, f"or one after it cannot be made numbers: {error}") from error
+
+    def _ragged(self, array: Any) -> Values:
+        import pyarrow as pa
+
+        inner = self.type.value_type
+        if not types.is_number(inner):
+            raise lists.RowError(0, f'ragged="{self.ragged}" is for lists of numbers, and this is {self.type}')
+        offsets = np.asarray(array.offsets)
+        lengths = np.diff(offsets)
+        if array.null_count:
+            lengths = np.where(_valid(array), lengths, 0)
+        strict = self.nulls in ("error", "mask")
+        try:
+            values = lists.dense(array.flatten(), inner, self._fill(), strict=strict, depth=1)
+        except lists.RowError as error:
+            row = int(np.searchsorted(np.cumsum(lengths), error.row, side="right"))
+            raise lists.RowError(row, str(error)) from None
+        starts = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64())
+        flat = pa.LargeListArray.from_arrays(starts, pa.array(values))
+        return Arrow(flat, lists.padded if self.ragged == "pad" else lists.tensors)
+
+    def _fill(self) -> int | float:
+        if isinstance(self.nulls, str):
+            return float("nan") if self.nulls == "nan" else 0
+        return self.nulls
+
+
+def leaves(field: Any, nulls: Policy, ragged: str, codec: Codec | None = None) -> list[Leaf]:
+    """What becomes of an Arrow field.
+
+    Raises:
+        ValueError: when its type cannot be a tensor.
+    """
+    import pyarrow as pa
+
+    def walk(path: Path, kind: Any) -> list[Leaf]:
+        kind = types.plain(kind)
+        if codec is not None or types.is_vector(kind):
+            return [Leaf(path, kind, nulls, ragged, codec)]
+        if pa.types.is_struct(kind):
+            return [leaf for inner in kind for leaf in walk((*path, inner.name), inner.type)]
+        if not (types.is_text(kind) or types.is_number(types.innermost(kind))):
+            raise ValueError(
+                f"column {'.'.join(path)!r} has the type {kind}, which cannot be a tensor; "
+                "leave it out with columns=[...], or have it written as numbers"
+            )
+        return [Leaf(path, kind, nulls, ragged)]
+
+    return walk((field.name,), field.type)
+
+
+def policy(choice: Any | Mapping[str, Any], name: str) -> Any:
+    """The choice for one column."""
+    return choice.get(name, "error") if isinstance(choice, dict) else choice
+
+
+def check_policies(nulls: Any, ragged: Any, names: list[str]) -> None:
+    """Make sure that the choices are such, and that masks have names of their own.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    for option, choice in (("nulls", nulls), ("ragged", ragged)):
+        for name in choice if isinstance(choice, dict) else ():
+            if name not in names:
+                raise ValueError(f"{option} names the column {name!r}, and there are {names}")
+    for one in nulls.values() if isinstance(nulls, dict) else [nulls]:
+        if isinstance(one, bool) or (one not in NULLS if isinstance(one, str) else not isinstance(one, (int, float))):
+            raise ValueError(f"nulls is {one!r}; {_NULL_CHOICES}")
+    for name in names:
+        if policy(nulls, name) == "mask" and f"{name}__valid" in names:
+            raise ValueError(
+                f"nulls is 'mask' for the column {name!r}, and there is a column '{name}__valid' already; "
+                "leave one of them out with columns=[...], or say nulls= by column"
+            )
+    for one in ragged.values() if isinstance(ragged, dict) else [ragged]:
+        if one not in RAGGED:
+            raise ValueError(f"ragged is {one!r}, not one of {RAGGED}")
+
+
+_NULL_CHOICES = (
+    'nulls= may be a number to put there, "nan" (floats), "mask" (adds a column NAME__valid), "error", or a dict of '
+    "these by column"
+)
+
+
+def _valid(array: Any) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = array.is_valid().to_numpy(zero_copy_only=False)
+    return found
+
+
+def _large(array: Any) -> Any:
+    """With offsets of 64 bits: many rows together may pass 2 GB."""
+    import pyarrow as pa
+
+    return array.cast(pa.large_string() if types.is_string(array.type) else pa.large_binary())
+
+
+def _listed(array: Any) -> list[Any]:
+    found: list[Any] = array.to_pylist()
+    return found

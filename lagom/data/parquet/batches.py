@@ -1,0 +1,192 @@
+"""``Batches``: which rows make a batch, epoch after epoch; a batch sampler for torch's loader."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from lagom.data.parquet.shard import Epoch, Order, Positions
+from lagom.data.parquet.streams import AHEAD, MOST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lagom.data.parquet.table import Table
+
+_UNSHUFFLED_BYTES = 8 << 20
+"""Of rows that are decoded at a time where they are not shuffled."""
+_UNSHUFFLED_BLOCKS = 3 + AHEAD
+"""Of such rows in memory: handed out, some that wait, and two that are decoded."""
+_ROUNDS = 4
+"""Of shuffled rows in memory: handed out, read, mixed, and decoded for the next round."""
+_TOLD_BYTES = 64 << 20
+"""Beyond the setting, that are worth a warning."""
+_numbers = itertools.count()
+
+
+class Batches(Sampler[Any]):
+    """Batches of a table's rows; each pass is an epoch, in another order where they are shuffled.
+
+    The order follows from the seed, the number of the epoch and the row counts of the table's row groups, and from
+    nothing else: it is the same for any number of ranks and workers.
+    """
+
+    lagom_common = True
+    """To lagom: its batches are the same on all ranks, which need not be told of them."""
+
+    def __init__(
+        self,
+        table: Table,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int | None,
+        drop_last: bool,
+        window_bytes: int,
+        streams: int,
+    ) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size!r}; it is the rows of a batch, at least 1")
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self._fingerprint = table.fingerprint
+        self._counts = table.counts
+        self._num_rows = sum(self._counts)
+        self._streams = streams if shuffle else 1
+        if shuffle:
+            window = _left_of(window_bytes, table, streams) // _ROUNDS
+        else:
+            window = min(window_bytes // _UNSHUFFLED_BLOCKS, _UNSHUFFLED_BYTES)
+        self._window = max(1, window // (table.row_bytes * self._streams))
+        self._seed = seed
+        self.epoch = 0
+        """The one that comes next."""
+        self._start = 0
+        self._source = next(_numbers)
+
+    def __len__(self) -> int:
+        left = self._num_rows - self._start
+        return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
+
+    def __iter__(self) -> Pass:
+        """The next epoch, or the rest of one that was loaded; it begins with the first batch that is drawn."""
+        # Not before: torch's loader with workers makes an iterator that it never draws from.
+        return Pass(self)
+
+    def begin(self, passing: Pass) -> tuple[Iterator[Positions], str]:
+        """The batches of the next epoch, which ``passing`` goes over, and what tells it from others."""
+        if self.shuffle and self._seed is None:
+            # Once: epochs after a resumed one must be as they would have been.
+            self._seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        index, start = self.epoch, self._start
+        self.epoch, self._start = index + 1, 0
+        made = Epoch(
+            self._source,
+            next(_numbers),
+            index,
+            self._epoch_seed(index),
+            self._streams,
+            self._window,
+            weakref.ref(passing),
+        )
+        told = f"{self._fingerprint} {made.seed} {made.streams} {made.window} {start} {self.batch_size}"
+        return self._batches(made, start), told
+
+    def order(self, epoch: int) -> Order:
+        """The order of the rows in epoch number ``epoch``, where the seed is known."""
+        assert self._seed is not None or not self.shuffle
+        return Order(self._counts, self._epoch_seed(epoch), self._streams, self._window)
+
+    def state(self, epoch: int, num_used: int) -> dict[str, Any]:
+        """What ``load`` needs to go on behind the first ``num_used`` rows of epoch number ``epoch``."""
+        return {
+            "version": 1,
+            "table": self._fingerprint,
+            "shuffle": self.shuffle,
+            "seed": self._seed,
+            "streams": self._streams,
+            "window": self._window,
+            "epoch": epoch,
+            "rows": num_used,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Have the next pass go on where ``state`` was made; batch size and number of ranks may be others.
+
+        Raises:
+            ValueError: when it is of other data.
+        """
+        if not isinstance(state, dict) or "version" not in state:
+            raise ValueError(f"the state is {state!r:.80}; it is what state_dict() of such a loader gave")
+        if state["version"] != 1:
+            raise ValueError(f"the state has version {state['version']}, and this lagom knows version 1")
+        for name, here in (("table", self._fingerprint), ("shuffle", self.shuffle)):
+            if state[name] != here:
+                raise ValueError(
+                    f"the state is of another data set or loader: {name} is {state[name]!r} there and {here!r} here "
+                    "(files, their sizes, columns, filters and shuffle must be the same)"
+                )
+        self._seed, self._streams, self._window = state["seed"], state["streams"], state["window"]
+        self.epoch, self._start = state["epoch"], state["rows"]
+
+    def _epoch_seed(self, number: int) -> int | None:
+        if not self.shuffle:
+            return None
+        assert self._seed is not None
+        return int(np.random.SeedSequence([self._seed, number]).generate_state(1, np.uint64)[0])
+
+    def _batches(self, epoch: Epoch, start: int) -> Iterator[Positions]:
+        for first in range(start, self._num_rows, self.batch_size):
+            stop = min(first + self.batch_size, self._num_rows)
+            if stop - first == self.batch_size or not self.drop_last:
+                yield Positions(epoch, range(first, stop))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Two copies that came by pickle are two things that are passed over.
+        self.__dict__.update(state, _source=next(_numbers))
+
+
+def _left_of(window_bytes: int, table: Table, streams: int) -> int:
+    """Of a process's memory, what is left for rows once ``streams`` row groups are being decoded."""
+    decoded = min(MOST, max(table.counts, default=0)) * table.row_bytes
+    decoding = streams * (table.page_bytes + decoded)
+    least = window_bytes // 4
+    if decoding > window_bytes - least and decoding > _TOLD_BYTES:
+        warnings.warn(
+            f"window_bytes is {window_bytes >> 20} MB, and to decode {streams} row groups of this table at a time "
+            f"takes {decoding >> 20} MB: a process that reads all of them needs {(decoding + least) >> 20} MB. Use "
+            "fewer streams=, smaller row groups or fewer columns, or raise window_bytes",
+            stacklevel=4,
+        )
+    return max(window_bytes - decoding, least)
+
+
+class Pass:
+    """The batches of one epoch, or of what is left of it."""
+
+    def __init__(self, source: Batches) -> None:
+        self._source = source
+        self._begun: tuple[Iterator[Positions], str] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on ranks that see the same rows in the same order."""
+        return self._begin()[1]
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def __next__(self) -> Positions:
+        return next(self._begin()[0])
+
+    def _begin(self) -> tuple[Iterator[Positions], str]:
+        if self._begun is None:
+            self._begun = self._source.begin(self)
+        return self._begun

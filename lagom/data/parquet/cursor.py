@@ -1,0 +1,183 @@
+"""``Cursor``: pieces of row groups, each from where the one before ended, by Arrow and by lagom's own decoder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lagom.data.columns import values
+from lagom.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from lagom.data.columns.values import Block
+    from lagom.data.decoders.page_decoder import Chunk
+    from lagom.data.parquet.shard import Piece
+    from lagom.data.parquet.streams import Source
+    from lagom.data.parquet.table import Opened
+
+
+class Part(NamedTuple):
+    """Some rows."""
+
+    batch: Any
+    """A record batch, Arrow's; None where it has no columns."""
+    arrays: Mapping[int, NDArray[Any]]
+    """The other columns by their numbers."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many."""
+        return len(self.batch) if self.batch is not None else len(next(iter(self.arrays.values())))
+
+    def cut(self, start: int, stop: int) -> Part:
+        """Some of them."""
+        batch = None if self.batch is None else self.batch.slice(start, stop - start)
+        return Part(batch, {number: array[start:stop] for number, array in self.arrays.items()})
+
+
+class Cuts(NamedTuple):
+    """Where batches begin."""
+
+    size: int
+    """Rows of one."""
+    ahead: int
+    """Rows of a piece before the first that begins in it."""
+
+
+class Cursor:
+    """Reads pieces of row groups, each from where the one before ended."""
+
+    def __init__(self, source: Source, most: int, *, is_alone: bool, is_last: bool) -> None:
+        """``most`` rows at a time; with ``is_alone`` by several threads. See Note [Whose threads]."""
+        self._source = source
+        self._is_last = is_last
+        self._most = most
+        self._threads = is_alone and torch.get_num_threads() > 1
+        self._file = -1
+        self._opened: Opened | None = None
+        self._group = -1
+        self._at = 0
+        self._pages = source.spare_pages()
+        self._chunks: dict[int, Chunk] = {}
+        self._batches: Iterator[Any] | None = None
+        self._rest: Part | None = None
+
+    def close(self) -> None:
+        """Leave the memory that this decodes into to the next one."""
+        self._pages.end()
+        self._source.keep(self._pages)
+
+    def read(self, piece: Piece, cuts: Cuts | None = None) -> Iterator[Block]:
+        """The rows of ``piece``; with ``cuts`` those of whole batches lie batch by batch where that is worth it."""
+        if piece.group != self._group or piece.start < self._at:
+            self._begin(piece.group)
+        while self._at < piece.stop:
+            if cuts is not None and self._lies_in_batches(piece, cuts.size):
+                block = self._in_batches(min(piece.stop - self._at, self._most), cuts, self._at - piece.start)
+                if block is not None:
+                    self._at += values.num_rows(block)
+                    yield block
+                    continue
+                rows = self._by_arrow()
+            else:
+                rows = self._next(piece.stop - self._at)
+            skipped = max(0, piece.start - self._at)
+            if skipped >= rows.num_rows:
+                self._at += rows.num_rows
+                continue
+            used = min(rows.num_rows, piece.stop - self._at)
+            if used < rows.num_rows:
+                self._rest = rows.cut(used, rows.num_rows)
+            first = self._at + skipped
+            self._at += used
+            if used > skipped:
+                yield self._source.convert(rows.cut(skipped, used), piece.group, first, is_last=self._is_last)
+
+    def _lies_in_batches(self, piece: Piece, size: int) -> bool:
+        is_next = self._rest is None and self._at >= piece.start
+        if not is_next or self._batches is not None or not self._source.is_many:
+            return False
+        return piece.stop - self._at >= 2 * size and all(one.kind.shape == () for one in self._chunks.values())
+
+    def _in_batches(self, count: int, cuts: Cuts, done: int) -> Block | None:
+        """The next ``count`` rows, behind ``done`` of the piece; None where they turn out not to be plain."""
+        skipped = (done - cuts.ahead) % cuts.size
+        try:
+            found = self._pages.read_batches(count, cuts.size, skipped)
+        except (OSError, ValueError):
+            return None
+        if found is None:
+            return None
+        self._check()
+        return self._source.in_batches(found, skipped, count)
+
+    def _check(self) -> None:
+        table = self._source.table
+        table.stamps.check(table.home, table.files[self._file].path)  # it may be written over while it is read
+
+    def _begin(self, group: int) -> None:
+        table = self._source.table
+        file = table.groups[group].file
+        if file != self._file or self._opened is None:
+            self._opened, self._file = self._source.open(file), file
+        opened = self._opened
+        self._group, self._at, self._rest = group, 0, None
+        self._chunks = self._source.plain.chunks(opened, group, threads=self._threads)
+        if self._chunks:
+            try:
+                self._pages.begin(opened.file, self._chunks)
+            except (OSError, ValueError):  # which Arrow will say
+                self._chunks = {}
+        self._batches = None
+        if len(self._chunks) < len(table.fields):
+            self._batches = table.batches(
+                opened.parquet, group, self._most, threads=self._threads, without=self._chunks
+            )
+
+    def _next(self, wanted: int) -> Part:
+        """Rows from where it is on; ``wanted`` of them, where nobody else says how many."""
+        if self._rest is not None:
+            rest, self._rest = self._rest, None
+            return rest
+        batch = None
+        if self._batches is not None:
+            batch = next(self._batches, None)
+            if batch is None:
+                raise self._short()
+            wanted = len(batch)
+        if not self._chunks or not wanted:
+            return Part(batch, {})
+        try:
+            arrays = self._pages.read(min(wanted, self._most))
+        except (OSError, ValueError):
+            arrays = None
+        if arrays is None:
+            return self._by_arrow()
+        self._check()
+        return Part(batch, arrays)
+
+    def _by_arrow(self) -> Part:
+        """The next rows, of a row group that turns out not to be plain."""
+        assert self._opened is not None
+        self._source.plain.leave(list(self._chunks))
+        self._chunks = {}
+        self._batches = self._source.table.batches(self._opened.parquet, self._group, self._most, threads=self._threads)
+        behind = self._at
+        for batch in self._batches:
+            if behind < len(batch):
+                return Part(batch.slice(behind), {})
+            behind -= len(batch)
+        raise self._short()
+
+    def _short(self) -> DataError:
+        table = self._source.table
+        told = table.groups[self._group]
+        return DataError(
+            f"{table.files[told.file].path}, row group {told.index}, has {self._at} rows, and had {told.num_rows} when "
+            "the data set was made"
+        )

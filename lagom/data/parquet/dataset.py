@@ -1,0 +1,226 @@
+"""``ParquetDataset``: a folder of Parquet files as a data set of torch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import replace
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lagom.data.columns.petastorm_codecs import codec
+from lagom.data.columns.tensor_columns import Leaf, check_policies, leaves, policy
+from lagom.data.parquet import table
+from lagom.data.parquet.batches import Batches
+from lagom.data.parquet.reader import Reader
+from lagom.data.parquet.rows import Row, Rows
+from lagom.data.parquet.shard import DEFAULT_STREAMS, Epoch, Positions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from lagom.data.columns.values import Span
+
+
+_generation = 0
+"""How many forks lie between this process and one that was started: cheaper to ask than for its id."""
+
+
+def _forked() -> None:
+    global _generation  # of this process
+    _generation += 1
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class Origin(NamedTuple):
+    """Where the rows of a data set come from."""
+
+    sources: list[str]
+    filters: Any
+    filesystem: Any
+
+
+class ParquetDataset(Dataset[Any]):
+    """Rows of Parquet files, in the order of the files' names.
+
+    ``DataLoader(dataset, batch_size=64)`` gives dicts of tensors by column, made without a loop over rows. For
+    training on tables that do not fit into ``window_bytes``, use ``ParquetLoader(dataset, 64, shuffle=True)``, which
+    reads each row group once: ``DataLoader(dataset, shuffle=True)`` draws single rows from everywhere.
+
+    Args:
+        source: a folder or file, or a list of these: paths, or URLs that pyarrow or fsspec know (s3:, gs:, hdfs:, ...).
+            Or another ``ParquetDataset``, of which rows and, unless others are given, columns and filters are taken.
+        columns: names, in the order wanted, or a function that chooses them among all; None: all.
+        filters: rows to keep, as pyarrow has it: ``[("x", ">", 0), ...]`` for "and", a list of such lists for "or".
+            Row groups that cannot have such rows are not read.
+        nulls: what becomes of nulls: "error", a number in their place, "nan", "mask" (an entry ``NAME__valid`` beside),
+            or a dict of these by column.
+        ragged: what becomes of lists of different lengths: "error", "pad" (zeros, to the longest of a batch), "list"
+            (a list of tensors), or a dict of these by column.
+        window_bytes: memory of a process for rows that are shuffled together, and for the pages that are being decoded,
+            of one row group for each stream. More mixes better.
+        streams: places of the table that a shuffled batch is drawn from at the same time, at least; ranks whose
+            number divides it read every row group once.
+        filesystem: one of pyarrow's or fsspec's; then ``source`` is a path in it.
+
+    Raises:
+        DataError: when there is nothing to read, or files do not fit together.
+        ValueError: for a column that is not there, or whose type cannot be a tensor.
+    """
+
+    origin: Origin
+
+    def __init__(
+        self,
+        source: str | Path | Sequence[str | Path] | ParquetDataset,
+        *,
+        columns: table.Columns | None = None,
+        filters: Any = None,
+        nulls: Any = "error",
+        ragged: Any = "error",
+        window_bytes: int = 256 << 20,
+        streams: int = DEFAULT_STREAMS,
+        filesystem: Any = None,
+    ) -> None:
+        for name, number in (("window_bytes", window_bytes), ("streams", streams)):
+            if isinstance(number, bool) or not isinstance(number, Integral):
+                raise ValueError(f"{name} is {number!r}; it is a whole number")
+        if isinstance(columns, str):
+            raise ValueError(f"columns is {columns!r}; say [{columns!r}], a list of names")
+        if source is None or isinstance(source, bytes):
+            raise ValueError(f"the data set is {source!r}; it is a path, a URL or a list of these")
+        if window_bytes < 1 or streams < 1:
+            raise ValueError(f"window_bytes is {window_bytes} and streams {streams}; both are at least 1")
+        self.origin = _origin(source, filters, filesystem)
+        if columns is None and isinstance(source, ParquetDataset):
+            columns = source.columns
+        self.nulls = nulls
+        self.ragged = ragged
+        self.window_bytes = window_bytes
+        self.streams = streams
+        self.table = table.table(self.origin.sources, columns, self.origin.filters, self.origin.filesystem)
+        names = [field.name for field in self.table.fields]
+        check_policies(nulls, ragged, names)
+        fields = self.table.schema or {}
+        self._leaves: list[tuple[str, list[Leaf]]] = []
+        for field in self.table.fields:
+            name = field.name
+            chosen = policy(ragged, name)
+            decoder = codec(fields[name], chosen) if name in fields else None
+            self._leaves.append((name, leaves(field, policy(nulls, name), chosen, decoder)))
+        self._num_rows = sum(self.table.counts)
+        self.transform: Callable[[Rows], Any] | None = None
+        """What is made of rows before a loader collates them."""
+        self._reader: tuple[int, Reader] | None = None
+        self._generation = _generation
+
+    @property
+    def lagom_resizes(self) -> bool:
+        """Whether a batch may have more or fewer rows than were read for it; ranks then count them."""
+        return bool(getattr(self.transform, "resizes", False))
+
+    @property
+    def columns(self) -> list[str]:
+        """Their names."""
+        return [name for name, _ in self._leaves]
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> Any:
+        """The row at ``index``: values by column."""
+        row = self.__getitems__([index])[0]
+        return row.dict() if isinstance(row, Row) else row
+
+    def __getitems__(self, index: Positions | Sequence[int]) -> Any:
+        """Rows at ``index``, or at positions of an epoch of ``batches()``."""
+        rows = Rows(self._spans(index))
+        return rows if self.transform is None else self.transform(rows)
+
+    def _spans(self, index: Positions | Sequence[int]) -> list[Span]:
+        if isinstance(index, Positions):
+            return self._reading().rows(index.epoch, index.places)
+        picked = np.array(index, np.int64)
+        picked[picked < 0] += self._num_rows
+        if len(picked) and not 0 <= picked.min() <= picked.max() < self._num_rows:
+            raise IndexError(f"a row of {index} is not in a table of {self._num_rows}")
+        places = None if self._fits else _steps(picked)
+        if places is None:
+            return self._reading().pick(picked)
+        # As a sampler in the order of the table draws them, or a rank's share of these: read ahead.
+        window = max(1, min(self.window_bytes, 8 << 20) // self.table.row_bytes)
+        return self._reading().rows(Epoch(-1, 0, 0, None, 1, window), places)
+
+    def batches(
+        self, batch_size: int, *, shuffle: bool = False, seed: int | None = None, drop_last: bool = False
+    ) -> Batches:
+        """Batches for a loader: ``DataLoader(dataset, batch_sampler=dataset.batches(64, shuffle=True))``.
+
+        Args:
+            seed: of the order, a new one each epoch; None: drawn from torch's global generator at the first epoch.
+        """
+        return Batches(
+            self.table,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            window_bytes=self.window_bytes,
+            streams=self.streams,
+        )
+
+    def close(self) -> None:
+        """End threads that read ahead."""
+        if self._reader is not None and self._reader[0] == _generation:
+            self._reader[1].close()
+        self._reader = None
+
+    @property
+    def _fits(self) -> bool:
+        return self._num_rows * self.table.row_bytes <= self.window_bytes
+
+    def _reading(self) -> Reader:
+        # A forked process has none of the threads of the one that it was forked from.
+        if self._reader is None or self._reader[0] != _generation:
+            table = self.table
+            if self._generation != _generation:
+                # Nor may it share their connections to a store.
+                table = replace(table, home=pickle.loads(pickle.dumps(table.home)))
+            self._reader = _generation, Reader(table, self._leaves, self.window_bytes)
+        return self._reader[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _generation=_generation)
+
+
+def _origin(source: Any, filters: Any, filesystem: Any) -> Origin:
+    if isinstance(source, ParquetDataset):
+        sources, known, home = source.origin
+        if filters is not None and known is not None:
+            raise ValueError("filters are given, and the data set has some already; say all of them in one place")
+        return Origin(sources, known if filters is None else filters, home if filesystem is None else filesystem)
+    sources = [os.fspath(one) for one in ([source] if isinstance(source, (str, os.PathLike)) else source)]
+    if not sources:
+        raise ValueError("the list of files is empty")
+    return Origin(sources, filters, filesystem)
+
+
+def _steps(index: NDArray[np.int64]) -> range | None:
+    """``index`` as a range, if it goes up in equal steps that are no leaps."""
+    if len(index) < 2:
+        return None
+    step = int(index[1] - index[0])
+    if step < 1 or step > 4096 or (np.diff(index) != step).any():
+        return None
+    return range(int(index[0]), int(index[-1]) + 1, step)

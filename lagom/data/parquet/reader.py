@@ -1,0 +1,196 @@
+"""Rows of a table in memory: in the order of an epoch, read ahead in a thread, or any rows at any time."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from lagom.data.columns import values
+from lagom.data.columns.tensor_columns import Leaf
+from lagom.data.columns.values import Span
+from lagom.data.parquet.cursor import Cursor
+from lagom.data.parquet.prefetch import Ahead
+from lagom.data.parquet.shard import Epoch, Lane, Order, Piece, lane
+from lagom.data.parquet.streams import AHEAD, MOST, Source, blocks, decoded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from lagom.data.columns.values import Block
+    from lagom.data.parquet.table import Table
+
+_JUMP = 4
+"""Blocks that are read and dropped rather than begin anew behind them."""
+_DECODED_AHEAD = 4
+"""Short blocks of cells that are decoded ahead."""
+_PASSES = 4
+"""Over one data set that go on at the same time."""
+
+
+class Reader:
+    """Reads a table for one process."""
+
+    def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[Leaf]]], most_bytes: int) -> None:
+        self._table = table
+        self._source = Source(table, leaves)
+        self._most_bytes = most_bytes
+        self._passes: OrderedDict[Epoch, _Pass] = OrderedDict()
+        self._blocks: OrderedDict[int, Block] = OrderedDict()
+        self._num_decoded = 0
+        self._starts = np.concatenate([[0], np.cumsum(np.array(table.counts, np.int64))])
+
+    def rows(self, epoch: Epoch, places: range) -> list[Span]:
+        """The rows at ``places`` of ``epoch``, in order.
+
+        Raises:
+            DataError: when they cannot be read.
+        """
+        narrow = lane(places, epoch.streams)
+        current = self._passes.get(epoch)
+        if current is None or current.lane != narrow:
+            order = Order(self._table.counts, epoch.seed, epoch.streams, epoch.window)
+            if current is not None and narrow.step < current.lane.step and len(places) == 1:
+                # A row of others, in place of one that this rank lacks; the pass goes on with its own.
+                group, row = order.row(places.start)
+                return self.pick(self._starts[group : group + 1] + row, is_asked=False)
+            self._leave(epoch)
+            # A worker has some batches only, and a rank whose number divides no streams some rows.
+            decodes = narrow.step == places.step and get_worker_info() is None
+            current = self._passes[epoch] = _Pass(
+                self._source,
+                order,
+                narrow,
+                len(places) * places.step // narrow.step,
+                decodes=decodes,
+                is_regular=places.step == narrow.step,
+            )
+        self._passes.move_to_end(epoch)
+        while len(self._passes) > _PASSES:
+            self._passes.popitem(last=False)[1].close()
+        found = current.rows(places)
+        if current.is_over(places):
+            self._passes.pop(epoch).close()
+        return found
+
+    def _leave(self, epoch: Epoch) -> None:
+        """End what goes on of ``epoch``, and passes over what it belongs to that nobody goes on with."""
+        for other in list(self._passes):
+            if other == epoch or (other.source == epoch.source and other.is_left):
+                self._passes.pop(other).close()
+
+    def pick(self, index: NDArray[np.int64], *, is_asked: bool = True) -> list[Span]:
+        """The rows at ``index``, counted in the order of the table.
+
+        Row groups stay in memory, as many as there is room for; all of them as one block where they fit. Where the
+        program has asked for these rows it is told once that they come from everywhere.
+        """
+        if self._table.row_bytes * int(self._starts[-1]) <= self._most_bytes:
+            if not self._blocks:
+                self._blocks[0] = values.joined([self._group(number) for number in range(len(self._starts) - 1)])
+            return _whole(values.joined([self._blocks[0]], index))
+        groups = np.searchsorted(self._starts, index, side="right") - 1
+        parts, places = [], []
+        for number in np.unique(groups):
+            mine = np.flatnonzero(groups == number)
+            block = self._kept(int(number), is_asked)
+            parts.append(values.joined([block], index[mine] - self._starts[number]))
+            places.append(mine)
+        return _whole(values.joined(parts, np.argsort(np.concatenate(places))))
+
+    def close(self) -> None:
+        """End all threads."""
+        for one in self._passes.values():
+            one.close()
+        self._passes.clear()
+
+    def _kept(self, number: int, is_asked: bool) -> Block:
+        block = self._blocks.pop(number, None)
+        if block is None:
+            block = self._group(number)
+            self._num_decoded += is_asked
+            if is_asked and self._num_decoded == 2 * len(self._table.groups):
+                warnings.warn(_FROM_EVERYWHERE, stacklevel=2)
+            held = sum(map(values.num_rows, self._blocks.values())) + values.num_rows(block)
+            while self._blocks and held * self._table.row_bytes > self._most_bytes:
+                held -= values.num_rows(self._blocks.popitem(last=False)[1])
+        self._blocks[number] = block
+        return block
+
+    def _group(self, number: int) -> Block:
+        whole = Piece(number, 0, self._table.counts[number])
+        return values.joined(list(Cursor(self._source, MOST, is_alone=True, is_last=False).read(whole)))
+
+
+_FROM_EVERYWHERE = (
+    "rows are drawn from all over a Parquet table that does not fit into window_bytes: its row groups are decoded over "
+    "and over. Use lagom.data.ParquetLoader(dataset, batch_size, shuffle=True), which reads each once, or raise "
+    "window_bytes"
+)
+
+
+def _whole(block: Block) -> list[Span]:
+    return [Span(block, 0, values.num_rows(block), 1)]
+
+
+class _Pass:
+    """What one process reads of an epoch: the positions of a lane, in order, ahead in a thread."""
+
+    def __init__(self, source: Source, order: Order, lane: Lane, size: int, *, decodes: bool, is_regular: bool) -> None:
+        """Rows are asked for ``size`` at a time, all of these where it ``is_regular``; with ``decodes`` cells are
+        decoded ahead.
+        """
+        self._size = size
+        self._is_regular = is_regular
+        self._decodes = decodes
+        self.lane = lane
+        self._source = source
+        self._order = order
+        self._ahead: Ahead[tuple[int, Block]] | None = None
+        self._first = 0
+        self._last = 0
+        self._block: Block | None = None
+
+    def rows(self, places: range) -> list[Span]:
+        """The rows at ``places``, all in the lane."""
+        at = (places.start - self.lane.first) // self.lane.step
+        stride = places.step // self.lane.step
+        end = at + (len(places) - 1) * stride + 1
+        found = []
+        while at < end:
+            self._go(at)
+            assert self._block is not None
+            stop = min(end, self._last)
+            found.append(Span(self._block, at - self._first, stop - self._first, stride))
+            at += -(-(stop - at) // stride) * stride
+        return found
+
+    def is_over(self, places: range) -> bool:
+        """Whether nothing of the lane comes after ``places``."""
+        return places[-1] + self.lane.step >= self._order.num_rows
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = self._block = None
+
+    def _go(self, at: int) -> None:
+        """Have the block that position ``at`` of the lane is in."""
+        if self._ahead is None or at < self._first or at > self._last + _JUMP * (self._last - self._first):
+            self.close()
+            found = blocks(self._source, self._order, self.lane, at, self._size, is_regular=self._is_regular)
+            if self._decodes and self._source.is_encoded:
+                self._ahead = Ahead(decoded(found, self._source.table.row_bytes, at), _DECODED_AHEAD)
+            else:
+                self._ahead = Ahead(found, AHEAD if self._order.is_plain else 1)
+            self._first = self._last = 0
+        while not self._first <= at < self._last:
+            self._block = None  # before the next one comes
+            self._first, self._block = next(self._ahead)
+            self._last = self._first + values.num_rows(self._block)

@@ -1,0 +1,115 @@
+"""``Rows``: what a ``ParquetDataset`` gives for several indices; made tensors only when somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+from lagom.data.columns import values
+from lagom.data.columns.values import Span
+from lagom.data.decoders.batch_layout import Batchwise
+
+if TYPE_CHECKING:
+    from lagom.data.columns.values import Block
+
+
+class Rows(Sequence[Any]):
+    """Rows that follow each other. A loader's default collate function makes a dict of tensors of them at once."""
+
+    __slots__ = ("_spans",)
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
+
+    def __len__(self) -> int:
+        return sum(len(range(span.start, span.stop, span.step)) for span in self._spans)
+
+    def block(self) -> Block:
+        """All of them."""
+        parts = [span.cut() for span in self._spans]
+        return parts[0] if len(parts) == 1 else values.joined(parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rows: ...
+    def __getitem__(self, index: int | slice) -> Row | Rows:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step < 1:
+                raise ValueError("rows are cut forwards")
+            return Rows([Span(self.block(), start, stop, step)])
+        place = index + len(self) if index < 0 else index
+        if place and any(isinstance(span.block, Batchwise) for span in self._spans):
+            # Row by row that is slow. The first is looked at by torch, which then asks for the batch.
+            self._spans = [Span(self.block(), 0, len(self), 1)]
+        for span in self._spans:
+            inside = range(span.start, span.stop, span.step)
+            if 0 <= place < len(inside):
+                return Row(span.block, inside[place])
+            place -= len(inside)
+        raise IndexError(f"row {index} of {len(self)}")
+
+    def batch(self) -> dict[str, Any]:
+        """Values by column: tensors with a row for each; lists where they cannot be tensors; dicts for structs."""
+        if len(self._spans) == 1:
+            return values.batch(self._spans[0])
+        return values.batch(Span(self.block(), 0, len(self), 1))
+
+
+class Row(Mapping[str, Any]):
+    """One row: values by column."""
+
+    __slots__ = ("_block", "_found", "_place")
+
+    def __init__(self, block: Block, place: int) -> None:
+        self._block = block
+        self._place = place
+        self._found: dict[str, Any] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.dict()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.dict())
+
+    def __len__(self) -> int:
+        return len(self.dict())
+
+    def __repr__(self) -> str:
+        return repr(self.dict())
+
+    def dict(self) -> dict[str, Any]:
+        """Values by column: tensors without the dimension of rows, texts, bytes."""
+        if self._found is None:
+            self._found = _first(values.batch(Span(self._block, self._place, self._place + 1, 1)))
+        return self._found
+
+
+def _first(batch: Any) -> Any:
+    return {name: _first(part) if isinstance(part, dict) else part[0] for name, part in batch.items()}
+
+
+def _collate(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    """What a loader's default collate function does with rows; torch's documented way to teach it a type."""
+    if isinstance(batch, Rows):
+        found = batch.batch()
+        if torch.utils.data.get_worker_info() is not None:
+            return _shared(found)
+        return found
+    return collate([row.dict() if isinstance(row, Row) else row for row in batch], collate_fn_map=collate_fn_map)
+
+
+def _shared(batch: Any) -> Any:
+    """Tensors with memory of their own: what a worker sends is the whole memory that a view is in."""
+    if isinstance(batch, torch.Tensor):
+        return batch.clone()
+    if isinstance(batch, dict):
+        return {name: _shared(part) for name, part in batch.items()}
+    return [_shared(part) for part in batch] if isinstance(batch, list) else batch
+
+
+default_collate_fn_map[Row] = _collate

@@ -1,0 +1,4 @@
+"""Which files a table has, where they are, and whether they have changed.
+
+Start with ``files.py``.
+"""

@@ -1,0 +1,227 @@
+"""Which files a data set has, and where: URLs, folders with partitions, formats whose folders hold stale files."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from lagom.data.sources import delta, spark_stream_log
+from lagom.errors import DataError, LagomError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lagom.data.columns.unischema import Field
+
+_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+_CREDENTIALS = {
+    "s3": "credentials come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws or the machine's role",
+    "gs": "credentials come from GOOGLE_APPLICATION_CREDENTIALS, gcloud or the machine; gs://anonymous@... is without",
+    "abfs": "credentials come from AZURE_* variables, az login or the machine, or filesystem=fs.AzureFileSystem(...)",
+    "hdfs": "libhdfs is found by HADOOP_HOME, Java by JAVA_HOME, and Hadoop by CLASSPATH=$(hadoop classpath --glob)",
+}
+_GCS_SECONDS = 60
+"""That pyarrow tries Google's store for; by itself it takes 15 minutes to give up."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a data set."""
+
+    path: str
+    name: str
+    """Its path below the folder: the same wherever that is mounted."""
+    size: int
+    """In bytes."""
+    partition: tuple[tuple[str, str | None], ...]
+    """Columns that its folders stand for."""
+
+
+def arrow() -> Any:
+    """pyarrow.
+
+    Raises:
+        LagomError: where it is not installed.
+    """
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise LagomError('Parquet is read with pyarrow: pip install "lagom-spark[data]"') from error
+    return pa
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a data set is."""
+
+    home: Any
+    """The file system, pyarrow's."""
+    folder: str | None
+    """If there is one source only, and it is a folder."""
+    files: list[File]
+    """In order of their names."""
+    kinds: Mapping[str, Field]
+    """Of columns that folders stand for, where something says what they are."""
+    names: list[str] | None
+    """Of all columns, where something beside the files says them."""
+
+
+def located(sources: list[str], filesystem: Any = None) -> Location:
+    """Where ``sources`` are, which are folders or files by path or URL.
+
+    Raises:
+        DataError: when there is none, or a folder belongs to a format whose log says which files are current.
+    """
+    from pyarrow import ArrowException
+
+    try:
+        return _located(sources, filesystem)
+    except ArrowException as error:  # what clients of stores raise, some of it under no other name
+        raise DataError(f"{sources[0]} cannot be reached: {_first_line(error)}{_remedy(sources[0])}") from error
+
+
+def _located(sources: list[str], filesystem: Any) -> Location:
+    places = [_place(source, filesystem) for source in sources]
+    home = places[0][0]
+    for source, (other, _) in zip(sources, places, strict=True):
+        if not other.equals(home):
+            raise ValueError(f"{source} and {sources[0]} are in two file systems; a data set is in one")
+    tables = [delta.snapshot(home, path.rstrip("/")) for _, path in places]
+    table = tables[0]
+    if len(tables) > 1 and any(tables):
+        raise ValueError(f"{sources} are Delta tables, which are read one at a time")
+    if table is not None:
+        folder = table.folder
+        told = [File(f"{folder}/{name}", name, size, values) for name, size, values in table.files()]
+        if not told:
+            raise DataError(f"{sources[0]} has no rows: no file of this Delta table is current")
+        told.sort(key=lambda file: file.name)
+        return Location(home, folder, told, table.kinds(), table.names())
+    files = [file for source, (_, path) in zip(sources, places, strict=True) for file in _files(home, path, source)]
+    for file in files:
+        if not file.size:
+            raise DataError(f"{file.path} is empty: it was not written to its end, and is no Parquet file")
+    is_folder = len(places) == 1 and files[0].path != places[0][1]
+    return Location(home, places[0][1] if is_folder else None, files, {}, None)
+
+
+def _place(source: str, filesystem: Any) -> tuple[Any, str]:
+    from pyarrow import fs
+
+    if filesystem is not None:
+        if not isinstance(filesystem, fs.FileSystem):
+            filesystem = fs.PyFileSystem(fs.FSSpecHandler(filesystem))
+        return filesystem, source
+    source = _as_pyarrow_says(source)
+    scheme = urlsplit(source).scheme
+    if len(scheme) < 2:  # none, or a drive
+        import os
+
+        return fs.LocalFileSystem(), os.path.abspath(source)
+    try:
+        found: tuple[Any, str] = fs.FileSystem.from_uri(source)
+        return found
+    except (ValueError, OSError) as error:
+        try:
+            import fsspec
+
+            other, path = fsspec.core.url_to_fs(source)
+        except (ImportError, ValueError, OSError) as second:
+            told = f"{_first_line(error)} ({_first_line(second)})"
+            raise DataError(f"{source} cannot be opened: {told}{_remedy(source)}") from error
+        return fs.PyFileSystem(fs.FSSpecHandler(other)), path
+
+
+def _files(home: Any, path: str, source: str) -> list[File]:
+    from pyarrow import fs
+
+    try:
+        info = home.get_file_info(path)
+    except OSError as error:
+        raise DataError(f"{source} cannot be reached: {error}{_remedy(source)}") from error
+    if info.type == fs.FileType.NotFound:
+        raise DataError(f"{source} does not exist (as seen from this machine)")
+    if info.type == fs.FileType.File:
+        return [File(path, posixpath.basename(path), info.size, ())]
+    path = path.rstrip("/")
+    try:
+        _refuse_parts(home, path, source)
+        infos = home.get_file_info(fs.FileSelector(path, recursive=True))
+    except OSError as error:
+        raise DataError(f"{source} cannot be listed: {error}") from error
+    below = {one.path: one.path[len(path) + 1 :] for one in infos}
+    _refuse_tables(set(below.values()), source)
+    committed = spark_stream_log.committed(home, path, set(below.values()))
+    found = [
+        File(one.path, below[one.path], one.size, _partition(below[one.path]))
+        for one in infos
+        if one.type == fs.FileType.File and not _hidden(below[one.path])
+        if committed is None or below[one.path] in committed
+    ]
+    if not found:
+        raise DataError(f"{source} holds no data files, {len(infos)} entries in all")
+    return sorted(found, key=lambda file: file.name)
+
+
+def _as_pyarrow_says(source: str) -> str:
+    """The URL ``source``, which may be in Spark's spelling."""
+    source = re.sub(r"^s3[an]://", "s3://", source)
+    source = re.sub(r"^dbfs:/+", "/dbfs/", source)
+    if urlsplit(source).scheme in ("gs", "gcs") and "retry_limit_seconds" not in source:
+        source += f"{'&' if '?' in source else '?'}retry_limit_seconds={_GCS_SECONDS}"
+    return source
+
+
+def _first_line(error: Exception) -> str:
+    """Of what it says: who looks for libhdfs and Java tells of 80 places."""
+    return (str(error).splitlines() or [repr(error)])[0]
+
+
+def _remedy(source: str) -> str:
+    kinds = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfss": "abfs", "viewfs": "hdfs"}
+    scheme = urlsplit(source).scheme
+    told = _CREDENTIALS.get(kinds.get(scheme, scheme))
+    return f" ({told})" if told else ""
+
+
+def _hidden(name: str) -> bool:
+    """As Spark has it: what begins with an underscore, unless it is a partition, or with a dot."""
+    return any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in name.split("/"))
+
+
+def _refuse_parts(home: Any, path: str, source: str) -> None:
+    """Of a Delta table, whose log stands above."""
+    from pyarrow import fs
+
+    while "=" in posixpath.basename(path):
+        path = posixpath.dirname(path)
+        if home.get_file_info(f"{path}/{delta.LOG}").type == fs.FileType.Directory:
+            raise DataError(
+                f"{source} is a part of the Delta table {path}, whose log tells which of its files are current; name "
+                "the table, and the part by filters="
+            )
+
+
+def _refuse_tables(names: set[str], source: str) -> None:
+    if ".hoodie" in {name.split("/")[0] for name in names}:
+        raise DataError(
+            f"{source} is a Hudi table: its folder holds files that are no longer current, which only its log tells; "
+            "have Spark write the current rows as Parquet, or give the list of current files"
+        )
+    if any(name.startswith("metadata/") and name.endswith(".metadata.json") for name in names):
+        raise DataError(
+            f"{source} is an Iceberg table: its folder holds files that are no longer current, which only its metadata "
+            "tells; have Spark write the current rows as Parquet, or give the list of current files"
+        )
+
+
+def _partition(name: str) -> tuple[tuple[str, str | None], ...]:
+    found = []
+    for folder in name.split("/")[:-1]:
+        key, is_partition, value = folder.partition("=")
+        if is_partition:
+            found.append((unquote(key), None if value == _NULL_PARTITION else unquote(value)))
+    return tuple(found)

@@ -1,0 +1,202 @@
+"""``backend="deepspeed"``: forwards, backwards and steps of the program, led through DeepSpeed's engine."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.autograd
+from torch import Tensor, nn
+from torch.distributed import HashStore, distributed_c10d
+
+from lagom.deepspeed.engine_calls import backward, called, guarded, loaded, not_whole, saved, stepped
+from lagom.deepspeed.engines import Engines
+from lagom.deepspeed.loading import settings
+from lagom.errors import LagomError
+from lagom.forward.precision import dtype_of
+from lagom.gradients.autograd_grad import is_averaged
+from lagom.patching.replace import replaced
+from lagom.run_state.leaves import reached
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.optim import Optimizer
+
+    from lagom.session.session import Session
+
+_init = distributed_c10d.init_process_group
+"""torch's own: what a run puts in its place is for the program."""
+
+
+@contextmanager
+def driven_by_deepspeed(session: Session) -> Iterator[None]:
+    """Have DeepSpeed's engine average gradients and step, at stage ``zero_lvl``.
+
+    Raises:
+        LagomError: when DeepSpeed is not installed, or is to scale losses that lagom scales.
+    """
+    plan = session.plan
+    if plan.mixed_precision and dtype_of(plan.mixed_precision, session.device) is torch.float16:
+        raise LagomError(
+            "mixed_precision=True is fp16 on this device, whose scale DeepSpeed keeps itself; set "
+            "deepspeed_config={'fp16': {'enabled': True}}"
+        )
+    engines = Engines(
+        settings(plan.deepspeed_config, plan.zero_lvl, session.say_once),
+        rank=session.rank,
+        world_size=session.world_size,
+        device=session.device,
+        store=session.store if session.store is not None else HashStore(),
+        replaced=replaced,
+        init=_init,
+        at=session.at,
+        say=session.say_once,
+    )
+    session.shares_forwards = engines.keeps_parameters
+    driver = Driver(session, engines)
+    with ExitStack() as stack:
+        stack.enter_context(engines.loaded())
+        stack.enter_context(stepped(driver))
+        stack.enter_context(replaced(torch.autograd, "_engine_run_backward", driver.run_backward()))
+        for name in ("grad", "_grad"):
+            stack.enter_context(replaced(Tensor, name, guarded(driver)))
+        for name, make in (("state_dict", saved), ("load_state_dict", loaded), ("__call__", called)):
+            stack.enter_context(replaced(nn.Module, name, make(driver, vars(nn.Module)[name])))
+        for name in ("__reduce_ex__", "__deepcopy__"):
+            if not engines.keeps_parameters:
+                stack.enter_context(replaced(nn.Module, name, not_whole(driver, name)))
+        # Loops that were written for an engine: model.backward(loss), model.step().
+        stack.enter_context(replaced(nn.Module, "backward", backward))
+        stack.enter_context(replaced(nn.Module, "step", lambda module: driver.step(engines.of_module(module))))
+        try:
+            yield
+        finally:
+            engines.close()
+
+
+class Driver:
+    """Starts engines, and leads backwards and steps through them."""
+
+    def __init__(self, session: Session, engines: Engines) -> None:
+        self.session = session
+        self.engines = engines
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.inner: dict[type, Callable[..., Any]] = {}
+        """Of classes of optimizers: their own steps."""
+
+    def before_forward(self, module: nn.Module) -> None:
+        """An outermost training forward: see that an engine drives what it trains."""
+        mine = {id(p) for p in module.parameters() if p.requires_grad}
+        if not mine or self.engines.drives(module.parameters()):
+            return
+        able = [one for one in self.optimizers if not mine.isdisjoint(map(id, _parameters(one)))]
+        if len(able) > 1:
+            raise LagomError(
+                f"{len(able)} optimizers step parameters of this {type(module).__name__}; DeepSpeed's engine drives "
+                "one: put them into groups of one optimizer, or use backend='torch'"
+            )
+        # What is computed for it is no part of a checkpoint that this forward may be in.
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+            if able:
+                self.engines.start(self._whole(able[0]), able[0], self.step_of(able[0]))
+            elif "optimizer" in (self.session.plan.deepspeed_config or {}):
+                self.engines.start(module, None, None)
+        for one in [one for one in self.session.modules if type(one).__module__.startswith("deepspeed.")]:
+            del self.session.modules[one]  # the engine is a module, too, and none of the program's
+
+    def _whole(self, optimizer: Optimizer) -> nn.Module:
+        """The smallest module that has all that ``optimizer`` steps."""
+        wanted = {id(p) for p in _parameters(optimizer)}
+        made: list[nn.Module] = list(self.session.modules.made())
+        able = [module for module in made if wanted <= {id(p) for p in module.parameters()}]
+        if not able:
+            raise LagomError(
+                f"no module has all parameters that the {type(optimizer).__name__} steps, and DeepSpeed's engine "
+                "drives one module; put the models into an nn.ModuleList that the program keeps, or use backend='torch'"
+            )
+        return min(able, key=lambda one: (sum(1 for _ in one.parameters()), -sum(1 for _ in one.modules())))
+
+    def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """The class's own step."""
+        return next(self.inner[kind] for kind in type(optimizer).__mro__ if kind in self.inner)
+
+    def run_backward(self) -> Callable[..., Any]:
+        """In the place of torch's function that all backwards end in."""
+        original = torch.autograd._engine_run_backward
+        session = self.session
+
+        def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
+            if not session.live or session.depth or not options.get("accumulate_grad", False):
+                if (
+                    session.live
+                    and not session.depth
+                    and self.engines.drives(x for x in args[3] if isinstance(x, Tensor))
+                ):
+                    self._refuse_grad(bool(args[2]))
+                return original(outputs, *args, **options)
+            leaves = reached(outputs, args[3])
+            engine = self.engines.backward(leaves)
+            self._refuse_undriven(leaves)
+            if engine is None:
+                return original(outputs, *args, **options)
+            session.at("backward()")
+            session.began = session.began or "a backward ran"
+            session.tell_weights(outputs, leaves)
+            gradients, hooks = session.terms.weighted(outputs, args[0], session.weight)
+            scale = engine.scale()
+            if scale != 1.0:
+                gradients = tuple(None if one is None else one * scale for one in gradients)
+            session.depth += 1
+            try:
+                with self.engines.running(), engine.around_backward(leaves):
+                    result = original(outputs, gradients, *args[1:], **options)
+            finally:
+                session.depth -= 1
+                for hook in hooks:
+                    hook.remove()
+            if session.watch is not None:
+                session.watch.step()
+                if self.engines.keeps_parameters:
+                    numbers = [session.leaves.known(leaf) for leaf in leaves]
+                    session.watch.trained(number for number in numbers if number is not None)
+            session.trained()
+            return result
+
+        return run_backward
+
+    def _refuse_grad(self, is_graph: bool) -> None:
+        if not is_graph:  # a penalty on gradients goes on to a backward, which is averaged
+            raise LagomError(
+                "torch.autograd.grad of parameters gives this rank's own gradients with backend='deepspeed', which "
+                "averages them in backward() only; use backend='torch'"
+            )
+
+    def _refuse_undriven(self, leaves: Sequence[Tensor]) -> None:
+        session = self.session
+        shared_out = session.passes.share is not None or session.plan.batches == "whole"
+        name_of = session.modules.name_of
+        for leaf in leaves if session.world_size > 1 else ():
+            if not self.engines.drives([leaf]) and is_averaged(leaf, session.likeness(leaf), shared_out=shared_out):
+                raise LagomError(
+                    f"a backward reaches {name_of(leaf)}, which DeepSpeed does not drive, so that its gradient "
+                    "would be this rank's own: make the optimizer before the first training forward, and call the "
+                    "module rather than its functions; freeze what is not trained (requires_grad_(False)); or use "
+                    "backend='torch', which averages all gradients"
+                )
+
+    def step(self, engine: Any) -> None:
+        """``optimizer.step()`` of the program."""
+        if missing := engine.unreached():
+            self.session.say_once(
+                f"{missing} parameters have no gradient in a step; DeepSpeed steps them as if it were zero, and one "
+                "process would leave them out: what weight decay and momentum do to them is different"
+            )
+        with self.engines.running():
+            engine.step()
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,246 @@
+"""Programs that are distributed already: their ``init_process_group`` joins lagom's ranks, and patches end with it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch.distributed as dist
+import torch.distributed.device_mesh  # noqa: F401  (has init_process_group by its name: torch's, if imported now)
+from torch.distributed import distributed_c10d
+from torch.utils.data import DistributedSampler
+
+from lagom.collectives.run_store import reconnected
+from lagom.collectives.torch_backend.registration import register
+from lagom.collectives.torch_backend.shared_group import BACKEND
+from lagom.errors import LagomError
+from lagom.files import share_disk
+from lagom.patching.replace import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from lagom.session.session import Session
+
+_ENDS_S = 30 * 24 * 3600.0
+"""Longest that rank 0 waits for the others: only its host process may lose patience."""
+_kept: list[Any] = []
+"""Groups, to the end of the process. See Note [Kept groups]."""
+
+
+@contextmanager
+def joinable(session: Session) -> Iterator[None]:
+    """Have ``init_process_group`` make a group of lagom's ranks and turn the patches off. See Note [Joining].
+
+    What the program leaves initialised is destroyed, and what torch has set with it put back.
+    """
+    original = distributed_c10d.init_process_group
+    was_initialized = dist.is_initialized()
+    excepthook = sys.excepthook  # init_process_group sets its own
+    with ExitStack() as stack:
+        joining = _Joining(session, original, stack)
+        patched = joining.patched()
+        for module in list(sys.modules.values()):
+            # Also modules that imported it by its name.
+            if getattr(module, "__dict__", {}).get("init_process_group") is original:
+                stack.enter_context(replaced(module, "init_process_group", patched))
+        if session.world_size > 1:
+            stack.enter_context(replaced(DistributedSampler, "__iter__", _iterated(session)))
+        succeeded = False
+        try:
+            yield
+            succeeded = True
+        finally:
+            joining.over = True
+            # Where a rank failed, the others may be in the middle of an exchange, for which NCCL's destruction waits:
+            # the failure would be told late. These processes end anyway.
+            if dist.is_initialized() and not was_initialized and (succeeded or session.world_size == 1):
+                if session.world_size > 1:
+                    _kept.extend(distributed_c10d._world.pg_map)
+                dist.destroy_process_group()
+            sys.excepthook = excepthook
+    if session.joined:
+        _wait_for_all(session)
+
+
+class _Joining:
+    """Serves the program's calls of ``init_process_group``."""
+
+    def __init__(self, session: Session, original: Callable[..., None], stack: ExitStack) -> None:
+        self.over = False
+        """The run has ended: who still holds the patched function gets torch's."""
+        self._session = session
+        self._original = original
+        self._signature = inspect.signature(original)
+        self._pid = os.getpid()
+        self._num = 0
+        self._stack = stack
+
+    def patched(self) -> Callable[..., None]:
+        @functools.wraps(self._original)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            if self.over or os.getpid() != self._pid or dist.is_initialized() or _is_fake(args, kwargs):
+                self._original(*args, **kwargs)
+                return
+            if self._session.world_size == 1:
+                self._original(*args, **kwargs)
+            else:
+                self._join(self._signature.bind(*args, **kwargs).arguments)
+            self._session.live, self._session.joined = False, True
+            share_disk()
+
+        return init_process_group
+
+    def _join(self, asked: dict[str, Any]) -> None:
+        session = self._session
+        _check(session, asked)
+        if not session.joined:
+            session.at("init_process_group()")  # the others must be here, too
+            _tell(session)
+            if session.weights is not None:
+                session.weights.end()
+        timeout = asked.get("timeout")
+        assert session.store is not None
+        store = reconnected(session.store, timeout if isinstance(timeout, timedelta) else None)
+        # A program may destroy its group and make another one: keys of the last must not be found then.
+        prefixed = dist.PrefixStore(f"joined/{self._num}", store)
+        self._num += 1
+        rest = {key: value for key, value in asked.items() if key not in ("init_method", "store", "rank", "world_size")}
+        backend = asked.get("backend")
+        if BACKEND in str(backend or "").lower():
+            register(session.key)
+        elif backend is None and session.device.type == "cpu":
+            self._share_memory()
+        self._original(**rest, store=prefixed, rank=session.rank, world_size=session.world_size)
+        _kept.append(dist.group.WORLD)
+
+    def _share_memory(self) -> None:
+        """Groups whose backend is not named exchange CPU tensors through memory, if there is any, to the run's end."""
+        if self._session.group is None or not self._session.group.has_memory:
+            return
+        register(self._session.key)
+        defaults = dist.Backend.default_device_backend_map
+        if defaults["cpu"] != BACKEND:
+            ours = {**defaults, "cpu": BACKEND}
+            self._stack.enter_context(replaced(dist.Backend, "default_device_backend_map", ours))
+
+
+def _tell(session: Session) -> None:
+    plan = session.plan
+    if plan.gradient_compression or plan.lr_scaling or plan.reduction != "mean":
+        session.say_once(
+            "the program is distributed by itself: gradient_compression, reduction and lr_scaling are not for it"
+        )
+
+
+def _is_fake(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """torch's own pretence of a large world in one process."""
+    return (args[0] if args else kwargs.get("backend")) == "fake"
+
+
+def _check(session: Session, asked: Mapping[str, Any]) -> None:
+    """Raise a LagomError unless lagom's ranks can be the group that is asked for."""
+    if session.began:
+        raise LagomError(
+            f"init_process_group() was called after training began as an ordinary program: {session.began}, and lagom "
+            "distributed it; call init_process_group() before, or leave it out"
+        )
+    rank, world_size, whence = _asked_place(asked)
+    if rank not in (-1, session.rank) or world_size not in (-1, session.world_size):
+        raise LagomError(
+            f"init_process_group() was asked for rank {'?' if rank == -1 else rank} of "
+            f"{'?' if world_size == -1 else world_size}, by {whence}, but this is rank {session.rank} of the "
+            f"{session.world_size} that lagom runs; leave rank and world_size out, or take them from RANK and "
+            f"WORLD_SIZE in the environment, or run it with world_size={max(world_size, 1)}"
+        )
+    backend = str(asked.get("backend") or "").lower()
+    if "mpi" in backend:
+        raise LagomError(
+            f"init_process_group() was asked for the backend {backend!r}, but lagom's ranks were not started by "
+            "mpirun; use 'gloo', 'lagom', 'nccl' or none"
+        )
+    if "nccl" in backend and not (session.group is not None and session.group.has_gpus):
+        raise LagomError(
+            f"init_process_group() was asked for the backend {backend!r}, but not every rank of this run has a GPU to "
+            "itself; use 'gloo' or none, or run on as many GPUs as there are ranks"
+        )
+
+
+def _asked_place(asked: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Rank and world size that the program asks for, -1 where it does not, and by what it does."""
+    by_argument = int(asked.get("rank", -1)), int(asked.get("world_size", -1))
+    if by_argument != (-1, -1) or asked.get("store") is not None:
+        return *by_argument, "its arguments"
+    url = asked.get("init_method") or "env://"
+    query = parse_qs(urlsplit(url).query)
+    if "rank" in query or "world_size" in query:
+        return int(query.get("rank", ["-1"])[0]), int(query.get("world_size", ["-1"])[0]), url
+    if not url.startswith("env://"):
+        return -1, -1, url
+    return int(os.environ.get("RANK", -1)), int(os.environ.get("WORLD_SIZE", -1)), "the environment"
+
+
+def _iterated(session: Session) -> Callable[..., Iterator[Any]]:
+    original = vars(DistributedSampler)["__iter__"]
+
+    @functools.wraps(original)
+    def iterate(sampler: Any) -> Iterator[Any]:
+        if session.distributed and sampler.num_replicas > 1:
+            raise LagomError(
+                f"a DistributedSampler for {sampler.num_replicas} replicas was used before init_process_group(), and "
+                "lagom shares out loaders itself then; call init_process_group() first, or use an ordinary sampler"
+            )
+        iterator: Iterator[Any] = original(sampler)
+        return iterator
+
+    return iterate
+
+
+def _wait_for_all(session: Session) -> None:
+    """Keep rank 0, which has the store, until the others have ended, as a rule at once.
+
+    Not by an exchange: what rank 0 alone does at the end, such as an evaluation, may take longer than exchanges wait.
+    """
+    notes = session.notes
+    if notes is None or session.world_size == 1:
+        return
+    if session.rank:
+        notes.set(f"ended/{session.rank}", "")
+    else:
+        for rank in range(1, session.world_size):
+            notes.wait(f"ended/{rank}", _ENDS_S)
+
+
+# Note [Joining]
+#
+# torch's own init_process_group makes the group, so backends, devices, options and errors are torch's. What is replaced
+# is how ranks find each other: whatever address, file or store the program names, it was meant for another launcher,
+# so they meet in lagom's store. Rank and world size are lagom's; a program that asks for others is told so, since it
+# has split its data or its work by them. At world size 1 the call is left to torch altogether.
+#
+# A program that names no backend gets torch's default for its device. On the CPU that is "lagom" where ranks share
+# memory, else gloo: torch believes that a backend without a name is gloo, and DDP asks for it, unless the group is a
+# Python object. One that says "gloo" gets gloo: it may want what only that has.
+#
+# From then on the program does itself what lagom does for others, so all patches are off (session.live is False): a
+# loader gives what its sampler says, a backward reduces nothing, BatchNorm is the rank's own, forwards draw from the
+# common stream, which starts equal on all ranks as torch's does, and ranks write what they please, to one disk. This
+# holds also after destroy_process_group. It must not begin in the middle: a program whose loader was shared out, or
+# whose gradients were averaged, before its call has got something else than torchrun would have given it.
+#
+# All ranks must come to the first call: it begins with an exchange in which ranks that are elsewhere (a backward, a
+# loader, the end) are found out on all sides. After it, torch's timeouts hold.
+
+# Note [Kept groups]
+#
+# A gloo group joins its threads when its last reference goes, as a rule in destroy_process_group or with a DDP module
+# after it, and so under Python's lock. A thread that is just letting go of the tensors of its last exchange wants that
+# lock: neither goes on. Seen in torch 2.13 without lagom's patches: 4 of 20 runs of DDP on 3 ranks and 2 busy cores
+# hung, and 0 of 20 with the group kept. A rank ends by os._exit, so keeping its groups costs nothing. Where the process
+# stays, at world size 1, it is left to torch.

@@ -1,0 +1,93 @@
+"""Programs that start their own ranks: those of ``torch.multiprocessing.spawn`` are lagom's. See Note [Own ranks]."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+import torch.multiprocessing
+
+from lagom.errors import LagomError
+from lagom.patching.replace import replaced
+from lagom.program.detect_distributed import is_distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lagom.session.session import Session
+
+
+@contextmanager
+def spawned_ranks(session: Session) -> Iterator[None]:
+    """Have ``spawn(f, args, nprocs=world_size)`` call ``f(rank, *args)`` here where ``f`` starts a process group."""
+    module = sys.modules["torch.multiprocessing.spawn"]  # the package has the function by that name
+    original: Callable[..., Any] = torch.multiprocessing.spawn
+
+    @functools.wraps(original)
+    def spawn(
+        fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True, *more: Any, **rest: Any
+    ) -> Any:
+        if not (session.distributed and is_distributed(fn)):
+            return original(fn, args, nprocs, join, *more, **rest)
+        if nprocs != session.world_size or not join:
+            raise LagomError(_refusal(session, f"{nprocs} processes by torch.multiprocessing.spawn", nprocs))
+        fn(session.rank, *args)
+        return None
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch.multiprocessing, "spawn", spawn))
+        stack.enter_context(replaced(module, "spawn", spawn))
+        stack.enter_context(replaced(BaseProcess, "start", _started(session)))
+        yield
+
+
+def _started(session: Session) -> Callable[..., None]:
+    original = vars(BaseProcess)["start"]
+
+    @functools.wraps(original)
+    def start(process: Any) -> None:
+        if session.distributed:
+            target = getattr(process, "_target", None)
+            if getattr(target, "__module__", None) == "torch.multiprocessing.spawn":
+                target = process._args[0]
+            if target is not None and is_distributed(target):
+                raise LagomError(_refusal(session, "processes by multiprocessing"))
+        try:
+            original(process)
+        except (pickle.PicklingError, AttributeError) as error:
+            if "__main__" in str(error):
+                raise LagomError(_IN_MAIN.format(error=error)) from error
+            raise
+
+    return start
+
+
+_IN_MAIN = (
+    "a process that is started anew (spawn, forkserver) cannot find what is defined in __main__, which on a rank is "
+    "not the program's script: {error}. Define it in a module that is imported (a file of its own beside the script), "
+    "or start the process by fork: multiprocessing_context='fork' of a DataLoader, or none"
+)
+
+
+def _refusal(session: Session, what: str, count: int = 0) -> str:
+    remedy = f"run it with world_size={count}, or " if count > 1 else ""
+    return (
+        f"the program starts ranks of its own, {what}, and each of the {session.world_size} ranks that lagom runs "
+        f"would; {remedy}call the function that has init_process_group() directly, or start it by "
+        f"torch.multiprocessing.spawn(f, args, nprocs={session.world_size}), or run it with world_size=1"
+    )
+
+
+# Note [Own ranks]
+#
+# A program for one machine with several GPUs often is its own launcher: it spawns a process per GPU, and these make a
+# process group at an address that is written in the code. On every one of lagom's ranks that would be a world of its
+# own, at one address: the first to come has it, and the processes of the others get mixed up with it or fail. But the
+# program says what it wants: f on so many ranks. Where that is as many as lagom has, each of lagom's ranks is one of
+# them; it calls f itself, and what f raises climbs from there with its own type. Any other number is an error, and so
+# are processes started one by one, of which nobody knows which is what rank. Processes that start no process group
+# (preparing data, say) are started as written, on every rank.

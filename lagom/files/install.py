@@ -1,0 +1,190 @@
+"""``own_disk``: every rank as one process with a disk of its own; the real one is rank 0's."""
+
+from __future__ import annotations
+
+import _io
+import builtins
+import bz2
+import functools
+import glob
+import io
+import os
+import pathlib
+import posix
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lagom.files.first_rank import CallsOfFirst
+from lagom.files.journal import Journal
+from lagom.files.libraries import interposed
+from lagom.files.other_ranks import CallsOfOthers
+from lagom.files.programs import warn_of_programs
+from lagom.patching.replace import replaced
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from lagom.files.calls import Calls
+
+_calls: Calls | None = None
+"""Of this process, while it is a rank with a disk of its own, or was forked from one."""
+
+
+@contextmanager
+def own_disk(host_dir: str, rank: int, world_size: int, local_world_size: int, *, lands: bool = True) -> Iterator[None]:
+    """Have the program see the disk as one process would. See Note [A disk of each rank's own].
+
+    ``host_dir`` is shared by the ranks of the host; ``settle`` there brings home what is left afterwards. Without
+    ``lands`` the real disk is nobody's: rank 0 has one of its own too.
+    """
+    global _calls  # the one disk of this process
+    if lands and world_size == 1:
+        yield
+        return
+    tempfile.gettempdir()  # finds out by writing there
+    folder = os.path.realpath(host_dir) + "/disk"
+    with ExitStack() as stack:
+        journal = Journal(folder)
+        stack.callback(journal.close)
+        calls: Calls
+        if rank == 0 and lands:
+            calls = CallsOfFirst(host_dir, journal, local_world_size < world_size)
+        else:
+            own = f"{folder}/{rank}"
+            os.makedirs(own, mode=0o700, exist_ok=True)
+            calls = CallsOfOthers(host_dir, own, journal, local_world_size < world_size)
+            stack.callback(calls.overlay.close)
+        for owner, name, value in _installed(calls):
+            stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(interposed(calls, reads=isinstance(calls, CallsOfOthers)))
+        if isinstance(calls, CallsOfFirst):
+            stack.enter_context(warn_of_programs(lambda: calls.was_asked or calls.is_over))
+        before, _calls = _calls, calls
+        try:
+            yield
+        finally:
+            _calls = before
+
+
+def asked_for_rank() -> None:
+    """The program knows which rank it is: files that it writes under names of their own are so on purpose."""
+    if _calls is not None:
+        _calls.asked()
+
+
+def has_asked() -> bool:
+    """Whether the program of this rank, not the first, knows which rank it is."""
+    return isinstance(_calls, CallsOfOthers) and _calls.was_asked
+
+
+def share_disk() -> None:
+    """From now on the program sees the real disk: it is distributed by itself, and says which rank writes."""
+    if _calls is not None:
+        _calls.is_over = True
+
+
+def downloading() -> AbstractContextManager[None]:
+    """What is written meanwhile is real, and seen by all ranks of the host."""
+    return nullcontext() if _calls is None else _calls.downloading()
+
+
+def written(path: str) -> str:
+    """Where C code is to write the file that the program calls ``path``."""
+    return path if _calls is None else _calls.written(path)
+
+
+def found(path: str) -> str:
+    """Where C code is to read the file that the program calls ``path``."""
+    return path if _calls is None else _calls.found(path)
+
+
+def writes_for_real() -> bool:
+    """Whether what this process writes, as a rule, is on the disk itself."""
+    return not isinstance(_calls, CallsOfOthers)
+
+
+def _installed(calls: Calls) -> Iterator[tuple[object, str, Any]]:
+    """What is replaced: where, by which name, with what."""
+    new = calls.replacements()
+    opened = new.pop("io.open")
+    for owner in (builtins, io, _io):
+        yield owner, "open", opened
+    # Names that these have given it when they were imported.
+    yield tarfile, "bltn_open", opened
+    yield bz2, "_builtin_open", opened
+    for name, call in new.items():
+        for module in (os, posix):
+            yield module, name, call
+    yield from _abilities(calls, new)
+    yield from _kept_in_classes(calls, new | {"open": opened})
+    if isinstance(calls, CallsOfOthers):
+        # By paths: rank 0 may put a directory aside between two looks at it, and rmtree takes that for an attack.
+        yield shutil, "_use_fd_functions", False
+    for name in ("_mkstemp_inner", "mkdtemp"):
+        yield tempfile, name, calls.named_temporarily(vars(tempfile)[name])
+    closer = vars(tempfile)["_TemporaryFileCloser"]
+    name = "cleanup" if hasattr(closer, "cleanup") else "close"
+    yield closer, name, _unlinking_by_name(vars(closer)[name])
+
+
+def _abilities(calls: Calls, new: dict[str, Any]) -> Iterator[tuple[ModuleType, str, Any]]:
+    """``os.supports_fd`` and its like are sets of functions."""
+    for name in ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids"):
+        able = getattr(os, name)
+        yield os, name, able | {call for other, call in new.items() if calls.original[other] in able}
+
+
+def _kept_in_classes(calls: Calls, new: dict[str, Any]) -> Iterator[tuple[object, str, Any]]:
+    """Functions that classes of pathlib (in Python 3.10) and glob (from 3.13) have taken when they were made."""
+    known = {id(original): name for name, original in calls.original.items() if name != "open"}
+    known[id(calls.original["io.open"])] = "open"
+    classes = {value for module in (pathlib, glob) for value in vars(module).values() if isinstance(value, type)}
+    for owner in sorted(classes, key=lambda owner: owner.__qualname__):
+        for attribute, value in list(vars(owner).items()):
+            name = known.get(id(getattr(value, "__func__", value)))
+            if name in new:
+                yield owner, attribute, staticmethod(new[name])
+
+
+def _unlinking_by_name(close: Callable[..., None]) -> Callable[..., None]:
+    """Temporary files remember ``os.unlink`` from before."""
+
+    @functools.wraps(close)
+    def closed(closer: Any, *args: Any, **kwargs: Any) -> None:
+        if args or "unlink" in kwargs:
+            close(closer, *args, **kwargs)
+        else:
+            close(closer, unlink=os.unlink)
+
+    return closed
+
+
+# Note [A disk of each rank's own]
+# All ranks run the same program, and all of them write the same files. So that this is as with one process, every rank
+# has a disk of its own: what it writes it reads back, what it removes is gone, `os.mkdir` makes a directory once, and
+# nobody waits for anybody. The disk of rank 0 is the real one. The other ranks' changes go to a folder of the run
+# (Overlay), which their reads prefer; a log says which paths are there and which are gone.
+#
+# Ranks are not equally fast: rank 0 may have made "out" when another rank has not yet asked whether there is one. So
+# rank 0 notes what was there before its first change of a path, or puts it aside (Journal), and the others look there
+# before they look at the real disk. The order is: the note, then the change. Who reads looks for notes before and after
+# (View.read), so it sees either the disk without the change, or the note.
+#
+# The state is kept in files, not in memory: loader workers forked from a rank see and change the same disk.
+#
+# Left to the real disk are what no rank changes for itself: devices, /proc, the caches of torch and of hubs,
+# __pycache__, what tempfile makes in its default folder (names of the rank's own, often handed to other programs), and
+# downloads, which the first rank of a host does for all. C code that opens paths (h5py, pyarrow, sqlite, cv2) comes to
+# the same functions, see Note [Files of C code]; other programs see and change the real disk, on every rank. So do
+# ranks on another host that share a file system with rank 0's (NFS): they write to overlays too, but no note tells them
+# what rank 0 has changed there since the start.
+
+# Note [Order of a directory]
+# The order of os.listdir is the file system's. A data set made of a directory's files must have the same order on all
+# ranks, so where ranks look at different directories, those that the program has changed or, when ranks are on several
+# hosts, all, the order is by name.

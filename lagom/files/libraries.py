@@ -1,0 +1,229 @@
+"""``interposed``: files that C and Rust code opens by itself go where those go that Python opens."""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import errno
+import functools
+import importlib.machinery
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from lagom.files.calls import SYSTEM, Calls
+from lagom.files.symbols import Imports
+from lagom.patching.replace import replaced
+
+log = logging.getLogger("lagom")
+
+_AT_FDCWD, _NOFOLLOW, _REMOVEDIR, _NOREPLACE = -100, 0x100, 0x200, 1  # of fcntl.h
+_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_ssize_t, *[ctypes.c_size_t] * 6, use_errno=True)
+"""Any function of libc that takes up to six words: what it does not take it does not look at."""
+_READS = {"stat": 0, "access": 0, "statfs": 0, "statvfs": 0, "__xstat": 1, "fstatat": 1, "faccessat": 1, "statx": 1}
+_READS |= {"lstat": 0, "readlink": 0, "__lxstat": 1, "readlinkat": 1, "__fxstatat": 2}
+"""Functions that only look at what is at a path, and which of their arguments that is."""
+_FLAGS = {"fstatat": 3, "faccessat": 3, "statx": 2, "__fxstatat": 4}
+_AT = frozenset((*_FLAGS, "readlinkat"))
+"""Those of which the argument before is the directory that the path begins at."""
+_OF_LINKS = frozenset(("lstat", "readlink", "__lxstat", "readlinkat"))
+_MODES = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND}
+
+_kept: list[object] = []
+"""Functions that C code may be in while they are let go of."""
+
+
+@contextmanager
+def interposed(calls: Calls, *, reads: bool) -> Iterator[None]:
+    """Have libraries call Python's functions of files, also those libraries that are loaded meanwhile.
+
+    See Note [Files of C code]. With ``reads`` they look for files where ``calls`` finds them, too. The environment
+    variable LAGOM_C_FILES=0 leaves libraries alone.
+    """
+    if os.environ.get("LAGOM_C_FILES") == "0":
+        yield
+        return
+    with ExitStack() as stack:
+        try:
+            functions = _Functions(calls).by_name(reads)
+            imports = Imports(platform.machine(), {name: _address(one) for name, one in functions.items()})
+            _kept.append(functions)
+            stack.callback(imports.restore)
+            imports.update()
+        except (KeyError, OSError, AttributeError, ImportError, MemoryError) as error:
+            # Another machine, another libc, or a system on which C code may not call functions of Python.
+            if not reads:
+                told = "files that C code (h5py, pyarrow, sqlite) opens are on the real disk of every rank: %s: %s"
+                log.warning(told, type(error).__name__, error)
+        else:
+            for owner, name in ((importlib.machinery.ExtensionFileLoader, "create_module"), (ctypes.CDLL, "__init__")):
+                stack.enter_context(replaced(owner, name, _then(vars(owner)[name], imports.update)))
+        yield
+
+
+def _then(original: Callable[..., Any], update: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        update()
+        return result
+
+    return call
+
+
+class _Functions:
+    """What libraries call instead of functions of libc; a word each for numbers and addresses."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.fdopen.restype = self._libc.malloc.restype = ctypes.c_size_t
+        self._libc.malloc.argtypes = (ctypes.c_size_t,)
+
+    def by_name(self, reads: bool) -> dict[str, Any]:
+        """The functions as C code can call them, those that this libc has."""
+        found: dict[str, tuple[int, Callable[..., Any]]] = dict(self._changing())
+        if reads:
+            found |= {name: (at, self._looking(name, at)) for name, at in _READS.items()}
+            found |= {"opendir": (0, self._opendir), "realpath": (0, self._realpath)}
+        made = {}
+        for name, (at, function) in found.items():
+            for variant in (name, name + "64"):
+                if hasattr(self._libc, variant):
+                    made[variant] = self._made(variant, at, function)
+        return made
+
+    def _made(self, name: str, at: int, function: Callable[..., Any]) -> Any:
+        """The ``function``, which gets the original and the arguments, of which the one ``at`` is a path."""
+        original = _FUNCTION(_address(getattr(self._libc, name)))
+        failed = 0 if name.startswith(("fopen", "opendir", "realpath")) else -1
+
+        def call(*words: int) -> int:
+            if self._calls.own.inside or not words[at] or _text(words[at]).startswith(SYSTEM):
+                return int(original(*words))
+            try:
+                return function(original, *words) or 0
+            except OSError as error:
+                ctypes.set_errno(error.errno or errno.EIO)
+                return failed
+            except KeyboardInterrupt:  # which cannot go through C code
+                _thread.interrupt_main()
+                ctypes.set_errno(errno.EINTR)
+                return failed
+            except Exception as error:
+                log.warning("%s of C code reaches the real disk: %s: %s", name, type(error).__name__, error)
+                return int(original(*words))
+
+        return _FUNCTION(call)
+
+    # Each gets the original and six words, of which it looks at as many as the function of libc has.
+
+    def _changing(self) -> Iterator[tuple[str, tuple[int, Callable[..., Any]]]]:
+        yield "open", (0, lambda _, path, *rest: self._open(path, *rest))
+        yield "openat", (1, lambda _, at, path, *rest: self._open(path, *rest, at=at))
+        yield "creat", (0, lambda _, path, mode, *rest: self._open(path, _MODES["w"], mode))
+        yield "fopen", (0, lambda _, path, mode, *rest: self._fopen(path, _text(mode)))
+        yield "mkdir", (0, lambda _, path, mode, *rest: os.mkdir(_text(path), mode & 0o7777))
+        yield "mkdirat", (1, lambda _, at, path, mode, *rest: os.mkdir(_text(path), mode & 0o7777, dir_fd=_fd(at)))
+        yield "rmdir", (0, lambda _, path, *rest: os.rmdir(_text(path)))
+        yield "unlink", (0, lambda _, path, *rest: os.unlink(_text(path)))
+        yield "unlinkat", (1, lambda _, at, path, flags, *rest: _remove(_text(path), flags & _REMOVEDIR, _fd(at)))
+        yield "remove", (0, lambda _, path, *rest: _remove(_text(path), _is_directory(_text(path))))
+        yield "rename", (0, lambda _, path, to, *rest: os.rename(_text(path), _text(to)))
+        yield "renameat", (1, lambda _, at, path, to_at, to, *rest: _rename(at, path, to_at, to))
+        yield "renameat2", (1, lambda _, at, path, to_at, to, flags, *rest: _rename(at, path, to_at, to, flags))
+        yield "link", (0, lambda _, path, to, *rest: os.link(_text(path), _text(to)))
+        yield "symlink", (1, lambda _, to, path, *rest: os.symlink(_text(to), _text(path)))
+        yield "truncate", (0, lambda _, path, length, *rest: os.truncate(_text(path), length))
+        yield "chmod", (0, lambda _, path, mode, *rest: os.chmod(_text(path), mode & 0o7777))
+
+    def _open(self, path: int, flags: int, mode: int, *_: int, at: int | None = None) -> int:
+        at_fd = None if at is None else _fd(at)
+        return _inherited(
+            os.open(_text(path), flags & 0x7FFFFFFF, mode & 0o7777, dir_fd=at_fd), not flags & os.O_CLOEXEC
+        )
+
+    def _fopen(self, path: int, mode: str) -> int:
+        flags = _MODES[mode[0]]
+        if "+" in mode:
+            flags = flags & ~os.O_WRONLY | os.O_RDWR
+        fd = _inherited(os.open(_text(path), flags | (os.O_EXCL if "x" in mode else 0), 0o666), "e" not in mode)
+        stream: int = self._libc.fdopen(fd, mode.encode())
+        return stream
+
+    def _looking(self, name: str, at: int) -> Callable[..., Any]:
+        def look(original: Callable[..., int], *words: int) -> int:
+            at_fd = _fd(words[at - 1]) if name in _AT else None
+            follow = name not in _OF_LINKS and not (name in _FLAGS and words[_FLAGS[name]] & _NOFOLLOW)
+            place = ctypes.create_string_buffer(os.fsencode(self._calls.found(_text(words[at]), at_fd, follow)))
+            return original(*words[:at], ctypes.addressof(place), *words[at + 1 :])
+
+        return look
+
+    def _opendir(self, original: Callable[..., int], path: int, *rest: int) -> int:
+        place = ctypes.create_string_buffer(os.fsencode(self._calls.listed(_text(path))))
+        return original(ctypes.addressof(place), *rest)
+
+    def _realpath(self, original: Callable[..., int], path: int, target: int, *rest: int) -> int:
+        found = _text(path)
+        if self._calls.found(found) == found:
+            return original(path, target, *rest)
+        text = os.fsencode(os.path.realpath(found, strict=True)) + b"\0"
+        target = target or self._libc.malloc(len(text))
+        ctypes.memmove(target, text, len(text))
+        return target
+
+
+def _text(address: int) -> str:
+    return os.fsdecode(ctypes.string_at(address))
+
+
+def _fd(word: int) -> int | None:
+    number = ctypes.c_int(word).value
+    return None if number == _AT_FDCWD else number
+
+
+def _inherited(fd: int, inheritable: bool) -> int:
+    """``fd``, which Python opens for this process alone."""
+    os.set_inheritable(fd, inheritable)
+    return fd
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _is_directory(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+def _remove(path: str, directory: int | bool, at: int | None = None) -> None:
+    (os.rmdir if directory else os.unlink)(path, dir_fd=at)
+
+
+def _rename(at: int, path: int, to_at: int, to: int, flags: int = 0) -> None:
+    if flags & 0xFFFFFFFF & ~_NOREPLACE:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as of a file system that cannot do that
+    target, folder = _text(to), _fd(to_at)
+    if flags & _NOREPLACE and os.access(target, os.F_OK, dir_fd=folder):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    os.rename(_text(path), target, src_dir_fd=_fd(at), dst_dir_fd=folder)
+
+
+# Note [Files of C code]
+# h5py, pyarrow, sqlite, tokenizers and whatever else is not written in Python opens files by functions of libc, past
+# those of Python that are replaced. A shared library calls libc through addresses in its own memory, which the loader
+# fills in (its global offset table). While the rank has a disk of its own, these are addresses of functions that call
+# Python's `os`: then C code has the disk that Python has, and nobody needs to know which library it is. Libraries that
+# are loaded later are changed when Python has loaded them. Left alone are libraries that only look at devices and
+# /proc, and Python itself, whose functions are replaced already.
+#
+# C code that opens a file waits for the GIL in the meantime. Code that holds the GIL, and waits for a thread of its own
+# that opens a file, would wait for ever (none is known that does): LAGOM_C_FILES=0 is for that.
+#
+# Not reached are: a library that is linked into Python itself (sqlite, in some builds), code that calls the kernel
+# without libc (Go, and Rust's rustix, by which safetensors renames: see `_place_safetensors` in files.py), and other
+# programs.

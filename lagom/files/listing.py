@@ -1,0 +1,91 @@
+"""What ``os.scandir`` gives, for a directory that is not what it seems."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lagom.files.journal import join
+from lagom.files.view import View
+
+Inside = Callable[[Callable[[], Any], Any], Any]
+"""Calls the first, with exceptions that name the second."""
+
+
+class Scan:
+    """What ``os.scandir`` gives: entries to go through once, and to close."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> Scan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """No more entries."""
+        self._entries = iter(())
+
+
+class Entry:
+    """What ``os.DirEntry`` is, which cannot be made."""
+
+    def __init__(self, view: View, inside: Inside, directory: str, given: Any, name: str) -> None:
+        self._view = view
+        self._inside = inside
+        self._key = join(directory, name)
+        self.name: Any = os.fsencode(name) if isinstance(given, bytes) else name
+        self.path: Any = self.name if isinstance(given, int) else os.path.join(given, self.name)
+
+    def __fspath__(self) -> Any:
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"<DirEntry {self.name!r}>"
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """As ``os.stat``."""
+        view = self._view
+
+        def look() -> os.stat_result:
+            key = view.key(self._key, follow=True) if follow_symlinks else self._key
+            return view.lstat(key)
+
+        found: os.stat_result = self._inside(look, self.path)
+        return found
+
+    def inode(self) -> int:
+        """Of what stands here itself."""
+        return self.stat(follow_symlinks=False).st_ino
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        """Whether it is a directory."""
+        return stat.S_ISDIR(self._mode(follow_symlinks))
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        """Whether it is a regular file."""
+        return stat.S_ISREG(self._mode(follow_symlinks))
+
+    def is_symlink(self) -> bool:
+        """Whether it is a symbolic link."""
+        return stat.S_ISLNK(self._mode(False))
+
+    def is_junction(self) -> bool:
+        """Never, but on Windows."""
+        return False
+
+    def _mode(self, follow_symlinks: bool) -> int:
+        try:
+            return self.stat(follow_symlinks=follow_symlinks).st_mode
+        except FileNotFoundError:
+            return 0

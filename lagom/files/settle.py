@@ -1,0 +1,133 @@
+"""``settle``: brings what only a rank other than 0 has written to the real disk, once the rank is over."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lagom.files.journal import Journal, Log, copy, parent
+from lagom.files.overlay import clear
+
+_OF_A_PROCESS = re.compile(r"\d+")
+# Of file systems that several hosts may share; all of FUSE are taken for such.
+_SHARED = ("nfs", "cifs", "smb", "ceph", "lustre", "gluster", "gpfs", "beegfs", "fuse", "9p", "afs", "pvfs", "orangefs")
+
+
+def settle(host_dir: Path, ranks: Sequence[int], local_ranks: Sequence[int]) -> list[str]:
+    """See Note [What is left]; ``ranks`` have ended. Returns what could not be done, a sentence each."""
+    folder = os.path.realpath(host_dir) + "/disk"
+    problems: list[str] = []
+    for rank, local_rank in zip(ranks, local_ranks, strict=True):
+        own = f"{folder}/{rank}"
+        if rank == 0 or not os.path.exists(own + "/log"):
+            continue
+        journal, log = Journal(folder), Log(own + "/log")
+        try:
+            journal.log.fresh()
+            log.fresh()
+            problems += _Remains(own, journal, log, first_of_host=local_rank == 0).bring_home(rank)
+        finally:
+            journal.close()
+            log.close()
+        shutil.rmtree(own, ignore_errors=True)
+    return problems
+
+
+class _Remains:
+    """What one rank has left."""
+
+    def __init__(self, folder: str, journal: Journal, log: Log, first_of_host: bool) -> None:
+        self._upper = folder + "/files"
+        self._journal = journal
+        self._log = log
+        self._first_of_host = first_of_host
+        self._pid: str | None = None
+        with suppress(OSError):
+            self._pid = Path(folder, "asked").read_text()
+
+    def bring_home(self, rank: int) -> list[str]:
+        problems = self._remade(rank) if self._first_of_host else []
+        for key in self._files():
+            if not self._is_wanted(key):
+                continue
+            try:
+                _place(self._upper + key, key)
+            except OSError as error:
+                problems.append(f"{key}, which only rank {rank} wrote, could not be put there: {error.strerror}")
+        return problems
+
+    def _remade(self, rank: int) -> list[str]:
+        """On a host without rank 0: remove what the program has removed, and make its directories."""
+        problems = []
+        for key, entry in list(self._log.entries.items()):
+            place = self._upper + key
+            made = entry.kind == "put" and os.path.isdir(place) and not os.path.islink(place)
+            if not (made or entry.kind == "gone") or _is_shared(key):
+                continue
+            try:
+                clear(key)
+                for at, _, _ in os.walk(place) if made else ():
+                    os.makedirs(at[len(self._upper) :], exist_ok=True)
+            except OSError as error:
+                problems.append(f"{key}, which rank {rank} changed, could not be changed there: {error.strerror}")
+        return problems
+
+    def _files(self) -> Iterator[str]:
+        for key, entry in list(self._log.entries.items()):
+            if entry.kind != "put":
+                continue
+            if not os.path.isdir(self._upper + key) or os.path.islink(self._upper + key):
+                yield key
+                continue
+            for at, _, names in os.walk(self._upper + key):
+                yield from (f"{at}/{name}"[len(self._upper) :] for name in names)
+
+    def _is_wanted(self, key: str) -> bool:
+        if not stat.S_ISREG(os.lstat(self._upper + key).st_mode) and not os.path.islink(self._upper + key):
+            return False
+        on_purpose = self._pid is not None and self._pid not in _OF_A_PROCESS.findall(key)
+        if self._first_of_host:
+            return on_purpose and not os.path.lexists(key) if _is_shared(key) else True
+        if not on_purpose or key in self._journal.log.entries:
+            return False
+        return self._journal.log.nearest(key) is None or not os.path.lexists(key)
+
+
+def _place(source: str, target: str) -> None:
+    os.makedirs(parent(target), exist_ok=True)
+    try:
+        os.replace(source, target)
+    except OSError:
+        if os.path.islink(source):
+            os.symlink(os.readlink(source), target)
+        else:
+            copy(source, target)
+
+
+def _is_shared(path: str) -> bool:
+    """Whether the file system of ``path`` may be another host's as well."""
+    kind, longest = "", -1
+    with suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
+        for line in mounts:
+            _, at, its_kind, *_ = line.split(" ")
+            at = at.replace("\\040", " ").rstrip("/")
+            if len(at) >= longest and (path + "/").startswith(at + "/"):
+                kind, longest = its_kind, len(at)
+    return kind.startswith(_SHARED)
+
+
+# Note [What is left]
+# The overlays of the other ranks hold what rank 0 has on the real disk, and go with the run. But a program may have one
+# rank write a file of its own, by asking lagom.rank(): such a file comes to the real disk when the rank has ended,
+# however it has. So this is done by the process that held the rank. The rule: the program has asked for its rank, rank
+# 0 has not touched the path, and no part of the path is the number of the rank's process, as in the names of
+# TensorBoard's events, which every rank would write for itself.
+#
+# On a host without rank 0 nobody has written anything for real. There the first rank's changes are made on the disk, as
+# if the program had run there: the next run finds its checkpoints on every host that this one had. Not on file systems
+# that rank 0's host may share, where its own are.

@@ -1,0 +1,186 @@
+"""BatchNorm: statistics of the whole batch where every rank has a share of it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import has_torch_function_unary
+
+from lagom.collectives.agreement_exchange import Frame, signature
+from lagom.errors import DivergenceError
+from lagom.forward.batchnorm_statistics import Call, Normalise, combined, moments
+from lagom.patching.replace import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import TypeAlias
+
+    from torch import Tensor
+
+    from lagom.row_split.probe import BatchStatistics
+    from lagom.run_state.loader_pass import Share
+    from lagom.session.session import Session
+
+    Running: TypeAlias = tuple[Tensor | None, Tensor | None, float]
+
+
+@contextmanager
+def whole_batch_statistics(session: Session) -> Iterator[None]:
+    """Have ``F.batch_norm``, which every BatchNorm layer calls, see the whole batch. See Note [BatchNorm].
+
+    Out of reach are TorchScript modules, and a ``batch_norm`` imported by its name before the run.
+    """
+    _tell_dynamo()
+    original = F.batch_norm
+    eager = Statistics(session, original).batch_norm
+
+    @torch._disable_dynamo  # also where a frame that it could not compile runs as it is: it would go on inside
+    def uncompiled(*args: Any) -> Tensor:
+        return eager(*args)
+
+    def batch_norm(
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        # A compiled module breaks its graph here: exchanges cannot be traced.
+        return uncompiled(input, (running_mean, running_var, momentum), weight, bias, eps)
+
+    with replaced(F, "batch_norm", batch_norm):
+        yield
+
+
+def _tell_dynamo() -> None:
+    """Have Dynamo look up torch's functions by name now: what it finds under a name later it takes for torch's own."""
+    rules: Any = sys.modules.get(
+        "torch._dynamo.trace_rules"
+    )  # done when it is imported, but undone by torch.distributed
+    if rules is not None:
+        rules.get_torch_obj_rule_map()
+
+
+class Statistics:
+    """Computes them, over the ranks."""
+
+    def __init__(self, session: Session, original: Callable[..., Tensor]) -> None:
+        assert session.group is not None
+        self._original = original
+        self._session = session
+        self._group = session.group
+        self._frame = Frame(self._group)
+        self._signatures: dict[tuple[object, ...], bytes] = {}
+        self._part: tuple[int, tuple[object, ...]] | None = None
+        """The layer that was called last with less than the rank's share of a batch, and that share."""
+
+    def batch_norm(
+        self, input: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """As ``F.batch_norm(training=True)`` of the whole batch; updates the running statistics."""
+        if self._session.probed is not None:
+            return self._probed(self._session.probed, input, running, weight, bias, eps)
+        share = self._session.share_in_forward
+        if share is None or input.dim() < 2 or has_torch_function_unary(input):
+            running_mean, running_var, momentum = running
+            return self._original(input, running_mean, running_var, weight, bias, True, momentum, eps)
+        number = self._session.leaves.known(weight) if weight is not None else None
+        identity = (number, input.shape[1], input.dtype)
+        if input.shape[0] < share.num_mine:
+            if self._part == (id(share), identity):
+                self._session.say_once(_OF_PARTS)
+            self._part = id(share), identity
+        with torch.no_grad():
+            gathered = self._gathered(input.detach(), share, identity)
+            counts, mean, var, real_count = combined(gathered)
+            _check(input, real_count, share)
+            self._update(running, mean, var, real_count)
+        kind = torch.promote_types(input.dtype, torch.float32)
+        backward = partial(self.sum, identity=("backward", *identity))
+        call = Call(backward, eps, share.num_mine > 0, counts)
+        output: Tensor = Normalise.apply(input, weight, bias, mean.to(kind), var.to(kind), call)  # type: ignore[no-untyped-call]
+        return output
+
+    def _probed(
+        self,
+        probed: BatchStatistics,
+        input: Tensor,
+        running: Running,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        if probed.replays:
+            mean, var = probed.next()
+            return self._original(input, mean, var, weight, bias, False, 0.0, eps)
+        running_mean, running_var, momentum = running
+        with torch.no_grad():
+            probed.noted.append(moments(input.detach()))
+            probed.running += [buffer for buffer in (running_mean, running_var) if buffer is not None]
+        return self._original(input, running_mean, running_var, weight, bias, True, momentum, eps)
+
+    def sum(self, numbers: Tensor, identity: tuple[object, ...]) -> None:
+        """Sum float64 ``numbers`` over the ranks, in place, if all are at the same BatchNorm."""
+        signed = self._signatures.get(identity)
+        if signed is None:
+            signed = self._signatures[identity] = signature(repr(identity).encode())
+        if not self._frame.sum(numbers, signed):
+            self._apart(*identity)
+
+    def _apart(self, direction: object, number: object, channels: object, _: object) -> NoReturn:
+        layer = f"a BatchNorm of {channels} channels"
+        if isinstance(number, int):
+            layer += f" with {self._session.modules.name_of(self._session.leaves.tensor(number))}"
+        assert self._session.watch is not None
+        self._session.watch.meet(f"the {direction} of {layer}")
+        raise DivergenceError(f"other ranks ran another layer in place of {layer}")
+
+    def _gathered(self, input: Tensor, share: Share, identity: tuple[object, ...]) -> Tensor:
+        """A row per rank: elements, those that count, whether as dealt, means, sums of squared deviations."""
+        channels = input.shape[1]
+        size = self._group.world_size
+        rows = torch.zeros(size, 3 + 2 * channels, dtype=torch.float64, device=input.device)
+        count = input.numel() // channels if channels else 0
+        if count:
+            mean, var = moments(input)
+            mine = rows[self._group.rank]
+            # One by one: to copy a list to a GPU would wait for all that is under way.
+            mine[0] = count
+            mine[1] = count if share.num_mine else 0
+            mine[2] = input.shape[0] == max(share.num_mine, 1)
+            mine[3 : 3 + channels] = mean
+            mine[3 + channels :] = var.to(torch.float64) * count
+        self.sum(rows, ("forward", *identity))
+        return rows
+
+    def _update(self, running: Running, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        running_mean, running_var, momentum = running
+        for buffer, new in ((running_mean, mean), (running_var, var * (count / (count - 1).clamp(min=1)))):
+            if buffer is not None:
+                self._session.synchronised[buffer] = None
+                # Through .data: torch's kernel counts no version either; the graph of another forward may hold it.
+                buffer.data.mul_(1 - momentum).add_((new * momentum).to(buffer.dtype))
+
+
+_OF_PARTS = (
+    "a BatchNorm is called several times with parts of a batch (a ghost batch norm): with batches='split' these are "
+    "parts of a rank's share, and its statistics those of one such part of each rank together, not those of a part in "
+    "one process; batches='whole' makes them so"
+)
+
+
+def _check(input: Tensor, count: Tensor, share: Share) -> None:
+    alone = input.numel() == input.shape[1] and share.num_all == 1
+    # On a GPU, looking at the count would wait for all that is under way.
+    if alone or (count.device.type == "cpu" and count.item() == 1):
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")

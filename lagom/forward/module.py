@@ -1,0 +1,239 @@
+"""Modules and parameters: which there are, and what happens around an outermost forward."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from lagom.micro_batches.split_forward import MicroBatches
+from lagom.patching.replace import replaced
+from lagom.row_split.slicer import Slicer, slices
+from lagom.run_state.cuda_device import follow_input
+from lagom.timing.forward_spans import timed_forward
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lagom.run_state.random_streams import OwnStreams
+    from lagom.session.session import Session
+
+
+@contextmanager
+def tracked_modules(session: Session) -> Iterator[None]:
+    """Note modules and parameters as they are made: constructed, unpickled or copied."""
+    init, setstate = vars(nn.Module)["__init__"], vars(nn.Module)["__setstate__"]
+
+    def patched_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        session.modules[self] = None
+
+    def patched_setstate(self: nn.Module, state: dict[str, Any]) -> None:
+        setstate(self, state)
+        session.modules[self] = None
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(nn.Module, "__init__", patched_init))
+        stack.enter_context(replaced(nn.Module, "__setstate__", patched_setstate))
+        for kind in (nn.Parameter, UninitializedParameter):
+            stack.enter_context(replaced(kind, "__new__", staticmethod(_numbered(session, kind.__new__))))
+        yield
+
+
+def _numbered(session: Session, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def patched_new(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
+        parameter = make(cls, *args, **kwargs)
+        session.leaves.created(parameter)
+        if session.weights is not None:
+            session.weights.adopt(parameter)
+        return parameter
+
+    return patched_new
+
+
+@contextmanager
+def own_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
+    """Around an outermost forward: bring the module to its input's device, and draw from the rank's own stream.
+
+    The own stream serves where ranks have different samples of a batch: dropout must differ there. Not in a
+    module's first call, in which parameters may be made, nor in a backward, where checkpoints repeat a forward.
+    """
+    forwards = _Forwards(session, streams)
+    call = _called(forwards)
+    if session.spans is not None:
+        call = timed_forward(session.spans, vars(nn.Module)["__call__"], call, forwards)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(nn.Module, "__call__", call))
+        if session.world_size > 1:
+            stack.enter_context(replaced(torch.utils.checkpoint, _CHECKPOINT, _checkpointed(forwards)))
+            stack.enter_context(reentrant_checkpoints(session))
+        yield
+
+
+_CHECKPOINT = "_checkpoint_without_reentrant_generator"
+
+
+class _Forwards:
+    """Whether a forward is under way, and which modules have been called before."""
+
+    def __init__(self, session: Session, streams: OwnStreams) -> None:
+        self.session = session
+        self.streams = streams
+        self.inside = False
+        self._called: dict[int, weakref.ref[nn.Module]] = {}
+        """By id: modules may be equal to others, or have no hash."""
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Modules called in here are a part of another's forward."""
+        before, self.inside = self.inside, True
+        try:
+            yield
+        finally:
+            self.inside = before
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Modules called in here are outermost ones."""
+        self.inside = False
+        try:
+            yield
+        finally:
+            self.inside = True
+
+    def draws_own(self, function: Any) -> bool:
+        """Whether this call, an outermost one, draws from the rank's own stream."""
+        session = self.session
+        trains = session.distributed and getattr(function, "training", True) and torch.is_grad_enabled()
+        if not (trains and session.depth == 0 and session.passes.share is not None):
+            return False
+        return not isinstance(function, nn.Module) or self._was_called(function)
+
+    def trains_own(self, module: nn.Module) -> bool:
+        """As ``draws_own``, of a module in training, with gradients on, on one of several ranks."""
+        session = self.session
+        return session.depth == 0 and session.passes.share is not None and self._was_called(module)
+
+    def _was_called(self, module: nn.Module) -> bool:
+        """Whether it was before; from now on it has been."""
+        key = id(module)
+        if (ref := self._called.get(key)) is not None and ref() is module:
+            return True
+
+        def forget(gone: weakref.ref[nn.Module]) -> None:
+            if self._called.get(key) is gone:
+                del self._called[key]
+
+        self._called[key] = weakref.ref(module, forget)
+        return False
+
+
+def _called(forwards: _Forwards) -> Callable[..., Any]:
+    original = vars(nn.Module)["__call__"]
+    session, streams = forwards.session, forwards.streams
+    on_cuda = session.device.type == "cuda"
+    may_slice = session.world_size > 1 and (session.plan.batches == "whole" or session.plan.evaluation == "gathered")
+    micro = MicroBatches(session, original, forwards.within) if session.plan.micro_batches is not None else None
+    run = original if micro is None else micro.call
+    slicer = Slicer(session, run, forwards.outside) if may_slice else None
+    slices_training = session.plan.batches == "whole"
+    several = session.world_size > 1
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if forwards.inside or torch.compiler.is_dynamo_compiling():
+            if micro is not None and micro.descends and not torch.compiler.is_dynamo_compiling():
+                return run(module, *args, **kwargs)
+            return original(module, *args, **kwargs)
+        forwards.inside = True
+        try:
+            if session.weights is not None:
+                session.weights.resident.begin()
+            if on_cuda and session.live:
+                follow_input(module, args, kwargs, session.device)
+            share, trains = None, False
+            if several and session.live and torch.is_grad_enabled():
+                data = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
+                share = session.uses(data)
+                trains = getattr(module, "training", True)
+            if slicer is not None and (slices_training or not trains) and slices(session, module):
+                return slicer.call(module, args, kwargs)
+            seen = session.running.before(module) if trains and session.passes.share is not None else None
+            if trains and forwards.trains_own(module):
+                common = streams.swap()
+                try:
+                    outputs = run(module, *args, **kwargs)
+                finally:
+                    streams.swap_back(*common)
+            else:
+                outputs = run(module, *args, **kwargs)
+            if seen is not None:
+                session.running.after(module, seen)
+            if share is not None:
+                session.terms.note(outputs, share)
+            if several:
+                session.dealt.forward((args, kwargs), outputs)
+            return outputs
+        finally:
+            forwards.inside = False
+
+    return call
+
+
+def _checkpointed(forwards: _Forwards) -> Callable[..., Iterator[None]]:
+    original = vars(torch.utils.checkpoint)[_CHECKPOINT]
+
+    def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        function = _as_in_forward(forwards.session, function)
+        # It notes the state of the generators before it calls the function, to repeat it in the backward.
+        if forwards.inside or forwards.session.depth:
+            yield from original(function, *args, **kwargs)
+            return
+        forwards.inside = True
+        try:
+            with forwards.streams.in_forward() if forwards.draws_own(function) else nullcontext():
+                yield from original(function, *args, **kwargs)
+        finally:
+            forwards.inside = False
+
+    return generator
+
+
+@contextmanager
+def reentrant_checkpoints(session: Session) -> Iterator[None]:
+    """Note the inputs of forwards that a backward repeats, and have it find the whole batch again."""
+    function = torch.utils.checkpoint.CheckpointFunction
+    apply, detach = function.apply, torch.utils.checkpoint.detach_variable
+
+    def patched_apply(run: Any, *args: Any) -> Any:
+        return apply(_as_in_forward(session, run), *args)  # type: ignore[no-untyped-call]
+
+    def patched_detach(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        detached: tuple[Any, ...] = detach(inputs)
+        for tensor in detached:
+            if isinstance(tensor, torch.Tensor):
+                session.repeated[tensor] = None
+        return detached
+
+    with (
+        replaced(function, "apply", staticmethod(patched_apply)),
+        replaced(torch.utils.checkpoint, "detach_variable", patched_detach),
+    ):
+        yield
+
+
+def _as_in_forward(session: Session, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of a checkpoint, which finds the whole batch again when the backward repeats it."""
+    region = session.region
+    if region is None:
+        return function
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with region.entered(session):
+            return function(*args, **kwargs)
+
+    return again

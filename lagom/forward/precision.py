@@ -1,0 +1,265 @@
+"""Mixed precision by flag: forwards under autocast, and gradients of fp16 that neither vanish nor overflow."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.autograd
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lagom.patching.object_reference import ObjectReference
+from lagom.patching.replace import replaced
+from lagom.run_state.leaves import reached
+from lagom.zero.gradient_access import exchanged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+    from lagom.session.session import Session
+
+FIRST_SCALE = 2.0**16
+"""These three are torch's own GradScaler's."""
+GROWTH_INTERVAL = 2000
+_FACTOR = 2.0
+
+
+def dtype_of(asked: Literal[True, "bf16", "fp16"], device: torch.device) -> torch.dtype:
+    """What ``mixed_precision`` means on ``device``."""
+    if asked is True:
+        has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bf16 else torch.float16
+    return torch.bfloat16 if asked == "bf16" else torch.float16
+
+
+class Precision:
+    """What ``mixed_precision`` does to a program. See Note [Mixed precision]."""
+
+    def __init__(self, session: Session, asked: Literal[True, "bf16", "fp16"]) -> None:
+        self._session = session
+        self._device = session.device.type
+        self.dtype = dtype_of(asked, session.device)
+        self._off = False
+        self._active = False
+        """Whether an outermost forward is under way, in our autocast."""
+        self._converts = False
+        self._entering = False
+        self._depth = 0
+        """Of backwards inside each other."""
+        self._scaled_leaves: set[int] = set()
+        """Ids of leaves that divide by the scale."""
+        self._own: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        """Of modules: whether they have parameters, and all in float32."""
+
+    @contextmanager
+    def outputs(self) -> Iterator[None]:
+        """What the outermost module gives is float32; to be entered before what shares forwards out."""
+        original = vars(nn.Module)["__call__"]
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self._active or self._converts or torch.compiler.is_dynamo_compiling():
+                return original(module, *args, **kwargs)
+            self._converts = True
+            try:
+                return tree_map_only(Tensor, self._full, original(module, *args, **kwargs))
+            finally:
+                self._converts = False
+
+        with replaced(nn.Module, "__call__", call):
+            yield
+
+    @contextmanager
+    def forwards(self) -> Iterator[None]:
+        """Outermost forwards run under autocast; to be entered after what shares them out."""
+        original = vars(nn.Module)["__call__"]
+        enter = vars(torch.autocast)["__enter__"]
+        init = vars(torch.amp.GradScaler)["__init__"]
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() or not self._applies(module):
+                return original(module, *args, **kwargs)
+            self._active = self._entering = True
+            try:
+                with torch.autocast(self._device, self.dtype):
+                    self._entering = False
+                    return original(module, *args, **kwargs)
+            finally:
+                self._active = self._entering = False
+
+        def patched_enter(context: Any) -> Any:
+            if not (self._entering or self._active or self._depth or torch.compiler.is_dynamo_compiling()):
+                self._leave("autocast")
+            return enter(context)
+
+        def patched_init(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            init(scaler, *args, **kwargs)
+            if scaler.is_enabled():
+                self._leave("a GradScaler")
+
+        with (
+            replaced(nn.Module, "__call__", call),
+            replaced(torch.autocast, "__enter__", patched_enter),
+            replaced(torch.amp.GradScaler, "__init__", patched_init),
+        ):
+            yield
+
+    @contextmanager
+    def backwards(self) -> Iterator[None]:
+        """With fp16, gradients are scaled inside of backwards; to be entered before what averages them."""
+        original = torch.autograd._engine_run_backward
+        scaling = _Scaling(self._session) if self.dtype is torch.float16 else None
+
+        def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
+            self._depth += 1
+            try:
+                if scaling is None or self._off or not (self._session.live and options.get("accumulate_grad", False)):
+                    return original(outputs, *args, **options)
+                return self._scaled(scaling, original, outputs, args, options)
+            finally:
+                self._depth -= 1
+
+        with ExitStack() as stack:
+            stack.enter_context(replaced(torch.autograd, "_engine_run_backward", run_backward))
+            if scaling is not None:
+                before = register_optimizer_step_pre_hook(self._unless_off(scaling.before))
+                after = register_optimizer_step_post_hook(self._unless_off(scaling.after))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            yield
+
+    def _scaled(
+        self,
+        scaling: _Scaling,
+        original: Callable[..., Any],
+        outputs: Sequence[Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Any:
+        repeated = self._session.repeated
+        found = {id(leaf): leaf for leaf in reached(outputs, args[3]) if leaf not in repeated}
+        leaves = [leaf for key, leaf in found.items() if key not in self._scaled_leaves]
+        # A backward inside another is given gradients that are scaled already.
+        roots = args[0]
+        if self._depth == 1:
+            roots = tuple(None if one is None else one * scaling.scale for one in roots)
+        handles = [scaling.unscale(leaf) for leaf in leaves]
+        self._scaled_leaves.update(map(id, leaves))
+        try:
+            return original(outputs, roots, *args[1:], **options)
+        finally:
+            self._scaled_leaves.difference_update(map(id, leaves))
+            for handle in handles:
+                handle.remove()
+
+    def _unless_off(self, hook: Callable[[Optimizer], None]) -> Callable[..., None]:
+        def called(optimizer: Optimizer, *_: Any) -> None:
+            if not self._off and self._session.live:
+                hook(optimizer)
+
+        return called
+
+    def _leave(self, what: str) -> None:
+        if not self._off:
+            self._session.say_once(f"the program uses {what} itself, so mixed_precision changes nothing")
+        self._off = True
+
+    def _applies(self, module: nn.Module) -> bool:
+        if self._off or self._active or self._depth or not self._session.live:
+            return False
+        if torch.is_autocast_enabled(self._device):
+            return False  # a checkpoint that repeats a forward, as it was
+        own: bool | None = self._own.get(module)
+        if own is None:
+            dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+            own = self._own[module] = dtypes == {torch.float32}
+        return own
+
+    def _full(self, tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype == self.dtype else tensor
+
+
+class _Scaling:
+    """Keeps the factor by which losses are multiplied, and leaves steps out when gradients have overflowed."""
+
+    def __init__(self, session: Session) -> None:
+        self.scale = FIRST_SCALE
+        self._session = session
+        self._num_good = 0
+        self._held: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+
+    def unscale(self, leaf: Tensor) -> RemovableHandle:
+        """From now on ``leaf`` accumulates what it would without the scale; the first of its hooks."""
+        inverse = 1.0 / self.scale
+        others = dict(leaf._backward_hooks or {})
+        handle: RemovableHandle = leaf.register_hook(lambda gradient: gradient * inverse)
+        hooks: Any = leaf._backward_hooks
+        for key, hook in others.items():  # autograd goes by insertion, whatever an OrderedDict says
+            del hooks[key]
+            hooks[key] = hook
+        return handle
+
+    def before(self, optimizer: Optimizer) -> None:
+        """A step comes: without gradients, which changes nothing, where some are not finite."""
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._session.gradients is None:
+            graded = [p for p in every if p.grad is not None]
+        else:
+            graded = [p for p in every if self._session.gradients.is_there(p)]
+        if not graded:
+            return
+        if self._is_finite(graded):
+            self._num_good += 1
+            if self._num_good >= GROWTH_INTERVAL:
+                self.scale, self._num_good = self.scale * _FACTOR, 0
+            return
+        self.scale, self._num_good = self.scale / _FACTOR, 0
+        self._session.say_once(
+            f"gradients overflowed fp16; {type(optimizer).__name__} leaves the step out, and losses are scaled by less"
+        )
+        self._held[optimizer] = [(p, p.grad) for p in graded]
+        for p in graded:
+            p.grad = None
+
+    def _is_finite(self, graded: Sequence[Tensor]) -> bool:
+        gradients = self._session.gradients
+        if gradients is None or not any(gradients.part(p)[0] for p in graded):
+            return _are_finite(p.grad for p in graded)
+        with gradients.parted():
+            mine = _are_finite(p.grad for p in graded)
+        rows = exchanged(self._session, "optimizer.step() in fp16", [float(mine)])
+        return all(row[0] for row in rows)
+
+    def after(self, optimizer: Optimizer) -> None:
+        """The step is over: gradients are what they were."""
+        for p, gradient in self._held.pop(optimizer, ()):
+            p.grad = gradient
+
+
+def _are_finite(gradients: Iterable[Tensor | None]) -> bool:
+    values = [g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for value in values:
+        by_device.setdefault(value.device, []).append(value)
+    norms = [torch.stack([n.float() for n in torch._foreach_norm(part)]).sum() for part in by_device.values()]
+    return all(bool(norm.isfinite()) for norm in norms)
+
+
+# Note [Mixed precision]
+#
+# The forward of an outermost module runs under torch.autocast, and what it gives is float32 again, so a loss that the
+# program computes by itself has all digits. Parameters, gradients and optimizer state stay in float32. Modules without
+# parameters (losses, as a rule) run as they are, and so do modules that the program itself has made double or half.
+# A program that enters autocast outside of forwards, or makes a GradScaler, manages this itself and is left alone.
+#
+# In fp16 small gradients vanish, so the roots of a backward are multiplied by a scale. Each leaf divides by it before
+# it accumulates, by a hook that comes before all others: whatever the program does with gradients (clips, adds up,
+# looks at them), they have their true size. When some are not finite the optimizer's next step is left out and the
+# scale halved; after 2000 good steps it is doubled, as by torch.amp.GradScaler. Gradients are averaged before that, so
+# all ranks decide alike. What torch.autograd.grad returns is not scaled, and a closure's gradients are not looked at.

@@ -1,0 +1,217 @@
+"""``Grads``: gradients that a program differentiates or gets returned, averaged over the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd import Function
+
+from lagom.collectives.plain_values import all_gather_values
+from lagom.errors import DivergenceError, LagomError
+from lagom.gradients.averaging import real
+from lagom.gradients.checksum import digest
+from lagom.gradients.replicate import Reached
+from lagom.run_state.leaves import ACCUMULATE, Likeness, variable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+    from lagom.collectives.group import Group
+    from lagom.gradients.backward_gradients import Pending
+    from lagom.gradients.divergence import Watch
+    from lagom.gradients.replicate import Replicate
+    from lagom.run_state.leaves import Leaves
+
+PLACE = "torch.autograd.grad"
+_AGAIN = "a backward through gradients"
+
+
+class Grads:
+    """Averages gradients, differentiably. See Note [Gradients of gradients]."""
+
+    def __init__(self, group: Group, leaves: Leaves, watch: Watch, replicate: Replicate) -> None:
+        self._group = group
+        self._leaves = leaves
+        self._watch = watch
+        self._replicate = replicate
+
+    def returned(
+        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], weight: float = 1.0
+    ) -> list[Tensor | None]:
+        """The averages of what ``torch.autograd.grad`` gave for ``inputs``; a collective.
+
+        None where all ranks have None; a gradient stays the rank's own where a plain tensor among ``inputs``
+        is not equal on all ranks.
+
+        Args:
+            weight: of this rank's share, by which ``gradients`` are multiplied: not those that stay its own.
+
+        Raises:
+            DivergenceError: on all ranks, when they ask for gradients of different parameters.
+        """
+        self._watch.step()
+        numbers = [self._number(i, one) for i, one in enumerate(inputs)]
+        plain = [digest(one) if _is_plain_leaf(one) else b"" for one in inputs]
+        found = self._averaged(PLACE, numbers, gradients, b"".join(plain))
+        if found is None:
+            filled, local = self._agreed(inputs, gradients, numbers, plain)
+            found = self._averaged(PLACE, numbers, [None if i in local else g for i, g in enumerate(filled)])
+            assert found is not None, "ranks have just agreed"
+            for i in local:
+                own = gradients[i]
+                found[i] = own if own is None or weight in (0, 1) else own / weight
+        return found
+
+    def accumulated(self, pending: Pending) -> None:
+        """As ``Replicate.reduce``, for gradients in leaves that are to be differentiated.
+
+        Raises:
+            LagomError: where gradients are not averaged, but reduced otherwise.
+        """
+        if not self._replicate.reduction.is_linear:
+            raise LagomError(
+                "a backward with create_graph=True needs averages of gradients, which can be differentiated: with "
+                "gradient_compression='powersgd' or reduction='adasum' use torch.autograd.grad, whose gradients are"
+            )
+        own = {id(leaf): leaf.grad for leaf in pending.leaves if leaf.grad is not None}
+        with torch.no_grad():
+            for leaf in pending.leaves:
+                leaf.grad = None if leaf.grad is None else leaf.grad.detach().clone()
+        self._replicate.reduce(pending)
+        leaves = [leaf for leaf in pending.leaves if id(leaf) in own and not self._replicate.keeps_own(leaf)]
+        averages = [leaf.grad for leaf in leaves]
+        results: Any = Averaged.apply(self, averages, *[own[id(leaf)] for leaf in leaves])  # type: ignore[no-untyped-call]
+        for leaf, result in zip(leaves, results, strict=True):
+            leaf.grad = result
+
+    def again(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """The averages of gradients that came back through averages."""
+        found = self._averaged(_AGAIN, [-1 - i for i in range(len(gradients))], gradients)
+        if found is None:
+            self._watch.meet(_AGAIN)
+            raise DivergenceError("other ranks differentiate other gradients than this one")
+        return found
+
+    def _averaged(
+        self, kind: str, numbers: Sequence[int], gradients: Sequence[Tensor | None], besides: bytes = b""
+    ) -> list[Tensor | None] | None:
+        present = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
+        with torch.no_grad():
+            averages = [gradient.detach().clone() for _, gradient in present]
+            reached = Reached([numbers[i] for i, _ in present], [real(average) for average in averages])
+            if not self._replicate.average(kind, reached, besides, averages=True):
+                return None
+        results: Any = averages
+        if torch.is_grad_enabled() and any(gradient.requires_grad for _, gradient in present):
+            results = Averaged.apply(self, averages, *[gradient for _, gradient in present])  # type: ignore[no-untyped-call]
+        found: list[Tensor | None] = [None] * len(gradients)
+        for (i, _), result in zip(present, results, strict=True):
+            found[i] = result
+        return found
+
+    def _number(self, place: int, one: Tensor) -> int:
+        return self._leaves.number(one) if isinstance(one, nn.Parameter) else -1 - place
+
+    def _agreed(
+        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], numbers: list[int], plain: list[bytes]
+    ) -> tuple[list[Tensor | None], set[int]]:
+        """``gradients``, with zeros for what only other ranks have, and the places of those not to be averaged."""
+        self._watch.meet(PLACE)
+        kinds = [None if g is None else (g.dtype, tuple(g.shape), g.is_sparse) for g in gradients]
+        mine = list(zip(numbers, plain, kinds, strict=True))
+        rows = all_gather_values(self._group, mine)
+        if any([one[0] for one in row] != numbers for row in rows):
+            raise DivergenceError(
+                "torch.autograd.grad is asked for gradients of different parameters on different ranks; ask for the "
+                "same ones, in the same order, on every rank"
+            )
+        self._replicate.verify(numbers)
+        filled, local = list(gradients), set()
+        for i, held in enumerate(zip(*rows, strict=True)):
+            present = [kind for _, _, kind in held if kind is not None]
+            if len({one[1] for one in held}) > 1 or len({shape for _, shape, _ in present}) > 1:
+                local.add(i)
+                continue
+            gradient = filled[i]
+            if present and gradient is None:
+                filled[i] = torch.zeros_like(inputs[i])
+            elif gradient is not None and gradient.is_sparse and not all(kind and kind[2] for _, _, kind in held):
+                filled[i] = gradient.to_dense()
+        return filled, local
+
+
+class Averaged(Function):
+    """Gradients of this rank, replaced by their averages over the ranks; the gradient of an average is an average."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Grads, averages: list[Tensor], *own: Tensor) -> tuple[Tensor, ...]:
+        ctx.grads = grads
+        return tuple(averages)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.grads.again(gradients))
+
+
+def is_averaged(one: Tensor, likeness: Likeness, *, shared_out: bool) -> bool:
+    """Whether a gradient by ``one``, asked for from ``torch.autograd.grad``, may be of something equal on all ranks.
+
+    Parameters are, and what is made of them by elementwise arithmetic alone (the fast weights of MAML). Samples
+    and activations are not. A plain leaf is, if its values are.
+
+    Args:
+        shared_out: ranks compute different parts of a batch; otherwise gradients by plain leaves are equal anyway.
+    """
+    if isinstance(one, nn.Parameter) or _is_made_of_parameters(one):
+        return True
+    return _is_plain_leaf(one) and shared_out and likeness is not Likeness.SHAPE
+
+
+def _is_plain_leaf(one: Tensor) -> bool:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(one)
+    return one.is_leaf and not isinstance(one, nn.Parameter) and not wrapped
+
+
+_ELEMENTWISE = {
+    f"{name}Backward{suffix}"
+    for name in ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "Alias", "Addcmul", "Addcdiv", "Averaged")
+    for suffix in ("", "0", "1")
+}
+
+
+def _is_made_of_parameters(one: Tensor) -> bool:
+    if one.grad_fn is None:
+        return False
+    shapes: set[torch.Size] = set()
+    seen: set[Node] = {one.grad_fn}
+    pending = [one.grad_fn]
+    while pending:
+        node = pending.pop()
+        if type(node) is ACCUMULATE:
+            leaf = variable(node)
+            if not isinstance(leaf, nn.Parameter):
+                return False
+            shapes.add(leaf.shape)
+        elif node.name() not in _ELEMENTWISE:
+            return False
+        elif node.name() != "AveragedBackward":
+            following = [next_node for next_node, _ in node.next_functions if next_node is not None]
+            pending += [next_node for next_node in following if next_node not in seen]
+            seen.update(following)
+    return one.shape in shapes
+
+
+# Note [Gradients of gradients]
+#
+# What torch.autograd.grad gives for a parameter is averaged like what a backward accumulates, its root being
+# weighted like a backward's. With create_graph=True it may be differentiated again. Let rank r have the
+# objective L_r, weighted, and its gradient g_r; the program computes with g = mean(g_r), on every rank, an
+# objective M_r(g). In the end gradients are averaged over the ranks, which is to differentiate mean(M_r). With
+# u_r = dM_r/dg that gives mean(H_r) mean(u_r) for the parameters, H_r being the derivative of g_r. Rank r adds H_r v
+# to it for what comes back to g_r, so v has to be mean(u_r): the gradient of an average is the average of gradients.
+# Were it u_r itself, meta-gradients would be wrong wherever ranks have different samples.

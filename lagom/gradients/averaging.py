@@ -1,0 +1,109 @@
+"""``Averager``: tensors averaged over the ranks in place, if all ranks mean the same ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lagom.collectives.plain_values import all_gather_values
+from lagom.gradients.reduction.layout import Entry, Layout, lies_plainly
+from lagom.gradients.reduction.mean import Mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lagom.collectives.agreement_exchange import Frame
+    from lagom.collectives.group import Group
+    from lagom.gradients.reduction.mean import Reduction
+
+_MAX_LAYOUTS = 64
+
+
+class Averager:
+    """Averages gradients; the small ones along with the signature by which ranks agree on what there is.
+
+    Args:
+        frame: of size 0 where gradients are on GPUs.
+        forgotten: called when old layouts are dropped.
+        reduction: what becomes of the gradients of backwards.
+    """
+
+    def __init__(self, group: Group, frame: Frame, forgotten: Callable[[], None], reduction: Reduction) -> None:
+        self._mean = Mean(group)
+        self._reduction = reduction
+        self._group = group
+        self._frame = frame
+        self._forgotten = forgotten
+        self._layouts: dict[object, Layout] = {}
+
+    def layout(
+        self, kind: str, numbers: Sequence[int], gradients: Sequence[torch.Tensor], *, averages: bool = False
+    ) -> Layout:
+        """Where ``gradients`` travel; the same object as long as the same ones are given.
+
+        Args:
+            kind: what is averaged; what ranks call differently is not mixed.
+            averages: they are to be averaged, whatever becomes of others.
+        """
+        entries = tuple(
+            (number, gradient.dtype, gradient.shape, gradient.is_sparse, gradient.is_cuda)
+            for number, gradient in zip(numbers, gradients, strict=True)
+        )
+        found = self._layouts.get((kind, entries))
+        if found is None:
+            if len(self._layouts) == _MAX_LAYOUTS:
+                self._layouts.clear()
+                self._forgotten()
+            reduction = self._mean if averages else self._reduction
+            room = reduction.room(self._frame.room)
+            found = Layout(kind, [Entry(*parts) for parts in entries], room, reduction)
+            self._layouts[kind, entries] = found
+        return found
+
+    def average(
+        self, layout: Layout, gradients: Sequence[torch.Tensor], signed: bytes, *, lie_plainly: bool = False
+    ) -> bool:
+        """Average ``gradients`` in place if all ranks gave the same ``signed``; otherwise nothing has changed.
+
+        Args:
+            lie_plainly: all of them do, it is known.
+        """
+        in_place = layout.parcel.in_place
+        if lie_plainly and in_place and layout.framed_as_they_are and len(layout.framed) == len(gradients):
+            return in_place(signed, [gradients[i].data_ptr() for i in layout.framed])
+        if not self._average_framed(layout, [gradients[i] for i in layout.framed], signed):
+            return False
+        assert layout.reduction is not None
+        layout.reduction.reduce(layout, gradients)
+        for i in layout.sparse:
+            self._average_sparse(gradients[i])
+        return True
+
+    def _average_framed(self, layout: Layout, framed: list[torch.Tensor], signed: bytes) -> bool:
+        if layout.framed_as_they_are and all(map(lies_plainly, framed)):
+            agreed = self._frame.average_in_place(layout.parcel, [one.data_ptr() for one in framed], signed)
+            if agreed is not None:
+                return agreed
+        if framed:
+            torch._foreach_copy_(layout.parcel.mine, framed)
+        if not self._frame.average(layout.parcel, signed):
+            return False
+        if framed:
+            torch._foreach_copy_(framed, layout.parcel.averages)
+        return True
+
+    def _average_sparse(self, gradient: torch.Tensor) -> None:
+        mine = gradient.coalesce()
+        parts = all_gather_values(self._group, (mine.indices(), mine.values()))
+        # An empty one, of a rank that did not reach the leaf, may be laid out differently.
+        parts = [part for part in parts if part[1].numel()] or parts[:1]
+        indices = torch.cat([part[0] for part in parts], dim=1)
+        values = torch.cat([part[1] for part in parts]).div_(self._group.world_size)
+        total = torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=False).coalesce()
+        gradient.copy_(total.to(gradient.device))
+
+
+def real(gradient: torch.Tensor) -> torch.Tensor:
+    """A view of ``gradient`` as real numbers."""
+    return torch.view_as_real(gradient) if gradient.is_complex() and not gradient.is_sparse else gradient

@@ -1,0 +1,312 @@
+"""Backward: the root is weighted by this rank's part of the batch, and gradients are averaged when it ends."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.autograd
+from torch import Tensor
+
+from lagom.errors import DivergenceError
+from lagom.gradients.accumulation import Accumulation
+from lagom.gradients.autograd_grad import Grads, is_averaged
+from lagom.gradients.backward_gradients import Hooks, beside_one, run_hooks
+from lagom.gradients.cached_backward import Steady
+from lagom.patching.replace import replaced
+from lagom.row_split.recorder import NotByRowsError
+from lagom.row_split.whole_batch import passes_gather
+from lagom.run_state.leaves import reached
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+    from lagom.gradients.backward_gradients import Pending
+    from lagom.gradients.cached_backward import Course
+    from lagom.session.session import Session
+
+
+@contextmanager
+def synchronised_backward(session: Session) -> Iterator[None]:
+    """Have ``Tensor.backward`` and ``torch.autograd.backward`` average gradients over the ranks.
+
+    Both end in one function of torch's, with their arguments put in order; patching that one reaches them
+    however they were imported, and tells ``torch.autograd.grad`` apart.
+    """
+    original = torch.autograd._engine_run_backward
+    backwards = _Backwards(session, original)
+
+    def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
+        if not session.live:
+            return original(outputs, *args, **options)
+        run = backwards.accumulate if options.get("accumulate_grad", False) else backwards.returned
+        try:
+            return run(outputs, args, options)
+        except DivergenceError as error:
+            backwards.watch.told(error)
+            raise
+
+    with replaced(torch.autograd, "_engine_run_backward", run_backward):
+        try:
+            yield
+        finally:
+            backwards.accumulation.close()
+
+
+class _Backwards:
+    """Runs backwards, of which those inside others, as re-entrant checkpoints have them, are a part."""
+
+    def __init__(self, session: Session, original: Callable[..., Any]) -> None:
+        assert session.group is not None
+        assert session.watch is not None
+        assert session.replicate is not None
+        self._session = session
+        self._original = original
+        self.watch = session.watch
+        self._replicate = session.replicate
+        self._grads = Grads(session.group, session.leaves, session.watch, session.replicate)
+        self._pending: Pending | None = None
+        self._keeps = False
+        self._steady = Steady()
+        self._running: Sequence[Tensor] = ()
+        """What a steady backward reaches, while it runs."""
+        self.accumulation = Accumulation(session, self._replicate)
+        if session.plan.zero_lvl > 1 or not self._replicate.reduction.is_linear:
+            # To keep whole gradients for later is what such a level is there to avoid; and what a reduction makes of a
+            # sum, which is not the sum of what it makes, must not depend on when it is noticed that a loop accumulates.
+            self.accumulation.close()
+
+    def accumulate(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """``backward``: gradients are averaged when the outermost one ends."""
+        if self._session.is_probing:
+            raise NotByRowsError("runs a backward")
+        # Now: the graph is freed by the backward.
+        leaves = reached(outputs, args[3])
+        if not args[2] and self._may_be_steady() and (course := self._steady.begun(leaves)) is not None:
+            return self._again(course, leaves, outputs, args, options)
+        leaves = [leaf for leaf in leaves if leaf not in self._session.repeated]
+        if self._session.depth:
+            with self.accumulation.busy():
+                if self._running:
+                    self._pending, self._running = self._began(self._running), ()
+                if self._pending is not None:
+                    self._replicate.overlap.accumulates_inside(leaves)
+                    self._pending.expect(leaves)
+                elif self._keeps:
+                    self.accumulation.keep_inside(leaves)
+            with self._inside():
+                return self._original(outputs, *args, **options)
+        self._session.tell_weights(outputs, leaves)
+        if self._session.weights is not None:
+            for leaf in leaves:
+                self._session.weights.adopt(leaf)
+            self._session.weights.resident.begin()
+        if self.accumulation.keeps(leaves, create_graph=bool(args[2])):
+            return self._kept(leaves, outputs, args, options)
+        if (gradients := self._session.gradients) is None:
+            with self.accumulation.busy():
+                return self._averaged(leaves, outputs, args, options)
+        gradients.show(leaf for leaf in leaves if leaf._post_accumulate_grad_hooks)
+        with gradients.raw():
+            return self._averaged(leaves, outputs, args, options)
+
+    def _kept(
+        self, leaves: list[Tensor], outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """A backward after which gradients are this rank's own."""
+        gradients, hooks = self._session.terms.weighted(outputs, args[0], self._session.weight)
+        self.accumulation.keep(leaves)
+        self._keeps = True
+        try:
+            with self._inside(), self.accumulation.running():
+                result = self._original(outputs, gradients, *args[1:], **options)
+        except BaseException:
+            self.accumulation.failed()
+            raise
+        finally:
+            self._keeps = False
+            for hook in hooks:
+                hook.remove()
+        self.watch.step()
+        self._session.trained()
+        return result
+
+    def _may_be_steady(self) -> bool:
+        session = self._session
+        if session.depth or session.gradients is not None or self._replicate.overlap.may_start:
+            return False
+        return self.accumulation.is_idle
+
+    def _again(
+        self,
+        course: Course,
+        leaves: Sequence[Tensor],
+        outputs: Sequence[Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Any:
+        """As ``_averaged``, where all is as it was. See Note [Steady backwards]."""
+        session = self._session
+        session.tell_loss(outputs)
+        hooks: list[RemovableHandle] = []
+        gradients, weight = args[0], session.weight
+        if weight != 1.0 or session.terms.may_be_uneven:
+            gradients, hooks = session.terms.weighted(outputs, gradients, weight)
+        self._running = leaves
+        session.depth += 1
+        try:
+            result = self._original(outputs, gradients, *args[1:], **options)
+        except BaseException:
+            pending = self._pending or self._began(leaves)
+            self._pending = None
+            pending.undo()
+            pending.ran()
+            self.accumulation.failed()
+            raise
+        finally:
+            session.depth -= 1
+            self._running = ()
+            for hook in hooks:
+                hook.remove()
+        inner, self._pending = self._pending, None
+        found = course.gradients(leaves) if inner is None else None
+        differs = found is not None
+        if found is not None and self._replicate.reduce_again(course.layout, found, beside_one(session.position)):
+            session.began = session.began or "a backward ran"
+            session.trained()
+            return result
+        pending = inner or self._began(leaves)
+        pending.ran()
+        self._finish(pending, create_graph=False, differs=differs)
+        return result
+
+    def _began(self, leaves: Sequence[Tensor]) -> Pending:
+        pending = self.accumulation.pending()
+        pending.began(leaves)
+        return pending
+
+    def _averaged(
+        self, leaves: list[Tensor], outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """A backward whose gradients are averaged when it ends, with those that are owed."""
+        pending = self._pending = self.accumulation.pending()
+        hooks: list[RemovableHandle] = []
+        try:
+            pending.expect(leaves)
+            gradients, hooks = self._session.terms.weighted(outputs, args[0], self._session.weight)
+            if leaves and not args[2]:
+                self._replicate.start(pending)
+            with self._inside(), self.accumulation.running():
+                result = self._original(outputs, gradients, *args[1:], **options)
+        except BaseException:
+            self._replicate.overlap.abandon()
+            pending.undo()
+            self.accumulation.keep(pending.owed)
+            self.accumulation.failed(1 + pending.num_failed)
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._pending = None
+            pending.ran()
+        if not pending.leaves:
+            self.accumulation.failed(pending.num_failed)
+            return result
+        self._finish(pending, create_graph=bool(args[2]))
+        if self._replicate.settled is not None and pending.is_plain and self._may_be_steady() and not args[2]:
+            self._steady.note(pending.leaves, self._replicate.settled)
+        return result
+
+    def _finish(self, pending: Pending, *, create_graph: bool, differs: bool = False) -> None:
+        self._session.began = self._session.began or "a backward ran"
+        with torch.set_grad_enabled(create_graph):
+            if any(leaf.grad is not None and leaf.grad.requires_grad for leaf in pending.leaves):
+                self._grads.accumulated(pending)
+            else:
+                self._replicate.reduce(pending, differs=differs)
+            self.accumulation.reduced(pending)
+            pending.finish()
+            if self._session.gradients is not None:
+                self._session.gradients.keep_parts(pending.fresh)
+        if self._session.weights is not None:
+            self._session.weights.rest()
+        self._session.trained()
+
+    def returned(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """``torch.autograd.grad``: gradients of parameters are averaged, unless it is a part of a backward."""
+        inputs: Sequence[Any] = args[3]
+        if self._session.depth:
+            with self._inside():
+                return self._original(outputs, *args, **options)
+        shared = self._shared(outputs, inputs, args[0])
+        if not shared:
+            with self._inside():
+                return self._original(outputs, *args, **options)
+        self._session.began = self._session.began or "torch.autograd.grad was called"
+        hooks = Hooks()
+        weight = self._session.weight
+        try:
+            for i in shared:
+                hooks.keep_back(inputs[i])
+            with self._inside():
+                found = list(self._original(outputs, *_weighted(args, weight), **options))
+        finally:
+            hooks.put_back()
+        if weight not in (0, 1):
+            found = [g if g is None or i in shared else g / weight for i, g in enumerate(found)]
+        averages = self._grads.returned([inputs[i] for i in shared], [found[i] for i in shared], weight)
+        for i, average in zip(shared, averages, strict=True):
+            found[i] = None if average is None else run_hooks(inputs[i], average)
+        return tuple(found)
+
+    def _shared(self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Any]) -> list[int]:
+        """The places of those ``inputs`` whose gradients are averaged."""
+        if self._session.region is not None or self._session.is_probing:
+            # Inside a forward, of a block of its rows: an input of it that a later backward reaches is the rank's own.
+            own = [one for one in inputs if isinstance(one, Tensor) and one.is_leaf]
+            self._session.repeated.update(dict.fromkeys(o for o in own if not isinstance(o, torch.nn.Parameter)))
+            return []
+        if any(_is_batched(one) for one in (*inputs, *roots) if isinstance(one, Tensor)):
+            # Gradients per sample, as a rule: torch.func's, and is_grads_batched's.
+            plain = [_unwrapped(one) for one in inputs if isinstance(one, Tensor)]
+            self.watch.differentiated([one for one in plain if isinstance(one, torch.nn.Parameter)])
+            return []
+        if passes_gather(outputs):  # a block's part, times the number of ranks; and what is whole is its own average
+            return [i for i, one in enumerate(inputs) if isinstance(one, Tensor)]
+        session = self._session
+        session.tell_weights(outputs, [one for one in inputs if isinstance(one, Tensor) and one.is_leaf])
+        shared_out = session.passes.share is not None or session.plan.batches == "whole"
+        return [
+            i
+            for i, one in enumerate(inputs)
+            if isinstance(one, Tensor) and is_averaged(one, session.likeness(one), shared_out=shared_out)
+        ]
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._session.depth += 1
+        try:
+            yield
+        finally:
+            self._session.depth -= 1
+
+
+def _is_batched(one: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(one) or "Batched" in str(torch._C._dispatch_keys(one))
+
+
+def _unwrapped(one: Tensor) -> Tensor:
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(one):
+        one = functorch.get_unwrapped(one)
+    return one
+
+
+def _weighted(args: tuple[Any, ...], weight: float) -> tuple[Any, ...]:
+    if weight == 1.0:
+        return args
+    roots: Sequence[Tensor | None] = args[0]
+    return tuple(None if root is None else root * weight for root in roots), *args[1:]

@@ -1,0 +1,163 @@
+"""``Running``: the buckets of a backward that is under way, from leaf to average. See Note [Overlap]."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from lagom.errors import LagomError
+from lagom.gradients.averaging import real
+from lagom.gradients.reduction.buckets import Moving, Parting, land, land_parts, launch, launch_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lagom.collectives.group import Group
+    from lagom.gradients.reduction.buckets import Deal
+    from lagom.run_state.leaves import Leaves
+
+_MAX_MOVING = 2
+"""Buckets under way from which a backward that leaves only parts waits for the first of them."""
+_PATIENCE_S = 0.2
+"""In all of a backward that has waited in vain."""
+_NAP_S = 2e-4
+
+
+class Parts(Protocol):
+    """Takes this rank's parts of averages, and leaves leaves without gradients; with ``zero_lvl=2``."""
+
+    def dealt(self, leaves: Sequence[torch.Tensor]) -> Deal | None:
+        """Which rank needs which part of their averages; None where one of them is to be whole."""
+
+    def keep_part_early(self, leaf: torch.Tensor) -> None:
+        """Of an average that is whole, in a backward that still runs and may yet fail."""
+
+    def take_part_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
+        """As it came; None where this rank needs nothing of it."""
+
+
+class Running:
+    """The buckets of one backward."""
+
+    def __init__(self, group: Group, leaves: Leaves, buckets: Sequence[Sequence[int]]) -> None:
+        self.missing: list[torch.Tensor] = []
+        """Leaves that got no gradient; they have zeros for one."""
+        self.moving: list[Moving | Parting | None] = []
+        """None for those that have landed already."""
+        self.is_launching = False
+        self._early: set[int] = set()
+        self._parts: Parts | None = None
+        self._deals: Mapping[int, Deal] = {}
+        self._num_landed = 0
+        self._patience_s = _PATIENCE_S
+        self._group = group
+        found = [[leaves.tensor(number) for number in bucket] for bucket in buckets]
+        self._buckets = [[leaf for leaf in bucket if leaf is not None] for bucket in found]
+        self._place = {id(leaf): i for i, bucket in enumerate(self._buckets) for leaf in bucket}
+        self._num_left = [len(bucket) for bucket in self._buckets]
+        self._handles: list[Any] = [
+            leaf.register_post_accumulate_grad_hook(self._ready) for bucket in self._buckets for leaf in bucket
+        ]
+
+    def has(self, leaf: torch.Tensor) -> bool:
+        """Whether ``leaf``'s gradient travels in a bucket."""
+        return id(leaf) in self._place
+
+    def hold_back(self, leaves: Sequence[torch.Tensor]) -> None:
+        """``leaves`` have not got all of their gradient until the backward ends."""
+        for leaf in leaves:
+            place = self._place.get(id(leaf))
+            if place is not None:
+                if place < len(self.moving):
+                    raise LagomError(
+                        "a checkpoint with use_reentrant=True adds to a gradient that is being averaged already; "
+                        "use use_reentrant=False, for the forwards of this program from the first one on"
+                    )
+                self._num_left[place] = len(self._place) + 1
+
+    def part_early(self, plain: set[int], parts: Parts, deals: Mapping[int, Deal]) -> None:
+        """Give ``parts`` the leaves of buckets that have been summed while the backward still runs.
+
+        Args:
+            plain: ids of leaves of which that may be done.
+            deals: of buckets of which each rank gets its part only.
+        """
+        self._early, self._parts, self._deals = plain, parts, deals
+
+    def finish(self) -> None:
+        """Launch what has not been."""
+        for handle in self._handles:
+            handle.remove()
+        self._launch(len(self._buckets))
+
+    def land(self, without: set[int]) -> None:
+        """Wait for all; gradients are averages then, and those ``without`` one, by the ids of leaves, None."""
+        for moving, bucket in zip(self.moving, self._buckets, strict=True):
+            if moving is not None:
+                self._land(moving, bucket, without)
+        for leaf in self.missing:
+            if id(leaf) in without:
+                leaf.grad = None
+
+    def _land(self, moving: Moving | Parting, bucket: Sequence[torch.Tensor], without: set[int]) -> None:
+        if isinstance(moving, Moving):
+            land(moving, self._group.wait, self._group.world_size)
+            return
+        assert self._parts is not None
+        for leaf, part in zip(bucket, land_parts(moving, self._group.wait, len(bucket)), strict=True):
+            if id(leaf) not in without:
+                self._parts.take_part_early(leaf, part)
+
+    def _ready(self, leaf: torch.Tensor) -> None:
+        self._num_left[self._place[id(leaf)]] -= 1
+        ready = len(self.moving)
+        while ready < len(self._buckets) and self._num_left[ready] <= 0:
+            ready += 1
+        self._launch(ready)
+        self._land_what_is_there()
+
+    @torch.no_grad()
+    def _land_what_is_there(self) -> None:
+        while self._parts is not None and self._num_landed < len(self.moving):
+            moving, bucket = self.moving[self._num_landed], self._buckets[self._num_landed]
+            if moving is None or not all(id(leaf) in self._early for leaf in bucket):
+                return
+            if not moving.work.is_completed() and not self._may_wait(moving):
+                return
+            self._land(moving, bucket, set())
+            for leaf in bucket if isinstance(moving, Moving) else ():
+                self._parts.keep_part_early(leaf)
+            self.moving[self._num_landed] = moving = None
+            self._num_landed += 1
+
+    def _may_wait(self, moving: Moving | Parting) -> bool:
+        """Wait for ``moving`` where too much is under way, but not for long; whether it has come."""
+        if len(self.moving) - self._num_landed <= _MAX_MOVING:
+            return False
+        # Another rank may send its part only after an exchange that this one comes to later.
+        deadline = time.monotonic() + self._patience_s
+        while not moving.work.is_completed():
+            if time.monotonic() > deadline:
+                self._patience_s = 0.0
+                return False
+            time.sleep(_NAP_S)
+        return True
+
+    @torch.no_grad()
+    def _launch(self, end: int) -> None:
+        self.is_launching = True
+        for bucket in self._buckets[len(self.moving) : end]:
+            for leaf in bucket:
+                if leaf.grad is None:
+                    leaf.grad = torch.zeros_like(leaf)
+                    self.missing.append(leaf)
+            gradients = [real(leaf.grad) for leaf in bucket if leaf.grad is not None]
+            deal = self._deals.get(len(self.moving))
+            if deal is None:
+                self.moving.append(launch(gradients, self._group.all_reduce_aside, self._group.world_size))
+            else:
+                reduce = self._group.reduce_parts_aside
+                self.moving.append(launch_parts(gradients, bucket, deal, self._group.rank, reduce))
+        self.is_launching = False

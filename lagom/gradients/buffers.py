@@ -1,0 +1,149 @@
+"""``Buffers``: those of the modules that are trained, over the ranks."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from lagom.gradients.checksum import checksums
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from torch import nn
+
+    from lagom.collectives.group import Group
+    from lagom.run_state.leaves import Leaves
+
+Key = tuple[int, str]
+"""The number of a parameter of the outermost module, and the buffer's path from there: equal on all ranks."""
+
+
+class Buffers:
+    """Finds buffers, and has those that lagom does not synchronise otherwise follow rank 0. See Note [Divergence]."""
+
+    def __init__(
+        self,
+        group: Group,
+        leaves: Leaves,
+        modules: Callable[[], Iterable[nn.Module]],
+        synchronised: Mapping[Any, None],
+    ) -> None:
+        self.strict: dict[Key, str] = {}
+        """What to call those that must be equal."""
+        self._group = group
+        self._leaves = leaves
+        self._modules = modules
+        self._synchronised = synchronised
+        self._owners: dict[Key, tuple[weakref.ref[nn.Module], str]] = {}
+        self._followers: dict[Key, tuple[weakref.ref[nn.Module], str]] = {}
+        self._seen: dict[Key, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._restless: set[Key] = set()
+        self._agreed: list[Key] | None = None
+
+    def find(self, trained: set[int]) -> None:
+        """Look for the buffers of outermost modules that have a trained parameter."""
+        self._owners.clear()
+        self.strict.clear()
+        for inside, number in self._roots(trained):
+            for path, module in inside:
+                owned = module.__dict__.get("_buffers") or {}
+                strict = any(b is not None and b in self._synchronised for b in owned.values())
+                for name in owned:
+                    key = (number, f"{path}.{name}" if path else name)
+                    self._owners[key] = (weakref.ref(module), name)
+                    if strict:
+                        self.strict[key] = f"{type(inside[0][1]).__name__}.{key[1]}"
+        self._followers = {key: owner for key, owner in self._owners.items() if key not in self.strict}
+
+    def values(self, everything: bool = False) -> dict[Key, tuple[str, int]]:
+        """Kind and checksum of buffers; without ``everything``, of those that should be equal by now."""
+        skipped = set() if everything else set(self.changed())
+        return checksums({key: b for key, b in _alive(self._owners) if key not in skipped})
+
+    def changed(self) -> list[Key]:
+        """Those that follow rank 0 and are no longer what they were."""
+        if self._agreed is not None or not self._followers:
+            return self._agreed or []
+        found = []
+        for key, buffer in _alive(self._followers):
+            seen = self._seen.get(key)
+            if seen is None or seen[0]() is not buffer or seen[1] != buffer._version or key in self._restless:
+                found.append(key)
+        return sorted(found)
+
+    def agree(self, rows: list[tuple[Mapping[Key, tuple[str, int]], list[Key]]], *, compare: bool) -> None:
+        """Settle on what to broadcast, from what all ranks have and what changed on any."""
+        common = {
+            key
+            for key in set.intersection(*(set(held) for held, _ in rows)) - set(self.strict)
+            if len({held[key][0] for held, _ in rows}) == 1
+        }
+        if compare:
+            changed = {key for _, row in rows for key in row}
+            different = {key for key in common if len({held[key][1] for held, _ in rows}) > 1}
+            self._restless |= different - changed
+        self._agreed = sorted(common & ({key for _, row in rows for key in row} | self._restless))
+        for key, buffer in _alive(self._followers):
+            self._seen[key] = (weakref.ref(buffer), buffer._version)
+
+    def follow(self) -> None:
+        """Make those that changed rank 0's; the same ones on all ranks."""
+        keys = set(self.changed()) if self._followers else None
+        self._agreed = None
+        if not keys:
+            return
+        found = [(key, buffer) for key, buffer in _alive(self._followers) if key in keys]
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for key, buffer in sorted(found, key=lambda pair: pair[0]):
+            self._seen[key] = (weakref.ref(buffer), buffer._version)
+            by_device.setdefault(buffer.device, []).append(buffer)
+        for buffers in by_device.values():
+            self._broadcast(buffers)
+
+    def _broadcast(self, buffers: list[torch.Tensor]) -> None:
+        parts = [b.detach().contiguous().view(-1).view(torch.uint8) for b in buffers]
+        flat = torch.cat(parts)
+        self._group.broadcast(flat)
+        if self._group.rank == 0:
+            return
+        for buffer, part in zip(buffers, torch.split(flat, [len(part) for part in parts]), strict=True):
+            # Through .data: a graph that is kept for another backward may hold the buffer, and its version.
+            buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+    def _roots(self, trained: set[int]) -> Iterator[tuple[list[tuple[str, nn.Module]], int]]:
+        """All that is inside an outermost module, by path, and the least number of a parameter there."""
+        modules = [module for module in self._modules() if module.__dict__.get("_modules") is not None]
+        inner = {id(child) for module in modules for child in module.__dict__["_modules"].values()}
+        for module in modules:
+            if id(module) in inner:
+                continue
+            inside = list(_walk(module))
+            parameters = [p for _, part in inside for p in part.__dict__.get("_parameters", {}).values()]
+            numbers = [number for p in parameters if p is not None and (number := self._leaves.known(p)) is not None]
+            if not trained.isdisjoint(numbers):
+                yield inside, min(numbers)
+
+
+def _walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As ``named_modules``, for modules that cannot be hashed as well."""
+    seen = set()
+    pending = [("", root)]
+    while pending:
+        path, module = pending.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield path, module
+            children = module.__dict__.get("_modules") or {}
+            pending += [(f"{path}.{name}" if path else name, c) for name, c in children.items() if c is not None]
+
+
+def _alive(owners: Mapping[Key, tuple[weakref.ref[nn.Module], str]]) -> Iterator[tuple[Key, torch.Tensor]]:
+    for key, (ref, name) in owners.items():
+        module = ref()
+        buffer = module.__dict__["_buffers"].get(name) if module is not None else None
+        if buffer is not None and buffer.layout == torch.strided and not is_lazy(buffer):
+            yield key, buffer

@@ -1,0 +1,77 @@
+"""Find losses that are no mean over the samples of a batch, of which shares cannot be averaged exactly."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from lagom.run_state.loss_terms import is_of_batch, nodes_below, nodes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.autograd.graph import Node
+
+_SUM = 2
+"""torch's number for ``reduction="sum"``."""
+_TRANSPARENT = ("AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0", "ViewBackward0", "SqueezeBackward0")
+"""Nodes between a backward's root and a sum that do not scale it."""
+
+
+def caveats(roots: Sequence[Any]) -> list[str]:
+    """Say what in the graph of ``roots`` a rank's share of a batch makes another number of than the batch.
+
+    Losses that compare samples with each other, or that are weighted by hand, do not show in a graph.
+    """
+    nodes = nodes_of(roots)
+    found = []
+    if any(_is_weighted(node) for node in nodes_below(nodes) if node.name().startswith("NllLoss")):
+        found.append(WEIGHTED)
+    if any(map(_is_sum, _unscaled(nodes))):
+        found.append(SUMMED)
+    return found
+
+
+def _is_weighted(node: Any) -> bool:
+    """Whether a negative log likelihood counts its targets unequally: classes have weights, or some are ignored.
+
+    Not told where this cannot be seen for nothing: by hooks for saved tensors (checkpoints) all is computed again.
+    """
+    if node._saved_reduction == 0 or _has_hook(node._raw_saved_total_weight) or _has_hook(node._raw_saved_target):
+        return False
+    with contextlib.suppress(RuntimeError):  # freed, by a backward before
+        return bool(node._saved_total_weight != node._saved_target.numel())
+    return False
+
+
+def _has_hook(saved: Any) -> bool:
+    return getattr(saved, "unpack_hook", "older torch does not tell") is not None
+
+
+def _unscaled(nodes: Iterable[Node | None]) -> list[Node]:
+    """The first nodes below ``nodes`` that do more than add up."""
+    found, pending = [], [node for node in nodes if node is not None]
+    while pending:
+        node = pending.pop()
+        if node.name() in _TRANSPARENT:
+            pending += [following for following, _ in node.next_functions if following is not None]
+        else:
+            found.append(node)
+    return found
+
+
+def _is_sum(node: Node) -> bool:
+    """Whether it sums up what a model gave for a batch."""
+    sums = node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM
+    return sums and any(map(is_of_batch, nodes_below([node])))
+
+
+WEIGHTED = (
+    "a loss is a mean with weights of its own (weights of classes, targets that are ignored, as padding is), which sum "
+    "up to something else on every rank: with batches='split' gradients are close to those of one process, not equal; "
+    "batches='whole' makes them so"
+)
+SUMMED = (
+    "a loss is a sum over a batch: with batches='split' each rank sums up its share, and the average over ranks is "
+    "smaller than the sum in one process by the number of ranks; take a mean, or batches='whole'"
+)

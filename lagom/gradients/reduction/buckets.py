@@ -1,0 +1,126 @@
+"""``Moving`` and ``Parting``: large gradients, each or a few together summed while something else goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lagom.gradients.reduction.layout import travelling
+from lagom.run_state.memory_layout import flat_like
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lagom.collectives.background import Work
+
+
+class Moving(NamedTuple):
+    """A bucket that is under way."""
+
+    work: Work
+    flat: torch.Tensor
+    gradients: list[torch.Tensor]
+    views: list[torch.Tensor] | None
+    """Of ``flat``; None where that is the gradient itself."""
+
+
+def launch(gradients: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tensor], Work], world_size: int) -> Moving:
+    """Begin to average ``gradients``, all of one type and device, in place; they are not to be used until landed."""
+    first = gradients[0]
+    dtype = travelling(first.dtype)
+    views = None
+    if len(gradients) == 1 and first.is_contiguous() and dtype == first.dtype and _is_sole_owner(first):
+        flat = first.view(-1)
+    else:
+        sizes = [gradient.numel() for gradient in gradients]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=first.device)
+        views = [part.view(g.shape) for part, g in zip(flat.split(sizes), gradients, strict=True)]
+        torch._foreach_copy_(views, list(gradients))
+    if flat.element_size() < 4:  # the sum of halves may not fit
+        flat.div_(world_size)
+    return Moving(all_reduce(flat), flat, list(gradients), views)
+
+
+def land(moving: Moving, wait: Callable[[Work], None], world_size: int) -> None:
+    """Wait until the gradients are averages."""
+    wait(moving.work)
+    if moving.flat.element_size() >= 4:
+        moving.flat.div_(world_size)
+    if moving.views is not None:
+        torch._foreach_copy_(moving.gradients, moving.views)
+
+
+class Deal(NamedTuple):
+    """Which rank needs which of the averages of a bucket."""
+
+    counts: list[int]
+    """Of numbers, by rank."""
+    pieces: list[tuple[int, int, int]]
+    """Place of a leaf in the bucket, first element and the one after the last; those of a rank one behind the other."""
+    own: list[tuple[int, int]]
+    """Place of a leaf, and how many of its elements: this rank's."""
+
+
+def dealt(parts: Sequence[Sequence[tuple[int, int, int]]], rank: int, world_size: int) -> Deal:
+    """Of each leaf's ``parts``, which are an owner, first element and the one after the last, and have all of it."""
+    pieces = sorted((owner, place, start, end) for place, row in enumerate(parts) for owner, start, end in row)
+    counts = [0] * world_size
+    for owner, _, start, end in pieces:
+        counts[owner] += end - start
+    own = [(place, end - start) for owner, place, start, end in pieces if owner == rank]
+    return Deal(counts, [piece[1:] for piece in pieces], own)
+
+
+class Parting(NamedTuple):
+    """A bucket that is under way, of whose averages each rank gets what it needs."""
+
+    work: Work
+    whole: torch.Tensor
+    out: torch.Tensor
+    """What this rank gets; in the memory of ``whole``, where it is all of it."""
+    deal: Deal
+
+
+def launch_parts(
+    gradients: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    deal: Deal,
+    rank: int,
+    reduce: Callable[[torch.Tensor, Sequence[int], torch.Tensor], Work],
+) -> Parting:
+    """Begin to average ``gradients`` of ``leaves``; they are not to be used any more, and may be anything."""
+    is_all = deal.counts[rank] == sum(deal.counts)
+    may_be_used = not is_all or _is_sole_owner(gradients[0])
+    lines = [flat_like(gradient, leaf) for gradient, leaf in zip(gradients, leaves, strict=True)]
+    in_order = len(lines) == 1 and [start for _, start, _ in deal.pieces] == sorted(x[1] for x in deal.pieces)
+    is_half = lines[0].element_size() < 4
+    if in_order and not is_half and may_be_used:
+        whole = lines[0]
+    else:
+        whole = torch.cat([lines[place][start:end] for place, start, end in deal.pieces])
+    if is_half:  # the sum of halves may not fit
+        whole.div_(len(deal.counts))
+    out = whole if is_all else whole.new_empty(deal.counts[rank])
+    return Parting(reduce(whole, deal.counts, out), whole, out, deal)
+
+
+def land_parts(moving: Parting, wait: Callable[[Work], None], num_leaves: int) -> list[torch.Tensor | None]:
+    """Wait for this rank's parts of the averages, by the place of the leaf."""
+    wait(moving.work)
+    if moving.out.element_size() >= 4:
+        moving.out.div_(len(moving.deal.counts))
+    found: list[torch.Tensor | None] = [None] * num_leaves
+    sizes = [size for _, size in moving.deal.own]
+    for (place, _), part in zip(moving.deal.own, moving.out.split(sizes) if sizes else (), strict=True):
+        found[place] = part
+    return found
+
+
+def _is_sole_owner(gradient: torch.Tensor) -> bool:
+    """Whether no other tensor has the same memory.
+
+    A leaf's gradient may be a view of one that the backward has yet to read, or share its memory with another leaf's.
+    """
+    storage = gradient.untyped_storage()  # one more that counts
+    return int(torch._C._storage_Use_Count(storage._cdata)) <= 2

@@ -1,0 +1,114 @@
+"""``Layout``: where the gradients of one backward travel, as long as the same leaves are reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lagom.collectives.agreement_exchange import Parcel, signature
+
+if TYPE_CHECKING:
+    from lagom.gradients.reduction.mean import Reduction
+
+ALONE = 1 << 20
+"""Bytes from which a gradient travels by itself, where it is: to copy it takes longer than another exchange."""
+TOGETHER = 4 << 20
+"""Bytes of smaller ones that make a bucket."""
+
+
+class Entry(NamedTuple):
+    """What the ranks must agree on for one gradient."""
+
+    number: int
+    dtype: torch.dtype
+    shape: torch.Size
+    sparse: bool
+    cuda: bool
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of one type that travel together."""
+
+    indices: list[int]
+
+
+class Layout:
+    """The place of each gradient: beside the signature, in a bucket, or, for sparse ones, by itself.
+
+    Args:
+        kind: what this is the exchange of.
+        entries: what is reached, in the order in which its gradients will be given.
+        room: bytes of gradients on the CPU that travel beside the signature.
+        reduction: what becomes of them; None for averages.
+    """
+
+    def __init__(self, kind: str, entries: list[Entry], room: int, reduction: Reduction | None = None) -> None:
+        as_type = travelling if reduction is None else reduction.travelling
+        self.reduction = reduction
+        self.entries = entries
+        self.numbers = [entry.number for entry in entries]
+        # Sorted: ranks may walk one graph in different orders.
+        self.order = sorted(range(len(entries)), key=self.numbers.__getitem__)
+        self.identity = repr((kind, [entries[i] for i in self.order])).encode()
+        self.signature = signature(self.identity)
+        self.is_new = True
+        self.unseen: list[int] = []
+        self.framed: list[int] = []
+        self.sparse: list[int] = []
+        rest: dict[tuple[bool, torch.dtype], list[int]] = {}
+        for i in self.order:
+            entry = entries[i]
+            size = entry.shape.numel() * as_type(entry.dtype).itemsize
+            is_apart = entry.cuda or (reduction is not None and reduction.is_apart(entry))
+            if entry.sparse:
+                self.sparse.append(i)
+            elif not is_apart and size <= room:
+                self.framed.append(i)
+                room -= size
+            else:
+                rest.setdefault((entry.cuda, entry.dtype), []).append(i)
+        self.parcel = Parcel([(as_type(entries[i].dtype), entries[i].shape) for i in self.framed])
+        self.framed_as_they_are = all(as_type(entries[i].dtype) == entries[i].dtype for i in self.framed)
+        """Whether what is beside the signature travels as the type that it has."""
+        # A backward comes to the last parameters first.
+        self.buckets = [bucket for part in rest.values() for bucket in _buckets(part[::-1], entries)]
+        on_cpu = [entries[i] for (cuda, _), part in rest.items() if not cuda for i in part]
+        self.on_cpu = sum(entry.shape.numel() * entry.dtype.itemsize for entry in on_cpu)
+        """Bytes of the buckets that are not on GPUs."""
+
+
+def travelling(dtype: torch.dtype) -> torch.dtype:
+    """The type as which gradients of ``dtype`` are sent: one that gloo and NCCL can add."""
+    return dtype if dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) else torch.float32
+
+
+def lies_plainly(one: torch.Tensor) -> bool:
+    """Whether the numbers of ``one`` are what is in the memory of this process, one behind the other."""
+    # Not what looks sparse: to ask a sparse tensor for its order in memory is an error.
+    return (
+        type(one) is torch.Tensor
+        and one.is_cpu
+        and one.layout is torch.strided
+        and one.is_contiguous()
+        and not one.is_neg()
+    )
+
+
+def _buckets(indices: list[int], entries: list[Entry]) -> list[Bucket]:
+    buckets: list[Bucket] = []
+    together: list[int] = []
+    num_bytes = 0
+    for i in indices:
+        size = entries[i].shape.numel() * entries[i].dtype.itemsize
+        if size >= ALONE:
+            buckets.append(Bucket([i]))
+            continue
+        together.append(i)
+        num_bytes += size
+        if num_bytes >= TOGETHER:
+            buckets.append(Bucket(together))
+            together, num_bytes = [], 0
+    return [*buckets, Bucket(together)] if together else buckets

@@ -1,0 +1,277 @@
+"""``Replicate``: every rank holds the whole model; the gradients of each backward are averaged over the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lagom.collectives.agreement_exchange import signature
+from lagom.collectives.plain_values import all_gather_values
+from lagom.errors import DivergenceError
+from lagom.gradients.averaging import Averager, real
+from lagom.gradients.initial_values import Verified
+from lagom.gradients.overlap import Overlap
+from lagom.gradients.reduction.layout import Entry, Layout
+from lagom.gradients.reduction.mean import Mean
+from lagom.run_state.leaves import Likeness
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from lagom.collectives.agreement_exchange import Frame
+    from lagom.collectives.group import Group
+    from lagom.gradients.backward_gradients import Pending
+    from lagom.gradients.bucket_pipeline import Running
+    from lagom.gradients.divergence import Watch
+    from lagom.gradients.reduction.mean import Reduction
+    from lagom.run_state.leaves import Leaves
+
+
+_BACKWARD = "a backward"
+_REST = "the end of a backward"
+_TAIL = 8
+"""Bytes at the end of a signature that may be what they stand for; those before them tell layouts apart."""
+
+
+class Reached(NamedTuple):
+    """The gradients of one backward on this rank, side by side with the numbers of their leaves."""
+
+    numbers: list[int]
+    gradients: list[torch.Tensor]
+
+
+class Replicate:
+    """Averages the gradients of the leaves that a backward reached.
+
+    See Note [Which gradients].
+
+    Args:
+        leaves: numbers the leaves.
+        watch: compares parameters now and then.
+        frame: the first exchange of each backward; of size 0 where gradients are on GPUs.
+        likeness: tells leaves that may be data.
+        name: what to call a leaf in an error.
+        reduction: what becomes of the gradients of backwards; the average if not given.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        leaves: Leaves,
+        watch: Watch,
+        frame: Frame,
+        likeness: Callable[[torch.Tensor], Likeness],
+        name: Callable[[torch.Tensor | None], str],
+        reduction: Reduction | None = None,
+    ) -> None:
+        self.reduction = reduction or Mean(group)
+        self._watch = watch
+        self._group = group
+        self._leaves = leaves
+        self._likeness = likeness
+        self._verified = Verified(group, leaves, name)
+        self._averager = Averager(group, frame, self._forget, self.reduction)
+        self.overlap = Overlap(group, leaves, watch, frame, allowed=self.reduction.overlaps)
+        self._inputs: set[int] = set()
+        self.settled: Layout | None = None
+        """Of the last reduction, where the ranks agreed at once."""
+
+    def start(self, pending: Pending) -> None:
+        """A backward is about to run, and the large ones among its gradients may travel while it does.
+
+        Raises:
+            DivergenceError: on all ranks, when they are at different places of the program.
+        """
+        known = [(self._leaves.known(leaf), leaf) for leaf in pending.leaves]
+        shared = [(-1 if n is None else n, leaf) for n, leaf in known if n not in self._verified.local]
+        plain = [leaf for leaf in pending.fresh if not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)]
+        self.overlap.start([n for n, _ in shared], [leaf for _, leaf in shared], plain)
+
+    @torch.no_grad()
+    def reduce(self, pending: Pending, *, differs: bool = False) -> None:
+        """Average ``leaf.grad`` over the ranks, in place; a collective unless nothing was reached.
+
+        Args:
+            differs: the ranks have tried (``reduce_again``), and do not agree on what there is.
+
+        Raises:
+            DivergenceError: on all ranks, when a leaf had other values on other ranks at its first backward, or
+                parameters differ since.
+        """
+        self.settled = None
+        running = self.overlap.end()
+        reached = Reached([], [])
+        for leaf in pending.leaves:
+            if leaf.grad is not None and not (running is not None and running.has(leaf)):
+                number = self._leaves.known(leaf)
+                if number is None:
+                    number = self._number(leaf)
+                if number not in self._verified.local:
+                    reached.numbers.append(number)
+                    reached.gradients.append(real(_resolved(leaf)))
+        if running is not None:
+            self._watch.step()
+            self._reduce_rest(reached, running, pending)
+        elif reached.numbers:
+            if not differs:
+                self._watch.step()
+            kind, tries = _place(_BACKWARD, pending), 0
+            while reached.numbers and (differs or not self.average(kind, reached, pending.besides)):
+                reached, differs, tries = self._union(kind, reached, pending), False, tries + 1
+            if reached.numbers:
+                pending.agreed()
+                layout = self._averager.layout(kind, *reached)
+                self.overlap.agreed(layout)
+                self.settled = layout if not tries else None
+
+    def reduce_again(self, layout: Layout, gradients: Sequence[torch.Tensor], besides: bytes) -> bool:
+        """As ``reduce``, of what a reduction before had; False where the ranks do not agree, and have still to.
+
+        Args:
+            gradients: they lie plainly in memory.
+        """
+        self._watch.step()
+        if not self._averager.average(layout, gradients, self._signature(layout, besides), lie_plainly=True):
+            return False
+        self._watch.agreed()
+        return True
+
+    def _reduce_rest(self, reached: Reached, running: Running, pending: Pending) -> None:
+        """What did not travel during the backward."""
+        missing = sorted(self._leaves.number(leaf) for leaf in running.missing)
+        kind = _place(_REST, pending)
+        while not self.average(kind, reached, pending.besides + (repr(missing).encode() if missing else b"")):
+            reached = self._union(kind, reached, pending)
+            everywhere = map(set, all_gather_values(self._group, missing))
+            missing = sorted(set.intersection(*everywhere))
+        pending.agreed()
+        running.land({id(leaf) for leaf in running.missing if self._leaves.known(leaf) in missing})
+
+    def average(self, kind: str, reached: Reached, besides: bytes = b"", *, averages: bool = False) -> bool:
+        """Reduce in place, if all ranks mean the same ``kind`` of exchange and reached the same.
+
+        Args:
+            besides: what else must be equal.
+            averages: average, whatever the reduction is.
+        """
+        layout = self._averager.layout(kind, *reached, averages=averages)
+        if layout.is_new:
+            layout.unseen = self._verified.without(layout.numbers)
+        if not self._averager.average(layout, reached.gradients, self._signature(layout, besides)):
+            return False
+        if layout.is_new:
+            self._verified.add(layout.unseen)
+            self._watch.trained(number for number in layout.numbers if number >= 0)
+            layout.unseen, layout.is_new = [], False
+        self._watch.agreed()
+        return True
+
+    def tell_by(self, digest: Callable[[torch.Tensor], bytes]) -> None:
+        """Have ``digest`` tell the values of leaves that are reached for the first time."""
+        self._verified.digest = digest
+
+    def keeps_own(self, leaf: torch.Tensor) -> bool:
+        """Whether ``leaf`` is data, whose gradient is not averaged."""
+        return self._leaves.known(leaf) in self._verified.local
+
+    def verify(self, numbers: Iterable[int]) -> None:
+        """Make sure that leaves which are seen for the first time are equal on all ranks; a collective if any is."""
+        self._verified.verify(self._verified.without(numbers), set())
+
+    def _number(self, leaf: torch.Tensor) -> int:
+        number = self._leaves.created(leaf)
+        likeness = self._likeness(leaf)
+        if likeness is Likeness.ROWS:
+            self._inputs.add(number)
+        elif likeness is Likeness.SHAPE:
+            self._verified.local.add(number)
+        return number
+
+    def _forget(self) -> None:
+        self.reduction.forget(lambda number: self._leaves.tensor(number) is not None)
+        for numbers in (self._watch.reached, self._verified.local, self._inputs):
+            numbers.intersection_update([number for number in numbers if self._leaves.tensor(number) is not None])
+
+    def _signature(self, layout: Layout, besides: bytes) -> bytes:
+        if layout.unseen:
+            layout.unseen = self._verified.without(layout.unseen)
+        besides += self._watch.identity(layout.numbers, new=layout.is_new)
+        if not (layout.unseen or besides):
+            return layout.signature
+        if not layout.unseen and len(besides) <= _TAIL:  # which batch it is, as a rule; hashing takes longer
+            return layout.signature[:-_TAIL] + besides.ljust(_TAIL)
+        digest = self._verified.digest
+        unseen = [self._leaves.tensor(number) for number in sorted(layout.unseen)]
+        return signature(layout.signature + besides + b"".join(digest(leaf) for leaf in unseen if leaf is not None))
+
+    def _union(self, kind: str, reached: Reached, pending: Pending) -> Reached:
+        """Agree on what any rank reached; what this one did not reach counts as zero and gets the result."""
+        self._watch.meet(kind + _told(pending.batches))
+        layout = self._averager.layout(kind, *reached)
+        mine = pending.habits, [(entry, entry.number in self._inputs) for entry in layout.entries]
+        parts = all_gather_values(self._group, mine)
+        rows = [[(Entry(*entry), is_input) for entry, is_input in row] for _, row in parts]
+        if len({habits for habits, _ in parts}) > 1:
+            pending.differed()
+        entries: dict[int, list[Entry]] = {}
+        inputs: dict[int, list[bool]] = {}
+        for row in rows:
+            for entry, is_input in row:
+                entries.setdefault(entry.number, []).append(entry)
+                inputs.setdefault(entry.number, []).append(is_input)
+        numbers = sorted(entries)
+        world_size = self._group.world_size
+        maybe_local = {n for n in numbers if len(inputs[n]) == world_size and all(inputs[n])}
+        self._verified.verify(self._verified.without(numbers), maybe_local)
+        numbers = [n for n in numbers if n not in self._verified.local]
+        return Reached(numbers, [self._gradient(n, entries[n], pending) for n in numbers])
+
+    def _gradient(self, number: int, entries: list[Entry], pending: Pending) -> torch.Tensor:
+        leaf = self._leaves.tensor(number)
+        if leaf is None:
+            raise DivergenceError(f"a tensor that other ranks train (number {number}) is gone on this rank")
+        pending.expect([leaf])
+        dense = not all(entry.sparse for entry in entries)
+        if leaf.grad is None:
+            leaf.grad = torch.zeros_like(leaf) if dense else torch.zeros_like(leaf, layout=torch.sparse_coo)
+        elif dense and leaf.grad.is_sparse:
+            leaf.grad = leaf.grad.to_dense()
+        return real(leaf.grad)
+
+
+def _resolved(leaf: torch.Tensor) -> torch.Tensor:
+    """Its gradient, whose memory has the numbers themselves, and not their negatives or conjugates."""
+    assert leaf.grad is not None
+    if leaf.grad.is_neg() or leaf.grad.is_conj():
+        leaf.grad = leaf.grad.resolve_conj().resolve_neg()
+    return leaf.grad
+
+
+def _place(kind: str, pending: Pending) -> str:
+    number = pending.num_backwards
+    if number > 1:
+        kind += f", the {number}. one since gradients were used"
+    return f"{kind} after {pending.num_failed} that failed" if pending.num_failed else kind
+
+
+def _told(batches: Sequence[int | None]) -> str:
+    known = [str(batch) for batch in batches if batch is not None]
+    return f" on batch {', '.join(known)} of a pass" if known else ""
+
+
+# Note [Which gradients]
+#
+# Ranks may reach different leaves: a branch on the data, a mixture of experts. Two experts of one shape must
+# never be mixed, so the ranks agree on the set in each backward, at no cost: each gives all others a signature of
+# its set and, in the same message, its first gradients. When all signatures are equal, the gradients that came with
+# them are added, and the rest follows in buckets. Otherwise nothing has been written back yet; the ranks exchange
+# their sets and reduce the union, in the order of the leaves' numbers.
+#
+# A leaf that is reached for the first time has a checksum of its values in the signature as well: training
+# from different initial values would go wrong silently.
+#
+# What is averaged is what one backward adds; see Note [Hooks of leaves]. A plain tensor whose rows are this rank's
+# samples and whose values differ between the ranks is data (the input of an adversarial attack), and its gradient
+# stays the rank's own. So is one with the very shape of a tensor of the batch, as a perturbation of it has, which
+# begins as zeros on all ranks.

@@ -1,0 +1,257 @@
+"""A Spark executor's part in a run: ground, link to the driver, ranks, and their outcomes as rows."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import platform
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lagom.errors import PlanError, RankError
+from lagom.host.descendants import adopt, end_descendants, fork_host
+from lagom.host.rank_host import hold
+from lagom.host.workspace import ground, pack_files, sweep
+from lagom.monitor.stalls import ranks_of
+from lagom.wire.client import Link, Message, deliver, dial
+from lagom.wire.failure_text import failure_text
+from lagom.wire.rendezvous import Stopped
+from lagom.wire.server import anonymous_file
+from lagom.wire.spec import Spec
+from lagom.worker.network_interfaces import own_address
+from lagom.worker.process_tree import children
+
+_DIAL_S = 1.0
+_INLINE = 8 << 20  # bytes; larger outcomes go beside Spark's results, which have to fit the driver's heap
+_PART = 4 << 20  # bytes of a row
+_MAX_FAILURE = 1 << 20  # bytes of an exception that rides in an error text
+_MAX_TIMELINE = 1 << 16  # of a timeline: Spark logs such a text, and a long one several times
+
+
+def attend(spec: Spec) -> Iterator[Any]:
+    """Hold this task's ranks, in a process of their own; gives the rows with what became of them.
+
+    Raises:
+        RuntimeError: with the first failure in its text, when the driver could not be told of it otherwise.
+    """
+    from pyspark import BarrierTaskContext, TaskContext
+
+    context: Any = BarrierTaskContext.get() if spec.plan.barrier else TaskContext.get()
+    _check(spec, context)
+    ranks = _ranks(spec, context.partitionId())
+    with contextlib.ExitStack() as files:
+        names = [f"outcome-{rank}" for rank in ranks] + ["files"] * (0 in ranks)
+        fds = {name: anonymous_file(name) for name in (*names, "told")}
+        for fd in fds.values():
+            files.callback(os.close, fd)
+        ended = _run_below(lambda: _tell(fds["told"], spec, context, fds))
+        told = pickle.loads(os.pread(fds["told"], os.fstat(fds["told"]).st_size, 0) or pickle.dumps(None))
+        if isinstance(told, BaseException):
+            raise told
+        if told is None:  # it was killed; the driver sees that by itself, where it was linked
+            raise RankError(f"the process that held {ranks_of(ranks)} on {platform.node()} {ended}", ranks[0])
+        parts = [_Part(rank, name, fds[file], report) for rank, name, file, report in told]
+        return _rows(parts, files.pop_all())
+
+
+def _ranks(spec: Spec, task: int) -> Sequence[int]:
+    first = task * spec.plan.ranks_per_slot
+    return range(first, min(first + spec.plan.ranks_per_slot, spec.plan.world_size))
+
+
+def _run_below(function: Callable[[], None]) -> str:
+    """Run ``function`` in a host process; returns how that ended. See Note [Descendants] in descendants.py."""
+    before = children(os.getpid())
+    adopt(True)
+    try:
+        pid = fork_host(function)
+        _, status = os.waitpid(pid, 0)
+        if status != 0:
+            end_descendants(before)
+            sweep()
+        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "ended"
+    finally:
+        adopt(False)
+
+
+def _tell(told_fd: int, spec: Spec, context: Any, fds: Mapping[str, int]) -> None:
+    """Leave in ``told_fd`` which files there are now, with what is to be said of them, or what is to be raised."""
+    told: Any
+    task = context.partitionId()
+    link = None
+    try:
+        if spec.address is not None:
+            link = dial(spec.address, spec.secret, {"purpose": "task", "task": task}, _DIAL_S, spec.certificate)
+        if link is not None:
+            os.pwrite(told_fd, pickle.dumps([]), 0)
+        told = _attend(spec, task, context, link, fds)
+    except Stopped:
+        told = []
+    except Exception as error:
+        told = error
+        if link is not None:
+            told = []
+            with contextlib.suppress(OSError):
+                link.send({"type": "lost", "message": f"{type(error).__name__}: {error}"})
+    finally:
+        if link is not None:
+            link.close()
+    os.ftruncate(told_fd, 0)
+    os.pwrite(told_fd, pickle.dumps(told), 0)
+
+
+_Told = tuple[int, str, str, "Message"]
+"""Rank, what it is for the driver, the name of the file, and what is said of it."""
+
+
+def _attend(spec: Spec, task: int, context: Any, link: Link | None, fds: Mapping[str, int]) -> list[_Told]:
+    ranks = _ranks(spec, task)
+    gather = (lambda text: context.allGather(text)) if spec.plan.barrier else None
+    outcomes = [fds[f"outcome-{rank}"] for rank in ranks]
+    ip = link.socket.getsockname()[0] if link else context.getTaskInfos()[task].address.rsplit(":", 1)[0]
+    ip = own_address(ip, spec.env)
+    with ground(spec) as place:
+        reports = hold(spec, task, place, link, gather, outcomes, ip, _gpus(spec, context))
+        failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
+        # A driver that has a link to this task ends the run itself, and quietly: a task that raises fills Spark's log,
+        # and what other tasks have to tell, which may be the cause, would be lost with the job.
+        if failed and link is None:
+            raise RuntimeError(_as_text(failed[0], outcomes[failed[0]["rank"] - ranks[0]], reports))
+        found = [(rank, "outcome", f"outcome-{rank}", report) for rank, report in zip(ranks, reports, strict=True)]
+        if 0 in ranks and pack_files(place, fds["files"]):
+            found.append((0, "files", "files", {}))
+        told = [(rank, name, file, _delivered(spec, rank, name, fds[file], said)) for rank, name, file, said in found]
+        if link is not None:
+            link.send({"type": "done", "reports": reports})
+        return told
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A file that goes to the driver, and what is said of it; a report with a digest has gone there already."""
+
+    rank: int
+    name: str
+    fd: int
+    report: Message
+
+
+def _as_text(report: Message, fd: int, reports: Sequence[Message]) -> str:
+    size = os.fstat(fd).st_size
+    error = os.pread(fd, size, 0) if size <= _MAX_FAILURE else b""
+    summary = {key: report[key] for key in report if key != "traceback"} | {"traceback": report["traceback"][-20_000:]}
+    if "output" in summary:
+        summary["output"] = [said for said in summary["output"] if said["type"] not in ("timeline", "picture")]
+    told = failure_text(json.dumps(summary), error, json.dumps(_that_fit(reports)))
+    return f"rank {report['rank']}: {report['error']}: {report['message']}\n{told}"
+
+
+def _that_fit(reports: Sequence[Message]) -> list[Message]:
+    """Of the ranks' timelines what a text has room for, the latest first: there is seen how a run came to its end."""
+    of_ranks = [[said for said in one.get("output", []) if said["type"] == "timeline"] for one in reports]
+    found: list[Message] = []
+    left = _MAX_TIMELINE
+    for blocks in itertools.zip_longest(*map(reversed, of_ranks)):
+        for block in blocks:
+            if block is not None and len(block["data"]) <= left:
+                found.insert(0, block)
+                left -= len(block["data"])
+    return found
+
+
+def _delivered(spec: Spec, rank: int, name: str, fd: int, report: Message) -> Message:
+    """``report``, with the digest of the file when it is large and the driver has taken it beside the job."""
+    if os.fstat(fd).st_size <= _INLINE or spec.address is None:
+        return report
+    digest = deliver(spec.address, spec.secret, f"{name}-{rank}", fd, 60.0, spec.certificate)
+    return report if digest is None else report | {"sha256": digest}
+
+
+def _rows(parts: Sequence[_Part], files: contextlib.ExitStack) -> Iterator[Any]:
+    """What Spark takes home, a piece at a time; ``files`` closes what it is read from."""
+    with files:
+        for part in parts:
+            size = 0 if "sha256" in part.report else os.fstat(part.fd).st_size
+            for number in range(max(1, -(-size // _PART))):
+                data = os.pread(part.fd, _PART, number * _PART) if size else b""
+                yield _row(part.rank, part.name, number, data, part.report if number == 0 else {})
+
+
+def _row(rank: int, name: str, part: int, data: bytes, report: Message) -> Any:
+    import pyarrow
+
+    columns = {"rank": [rank], "name": [name], "part": [part], "data": [data], "report": [json.dumps(report)]}
+    schema = pyarrow.schema(
+        [
+            ("rank", pyarrow.int32()),
+            ("name", pyarrow.string()),
+            ("part", pyarrow.int32()),
+            ("data", pyarrow.binary()),
+            ("report", pyarrow.string()),
+        ]
+    )
+    return pyarrow.RecordBatch.from_pydict(columns, schema=schema)
+
+
+def _check(spec: Spec, context: Any) -> None:
+    python = ".".join(platform.python_version_tuple()[:2])
+    if python != spec.python:
+        raise PlanError(
+            f"the driver runs Python {spec.python}, this executor {python}; set PYSPARK_PYTHON to the same one"
+        )
+    try:
+        with _quiet_sockets():
+            import torch  # noqa: F401
+    except ImportError as error:
+        raise PlanError(
+            f"the executor on {platform.node()} has no torch ({error}); its Python is {sys.executable}: "
+            "install torch there, or set PYSPARK_PYTHON to a Python that has it"
+        ) from error
+    import lagom.host.preload  # noqa: F401  (once per Spark worker; the ranks forked from it have it)
+
+    if context.attemptNumber() > 0:
+        raise PlanError(
+            "this run failed before, and lagom does not start it again by itself: files may be half written"
+        )
+
+
+@contextlib.contextmanager
+def _quiet_sockets() -> Iterator[None]:
+    """Let torch read, as it does once, that it is not to warn of hosts without a name at every connection."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    chosen = os.environ.get(name)
+    os.environ.setdefault(name, "ERROR")
+    try:
+        yield
+    finally:
+        if chosen is None:
+            del os.environ[name]
+
+
+def _gpus(spec: Spec, context: Any) -> Sequence[str]:
+    """One GPU address per rank of this task, as CUDA_VISIBLE_DEVICES wants it."""
+    if not spec.plan.gpu:
+        return []
+    resources = context.resources()
+    addresses = list(resources["gpu"].addresses) if "gpu" in resources else []
+    if len(addresses) < spec.plan.ranks_per_slot:
+        raise PlanError(f"this task was to have {spec.plan.ranks_per_slot} GPUs, and Spark gave it {addresses}")
+    return [visible(address, os.environ.get("CUDA_VISIBLE_DEVICES", "")) for address in addresses]
+
+
+def visible(address: str, mask: str) -> str:
+    """``address`` as CUDA names it, where the executor sees only the devices of ``mask``.
+
+    Spark's addresses are indices (then into what the executor sees), UUIDs or MIG names (then good anywhere).
+    """
+    shown = [entry.strip() for entry in mask.split(",") if entry.strip()]
+    if re.fullmatch(r"\d+", address) and int(address) < len(shown) and address not in shown:
+        return shown[int(address)]
+    return address

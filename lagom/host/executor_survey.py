@@ -1,0 +1,126 @@
+"""``look_around``: what a Spark task's Python is, and which other hosts it reaches; needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lagom.errors import PlanError
+from lagom.worker.network_interfaces import interface_of, own_address
+
+_DIAL_S = 3.0
+_MAX_PEERS = 32
+"""Other hosts that a task dials: of many hosts each is dialled by some."""
+
+
+def look_around(driver: tuple[str, int] | None, barrier: bool, env: Mapping[str, str]) -> Iterator[Any]:
+    """A row of ``SURVEY_SCHEMA`` with the facts of this task, as JSON.
+
+    Args:
+        driver: where the driver listens; None where it has no address.
+        barrier: whether all tasks run at the same time, so that they can dial each other.
+        env: what the driver's program has set in its environment.
+    """
+    import pyarrow
+    from pyspark import BarrierTaskContext, TaskContext
+
+    context: Any = BarrierTaskContext.get() if barrier else TaskContext.get()
+    facts: dict[str, Any] = {
+        "task": context.partitionId(),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "torch": _version("torch"),
+        "numpy": _version("numpy"),
+    }
+    if barrier:
+        facts |= _reach(context, driver, env)
+    schema = pyarrow.schema([("task", pyarrow.int32()), ("facts", pyarrow.string())])
+    columns = {"task": [facts["task"]], "facts": [json.dumps(facts)]}
+    yield pyarrow.RecordBatch.from_pydict(columns, schema=schema)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _reach(context: Any, driver: tuple[str, int] | None, env: Mapping[str, str]) -> dict[str, Any]:
+    """Where this task can be reached, and the other hosts that it could not reach, with the reasons."""
+    ip, why, to_driver = None, "", None
+    listener = None
+    with contextlib.ExitStack() as stack:
+        try:
+            spark = context.getTaskInfos()[context.partitionId()].address.rsplit(":", 1)[0]
+            found, to_driver = _towards(driver)
+            ip = own_address(found or socket.gethostbyname(spark), env)
+            listener = stack.enter_context(socket.create_server((ip, 0), backlog=1024))
+            # Connections are taken in by the kernel; nobody needs to accept them.
+        except (OSError, PlanError) as error:
+            why = str(error)
+        address = list(listener.getsockname()[:2]) if listener is not None else None
+        mine = {"task": context.partitionId(), "host": socket.gethostname(), "address": address}
+        everyone = [json.loads(text) for text in context.allGather(json.dumps(mine))]
+        unreached = _dial_all(_others(mine, everyone))
+        context.allGather("")  # nobody hangs up before all have dialled
+    return {
+        "ip": ip,
+        "interface": interface_of(ip) if ip is not None else None,
+        "no_address": why,
+        "driver": to_driver,
+        "dialled": len(_others(mine, everyone)),
+        "unreached": unreached,
+    }
+
+
+def _towards(driver: tuple[str, int] | None) -> tuple[str | None, str | None]:
+    """This host's address as the driver sees it, and why the driver cannot be reached, "" where it can."""
+    if driver is None:
+        return None, None
+    try:
+        with socket.create_connection(driver, timeout=_DIAL_S) as connection:
+            return connection.getsockname()[0], ""
+    except OSError as error:
+        return None, str(error)
+
+
+def _others(mine: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Tasks to dial: the first on each other host, beginning with those that come after this one."""
+    ordered = sorted(everyone, key=lambda one: ((one["task"] - mine["task"]) % (len(everyone) * 2), one["task"]))
+    by_host: dict[str, Mapping[str, Any]] = {}
+    for one in ordered:
+        if one["host"] != mine["host"] and one["address"] is not None:
+            by_host.setdefault(one["host"], one)
+    return list(by_host.values())[:_MAX_PEERS]
+
+
+def _dial_all(peers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Those that do not answer, with the reason."""
+    failed: list[dict[str, Any]] = []
+
+    def dial(peer: Mapping[str, Any]) -> None:
+        host, port = peer["address"]
+        try:
+            with socket.create_connection((host, port), timeout=_DIAL_S):
+                pass
+        except OSError as error:
+            late = isinstance(error, TimeoutError)
+            why = f"no answer within {_DIAL_S:.0f} s" if late else os.strerror(error.errno or 0).lower()
+            failed.append({"host": peer["host"], "address": f"{host}:{port}", "why": why})
+
+    threads = [threading.Thread(target=dial, args=(peer,), daemon=True) for peer in peers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(failed, key=lambda one: str(one["host"]))

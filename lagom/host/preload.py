@@ -1,0 +1,13 @@
+"""Imports, in the process that ranks are forked from, of all that would cost every one of them time."""
+
+from __future__ import annotations
+
+import platform
+
+import torch._dynamo  # noqa: F401  (0.7 s, which an optimizer's first step would take in every rank)
+
+import lagom.worker.bootstrap  # noqa: F401
+from lagom.files.symbols import loaded, slots
+
+for library in loaded():
+    slots(library, platform.machine())  # torch's take 0.1 s to look through

@@ -1,0 +1,153 @@
+"""The process that holds the ranks of one task: forks them, carries what they say to the driver, ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import importlib.metadata
+import os
+import platform
+import socket
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lagom.host.supervisor import Forked, Watch
+from lagom.host.workspace import Ground
+from lagom.monitor.stalls import Pulse
+from lagom.wire.client import Link, Message
+from lagom.wire.rendezvous import meet
+from lagom.wire.server import anonymous_file
+from lagom.wire.spec import Seat, Spec
+from lagom.worker.rank_process import become
+
+
+def hold(
+    spec: Spec,
+    task: int,
+    ground: Ground,
+    link: Link | None,
+    gather: Callable[[str], Sequence[str]] | None,
+    outcome_fds: Sequence[int],
+    ip: str,
+    gpus: Sequence[str] = (),
+) -> list[Message]:
+    """Run the ranks of ``task`` to their end; returns a report for each, in rank order.
+
+    What each returned or raised is in its file of ``outcome_fds``. ``gpus`` are what their GPU masks become, in order.
+
+    Raises:
+        Stopped: the run ended before it began.
+        LinkClosed, PlanError: the ranks could not find together.
+    """
+    first = task * spec.plan.ranks_per_slot
+    ranks = range(first, min(first + spec.plan.ranks_per_slot, spec.plan.world_size))
+    with contextlib.ExitStack() as stack:
+        door = stack.enter_context(socket.socket()) if task == 0 else None
+        if door is not None:
+            door.bind((ip, 0))  # has the port, and lets nobody in yet
+        store = door.getsockname()[:2] if door is not None else None
+        table = meet(link, gather, _join(task, ranks, ground, ip, store, gpus), one_host=spec.plan.one_host)
+        if door is not None and table["store"] is not None:
+            door.listen(1024)
+        watch = Watch(link, spec.plan)
+        stack.callback(watch.end_all)
+        local_ranks = list[int]()
+        for rank, outcome_fd in zip(ranks, outcome_fds, strict=True):
+            gpu = gpus[rank - first] if gpus else None
+            store_fd = door.fileno() if door is not None and table["store"] is not None and rank == 0 else None
+            seat = _seat(table, rank, spec, ground, outcome_fd, store_fd, gpu)
+            watch.add(_fork(spec, seat, ground))
+            local_ranks.append(seat.local_rank)
+        reports = watch.until_over()
+        if spec.plan.rehearsal is not None:
+            return watch.with_unsaid(reports)
+        from lagom.files.settle import settle  # not before the ranks are over: it comes with torch
+
+        for problem in settle(ground.host_dir, ranks, local_ranks):
+            watch.say(f"[lagom] {problem}\n")
+        return watch.with_unsaid(reports)
+
+
+def _join(task: int, ranks: Sequence[int], ground: Ground, ip: str, store: Any, gpus: Sequence[str]) -> Message:
+    return {
+        "type": "join",
+        "task": task,
+        "ranks": list(ranks),
+        "host": ground.host,
+        "ip": ip,
+        "store": store,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "gpus": list(gpus[: len(ranks)]),
+        "torch": importlib.metadata.version("torch").split("+")[0],
+    }
+
+
+def _seat(
+    table: Message, rank: int, spec: Spec, ground: Ground, outcome_fd: int, store_fd: int | None, gpu: str | None
+) -> Seat:
+    own = table["ranks"][rank]
+    here = [other["rank"] for other in table["ranks"] if other["host"] == own["host"]]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    chosen = spec.env.get("OMP_NUM_THREADS", "").partition(",")[0]
+    alone = spec.whole_env and len(here) == 1  # then torch's own default, which a plain run has too
+    gpu, gpu_index = _visible(table, rank, here, gpu) if spec.plan.already_distributed else (gpu, 0)
+    return Seat(
+        rank=rank,
+        local_rank=here.index(rank),
+        local_world_size=len(here),
+        ip=own["ip"],
+        store=None if table["store"] is None else (table["store"][0], table["store"][1]),
+        store_fd=store_fd,
+        control_fd=-1,
+        outcome_fd=outcome_fd,
+        payload_fd=ground.payload_fd,
+        stacks_fd=None,
+        host_dir=str(ground.host_dir),
+        threads=int(chosen) if chosen.isdigit() else 0 if alone else max(1, cores // len(here)),
+        gpu=gpu,
+        gpu_index=gpu_index,
+        nccl=bool(table["nccl"]),
+        key=hmac.digest(spec.secret, f"ranks of {spec.run_id}".encode(), "sha256"),
+    )
+
+
+def _visible(table: Message, rank: int, here: Sequence[int], gpu: str | None) -> tuple[str | None, int]:
+    """The GPU mask of a program that is distributed already, and the index of the rank's own GPU in it.
+
+    Such a program takes the device that LOCAL_RANK says, so sees the GPUs of all ranks of its host, in their order.
+    Not where ranks share them, nor parts of a GPU (MIG), of which a process can only see one.
+    """
+    masks = [str(table["ranks"][other]["gpu"]) for other in here]
+    if gpu is None or not table["nccl"] or any(mask.startswith("MIG") or "," in mask for mask in masks):
+        return gpu, 0
+    return ",".join(masks), here.index(rank)
+
+
+def _fork(spec: Spec, seat: Seat, ground: Ground) -> Forked:
+    ours, theirs = socket.socketpair()
+    out_read, out_write = os.pipe()
+    err_read, err_write = os.pipe()
+    stacks_fd = anonymous_file("stacks")
+    seat = dataclasses.replace(seat, control_fd=theirs.fileno(), stacks_fd=stacks_fd)
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads that the child will not have; it uses none of them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        become(spec, seat, ground, out_write, err_write, parent)
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)  # in both processes, for whichever comes first
+    theirs.close()
+    os.close(out_write)
+    os.close(err_write)
+    for fd in (out_read, err_read):
+        os.set_blocking(fd, False)
+    pidfd = None
+    if hasattr(os, "pidfd_open"):
+        with contextlib.suppress(OSError):
+            pidfd = os.pidfd_open(pid)
+    pulse = Pulse(spec.plan.stall_timeout_s)
+    return Forked(seat.rank, pid, pidfd, Link(ours), out_read, err_read, stacks_fd, pulse)

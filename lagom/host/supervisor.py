@@ -1,0 +1,327 @@
+"""``Watch``: a host process over its ranks: carries what they say to the driver, tells of their ends, ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lagom.host import oom_kills
+from lagom.host.descendants import end_rank, reap_adopted
+from lagom.monitor import stalls
+from lagom.monitor.stalls import Pulse
+from lagom.plan import Plan
+from lagom.wire.client import Link, LinkClosed, Message
+from lagom.wire.rendezvous import LEAVE_S, WRITE_S
+from lagom.worker import stack_dump
+
+_UNSAID = 200_000  # characters of output that travel with the results where no link carries them
+_TAIL = 8192  # bytes of a rank's last output that are kept for the report of its death
+_STOP_S = 1.0  # how long a failure waits for the driver to take it in
+_CONSEQUENCE_S = 3.0  # how long a lost connection waits for the failure that caused it to be told elsewhere
+_POLL_S = 0.02  # where the kernel does not tell of a child's end
+
+
+@dataclass(slots=True)
+class Forked:
+    """A forked rank, seen from its host process."""
+
+    rank: int
+    pid: int
+    pidfd: int | None
+    control: Link
+    stdout: int
+    stderr: int
+    stacks: int
+    """File for its stacks, and those of what it has started."""
+    pulse: Pulse
+    tail: bytearray = field(default_factory=bytearray)
+    report: Message | None = None
+    ended: bool = False
+
+
+class Watch:
+    """The loop of a host process over its ranks and its link to the driver."""
+
+    def __init__(self, link: Link | None, plan: Plan) -> None:
+        self._plan = plan
+        self._look_s = min([plan.stall_timeout_s / 4, *([plan.timeout_s / 4] if plan.timeout_s else []), 1.0])
+        self._ranks: list[Forked] = []
+        self._link = link
+        self._selector = selectors.DefaultSelector()
+        self._deadline: float | None = None
+        self._kills = oom_kills.num_kills()
+        self._blocks: dict[int, list[Message]] = {}
+        """What no link has carried, by rank; ``Spans`` bounds it."""
+        self.unsaid: list[Message] = []
+        """What rank 0 wrote while there was no link, to travel with the results."""
+        if link is not None:
+            self._selector.register(link, selectors.EVENT_READ, lambda: self._hear(link))
+
+    def add(self, rank: Forked) -> None:
+        """Watch ``rank`` too."""
+        self._ranks.append(rank)
+        self._selector.register(rank.control, selectors.EVENT_READ, lambda: self._listen(rank))
+        self._selector.register(rank.stdout, selectors.EVENT_READ, lambda: self._read(rank, "stdout"))
+        self._selector.register(rank.stderr, selectors.EVENT_READ, lambda: self._read(rank, "stderr"))
+        if rank.pidfd is not None:
+            self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
+
+    def until_over(self) -> list[Message]:
+        """Serve until every rank has ended, the driver says stop, or a failure has been told; then end what is left."""
+        while not all(rank.ended or _has_left(rank.report) for rank in self._ranks):
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                break
+            for key, _ in self._selector.select(self._patience()):
+                key.data()
+            if self._link is not None:
+                self._link.give_up_silent()
+                self._flush(self._link)
+            reap_adopted([rank.pid for rank in self._ranks])
+            for rank in self._ranks:
+                if rank.pidfd is None and not rank.ended:
+                    self._reap(rank)
+                if rank.report is None:
+                    self._feel(rank)
+        self.end_all()
+        return [rank.report or _stopped(rank.rank) for rank in self._ranks]
+
+    def with_unsaid(self, reports: Sequence[Message]) -> list[Message]:
+        """``reports``, rank 0's with its output, and each with its timeline, that no link has carried."""
+        found = []
+        for report in reports:
+            output = self.unsaid if report["rank"] == 0 else []
+            output = [*output, *self._blocks.get(report["rank"], [])]
+            found.append(report | {"output": output} if output else report)
+        return found
+
+    def end_all(self) -> None:
+        """End every rank with all its children, and take in what they said last."""
+        for rank in self._ranks:
+            self._kill(rank)
+            if not rank.ended:
+                with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGKILL)  # also where the kernel does not list children
+                    os.waitpid(rank.pid, 0)
+                rank.ended = True
+            if rank.control.fileno() >= 0:
+                self._drain(rank)
+                rank.control.close()
+                for fd in (rank.stdout, rank.stderr, rank.stacks, rank.pidfd):
+                    if fd is not None:
+                        os.close(fd)
+        self._selector.close()
+
+    def _patience(self) -> float | None:
+        if any(rank.pidfd is None for rank in self._ranks) or (self._link is not None and self._link.waiting()):
+            return _POLL_S
+        left = self._look_s if self._deadline is None else self._deadline - time.monotonic()
+        return max(0.0, min(left, self._look_s))
+
+    def _hear(self, link: Link) -> None:
+        try:
+            messages = link.poll()
+        except LinkClosed:  # the driver is gone, or has given this process up
+            self._selector.unregister(link)
+            self._link, self._deadline = None, 0.0
+            return
+        if any(message["type"] == "stop" for message in messages):
+            self._deadline = 0.0
+            self._tell({"type": "stopping"})  # what is left to do may take a while: files may have to be written
+
+    def _listen(self, rank: Forked) -> None:
+        try:
+            messages = rank.control.poll()
+        except LinkClosed:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(rank.control)
+            return
+        for message in messages:
+            if message["type"] == "outcome":
+                rank.report = message | {"rank": rank.rank}
+                if not message["ok"]:
+                    self._tell_failure(rank)
+            elif message["type"] == "doing":
+                rank.pulse.doing = message
+            elif message["type"] in ("timeline", "picture"):
+                self._keep_block(message | {"rank": rank.rank})
+            else:
+                rank.pulse.heard(int(message["ticks"]))
+                self._tell(message | {"rank": rank.rank})
+
+    def _feel(self, rank: Forked) -> None:
+        """See whether ``rank`` still gets anywhere."""
+        pulse, quiet_s = rank.pulse, rank.pulse.quiet_s
+        over = self._plan.timeout_s is not None and quiet_s >= self._plan.timeout_s
+        if not over and (pulse.stalls or quiet_s < pulse.patience_s):
+            return
+        now = {**self._doing(rank), "rank": rank.rank, "quiet_s": quiet_s}
+        if not pulse.stalls:
+            pulse.stalls = True
+            if self._link is not None:
+                self._tell(now | {"type": "stalled"})
+            else:
+                self.say(f"[lagom] {stalls.told({rank.rank: now}, self._plan.world_size)}\n")
+        if over:
+            rank.report = _stuck(rank, now)
+            self._tell_failure(rank)
+
+    def _doing(self, rank: Forked) -> Message:
+        """What ``rank`` said last of it; where it says nothing, as in C code that keeps Python to itself, its stack."""
+        pulse = rank.pulse
+        if pulse.doing is not None and time.monotonic() - pulse.heard_at < 2 * self._look_s + self._plan.hb_interval:
+            return {**pulse.doing, "state": stack_dump.state(rank.pid)}
+        state = stack_dump.state(rank.pid)
+        stack = "" if state else stack_dump.told(rank.pid, rank.stacks)
+        return {"stack": stack, "line": "", "waits": False, "state": state}
+
+    def _keep_block(self, block: Message) -> None:
+        if self._link is not None:
+            self._tell(block)
+        else:
+            self._blocks.setdefault(block["rank"], []).append(block)
+
+    def _read(self, rank: Forked, stream: str) -> bool:
+        fd = rank.stdout if stream == "stdout" else rank.stderr
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(fd)
+            return False
+        rank.tail = (rank.tail + data)[-_TAIL:]
+        rank.pulse.moved()
+        # latin-1 keeps every byte, also of a character that is cut in two here.
+        if rank.rank == 0:
+            self._show(stream, data.decode("latin-1"))
+        elif self._plan.keeps_logs:
+            self._tell({"type": "log", "rank": rank.rank, "stream": stream, "data": data.decode("latin-1")})
+        return True
+
+    def say(self, text: str) -> None:
+        """Show ``text`` to the user, on standard error."""
+        self._show("stderr", text.encode(errors="backslashreplace").decode("latin-1"))
+
+    def _show(self, stream: str, data: str) -> None:
+        message = {"type": "log", "rank": 0, "stream": stream, "data": data}
+        if self._link is not None:
+            self._tell(message)
+        elif sum(len(kept["data"]) for kept in self.unsaid) < _UNSAID:
+            self.unsaid.append(message)
+
+    def _reap(self, rank: Forked) -> None:
+        pid, status = os.waitpid(rank.pid, os.WNOHANG)
+        if pid == 0:
+            return
+        rank.ended = True
+        if rank.pidfd is not None:
+            self._selector.unregister(rank.pidfd)
+        self._drain(rank)
+        if rank.report is None:
+            rank.report = _died(rank, status, self._kills)
+            self._tell_failure(rank)
+        self._kill(rank)  # what it has left behind
+
+    def _kill(self, rank: Forked) -> None:
+        """End ``rank``, and what it has started."""
+        end_rank(rank.pid, [other.pid for other in self._ranks if not other.ended and other is not rank])
+
+    def _drain(self, rank: Forked) -> None:
+        with contextlib.suppress(OSError):
+            if rank.report is None:
+                self._listen(rank)
+        for stream in ("stdout", "stderr"):
+            with contextlib.suppress(OSError):
+                while self._read(rank, stream):
+                    pass
+
+    def _tell_failure(self, rank: Forked) -> None:
+        assert rank.report is not None
+        consequence = bool(rank.report.get("consequence"))
+        if _has_left(rank.report):
+            self._end_within(LEAVE_S)
+            return
+        if not consequence:
+            self._drain(rank)
+            self._tell(rank.report | {"type": "failed"}, sure=True)
+        alone = WRITE_S if rank.rank != 0 and "died" not in rank.report else 0.0
+        self._end_within(_CONSEQUENCE_S if consequence else (_STOP_S if self._link is not None else alone))
+
+    def _end_within(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
+    def _flush(self, link: Link) -> None:
+        try:
+            link.flush()
+        except LinkClosed:
+            self._link = None
+
+    def _tell(self, message: Message, sure: bool = False) -> None:
+        if self._link is None:
+            return
+        try:
+            if sure:
+                self._link.send(message)
+            else:
+                self._link.offer(message)
+        except LinkClosed:
+            self._link = None
+
+
+def _has_left(report: Message | None) -> bool:
+    """Whether the rank called ``sys.exit``."""
+    return report is not None and "exit" in report
+
+
+def _stopped(rank: int) -> Message:
+    return {"type": "outcome", "rank": rank, "ok": False, "stopped": True, "consequence": True}
+
+
+def _stuck(rank: Forked, now: Message) -> Message:
+    """The report of a rank that got nowhere for too long; it may only have waited for another."""
+    what = "waited for other ranks" if now["waits"] else "made no progress"
+    state = f"; {now['state']}" if now.get("state") else ""
+    at = f", at {now['line']}" if now["line"] else ""
+    if place := stalls.exchange(now):
+        missing = now.get("missing") or []
+        come = "have" if len(missing) > 1 else "has"
+        at = f" in {place}" + (f", to which {stalls.ranks_of(missing)} {come} not come" if missing else "") + at
+    return {
+        "type": "outcome",
+        "rank": rank.rank,
+        "ok": False,
+        "consequence": bool(now["waits"]),
+        "error": "StallError",
+        "message": f"rank {rank.rank} {what} for {now['quiet_s']:.0f} s{at}{state}",
+        "traceback": stalls.stack(now),
+    }
+
+
+def _died(rank: Forked, status: int, kills: Mapping[str, int]) -> Message:
+    """The report of a rank that ended without one."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        named = number in set(signal.Signals)  # the real-time signals are not
+        how = f"was killed by {signal.Signals(number).name if named else f'signal {number}'}"
+        if number == signal.SIGKILL:
+            how += oom_kills.told(kills, oom_kills.num_kills())
+    else:
+        how = f"ended by itself with exit status {os.WEXITSTATUS(status)} before the function returned"
+    tail = rank.tail.decode(errors="replace")
+    return {
+        "type": "outcome",
+        "rank": rank.rank,
+        "ok": False,
+        "consequence": False,
+        "died": how,
+        "error": "RankError",
+        "message": f"rank {rank.rank} {how}",
+        "traceback": f"its last output:\n{tail}" if tail.strip() else "it wrote nothing before",
+    }

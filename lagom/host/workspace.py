@@ -1,0 +1,165 @@
+"""What a host gives to the ranks on it: a folder of the run, the payload once, modules, a working directory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import os
+import shutil
+import socket
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lagom.wire.client import fetch
+from lagom.wire.server import anonymous_file
+from lagom.wire.spec import Spec
+
+_UNUSED_S = 7 * 24 * 3600.0  # after which a version of lagom that travelled here is removed
+_FETCH_S = 60.0  # without a byte
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ground:
+    """Where the ranks of one host stand."""
+
+    host_dir: Path
+    cwd: Path
+    scratch: bool
+    """``cwd`` is a folder of the run, not the driver's: what rank 0 writes there has to be sent home."""
+    payload_fd: int
+    sys_path: list[str]
+
+    @property
+    def host(self) -> str:
+        """Names this host among those of the run; containers that share no files are hosts of their own."""
+        stat = self.host_dir.stat()
+        return f"{socket.gethostname()}|{stat.st_dev}:{stat.st_ino}"
+
+
+@contextmanager
+def ground(spec: Spec, payload_fd: int | None = None) -> Iterator[Ground]:
+    """Prepare this host for ``spec``, together with other host processes of the run here; the last one clears up."""
+    with contextlib.ExitStack() as stack:
+        host_dir = stack.enter_context(_shared_folder(spec.run_id))
+        driver_here = payload_fd is not None or _is_drivers_host(spec)
+        if payload_fd is None:
+            payload_fd = _payload(spec, host_dir, driver_here)
+            stack.callback(os.close, payload_fd)
+        cwd = Path(spec.cwd)
+        scratch = not (driver_here and os.access(cwd, os.R_OK | os.X_OK))
+        if scratch:
+            cwd = host_dir / "files"
+            cwd.mkdir(exist_ok=True)
+        sys_path = list(spec.sys_path) if driver_here else [str(_modules(spec, host_dir))]
+        scratch = scratch and spec.plan.rehearsal is None  # whose files go nowhere
+        yield Ground(host_dir=host_dir, cwd=cwd, scratch=scratch, payload_fd=payload_fd, sys_path=sys_path)
+
+
+def sweep() -> None:
+    """Remove what runs have left here whose processes were all killed."""
+    for path in base_dir().glob("code-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _UNUSED_S:
+                shutil.rmtree(path, ignore_errors=True)
+    for path in base_dir().glob("run-*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(path / ".alive", os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def base_dir() -> Path:
+    """This user's folder for runs in progress; nobody else may enter it."""
+    path = Path(tempfile.gettempdir(), f"lagom-{os.getuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    stat = path.lstat()
+    if stat.st_uid != os.getuid() or stat.st_mode & 0o077 or path.is_symlink():
+        raise PermissionError(f"{path} belongs to somebody else or is open to others; remove it, or set TMPDIR")
+    return path
+
+
+def pack_files(ground: Ground, fd: int) -> bool:
+    """Put what was written under the scratch working directory into ``fd``, as a tar; False: there is nothing."""
+    if not ground.scratch or not any(ground.cwd.iterdir()):
+        return False
+    with os.fdopen(os.dup(fd), "wb") as file, tarfile.open(fileobj=file, mode="w|") as tar:
+        tar.add(ground.cwd, arcname=".")
+    return True
+
+
+@contextmanager
+def _shared_folder(run_id: str) -> Iterator[Path]:
+    sweep()
+    path = base_dir() / f"run-{run_id}"
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        try:
+            # Held shared by every host process of the run; whoever can hold it alone is the last.
+            lock = os.open(path / ".alive", os.O_RDWR | os.O_CREAT, 0o600)
+        except FileNotFoundError:  # another one cleared up in between
+            continue
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if path.exists() and (path / ".alive").exists():
+            break
+        os.close(lock)
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _is_drivers_host(spec: Spec) -> bool:
+    """Whether the driver's files are these files: only there does its process's own file open by this path."""
+    try:
+        with open(spec.token, "rb") as file:
+            return file.read(64).startswith(spec.run_id.encode())
+    except OSError:
+        return False
+
+
+def _payload(spec: Spec, host_dir: Path, driver_here: bool) -> int:
+    if spec.payload is not None:
+        fd = anonymous_file("payload")
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(spec.payload)
+        return fd
+    if driver_here:
+        with open(spec.token, "rb") as file:
+            path = file.read(4096).decode().split("\n")[1]
+        return os.open(path, os.O_RDWR)
+    path = str(host_dir / "payload")
+    with open(host_dir / ".payload-lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one host process fetches, the others find it there
+        if not os.path.exists(path):
+            if spec.address is None:
+                raise ConnectionError(
+                    "the data is too large to travel inside the job, and this host cannot reach the driver"
+                )
+            digest = spec.payload_sha256
+            fetch(spec.address, spec.secret, path + ".part", spec.payload_size, digest, _FETCH_S, spec.certificate)
+            os.replace(path + ".part", path)
+    return os.open(path, os.O_RDWR)
+
+
+def _modules(spec: Spec, host_dir: Path) -> Path:
+    path = host_dir / "modules"
+    with open(host_dir / ".modules-lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.mkdir()
+            if spec.modules_zip:
+                zipfile.ZipFile(io.BytesIO(spec.modules_zip)).extractall(path)
+    return path

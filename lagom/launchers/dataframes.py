@@ -1,0 +1,262 @@
+"""Spark DataFrames as data sets: written as Parquet by their cluster, once for each plan, or collected where small.
+
+See Note [DataFrames].
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import io
+import os
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from lagom.errors import DataError
+
+CACHE = "spark.lagom.cacheDir"
+"""The setting of a session that names the folder to write to; petastorm's will do as well."""
+_PETASTORMS = "petastorm.spark.converter.parentCacheDirUrl"
+_COLLECTED_BYTES = 64 << 20
+"""By Spark's estimate, of a frame that is collected where no folder is known that all hosts reach."""
+_KEPT = 4
+"""Frames whose files are kept for the next call."""
+_ROW_GROUP = 32 << 20
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def is_frame(value: object) -> bool:
+    """Whether it is a DataFrame of Spark's, classic or Connect."""
+    return any(
+        kind.__name__ == "DataFrame" and kind.__module__.startswith("pyspark.sql.") for kind in type(value).__mro__
+    )
+
+
+def handed_over(provided: Mapping[str, Any]) -> dict[str, Any]:
+    """``provided``, with something that ranks can make data sets of in place of DataFrames.
+
+    Raises:
+        ValueError: when a column cannot be a tensor.
+        DataError: when a frame is too large to be collected and there is no place to write it to.
+    """
+    found = dict(provided)
+    in_use: list[_Kept] = []
+    for name in ("train_set", "test_set"):
+        if is_frame(found.get(name)):
+            found[name] = _handed_over(found[name], name, in_use)
+    if "dataset" in found:
+        found["dataset"] = [found["train_set"], found["test_set"]]
+    return found
+
+
+def _handed_over(frame: Any, name: str, in_use: list[_Kept]) -> Any:
+    _check_types(frame, name)
+    folder = _folder(frame.sparkSession)
+    if folder is None:
+        return _collected(frame, name)
+    from lagom.data.parquet.dataframe_ref import Written
+
+    with _lock:
+        kept = _known(frame)
+        if kept is None:
+            kept = _Kept(frame, _inputs(frame), _write(frame, folder))
+        else:
+            _frames.remove(kept)
+        _frames.append(kept)
+        in_use.append(kept)
+        for old in [one for one in _frames if one not in in_use][: max(0, len(_frames) - _KEPT)]:
+            _frames.remove(old)
+            _delete(old.url)
+    return Written(kept.url)
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A frame whose files are there."""
+
+    frame: Any
+    inputs: list[tuple[str, int, int]] | None
+    url: str
+
+
+_frames: list[_Kept] = []
+"""By their last use."""
+_lock = threading.Lock()
+
+
+def _known(frame: Any) -> _Kept | None:
+    inputs = _inputs(frame)
+    for kept in _frames:
+        if _exists(kept.url) and (kept.frame is frame or (inputs and inputs == kept.inputs)):
+            with contextlib.suppress(Exception):  # of another session
+                if kept.inputs == inputs and kept.frame.sameSemantics(frame):
+                    return kept
+    return None
+
+
+def _inputs(frame: Any) -> list[tuple[str, int, int]]:
+    """The files that the frame is read from, with time and size where they are on this machine."""
+    found = []
+    for url in sorted(frame.inputFiles()):
+        parts = urlsplit(url)
+        time_ns, size = 0, 0
+        if parts.scheme in ("", "file"):
+            with contextlib.suppress(OSError):
+                stat = os.stat(parts.path)
+                time_ns, size = stat.st_mtime_ns, stat.st_size
+        found.append((url, time_ns, size))
+    return found
+
+
+def _folder(session: Any) -> str | None:
+    """Where to write; None where no place is known that all hosts see."""
+    for key in (CACHE, _PETASTORMS):
+        folder = session.conf.get(key, None)
+        if folder:
+            return str(folder).rstrip("/")
+    if str(session.conf.get("spark.master", "")).startswith("local"):
+        return _here()
+    return None
+
+
+_made_here: list[str] = []
+
+
+def _here() -> str:
+    if not _made_here:
+        _made_here.append(tempfile.mkdtemp(prefix="lagom-frames-"))
+    return f"file://{_made_here[0]}"
+
+
+def _write(frame: Any, folder: str) -> str:
+    url = f"{folder}/lagom-{uuid.uuid4().hex}"
+    frame.write.option("parquet.block.size", _ROW_GROUP).parquet(url)
+    return url
+
+
+def _collected(frame: Any, name: str) -> Any:
+    size = _estimate(frame)
+    if size is None or size > _COLLECTED_BYTES:
+        told = "of unknown size" if size is None else f"of {size >> 20} MB by Spark's estimate"
+        raise DataError(
+            f"{name} is a DataFrame {told}, and there is no folder known that driver and executors share: set "
+            f"spark.conf.set({CACHE!r}, url) to one, such as hdfs:///tmp/lagom or s3://bucket/lagom"
+        )
+    if not hasattr(frame, "toArrow"):
+        raise DataError(
+            f"{name} is a DataFrame of Spark 3.5, which cannot be collected, and no folder is known that driver and "
+            f"executors share: set spark.conf.set({CACHE!r}, url) to one, such as hdfs:///tmp/lagom"
+        )
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from lagom.data.parquet.dataframe_ref import Collected
+
+    sink = pa.BufferOutputStream()
+    table = frame.toArrow()
+    pq.write_table(table, sink, row_group_size=max(1, -(-len(table) // 32)), compression="none")
+    content = np.frombuffer(sink.getvalue(), np.uint8)
+    return Collected(content, hashlib.blake2b(content.data, digest_size=16).hexdigest())
+
+
+def _estimate(frame: Any) -> int | None:
+    """Bytes by the statistics of the optimised plan; None where they say nothing, or what is no number here."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        frame.explain(mode="cost")
+    matched = re.search(r"sizeInBytes=([\d.]+) (\w+)", text.getvalue())
+    if matched is None or matched[2] not in _UNITS:
+        return None
+    return int(float(matched[1]) * _UNITS[matched[2]])
+
+
+def _check_types(frame: Any, name: str) -> None:
+    for field in frame.schema.jsonValue()["fields"]:
+        if (wrong := _wrong(field["type"])) is not None:
+            raise ValueError(
+                f"{name} is a DataFrame whose column {field['name']!r} has the type {wrong}, which cannot be a tensor; "
+                f"leave it out with drop({field['name']!r}), or have Spark make numbers of it"
+            )
+
+
+def _wrong(kind: Any) -> str | None:
+    """The part of a type that cannot be a tensor."""
+    if isinstance(kind, str):
+        return kind if kind in ("variant", "void") or "interval" in kind else None
+    if kind["type"] == "array":
+        return _wrong_inside(kind["elementType"])
+    inner = {
+        "struct": lambda: [field["type"] for field in kind["fields"]],
+        "udt": lambda: [kind["sqlType"]],
+    }.get(kind["type"])
+    if inner is None:
+        return str(kind["type"])
+    return next(filter(None, map(_wrong, inner())), None)
+
+
+def _wrong_inside(kind: Any) -> str | None:
+    """The same of what an array has: numbers, or arrays of them."""
+    if isinstance(kind, str):
+        return f"array<{kind}>" if kind.startswith(("string", "binary", "char", "varchar")) else _wrong(kind)
+    return _wrong_inside(kind["elementType"]) if kind["type"] == "array" else f"array<{kind['type']}>"
+
+
+def _exists(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme != "file" or os.path.exists(parts.path)
+
+
+def _delete(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        shutil.rmtree(parts.path, ignore_errors=True)
+        return
+    try:
+        from pyarrow import fs
+
+        home, path = fs.FileSystem.from_uri(re.sub("^s3[an]:", "s3:", url))
+        home.delete_dir(path)
+    except Exception as error:
+        sys.stderr.write(f"lagom: {url}, which a DataFrame was written to, could not be removed: {error}\n")
+
+
+@atexit.register
+def _clean_up(pid: int = os.getpid()) -> None:
+    """Remove what is left; in the process that wrote it, not in those that were forked from it."""
+    if os.getpid() != pid:
+        return
+    while _frames:
+        _delete(_frames.pop().url)
+    while _made_here:
+        shutil.rmtree(_made_here.pop(), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Have no frame's files at the end."""
+    try:
+        yield
+    finally:
+        _clean_up()
+
+
+# Note [DataFrames]
+#
+# Ranks read Parquet. A frame is written to a folder of the session's (spark.lagom.cacheDir), or of this machine's where
+# Spark runs on it; where neither is known, a frame that is small by Spark's own estimate is collected through Arrow and
+# travels with the payload as one file.
+#
+# Files are used again for a frame of which Spark says that it has the same semantics, and that is read from the same
+# files: Spark compares folders, not what is in them, so the names of files, and times and sizes where they are local,
+# are compared here. A frame that is read from no files (a query of a database, an RDD) is the same only where it is the
+# very object. The last few are kept, and all go when the process ends.

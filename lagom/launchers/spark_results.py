@@ -1,0 +1,134 @@
+"""What a Spark job brought home: rows of outcomes and files, put together again."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import mmap
+import os
+import tarfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lagom.errors import LagomError
+from lagom.launchers.protocol import Outcome
+from lagom.launchers.run import Run
+from lagom.payload import unpack
+from lagom.wire.client import Message
+from lagom.wire.server import anonymous_file
+
+log = logging.getLogger("lagom")
+
+
+class Homecoming:
+    """The rows of a finished job, and what went to the driver beside them."""
+
+    def __init__(self, rows: Sequence[Any], run: Run) -> None:
+        self._run = run
+        self._reports: dict[int, Message] = {}
+        self._parts: dict[str, dict[int, bytes]] = {}
+        self._digests: dict[str, str] = {}
+        for row in rows:
+            self._take(row)
+
+    def outcomes(self) -> list[Outcome]:
+        """One for each rank, in rank order; a rank that was stopped has one that says so."""
+        failures = {report["rank"]: report for report in reversed(self._run.failures())}
+        ranks = range(self._run.plan.world_size)
+        reports = self._run.reports | self._reports | failures
+        failed = [report for report in reports.values() if _failed(report)]
+        missing = sorted(set(ranks) - set(reports))
+        if (failed or missing) and all(report.get("consequence") for report in failed):
+            if (lost := self._run.lost()) is not None:
+                raise lost
+            if not failed:
+                raise LagomError(f"no outcome arrived from ranks {missing}, and no error either")
+        found = [reports.get(rank, {"ok": False, "stopped": True, "rank": rank, "consequence": True}) for rank in ranks]
+        return [Outcome(rank=rank, report=report, load=self._loader(rank)) for rank, report in enumerate(found)]
+
+    def unpack_files(self, folder: str) -> None:
+        """Put the files that rank 0 wrote under its working directory into ``folder``.
+
+        What cannot be put there, such as a link that leads out of it, is said; it must not cost the run its result.
+        """
+        fd = self._file("files-0")
+        if fd is None:
+            return
+        with os.fdopen(fd, "rb") as file, tarfile.open(fileobj=file) as tar:
+            for member in tar:
+                _put(tar, member, folder)
+
+    def _take(self, row: Any) -> None:
+        name = f"{row['name']}-{row['rank']}"
+        self._parts.setdefault(name, {})[row["part"]] = bytes(row["data"])
+        if row["part"] != 0:
+            return
+        report = json.loads(row["report"])
+        if "sha256" in report:
+            self._digests[name] = report.pop("sha256")
+        for message in report.pop("output", []):
+            self._run.say(message)
+        if row["name"] == "outcome":
+            self._reports[row["rank"]] = report
+
+    def _loader(self, rank: int) -> Any:
+        name = f"outcome-{rank}"
+        if name in self._digests:
+            mapped = _mapped(self._file(name))
+            return functools.cache(lambda: unpack(mapped))
+        data = b"".join(part for _, part in sorted(self._parts.get(name, {}).items()))
+        return functools.cache(lambda: _unpacked(data))
+
+    def _file(self, name: str) -> int | None:
+        """A new descriptor of the file that arrived as ``name``, at its start; None when there is none."""
+        if name in self._digests:
+            fd = os.dup(self._run.channel.delivered[name])
+            os.lseek(fd, 0, os.SEEK_SET)
+            if digest_of(fd) != self._digests[name]:
+                raise LagomError(f"{name} arrived damaged: its digest is not the one that Spark brought")
+            return fd
+        if name not in self._parts:
+            return None
+        fd = anonymous_file(name)
+        for _, part in sorted(self._parts[name].items()):
+            os.write(fd, part)
+        os.lseek(fd, 0, os.SEEK_SET)
+        return fd
+
+
+def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: str) -> None:
+    try:
+        tar.extract(member, folder, filter="data")
+    except (OSError, tarfile.TarError) as error:
+        log.warning("%s, which rank 0 wrote, was not put into %s: %s", member.name, folder, error)
+
+
+def _failed(report: Message) -> bool:
+    return not report["ok"] and not report.get("stopped")
+
+
+def _unpacked(data: bytes) -> Mapping[str, Any]:
+    # From a bytearray, so that arrays of the result can be written to.
+    return unpack(bytearray(data)) if data else {"error": None}
+
+
+def _mapped(fd: int | None) -> memoryview:
+    """The file as memory that goes when nothing uses it any more: a failed run's outcomes are never loaded."""
+    assert fd is not None
+    try:
+        return memoryview(
+            mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        )
+    finally:
+        os.close(fd)
+
+
+def digest_of(fd: int) -> str:
+    """SHA-256 of a file's contents."""
+    digest, position = hashlib.sha256(), 0
+    while chunk := os.pread(fd, 1 << 20, position):
+        digest.update(chunk)
+        position += len(chunk)
+    return digest.hexdigest()

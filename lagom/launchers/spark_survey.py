@@ -1,0 +1,48 @@
+"""``survey``: what the tasks of a Spark session find where they run, before any run of lagom."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lagom.errors import LagomError
+from lagom.launchers import spark_task as task_module
+from lagom.launchers.spark import changed_environment, plain_interrupt, travelling
+from lagom.launchers.spark_failure import why_it_failed
+from lagom.launchers.spark_job import Job
+from lagom.launchers.spark_session import SparkFacts
+from lagom.plan import Plan
+from lagom.program.sources import lagom_zip
+
+
+def survey(facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Sequence[Mapping[str, Any]]:
+    """The facts of each task of ``plan``, in order; see ``lagom.host.executor_survey``.
+
+    Raises:
+        LagomError: when a task's Python cannot even say this, with what Spark says of it and what to do.
+    """
+    group = f"lagom-survey-{secrets.token_hex(4)}"
+    function = travelling(task_module.spark_survey(lagom_zip(), driver, plan.barrier, changed_environment()))
+
+    def job() -> Sequence[Any]:
+        facts.tag(group, f"lagom: a survey of {plan.num_slots} tasks")
+        return facts.map_tasks(function, task_module.SURVEY_SCHEMA, plan)
+
+    with plain_interrupt():
+        try:
+            rows = Job(job, facts.thread_class()).result()
+        except KeyboardInterrupt:
+            facts.cancel(group)
+            raise
+        except Exception as error:
+            raise LagomError(_short(why_it_failed(error))) from error
+    return sorted((json.loads(row["facts"]) for row in rows), key=lambda one: int(one["task"]))
+
+
+def _short(text: str) -> str:
+    """Of what Spark says, the error of the task rather than the names of stages and tasks around it."""
+    found = re.search(r"(\[[A-Z_.]+\] .*|\w*(?:Error|Exception): .*)", text)
+    return found[1] if found else text

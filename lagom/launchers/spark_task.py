@@ -1,0 +1,108 @@
+"""The Spark task: what Spark's own Python worker runs. Travels by value, to executors that have no lagom."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.machinery
+import io
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import types
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+SCHEMA = "rank int, name string, part int, data binary, report string"
+SURVEY_SCHEMA = "task int, facts string"
+
+
+def spark_task(code_zip: bytes, spec_pickle: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """The function for ``mapInArrow``: holds the ranks of one task and yields their outcomes, in rows of ``SCHEMA``."""
+
+    def run(batches: Iterator[Any]) -> Iterator[Any]:
+        for _ in batches:
+            pass
+        with _sources(code_zip):
+            from lagom.host.executor import attend
+
+            rows = attend(pickle.loads(spec_pickle))
+        yield from rows
+
+    return run
+
+
+def spark_survey(
+    code_zip: bytes, driver: tuple[str, int] | None, barrier: bool, env: dict[str, str]
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """The function for ``mapInArrow`` by which a task says what it finds, in rows of ``SURVEY_SCHEMA``."""
+
+    def run(batches: Iterator[Any]) -> Iterator[Any]:
+        for _ in batches:
+            pass
+        with _sources(code_zip):
+            from lagom.host.executor_survey import look_around
+
+            rows = list(look_around(driver, barrier, env))
+        yield from rows
+
+    return run
+
+
+@contextlib.contextmanager
+def _sources(code_zip: bytes) -> Iterator[None]:
+    """Make the driver's lagom importable here. See Note [Worker reuse]."""
+    root = _unpacked(code_zip)
+    loaded = getattr(sys.modules.get("lagom"), "__file__", None) or ""
+    if not loaded.startswith(root + os.sep):
+        for name in [name for name in sys.modules if name.split(".")[0] == "lagom"]:
+            del sys.modules[name]
+    finder = _finder(root)
+    sys.meta_path.insert(0, finder)
+    sys.path.insert(0, root)
+    try:
+        yield
+    finally:
+        sys.path.remove(root)
+        sys.meta_path.remove(finder)
+
+
+def _finder(root: str) -> Any:
+    """Finds lagom in the folder that travelled, before the finder of an editable installation can.
+
+    No class of its own: cloudpickle would send that as a name to import, from a module that executors do not have.
+    """
+
+    def find_spec(name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if name.partition(".")[0] != "lagom":
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, [root] if path is None else path)
+
+    return types.SimpleNamespace(find_spec=find_spec)
+
+
+def _unpacked(code_zip: bytes) -> str:
+    """The folder of the unpacked code; the first task on a host to need this version of it unpacks it."""
+    base = os.path.join(tempfile.gettempdir(), f"lagom-{os.getuid()}")
+    os.makedirs(base, mode=0o700, exist_ok=True)
+    if os.lstat(base).st_uid != os.getuid() or os.lstat(base).st_mode & 0o077:
+        raise PermissionError(f"{base} belongs to somebody else or is open to others; remove it, or set TMPDIR")
+    root = os.path.join(base, "code-" + hashlib.sha256(code_zip).hexdigest()[:16])
+    if not os.path.isdir(root):
+        part = tempfile.mkdtemp(dir=base)
+        zipfile.ZipFile(io.BytesIO(code_zip)).extractall(part)
+        try:
+            os.rename(part, root)
+        except OSError:  # another task was faster
+            shutil.rmtree(part)
+    os.utime(root)  # in use; see sweep() in ground.py
+    return root
+
+
+# Note [Worker reuse]
+# Spark keeps its Python workers for the next job, with every module they have imported. So the worker imports torch,
+# which is slow, and the driver's lagom, found in a folder named by its content: another version replaces it. It imports
+# nothing of the user's: that happens in a process forked for the run, and so edited modules are seen by the next call.

@@ -1,0 +1,128 @@
+"""The next batch of a pass over a loader, and whose share of it this is: a way for each way of sharing out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lagom.loaders.iterable import Dealt, is_iterable
+from lagom.loaders.sample_digest import Comparison, digest
+from lagom.loaders.self_sharded import Sharded
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from lagom.run_state.loader_pass import Pass, Share
+    from lagom.session.session import Session
+
+
+Fetch = Callable[[Any], Any]
+"""The next batch of a loader's iterator."""
+
+
+class Taker(Protocol):
+    """Takes the batches of one pass."""
+
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share | None]:
+        """The next batch, ``fetch(source)``, and this rank's share of it; None where every rank has all of it.
+
+        Raises:
+            StopIteration: at the end of the pass.
+        """
+
+
+def taker(session: Session, loader: DataLoader[Any], current: Pass) -> Taker:
+    """The one for the pass ``current`` over ``loader``."""
+    if current.own and current.training:
+        return Sharded(session)
+    if is_iterable(loader) and current.sharded:
+        return _Streamed(session, current)
+    if current.sharded:
+        resizes = current.training and getattr(loader.dataset, "lagom_resizes", False)
+        return _Recounted(session, current) if resizes else _Dealt(current)
+    if is_iterable(loader) and session.distributed and not current.own and _must_be_equal(session, current):
+        return _Compared(session, current)
+    return _Whole()
+
+
+def _must_be_equal(session: Session, current: Pass) -> bool:
+    """Whether forwards take rows of batches that are then taken to be the same on all ranks."""
+    return session.plan.batches == "whole" if current.training else session.plan.evaluation == "gathered"
+
+
+class _Whole:
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, None]:
+        return fetch(source), None
+
+
+class _Dealt:
+    """From a data set with indices: the sampler told the shares, in order, ahead of the batches."""
+
+    def __init__(self, current: Pass) -> None:
+        self._shares = current.shares
+        self._training = current.training
+
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share | None]:
+        data = fetch(source)
+        if not self._training:
+            return data, None
+        # A loader that resumes may have skipped some: the last ones are those of batches that are still to come.
+        ahead = source._send_idx - source._rcvd_idx if source._num_workers else 0
+        while len(self._shares) > ahead + 1:
+            self._shares.popleft()
+        return data, self._shares.popleft()
+
+
+class _Recounted:
+    """From a data set with indices that says it makes more or fewer rows of them, by its attribute ``lagom_resizes``.
+
+    One exchange for each batch, as for a data set that shards itself, tells how many rows all ranks have.
+    """
+
+    def __init__(self, session: Session, current: Pass) -> None:
+        self._dealt = _Dealt(current)
+        self._sharded = Sharded(session)
+
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share | None]:
+        data, share = self._dealt.take(fetch, source)
+        return data, share and self._sharded.recounted(data, share)
+
+
+class _Streamed:
+    """From an iterable data set: the share comes with the batch."""
+
+    def __init__(self, session: Session, current: Pass) -> None:
+        self._comparison = Comparison(session, current)
+        self._training = current.training
+        self._compares = True
+
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share]:
+        while True:
+            try:
+                dealt: Dealt = fetch(source)
+            except StopIteration:
+                if self._compares:
+                    self._comparison.end()
+                raise
+            if self._compares:
+                self._comparison.batch(dealt.digest)
+                # An evaluation may end sooner on some ranks than on others; it meets once, at its start.
+                self._compares = self._training
+            if self._training or dealt.share.num_mine:
+                return dealt.data, dealt.share
+
+
+class _Compared:
+    """From an iterable data set, whole: it must be the same on all ranks."""
+
+    def __init__(self, session: Session, current: Pass) -> None:
+        self._comparison = Comparison(session, current)
+
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, None]:
+        try:
+            data = fetch(source)
+        except StopIteration:
+            self._comparison.end()
+            raise
+        self._comparison.batch(digest(data))
+        return data, None

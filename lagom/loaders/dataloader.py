@@ -1,0 +1,342 @@
+"""Loaders, patched where they are used: a loader that was built earlier, or arrived by pickle, is found too."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from contextlib import ExitStack, contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lagom.errors import LagomError
+from lagom.files.publishing import PassNames, Publication, Readers
+from lagom.loaders.batch_source import taker
+from lagom.loaders.evaluation_passes import start
+from lagom.loaders.fetching import PASS, fetcher_made, fetching
+from lagom.loaders.index_sampler import Dealer, StatefulDealer, num_samples
+from lagom.loaders.iterable import Dealing, Turns, is_iterable
+from lagom.loaders.permutation import shuffled
+from lagom.loaders.sampler_sync import has_state, synchronise
+from lagom.loaders.self_sharded import Placed, shards_itself
+from lagom.patching.object_reference import ObjectReference
+from lagom.patching.replace import replaced
+from lagom.run_state.cuda_device import moved
+from lagom.run_state.loader_pass import LEFT_OUT, Pass, leaves_out
+from lagom.run_state.random_streams import DRAWING, OwnStreams, derived
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lagom.session.session import Session
+
+_TAKER = "_lagom_taker"
+
+
+@contextmanager
+def dealt_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
+    """Have loaders yield this rank's share, and count what they yield."""
+    loaders = _Loaders(session, streams)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(_BaseDataLoaderIter, "__init__", _made(loaders)))
+        stack.enter_context(replaced(_BaseDataLoaderIter, "_reset", _begun_again(loaders)))
+        stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _yielding(session, loaders.readers)))
+        stack.enter_context(replaced(_SingleProcessDataLoaderIter, "__init__", fetching(session, streams)))
+        if session.world_size > 1:
+            index_sampler = property(_index_sampler(loaders))
+            stack.enter_context(replaced(DataLoader, "_index_sampler", index_sampler))
+            stack.enter_context(replaced(DataLoader, "__len__", _counted(loaders)))
+            stack.enter_context(replaced(DataLoader, "__init__", _numbered(loaders)))
+            stack.enter_context(replaced(threading, "excepthook", loaders.readers.excepthook()))
+            stack.enter_context(replaced(RandomSampler, "__iter__", shuffled(session)))
+            fetcher = staticmethod(fetcher_made(session, streams))
+            stack.enter_context(replaced(_DatasetKind, "create_fetcher", fetcher))
+        yield
+
+
+class _Loaders:
+    """Begins passes over loaders, and knows of what kind the earlier ones were."""
+
+    def __init__(self, session: Session, streams: OwnStreams) -> None:
+        self.session = session
+        self.streams = streams
+        self.names = PassNames()
+        self.readers = Readers(session)
+        self._were_dealt = WeakIdKeyDictionary(ref_type=ObjectReference)
+
+    def begin(self, loader: DataLoader[Any]) -> Pass:
+        """A pass over ``loader`` begins."""
+        session = self.session
+        session.settle()  # the iterator draws from the common stream
+        current = start(session, can_share(session, loader), loader)
+        current.own = session.distributed and shards_itself(loader.dataset)
+        if current.own and session.plan.batches == "whole":
+            raise LagomError(_OWN_IN_WHOLE)
+        if current.sharded:
+            session.began = session.began or "a data loader was shared out"
+        gathered = session.plan.evaluation == "gathered" and not current.own
+        if session.distributed and (current.sharded or current.training or gathered):
+            if session.may_meet:
+                synchronise(session, loader, own_order=current.own)
+                name = self.names.in_main()
+            else:
+                name = self.names.in_thread(loader, current)
+            current.published, current.readers = Publication(session, name), self.readers
+            current.generator = None if session.may_meet else self.readers.generator(current)
+        self._were_dealt.setdefault(loader, set()).add(current.training and current.sharded)
+        if session.may_meet and session.plan.backend == "torch":
+            is_dealt = current.training and current.sharded and session.plan.evaluation != "sharded"
+            session.dealt.began(loader, current, follows=is_dealt)
+        if current.training:
+            if session.distributed and not (current.sharded or current.own or session.plan.batches == "whole"):
+                session.say_once(_ALL_OF_IT)
+            current.steps = _steps(loader)
+        return current
+
+    def wide(self, loader: DataLoader[Any] | None, can_share: bool) -> int:
+        """How many batches of the loader's own make one of its next pass: more than 1 only in ``per_rank``.
+
+        As in the passes it had, which were all alike as a rule; else as if one began now. So a mean over
+        ``len(loader)`` after an evaluation is right, wherever it is computed.
+        """
+        session = self.session
+        if not session.distributed or session.plan.batches != "per_rank":
+            return 1
+        kinds = self._were_dealt.get(loader, set()) if loader is not None else set()
+        if session.starting is None and len(kinds) == 1:
+            return session.world_size if True in kinds else 1
+        current = session.starting or start(session, can_share)
+        return session.world_size if current.training and current.sharded else 1
+
+
+_OWN_IN_WHOLE = (
+    'batches="whole" takes each batch to be the same on all ranks, but the data set of a loader shards itself '
+    '(lagom_sharded); use batches="split" or "per_rank", or have it give all of its samples'
+)
+_ALL_OF_IT = (
+    "a data loader that makes no batches (batch_size=None) is not shared out: every rank trains on all of it, which is "
+    'right but not faster; batches="whole" shares out what the model is called with'
+)
+
+
+def can_share(session: Session, loader: DataLoader[Any]) -> bool:
+    """Whether the loader's batches can be dealt out."""
+    return session.distributed and loader._auto_collation and not shards_itself(loader.dataset)
+
+
+def _index_sampler(loaders: _Loaders) -> Any:
+    original = vars(DataLoader)["_index_sampler"].fget
+    session = loaders.session
+
+    def index_sampler(loader: DataLoader[Any]) -> Any:
+        source = original(loader)
+        if not session.distributed or shards_itself(loader.dataset):
+            return source
+        if is_iterable(loader) and not loader._auto_collation:
+            return source
+        # Without the loader: it holds its iterator, which holds this, and workers must end when both are dropped.
+        ref, shared = weakref.ref(loader), can_share(session, loader)
+
+        def wide() -> int:
+            return loaders.wide(ref(), shared)
+
+        if is_iterable(loader):
+            return Turns(source, wide)
+        drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
+        kind = StatefulDealer if has_state(source) else Dealer
+        return kind(session, source, lambda: start(session, shared), wide, drop_last=drop_last)
+
+    return index_sampler
+
+
+def _counted(loaders: _Loaders) -> Any:
+    original = vars(DataLoader)["__len__"]
+
+    def length(loader: DataLoader[Any]) -> int:
+        found: int = original(loader)
+        if not is_iterable(loader) or loader.batch_size is None:
+            return found
+        wide = loaders.wide(loader, can_share(loaders.session, loader))
+        count, size = loader._IterableDataset_len_called, loader.batch_size * wide
+        if wide == 1 or count is None:
+            return found
+        return count // size if loader.drop_last else -(-count // size)
+
+    return length
+
+
+def _numbered(loaders: _Loaders) -> Any:
+    original = vars(DataLoader)["__init__"]
+
+    @functools.wraps(original)
+    def init(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        original(loader, *args, **kwargs)
+        if loaders.session.may_meet:
+            loaders.names.made(loader)
+
+    return init
+
+
+def _made(loaders: _Loaders) -> Any:
+    original = vars(_BaseDataLoaderIter)["__init__"]
+    session = loaders.session
+
+    def begin(self: Any, loader: DataLoader[Any]) -> Pass:
+        current = session.starting = loaders.begin(loader)
+        self.__dict__[PASS] = current
+        self.__dict__[_TAKER] = taker(session, loader, current)
+        generator = loader.generator or current.generator
+        try:
+            with ExitStack() as stack:
+                if session.is_in_thread:
+                    stack.enter_context(DRAWING)
+                if generator is not loader.generator:
+                    stack.enter_context(replaced(loader, "generator", generator))
+                original(self, loader)
+        finally:
+            session.starting = None
+        if session.is_in_thread and current.published is not None:
+            self._base_seed = int(current.published.agree(str(self._base_seed).encode()))
+        return current
+
+    def init(self: Any, loader: DataLoader[Any]) -> None:
+        if not session.live:
+            original(self, loader)
+            return
+        session.reads_in_threads = session.reads_in_threads or session.is_in_thread
+        current = loaders.readers.read(begin, self, loader) if session.is_in_thread else begin(self, loader)
+        if not session.distributed:
+            return
+        if shards_itself(loader.dataset):
+            self._collate_fn = Placed(session, self._collate_fn)
+            self._base_seed = derived(self._base_seed, session.rank)
+        elif is_iterable(loader):
+            if can_share(session, loader) and (current.sharded or loader.persistent_workers):
+                self._collate_fn = Dealing(session, loader, loaders.streams)
+                self._collate_fn.begin(current, session.plan.batches)
+        elif current.training and current.sharded:
+            # Workers of different ranks augment differently. They start after this.
+            self._base_seed = derived(self._base_seed, session.rank)
+
+    return init
+
+
+def _begun_again(loaders: _Loaders) -> Any:
+    original = vars(_BaseDataLoaderIter)["_reset"]
+    session = loaders.session
+
+    def reset(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        current = self.__dict__.get(PASS)
+        if current is None or not session.live:
+            original(self, loader, first_iter)
+            return
+        if not first_iter:
+            session.ended(current)
+            current = self.__dict__[PASS] = loaders.begin(loader)
+            self.__dict__[_TAKER] = taker(session, loader, current)
+            if isinstance(self._collate_fn, Dealing):
+                self._collate_fn.begin(current, session.plan.batches)
+        if current.sharded:
+            self._in_order = True  # shares are matched to batches by their order
+        session.starting = current
+        try:
+            original(self, loader, first_iter)
+        finally:
+            session.starting = None
+
+    return reset
+
+
+def _yielding(session: Session, readers: Readers) -> Any:
+    original = vars(_BaseDataLoaderIter)["__next__"]
+    fetch = _unprofiled(original) if original is _TORCHS_NEXT else original
+    on_cuda = session.device.type == "cuda"
+
+    def following(self: Any) -> Any:
+        held = self.__dict__
+        current = held.get(PASS)
+        if current is None or not session.live:
+            return original(self)
+        session.settle()
+        if current.failed and session.may_meet:
+            current.failed = False
+            session.at(_AFTER_FAILURE)
+        received = held.get("_rcvd_idx")
+        start = perf_counter()
+        try:
+            take = held[_TAKER].take
+            session.reads_in_threads = session.reads_in_threads or session.is_in_thread
+            data, share = readers.read(take, fetch, self) if session.is_in_thread else take(fetch, self)
+        except StopIteration:
+            session.ended(current)
+            if session.may_meet:
+                session.dealt.ended(current)
+            raise
+        except Exception:
+            # The batch is lost, unless workers did not give it in time: then it is still to come.
+            if received is None or self._rcvd_idx != received:
+                current.failed = current.training
+                if current.shares:
+                    current.shares.popleft()
+            raise
+        session.data_s += perf_counter() - start
+        if on_cuda:
+            data = moved(data, session.device)
+        if current.training:
+            if share is not None:
+                if not current.own:
+                    share.step = current.step + 1
+                if not torch.is_grad_enabled():
+                    session.say_once(_GOES_ON)
+                session.provenance.remember(data, share)
+                share.num_rows = 0 if data is None else num_samples(data)
+                if share.num_rows < share.num_mine and leaves_out(data, share):
+                    session.say_once(LEFT_OUT)
+            session.yielded(current, share, num_samples(data) if share is None else share.num_mine)
+        else:
+            session.evaluating(current)
+        return data
+
+    return following
+
+
+_TORCHS_NEXT = vars(_BaseDataLoaderIter)["__next__"]
+
+
+def _unprofiled(original: Any) -> Any:
+    """torch's ``__next__``; where no profiler looks, without the entry for it, which takes as long as a batch."""
+
+    def fetch(self: Any) -> Any:
+        plain = type(self) is _SingleProcessDataLoaderIter and self._dataset_kind == _DatasetKind.Map
+        if not plain or self._sampler_iter is None or torch.autograd._profiler_enabled():
+            return original(self)
+        data = self._next_data()
+        self._num_yielded += 1
+        return data
+
+    return fetch
+
+
+_AFTER_FAILURE = (
+    'the batch after one that could not be loaded (with batches="whole" every rank loads every sample, so that all '
+    "ranks find the same ones broken)"
+)
+
+
+_GOES_ON = (
+    "an iteration over a data loader that began with gradients on goes on with gradients off: it still gives each rank "
+    "its share of the batches; begin it (call iter()) under torch.no_grad() if it is an evaluation"
+)
+
+
+def _steps(loader: DataLoader[Any]) -> int | None:
+    try:
+        # An IterableDataset remembers that its length was asked for.
+        return None if is_iterable(loader) else len(loader)
+    except Exception:  # a user's sampler may have no length, or fail to tell it
+        return None

@@ -1,0 +1,91 @@
+"""How a loader fetches samples in this process: at once where it can, and with which random numbers."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
+
+from lagom.loaders.iterable import is_iterable
+from lagom.loaders.self_sharded import shards_itself
+from lagom.loaders.tensor_dataset_fetch import at_once
+from lagom.run_state.random_streams import DRAWING
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from lagom.run_state.random_streams import OwnStreams
+    from lagom.session.session import Session
+
+PASS = "_lagom_pass"
+"""Where a loader's iterator keeps its ``Pass``."""
+
+
+def fetching(session: Session, streams: OwnStreams) -> Any:
+    """``_SingleProcessDataLoaderIter.__init__``: batches at once; a rank's share augmented with numbers of its own."""
+    original = vars(_SingleProcessDataLoaderIter)["__init__"]
+
+    def patched_init(self: Any, loader: DataLoader[Any]) -> None:
+        original(self, loader)
+        current = self.__dict__.get(PASS)
+        if session.live and current is not None:
+            self._dataset_fetcher = at_once(self._dataset_fetcher)
+        if not session.live or current is None or _is_plain(loader.dataset):
+            return
+        if current.training and current.sharded and not is_iterable(loader):
+            self._dataset_fetcher = _Fetcher(self._dataset_fetcher, streams)
+        elif session.distributed:
+            self._dataset_fetcher = _Waiting(self._dataset_fetcher, session)
+
+    return patched_init
+
+
+def fetcher_made(session: Session, streams: OwnStreams) -> Any:
+    """``_DatasetKind.create_fetcher`` that keeps what a data set of the rank's own draws from the common streams."""
+    original: Any = _DatasetKind.create_fetcher
+
+    def create_fetcher(kind: Any, dataset: Any, *args: Any) -> Any:
+        if not session.live or not shards_itself(dataset):
+            return original(kind, dataset, *args)
+        with streams.in_fetch():  # iter() of a data set may draw
+            return _Fetcher(original(kind, dataset, *args), streams)
+
+    return create_fetcher
+
+
+class _Fetcher:
+    """A loader's fetcher, drawing from the rank's own random numbers."""
+
+    def __init__(self, fetcher: Any, streams: OwnStreams) -> None:
+        self._fetcher = fetcher
+        self._streams = streams
+
+    def fetch(self, index: Any) -> Any:
+        with self._streams.in_fetch():
+            return self._fetcher.fetch(index)
+
+
+class _Waiting:
+    """A loader's fetcher that draws from the common random numbers, in a thread of the program's too."""
+
+    def __init__(self, fetcher: Any, session: Session) -> None:
+        self._fetcher = fetcher
+        self._session = session
+
+    def fetch(self, index: Any) -> Any:
+        with DRAWING if self._session.is_in_thread else nullcontext():
+            return self._fetcher.fetch(index)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fetcher, name)
+
+
+def _is_plain(dataset: object) -> bool:
+    """Whether fetching from ``dataset`` certainly draws no random numbers."""
+    if type(dataset) is Subset:
+        return _is_plain(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(_is_plain(part) for part in dataset.datasets)
+    return type(dataset) in (TensorDataset, list)

@@ -1,0 +1,145 @@
+"""Who gets what of a batch; and the index sampler of a loader in use, which gives each rank its share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lagom.data.parquet.shard import Positions
+from lagom.loaders.sampler_sync import common_order, resumable
+from lagom.run_state.loader_pass import Pass, Share
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from lagom.session.session import Session
+
+
+def split(batch: Any, rank: int, world_size: int) -> tuple[Any, Share]:
+    """The positions of ``rank`` in a batch: every position once over all ranks.
+
+    A rank that gets none, in a batch shorter than the world, gets a copy of the first position that
+    counts nowhere, so that it takes the same steps as the others. Positions of a table know themselves how they are
+    dealt, so that a rank reads files of its own.
+    """
+    if not hasattr(batch, "__getitem__") or not hasattr(batch, "__len__"):
+        batch = list(batch)
+    mine = batch.deal(rank, world_size) if isinstance(batch, Positions) else batch[rank::world_size]
+    even = len(batch) % world_size == 0
+    return (mine if len(mine) else batch[:1]), Share(len(mine), len(batch), even)
+
+
+def per_rank(batches: list[Any], rank: int, world_size: int, *, drop_last: bool) -> tuple[Any, Share] | None:
+    """The share of ``rank`` in ``world_size`` batches that make one global batch.
+
+    Its own batch, whole; of a tail that has not a batch for everyone, its positions; None where that is dropped.
+    """
+    if batches and isinstance(batches[0], Positions):
+        full = len(batches) == world_size or not drop_last
+        return split(Positions.together(batches), rank, world_size) if full else None
+    if len(batches) == world_size:
+        sizes = [len(batch) for batch in batches]
+        return batches[rank], Share(sizes[rank], sum(sizes), len(set(sizes)) == 1)
+    if not batches or drop_last:
+        return None
+    return split(list(chain.from_iterable(batches)), rank, world_size)
+
+
+def num_samples(data: Any) -> int:
+    """Rows of the first tensor or array in ``data`` that has rows, wherever texts stand beside it; 1 without one."""
+    count = num_rows(data)
+    return 1 if count is None else count
+
+
+def num_rows(data: Any) -> int | None:
+    """Rows of the first tensor or array in ``data`` that has rows; None without one."""
+    if isinstance(data, torch.Tensor):
+        return len(data) if data.dim() else None
+    if isinstance(data, Mapping):
+        parts: Iterable[Any] = data.values()
+    elif isinstance(data, (list, tuple)):
+        # Of texts there are as many as rows, and nothing in them.
+        parts = () if data and isinstance(data[0], (str, bytes)) and type(data) is list else data
+    else:
+        shape = getattr(data, "shape", None)
+        return int(shape[0]) if isinstance(shape, tuple) and shape else None
+    for part in parts:
+        count = num_rows(part)
+        if count is not None:
+            return count
+    return None
+
+
+class Dealer:
+    """Stands for a loader's batch sampler, or its sampler, wherever the loader is used.
+
+    Args:
+        start: gives the pass that an iteration belongs to.
+        wide: into how many batches of the loader's one of the next pass is dealt; tells its length.
+    """
+
+    def __init__(
+        self, session: Session, source: Any, start: Callable[[], Pass], wide: Callable[[], int], *, drop_last: bool
+    ) -> None:
+        self._session = session
+        self._source = source
+        self._start = start
+        self._wide = wide
+        self._drop_last = drop_last
+        self._current: Pass | None = None
+
+    def __len__(self) -> int:
+        length, wide = len(self._source), self._wide()
+        return length // wide if self._drop_last else -(-length // wide)
+
+    def __iter__(self) -> Iterator[Any]:
+        # A loader that resumes begins its sampler anew within its pass.
+        current = self._current = self._session.starting or self._current or self._start()
+        if not (current.training or current.sharded or self._session.plan.evaluation == "gathered"):
+            return iter(self._source)
+        # Now, not when the first batch is drawn: iter() of a sampler may draw random numbers.
+        batches = common_order(self._session, self._source, current)
+        if not current.sharded:
+            return batches
+        current.shares.clear()
+        if not current.training:
+            return resumable(self._dealt_for_evaluation(batches), batches)
+        if self._session.plan.batches == "per_rank":
+            return resumable(self._dealt_per_rank(batches, current), batches)
+        return resumable(self._dealt(batches, current), batches)
+
+    def _dealt(self, batches: Iterator[Any], current: Pass) -> Iterator[Any]:
+        for batch in batches:
+            mine, share = split(batch, self._session.rank, self._session.world_size)
+            current.shares.append(share)
+            yield mine
+
+    def _dealt_per_rank(self, batches: Iterator[Any], current: Pass) -> Iterator[Any]:
+        rank, world_size = self._session.rank, self._session.world_size
+        while group := list(islice(batches, world_size)):
+            dealt = per_rank(group, rank, world_size, drop_last=self._drop_last)
+            if dealt is None:
+                return
+            current.shares.append(dealt[1])
+            yield dealt[0]
+
+    def _dealt_for_evaluation(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            mine, share = split(batch, self._session.rank, self._session.world_size)
+            if share.num_mine:
+                yield mine
+
+
+class StatefulDealer(Dealer):
+    """A ``Dealer`` for a source that has a state."""
+
+    def state_dict(self) -> Any:
+        """Give the state of the source."""
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Have the source go on from ``state``."""
+        self._source.load_state_dict(state)

@@ -1,0 +1,307 @@
+"""The order of samples: rank 0's, on all ranks."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import copy
+import random
+import sys
+from array import array
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from lagom.collectives.agreement_exchange import signature
+from lagom.collectives.plain_values import decode_value, encode_value
+from lagom.errors import DivergenceError, LagomError
+from lagom.run_state.random_streams import DRAWING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch.utils.data import DataLoader
+
+    from lagom.files.publishing import Result
+    from lagom.run_state.loader_pass import Pass
+    from lagom.session.session import Session
+
+_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_MADE_AHEAD: tuple[type, ...] = tuple(type(iter(kind())) for kind in (list, tuple, dict, set))
+_AHEAD = 64
+
+
+def common_order(session: Session, source: Any, current: Pass) -> Iterator[Any]:
+    """Iterate over ``source``, a sampler or a batch sampler, in the order that rank 0 draws in the pass ``current``.
+
+    torch's own samplers draw from generators that are equal on all ranks, in the main thread; the orders of others
+    travel.
+    """
+    if type(source) in _OWN or (type(source) is BatchSampler and type(source.sampler) in _OWN):
+        return _own(session, source, current)
+    if getattr(source, "lagom_common", False):
+        return _same(session, source, current)
+    if type(source) is BatchSampler:
+        following = _Following(session, source.sampler, source.batch_size, current, eager=False)
+        return iter(BatchSampler(following, source.batch_size, source.drop_last))
+    following = _Following(session, source, 1, current, eager=True)
+    return resumable(following, following.mine)
+
+
+def has_state(source: Any) -> bool:
+    """Whether ``source`` can tell where it is, and go on from there, as torchdata's samplers can."""
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
+def resumable(items: Iterator[Any], source: Any) -> Iterator[Any]:
+    """``items``, which are made of those of ``source``, with its state, if it has one."""
+    return _Resumable(items, source) if has_state(source) else items
+
+
+class _Resumable:
+    def __init__(self, items: Iterator[Any], source: Any) -> None:
+        self._items = items
+        self._source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+    def state_dict(self) -> Any:
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._source.load_state_dict(state)
+
+
+def synchronise(session: Session, loader: DataLoader[Any], *, own_order: bool = False) -> None:
+    """Set the generators that torch's samplers use to the states they have on rank 0; a collective.
+
+    With ``own_order`` only the global one: the data set shards itself, and its order is its own.
+    """
+    assert session.group is not None
+    session.at("the start of a pass over a data loader")
+    generators = {id(torch.default_generator): torch.default_generator}
+    sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
+    for holder in () if own_order else (loader, loader.sampler, loader.batch_sampler, sampler):
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
+            generators[id(generator)] = generator
+    states = [generator.get_state() for generator in generators.values()]
+    together = torch.cat(states)
+    session.group.broadcast(together)
+    parts = torch.split(together, [len(state) for state in states])
+    for generator, state in zip(generators.values(), parts, strict=True):
+        generator.set_state(state.clone())
+
+
+def _own(session: Session, source: Any, current: Pass) -> Iterator[Any]:
+    """What a sampler of torch's yields; in another thread the main one may draw from its generator, too."""
+    is_sequential = type(getattr(source, "sampler", source)) is SequentialSampler
+    if is_sequential or session.may_meet:
+        yield from source
+    elif current.generator is not None:
+        yield from _drawing_from(source, current.generator)
+    else:
+        yield from _Following(session, source, 1, current, eager=False)
+
+
+def _drawing_from(source: Any, generator: torch.Generator) -> Any:
+    """A copy of a sampler of torch's that draws from ``generator``, if it has none of its own."""
+    found = copy.copy(source)
+    if type(source) is BatchSampler:
+        found.sampler = _drawing_from(source.sampler, generator)
+    elif source.generator is None:
+        found.generator = generator
+    return found
+
+
+def _same(session: Session, source: Any, current: Pass) -> Iterator[Any]:
+    """What ``source`` yields, which is the same on all ranks: made sure of once, not batch by batch."""
+    items = iter(source)
+    place = f"a pass over the data set {items.fingerprint}"
+    if session.may_meet:
+        session.at(place)
+    elif current.publication().agree(place.encode()) != place.encode():
+        raise DivergenceError(f"a thread of rank {session.rank} is at {place}, and the same one of rank 0 at another")
+    yield from items
+
+
+class _Following:
+    """Yields what rank 0's sampler yields. The others draw as well, for the sake of what their samplers remember.
+
+    One item at a time, since a sampler may look at the training so far; ahead only from what has been drawn.
+    """
+
+    def __init__(self, session: Session, source: Iterable[Any], step: int, current: Pass, *, eager: bool) -> None:
+        self._session = session
+        self._current = current
+        self._source = source
+        self._step = step
+        self.mine: Iterator[Any] | None = None
+        """This rank's own iterator over the source."""
+        self._failure: Exception | None = None
+        self._items: deque[Any] = deque()
+        self._end: Exception | None = None
+        if eager:
+            self._start()
+
+    def __iter__(self) -> _Following:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._source)  # type: ignore[arg-type]  # as in torch: a TypeError where there is none
+
+    def __next__(self) -> Any:
+        if not self._items and self._end is None:
+            self._fetch()
+        if self._items:
+            return self._items.popleft()
+        assert self._end is not None
+        end, self._end = self._end, StopIteration()  # as from a generator that raised
+        raise end
+
+    def _start(self) -> None:
+        try:
+            self.mine = iter(self._source)
+        except Exception as error:  # the user's; rank 0's is raised on all ranks
+            self._failure = error
+
+    def _fetch(self) -> None:
+        session, meets = self._session, self._session.may_meet
+        if self.mine is None and self._failure is None:
+            self._alone(self._start)
+        if meets:
+            self._meet()
+        if session.rank == 0:
+            ahead = self._step * (_AHEAD if isinstance(self.mine, _MADE_AHEAD) else 1)
+            items, end = self._alone(self._draw, ahead)
+            try:
+                message = _message(items, end, meets)
+            except TypeError as error:
+                items, end = [], LagomError(_NOT_PLAIN.format(error=error))
+                message = _message(items, end, meets)
+            self._tell(message, meets=meets)
+        else:
+            items, described, states = decode_value(self._hear(meets=meets))
+            drawn, mine = self._alone(self._draw, len(items) + (described is not None))
+            session.draws_otherwise |= meets and _is_dealt(session, self._current) and _differ(drawn, items)
+            end = _error_from_text(described, mine) if described is not None else None
+            if states is not None:
+                _set_states(states)
+        self._items.extend(items)
+        self._end = end
+
+    def _meet(self) -> None:
+        """Make sure that all ranks are here, and tell where one's sampler would have drawn another order."""
+        session = self._session
+        assert session.group is not None
+        assert session.watch is not None
+        place = "the next batch of a sampler"
+        alike, otherwise = (signature(text.encode()) for text in (place, f"{place}, in another order"))
+        tells = session.draws_otherwise and _is_dealt(session, self._current)
+        rows = session.group.exchange(otherwise if tells else alike)
+        if any(row not in (alike, otherwise) for row in rows):
+            session.watch.meet(place)
+        elif otherwise in rows:
+            session.draws_otherwise = False
+            session.say_once(_OTHERWISE.format(kind=type(self._source).__name__))
+
+    def _tell(self, message: bytes, *, meets: bool) -> None:
+        if not meets:
+            self._current.publication().publish(message)
+            return
+        assert self._session.group is not None
+        self._session.group.broadcast_bytes(message)
+
+    def _hear(self, *, meets: bool) -> bytes:
+        if not meets:
+            return self._current.publication().read()
+        assert self._session.group is not None
+        return self._session.group.broadcast_bytes(b"")
+
+    def _alone(self, call: Callable[..., Result], *args: object) -> Result:
+        """Call what draws, which in a thread of the program's nothing else may do meanwhile."""
+        readers = self._current.readers
+        with DRAWING:
+            # With workers the first batches are drawn outside of any call of the loader's that is watched.
+            return readers.read(call, *args) if self._session.is_in_thread and readers is not None else call(*args)
+
+    def _draw(self, count: int) -> tuple[list[Any], Exception | None]:
+        items: list[Any] = []
+        if self.mine is None:
+            return items, self._failure
+        try:
+            for _ in range(count):
+                items.append(next(self.mine))  # noqa: PERF401  # what came before a failure counts
+        except Exception as error:  # StopIteration, or the user's
+            return items, error
+        return items, None
+
+
+def _differ(drawn: list[Any], items: list[Any]) -> bool:
+    with contextlib.suppress(TypeError):  # what cannot travel is not compared
+        return encode_value(drawn) != encode_value(items)
+    return False
+
+
+def _is_dealt(session: Session, current: Pass) -> bool:
+    return session.plan.batches != "whole" and current.training and current.sharded
+
+
+_OTHERWISE = (
+    "the order of {kind} is rank 0's; other ranks would have drawn another. That is right where it is random. Where it "
+    "follows what the loop has seen (losses, scores), it follows rank 0's share of that, with batches='split'; with "
+    "batches='whole' all ranks see all of it"
+)
+
+
+def _message(items: list[Any], end: Exception | None, with_states: bool) -> bytes:
+    return encode_value([items, _error_as_text(end) if end is not None else None, _states() if with_states else None])
+
+
+def _error_as_text(error: Exception) -> list[str]:
+    """Describe ``error`` by the name of its class, its text, and its class's module."""
+    return [type(error).__name__, str(error.args[0]) if len(error.args) == 1 else str(error), type(error).__module__]
+
+
+def _error_from_text(described: list[str], mine: Exception | None) -> Exception:
+    """Rebuild the error that another rank described: one of Python's own classes, else ``mine`` or a LagomError.
+
+    Args:
+        mine: what the same code raised here; the other rank's may be of its class.
+    """
+    name, text, module = described
+    kind = getattr(builtins, name, None) if module == "builtins" else None
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):  # UnicodeDecodeError wants more
+            return kind(text)
+    if mine is not None and (type(mine).__name__, type(mine).__module__) == (name, module):
+        return mine
+    if (name, module) == (LagomError.__name__, LagomError.__module__):
+        return LagomError(text)
+    return LagomError(f"the sampler of a data loader raised {name} on rank 0: {text}")
+
+
+def _states() -> list[Any]:
+    version, numbers, gauss = random.getstate()
+    found: list[Any] = [torch.default_generator.get_state(), version, array("I", numbers).tobytes(), gauss]
+    return found + (list(sys.modules["numpy.random"].get_state()) if "numpy.random" in sys.modules else [])
+
+
+def _set_states(states: list[Any]) -> None:
+    torchs, version, numbers, gauss, *numpys = states
+    torch.default_generator.set_state(torchs)
+    random.setstate((version, tuple(array("I", numbers)), gauss))
+    if numpys and "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].set_state(tuple(numpys))
+
+
+_NOT_PLAIN = (
+    "all ranks follow the sampler of rank 0, but {error}; have it yield numbers, texts, tensors, arrays, "
+    "or lists, tuples and dicts of them"
+)

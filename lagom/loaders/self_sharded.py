@@ -1,0 +1,163 @@
+"""Data sets that shard themselves, and say so: each rank's batches are its own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lagom.collectives.agreement_exchange import signature
+from lagom.errors import DivergenceError
+from lagom.loaders.index_sampler import num_rows, num_samples
+from lagom.run_state.loader_pass import Share, tensors
+from lagom.world import Place, standing_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lagom.session.session import Session
+
+_PLACE = "a batch of a data set that shards itself"
+
+
+def shards_itself(dataset: object) -> bool:
+    """Whether ``dataset`` says that it gives every rank samples of its own: its attribute ``lagom_sharded`` is true."""
+    # torch wraps a datapipe.
+    dataset = vars(dataset).get("_datapipe", dataset) if hasattr(dataset, "__dict__") else dataset
+    return bool(getattr(dataset, "lagom_sharded", False))
+
+
+class Placed:
+    """A loader's ``collate_fn`` that takes the rank along to workers that are started anew.
+
+    ``lagom.rank()``, by which the data set finds its part, knows of the run in this process and in forked ones only.
+    """
+
+    def __init__(self, session: Session, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+        self._place = Place(session.rank, session.world_size, session.local_rank, session.local_world_size)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self._collate(samples)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self._collate, self._place)
+
+
+_standing = ExitStack()
+
+
+def _arrived(collate: Any, place: Place) -> Any:
+    _standing.enter_context(standing_at(place))  # for the life of the worker
+    return collate
+
+
+class Sharded:
+    """Takes batches of such a data set: those that the ranks have at the same time make one batch.
+
+    One exchange for each (1 to 2 ms over gloo) tells how many samples that has. A rank that has come to its
+    end while others have not gets its last batch again, cut to one sample where that is easy and counting nowhere,
+    so that all take the same number of steps.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._last: Any = None
+        self._has_last = False
+        self._ended = False
+
+    def take(self, fetch: Callable[[Any], Any], source: Any) -> tuple[Any, Share | None]:
+        """The next batch, ``fetch(source)``, and how it counts.
+
+        Raises:
+            StopIteration: when all ranks are at their end.
+            DivergenceError: when this or another rank has no batch at all.
+        """
+        if not self._session.may_meet:
+            self._session.say_once(_IN_A_THREAD)
+            return fetch(source), None
+        data, num_mine = None, 0
+        if not self._ended:
+            try:
+                data = fetch(source)
+                num_mine = num_samples(data)
+            except StopIteration:
+                self._ended = True
+        share, num_without = self._agreed(num_mine)
+        if share is None:
+            raise StopIteration
+        if num_without:
+            raise DivergenceError(
+                f"a data set that shards itself (lagom_sharded) has no batch for {num_without} of "
+                f"{self._session.world_size} ranks; give every rank at least one"
+            )
+        if self._ended:
+            return self._last, share
+        self._last, self._has_last = first_sample(data, num_mine), True
+        return data, share
+
+    def recounted(self, data: Any, share: Share) -> Share:
+        """How a batch of ``share`` counts, of which ``data`` came: with the rows that there are, on all ranks.
+
+        Raises:
+            DivergenceError: when other ranks are elsewhere.
+        """
+        if not self._session.may_meet:
+            self._session.say_once(_NOT_COUNTED)
+            return share
+        count = num_rows(data) if share.num_mine else 0
+        found, _ = self._agreed(share.num_mine if count is None else count)
+        return share if found is None or not found.num_all else found
+
+    def _agreed(self, num_mine: int) -> tuple[Share | None, int]:
+        """How this rank's batch counts, None when there is none on any rank; and how many ranks never had one."""
+        session = self._session
+        assert session.frame is not None
+        assert session.watch is not None
+        never = self._ended and not self._has_last
+        row = [num_mine, num_mine * num_mine, not self._ended, never]
+        numbers = torch.tensor(row, dtype=torch.float64)
+        if not session.frame.sum(numbers, signature(_PLACE.encode())):
+            session.watch.meet(_PLACE)
+            raise DivergenceError("other ranks were not at the next batch of a data set that shards itself")
+        total, squares, num_alive, num_without = (int(number) for number in numbers.tolist())
+        if not num_alive:
+            return None, 0
+        return Share(num_mine, total, session.world_size * squares == total * total), num_without
+
+
+_IN_A_THREAD = (
+    "batches of a data set that shards itself are drawn in a thread of the program's own: they count alike on all "
+    "ranks, however many samples they have"
+)
+
+
+_NOT_COUNTED = (
+    "batches whose transform leaves rows out or adds some are drawn in a thread of the program's own: they are "
+    "weighted by the rows that were read"
+)
+
+
+def first_sample(data: Any, count: int) -> Any:
+    """``data`` with its tensors cut to one row, if all of them have ``count`` rows; else as it is."""
+    found = tensors(data)
+    if not found or any(not tensor.dim() or len(tensor) != count for tensor in found):
+        return data
+    return _cut(data)
+
+
+def _cut(data: Any) -> Any:
+    if isinstance(data, torch.Tensor):
+        # No view: that would count as the batch that it is a part of.
+        return data[:1].clone()
+    if isinstance(data, np.ndarray):
+        return data[:1]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(_cut(part) for part in data))
+    if type(data) in (list, tuple):
+        return type(data)(_cut(part) for part in data)
+    if type(data) is dict:
+        return {key: _cut(part) for key, part in data.items()}
+    return data

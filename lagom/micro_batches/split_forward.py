@@ -1,0 +1,220 @@
+"""``MicroBatches``: forwards that run in parts of a batch, one after another, and keep less for the backward."""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lagom.micro_batches.examiner import Examined, Examiner, backward_has_room
+from lagom.micro_batches.oom_errors import wanted_bytes
+from lagom.micro_batches.runner import InParts
+from lagom.patching.object_reference import ObjectReference
+from lagom.row_split.module_tree import Insides, kind_of, run_with
+from lagom.row_split.recorder import NotByRowsError
+from lagom.row_split.restore import random_numbers
+from lagom.row_split.split_candidate import Candidate
+from lagom.run_state.malloc_trim import map_what_is_large
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+    from torch.utils._pytree import TreeSpec
+
+    from lagom.session.session import Session
+
+_MAX_KINDS = 64
+"""Kinds of input of one module, after which it is no longer looked at."""
+
+
+class MicroBatches:
+    """Calls modules, in micro-batches where that is exact. See Note [Micro-batches].
+
+    Args:
+        original: ``nn.Module.__call__``.
+        alone: a context in which modules that are called are left alone.
+    """
+
+    def __init__(self, session: Session, original: Callable[..., Any], alone: Callable[[], Any]) -> None:
+        asked = session.plan.micro_batches
+        assert asked is not None
+        self._session = session
+        self._original = original
+        self._alone = alone
+        self._fixed = asked if asked != "auto" else None
+        self.descends = False
+        """Whether what is called inside of the module under way may run in micro-batches by itself."""
+        self._forced = 1
+        """While so: how many, at least."""
+        self._examiner = Examiner(session)
+        self._in_parts = InParts(session, self._left_alone)
+        self._insides = Insides(lambda _: None)
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        """Of modules: what is known of them, by kinds of input."""
+        self._learnt: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        """Of modules that have run out of memory: how many micro-batches they need."""
+        self._fitted: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        """Of modules: the most rows after which there was room for a backward."""
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """What ``module(*args, **kwargs)`` is."""
+        session = self._session
+        if not session.live or session.is_probing or session.depth:
+            return self._original(module, *args, **kwargs)
+        if self._fixed is not None:
+            num = self._fixed if torch.is_grad_enabled() else 1
+        else:
+            num = max(self._forced, self._learnt.get(module, 1))
+            if not self.descends:
+                return self._watched(module, args, kwargs, num)
+        return self._called(module, args, kwargs, num)
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
+        if num < 2:
+            return self._original(module, *args, **kwargs)
+        candidate, spec = self._candidate(module, args, kwargs)
+        num = min(num, candidate.rows)
+        found = self._examined(candidate, spec, num) if num > 1 else None
+        if found is None:
+            return self._original(module, *args, **kwargs)
+        if found.finding.reason is None:
+            if not found.gains:
+                with self._left_alone():
+                    return self._original(module, *args, **kwargs)
+            return self._in_parts.outputs(candidate, found.finding, num)
+        if not self.descends:
+            self._session.say_once(
+                f"{type(module).__name__} does not run in micro-batches, though modules inside it may: it "
+                f"{found.finding.reason}"
+            )
+        return self._descend(module, args, kwargs, num)
+
+    def _candidate(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Candidate, TreeSpec]:
+        leaves, spec = tree_flatten((args, kwargs))
+        inside = self._insides.of(module)
+        rows = next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+        run = run_with(partial(self._original, module), args, kwargs, leaves, spec)
+        return Candidate(module, inside, run, leaves, rows if inside else 0, self._session.device), spec
+
+    def _examined(self, candidate: Candidate, spec: TreeSpec, num: int) -> Examined | None:
+        known: dict[object, Examined] = self._known.setdefault(candidate.module, {})
+        kind = kind_of(candidate, spec, self._insides.surroundings(candidate.module))
+        found = known.get(kind)
+        if found is None and len(known) < _MAX_KINDS:
+            with self._left_alone():
+                found = self._examiner.look(candidate, num)
+            if not found.passing:
+                known[kind] = found
+        return found
+
+    def _descend(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
+        """Run ``module`` whole; those inside it may run in micro-batches."""
+        before = self.descends, self._forced
+        self.descends, self._forced = True, num
+        try:
+            return self._original(module, *args, **kwargs)
+        finally:
+            self.descends, self._forced = before
+
+    def _watched(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
+        """Make the call; in (more) micro-batches, if memory does not suffice."""
+        begun, before = [*random_numbers(self._session.device)], num
+        while True:
+            try:
+                output = self._called(module, args, kwargs, num) if num > 1 else self._original(module, *args, **kwargs)
+                if num > 1 or self._has_room(module, args, kwargs, output):
+                    if num > before:
+                        self._session.say_once(
+                            f"{type(module).__name__} ran out of memory; from now on its forwards run in {num} "
+                            "micro-batches, which are computed once more in the backward"
+                        )
+                    return output
+                del output
+                short: Exception = RuntimeError("gradients would not have had room")
+            except Exception as error:
+                if wanted_bytes(error) is None:
+                    raise
+                short = error
+            # Its frames hold what the forward has made.
+            traceback.clear_frames(short.__traceback__)
+            if self._session.device.type == "cuda":
+                torch.cuda.empty_cache()
+            else:
+                map_what_is_large()
+            for restore in begun:
+                restore()
+            num = self._more(module, args, kwargs, num, short)
+            self._learnt[module] = num
+
+    def _has_room(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+        """Whether there is room for the backward, as far as it is known and can be helped."""
+        rows = args[0].size(0) if args and isinstance(args[0], torch.Tensor) and args[0].dim() else 0
+        if not torch.is_grad_enabled() or rows <= self._fitted.get(module, 1):
+            return True
+        if not backward_has_room(module, output, self._session.device):
+            candidate, spec = self._candidate(module, args, kwargs)
+            found = self._examined(candidate, spec, 2) if candidate.rows > 1 else None
+            if found is not None and found.finding.reason is None and found.gains:
+                return False
+        self._fitted[module] = rows
+        return True
+
+    def _more(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int, short: Exception
+    ) -> int:
+        """How many micro-batches the module needs, which ran out of memory in ``num``.
+
+        Raises:
+            Exception: ``short``, where it cannot be helped.
+        """
+        name = type(module).__name__
+        candidate, spec = self._candidate(module, args, kwargs)
+        try:
+            with self._left_alone():
+                more = self._examiner.number(candidate, 2 * num) if candidate.rows > num else None
+            if more is None:
+                raise NotByRowsError("does not fit, with its backward, in any number of them")
+            found = self._examined(candidate, spec, more)
+            if found is None or not (found.finding.reason is None or found.repeats):
+                raise NotByRowsError("is unknown" if found is None else str(found.finding.reason))
+        except NotByRowsError as error:
+            text = f"micro_batches='auto' does not help here: {name} {error}"
+            short.args = (f"{short.args[0] if short.args else ''}\n{text}",)
+            raise short from None
+        return more
+
+    @contextmanager
+    def _left_alone(self) -> Iterator[None]:
+        before, self.descends = self.descends, False
+        try:
+            with self._alone():
+                yield
+        finally:
+            self.descends = before
+
+
+# Note [Micro-batches]
+#
+# What autograd keeps for a backward grows with the batch. A module that computes its rows one by one, found out by the
+# probe that also shares rows out over ranks, gives the same for parts of the batch, one after the other, each of them
+# checkpointed: nothing but inputs and outputs is kept, and the backward computes a part once more, runs back through
+# it, and goes on to the one before. The program sees one call, one output and one backward; gradients of parameters are
+# the sum over the parts, which is that over the rows. It costs one forward more.
+#
+# A forward is repeated then, which slicing does not do, so it must leave nothing behind either: no buffer, attribute or
+# statistics of BatchNorm. Random numbers are drawn for the whole batch by every part, of which it keeps its rows, and
+# all generators begin anew for each part, so dropout is that of the whole batch, in the backward too.
+#
+# With "auto" a call is made as it is, and again in parts when it has run out of memory: nothing has been stepped, the
+# generators are put back, and that the forward leaves nothing behind is found out before. How many parts is found by
+# trying: the forward and backward of one, beside room for all outputs and their gradients. A backward that runs out of
+# memory cannot be repeated, as its graph is gone; so before the first one of a size room for gradients is tried as
+# well, and what is short there counts as a forward that was. Ranks need not agree: nothing of this is exchanged.

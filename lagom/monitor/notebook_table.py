@@ -1,0 +1,123 @@
+"""``Table``: how far each rank is, in a notebook: a table that renews itself, and stays where it stood at the end."""
+
+from __future__ import annotations
+
+import html
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lagom.monitor.stragglers import held_up
+from lagom.wire.client import Message
+
+_SHOWN = 16
+_BAR = (
+    "<div style='width:9em;height:.5em;background:rgba(128,128,128,.3);border-radius:3px'>"
+    "<div style='width:{0:.0%};height:100%;background:#2f8fd0;border-radius:3px'></div></div>"
+)
+# Front ends have styles of their own for tables: columns of equal width, centered, numbers broken in two.
+_TABLE = "table-layout:auto;margin:0;border-collapse:collapse"
+_CELL = "text-align:left;white-space:nowrap;padding:.15em .8em .15em 0"
+
+
+def notebook() -> Any:
+    """IPython's display module where this process is a notebook's kernel, else None."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return ipython.display if shell is not None and hasattr(shell, "kernel") else None
+
+
+class Table:
+    """One display of a notebook's cell.
+
+    Front ends that show no HTML get the text.
+    """
+
+    def __init__(self, display: Any, together: Callable[[Iterable[float]], float] = sum) -> None:
+        """``together`` makes one number of the ranks' samples: with whole batches, all have trained on the same."""
+        self._display = display
+        self._together = together
+        self._handle: Any = None
+
+    def show(self, title: str, ranks: Mapping[int, Message], text: str, ended: str = "") -> None:
+        """Renew it, with the last report of each rank; ``ended``: how the run did."""
+        bundle = {"text/html": table(title, ranks, ended, self._together), "text/plain": text}
+        if self._handle is None:
+            self._handle = self._display.display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+
+def table(
+    title: str,
+    ranks: Mapping[int, Message],
+    ended: str = "",
+    together: Callable[[Iterable[float]], float] = sum,
+) -> str:
+    """HTML of the ranks' last reports; of many ranks, those that are farthest behind."""
+    behind = sorted(sorted(ranks, key=lambda rank: (ranks[rank].get("samples", 0), rank))[:_SHOWN])
+    held = held_up(ranks)
+    rows = [_row(rank, ranks[rank], held[rank]) for rank in behind]
+    shown = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
+    head = "".join(f"<th style='{_CELL}'>{name}</th>" for name in shown)
+    body = "".join(
+        "<tr>" + "".join(f"<td style='{_CELL}'>{row[name]}</td>" for name in shown) + "</tr>" for row in rows
+    )
+    if len(ranks) > _SHOWN:
+        more = f"{len(ranks) - _SHOWN} more ranks are ahead of these"
+        body += f"<tr><td style='{_CELL}' colspan={len(shown)}>{more}</td></tr>"
+    total = together(one.get("samples", 0) for one in ranks.values())
+    rate = together(one.get("rate") or 0.0 for one in ranks.values())
+    told = f"{total:,} samples" + (f", {html.escape(ended)}" if ended else f", {rate:,.0f}/s{left(ranks)}")
+    return (
+        f"<div style='overflow-x:auto'><div><b>{html.escape(title)}</b>: {told}</div>"
+        f"<table style='{_TABLE}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def left(ranks: Mapping[int, Message]) -> str:
+    """Time that the pass has still to go at the last rate of the slowest rank, as text."""
+    slowest = 0.0
+    for one in ranks.values():
+        step, steps, speed = one.get("step") or 0, one.get("steps"), one.get("steps_s")
+        if not steps or not speed:
+            return ""
+        slowest = max(slowest, (steps - step) / speed)
+    if slowest < 1:
+        return ""
+    minutes, seconds = divmod(round(slowest), 60)
+    hours, minutes = divmod(minutes, 60)
+    return ", this epoch ends in " + (f"{hours}:{minutes:02}" if hours else f"{minutes}") + f":{seconds:02}"
+
+
+def _row(rank: int, one: Message, held: float) -> dict[str, str]:
+    """HTML by column; a column that is empty for all ranks is left out."""
+    step, steps = one.get("step") or 0, one.get("steps")
+    bar = _BAR.format(min(1.0, step / steps)) if steps else ""
+    return {
+        "rank": str(rank),
+        "epoch": str(one.get("epoch") or 0),
+        "step": f"{step}/{steps}{bar}" if steps else str(step),
+        "samples": f"{one.get('samples', 0):,}",
+        "samples/s": f"{one['rate']:,.0f}" if one.get("rate") else "",
+        "loss": _loss(one.get("loss")),
+        "waits for data": _share(one.get("data") or 0.0),
+        "waits for ranks": _share(one.get("waits") or 0.0, loud=False),
+        "others wait for it": _share(held),
+        "processors": f"{one['cpu']:.1f}" if one.get("cpu") is not None else "",
+        "memory": f"{one['memory'] / 1e9:.2f} GB" if one.get("memory") else "",
+        "GPU": f"{one['gpu']:.0%}" if one.get("gpu") is not None else "",
+    }
+
+
+def _loss(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if math.isfinite(value) else f"<b style='color:#d55e00'>{value}</b>"
+
+
+def _share(value: float, loud: bool = True) -> str:
+    if value < 0.005:
+        return ""
+    return f"<b>{value:.0%}</b>" if loud and value >= 0.1 else f"{value:.0%}"

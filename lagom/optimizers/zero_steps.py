@@ -1,0 +1,78 @@
+"""Optimizers: each rank steps a part of the parameters, and the state that a program sees is whole."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from lagom.optimizers.step_patches import replaced_steps
+from lagom.patching.replace import replaced
+from lagom.zero.gradient_access import parted_gradients
+from lagom.zero.optimizer_group import Optimizers
+from lagom.zero.parameters.sharded_parameters import sharded_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lagom.session.session import Session
+
+
+@contextmanager
+def sharded_steps(session: Session) -> Iterator[None]:
+    """Have ``step`` of every optimizer class step this rank's part, and ``Optimizer.state`` be whole.
+
+    Each class has a ``step`` of its own, which its first instance wraps for hooks. Hooks stay outermost.
+    """
+    assert session.group is not None
+    assert session.frame is not None
+    assert session.watch is not None
+    assert session.replicate is not None
+    with ExitStack() as stack:
+        if session.plan.zero_lvl > 1:
+            session.gradients = stack.enter_context(parted_gradients(session))
+            session.replicate.overlap.parts = session.gradients
+        if session.plan.zero_lvl > 2:
+            assert session.gradients is not None
+            weights = stack.enter_context(sharded_weights(session))
+            session.gradients.parts_of = weights.parts
+        optimizers = session.optimizers = Optimizers(
+            session.group,
+            session.frame,
+            session.watch,
+            session.gradients,
+            session.weights,
+            is_own=session.replicate.keeps_own,
+            say=session.say_once,
+            name=session.modules.name_of,
+        )
+
+        def step_for(_: type, inner: Callable[..., Any]) -> Callable[..., Any]:
+            def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+                if not session.distributed or optimizers.passes:
+                    return inner(self, *args, **kwargs)
+                return optimizers.step(self, inner, args, kwargs)
+
+            return step
+
+        stack.enter_context(replaced_steps(step_for, existing=True))
+        stack.enter_context(replaced(Optimizer, "state", _state(session, optimizers)))
+        yield
+        if not session.joined:
+            optimizers.end()
+
+
+def _state(session: Session, optimizers: Optimizers) -> property:
+    def get(self: Optimizer) -> Any:
+        if "state" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute 'state'")
+        return optimizers.state(self) if session.distributed else vars(self)["state"]
+
+    def put(self: Optimizer, value: Any) -> None:
+        vars(self)["state"] = value
+
+    def drop(self: Optimizer) -> None:
+        del vars(self)["state"]
+
+    return property(get, put, drop)

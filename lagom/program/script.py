@@ -1,0 +1,141 @@
+"""A script, module or notebook as a training function: run as ``__main__`` on the rank that calls it."""
+
+from __future__ import annotations
+import __future__ as futures
+
+import contextlib
+import importlib
+import importlib.util
+import linecache
+import sys
+import tokenize
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from lagom.program.notebook_cells import cell_name, code_cells
+
+_FUTURE_FLAGS = sum(getattr(futures, name).compiler_flag for name in futures.all_feature_names)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script and its arguments; calling it runs it as ``python path arguments...`` would.
+
+    The source travels with it: executors need not have the file.
+    """
+
+    path: str
+    """As it was given: ``sys.argv[0]``."""
+    source: str
+    arguments: tuple[str, ...]
+    file: str = ""
+    """The absolute path, which is what python calls the script in ``__file__`` and in tracebacks."""
+    module: str = ""
+    """Its dotted name, where it is run as ``python -m module arguments...``."""
+    cells: tuple[str, ...] = ()
+    """Of a notebook, the code cells, which run one after another."""
+
+    @classmethod
+    def read(cls, path: Path, arguments: Sequence[str], module: str = "") -> Script:
+        """The script or notebook in ``path``, to be called with ``arguments``.
+
+        Raises:
+            ValueError: when there is no script.
+            SyntaxError: as python would say it.
+        """
+        if path.is_dir():
+            raise ValueError(f"{str(path)!r} is a folder; name a script in it, or run it as a module: lagom run -m")
+        if not path.is_file():
+            raise ValueError(f"there is no script {str(path)!r} here ({Path.cwd()})")
+        source = _text(path)
+        file = str(path.absolute())
+        cells = code_cells(source, file) if path.suffix == ".ipynb" else ()
+        script = cls(str(path), "" if cells else source, tuple(arguments), file, module, cells)
+        script.parts  # noqa: B018  (raises)
+        return script
+
+    @classmethod
+    def of_module(cls, name: str, arguments: Sequence[str]) -> Script:
+        """The module ``name``, found as ``python -m`` finds it, without an import of its packages.
+
+        Raises:
+            ValueError: when there is no such module in Python's source.
+            SyntaxError: as python would say it.
+        """
+        path = _path_of_module(name)
+        if path is not None and path.name == "__init__.py":
+            name, path = f"{name}.__main__", path.with_name("__main__.py")
+        if path is None or path.suffix != ".py" or not path.is_file():
+            raise ValueError(
+                f"there is no module {name!r} in Python here ({Path.cwd()}); want one as in: -m package.train"
+            )
+        return cls.read(path.absolute(), arguments, name)
+
+    @property
+    def __name__(self) -> str:
+        """What to call the run."""
+        return self.module or Path(self.path).name
+
+    @property
+    def parts(self) -> tuple[types.CodeType, ...]:
+        """The compiled script, or the compiled cells of a notebook; a SyntaxError names its line."""
+        parts, flags = [], 0
+        for name, text in self._texts():
+            parts.append(compile(text, name, "exec", flags, dont_inherit=True))
+            flags |= parts[-1].co_flags & _FUTURE_FLAGS  # as in a notebook, later cells have them too
+        return tuple(parts)
+
+    def __call__(self) -> None:
+        """Run the script."""
+        main = types.ModuleType("__main__")
+        main.__file__ = self.file or self.path
+        main.__annotations__ = {}
+        if self.cells:
+            vars(main)["display"] = print  # of a notebook, whose cells have no cell here to show things in
+        sys.modules["__main__"] = main  # where pickle looks for the script's classes
+        sys.argv = [self.path, *self.arguments]
+        folder = str(Path.cwd() if self.module else Path(self.file or self.path).resolve().parent)
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
+        sys.path.insert(0, folder)
+        if self.module:
+            main.__spec__ = ModuleSpec(self.module, None, origin=self.file)
+            main.__package__ = self.module.rpartition(".")[0]
+            if main.__package__:
+                importlib.import_module(main.__package__)
+        for name, text in self._texts():  # tracebacks show lines of cells, and of files that executors do not have
+            linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        try:
+            for part in self.parts:
+                exec(part, main.__dict__)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+
+    def _texts(self) -> list[tuple[str, str]]:
+        """What tracebacks call each part, and its source."""
+        name = self.file or self.path
+        if not self.cells:
+            return [(name, self.source)]
+        return [(cell_name(name, number), cell) for number, cell in enumerate(self.cells, 1)]
+
+
+def _text(path: Path) -> str:
+    if b"\0" in path.read_bytes():
+        raise ValueError(f"{str(path)!r} is no Python script: it has bytes that are no text")
+    with tokenize.open(path) as file:  # in the encoding that the script names
+        return file.read()
+
+
+def _path_of_module(name: str) -> Path | None:
+    first, *rest = name.split(".")
+    full, spec = first, importlib.util.find_spec(first) if first else None
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        full = f"{full}.{part}"
+        spec = PathFinder.find_spec(full, list(spec.submodule_search_locations))
+    return Path(spec.origin) if spec is not None and spec.origin else None

@@ -1,0 +1,214 @@
+"""The source files that travel with a run: lagom itself, and the user's own modules."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dis
+import functools
+import importlib.util
+import io
+import sys
+import sysconfig
+import types
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from lagom.program.script import Script
+
+_MAX_FILE = 1 << 20  # bytes; larger files in a package are data, and data sets travel otherwise
+_SKIPPED = {"__pycache__", "node_modules"}
+
+
+@functools.cache
+def lagom_zip() -> bytes:
+    """lagom, and the cloudpickle that wrote the payload, as an archive for executors that have neither."""
+    import cloudpickle
+
+    compiled = importlib.util.find_spec("lagom._native")
+    # In an editable installation it is not beside the sources.
+    beside = {} if compiled is None or not compiled.origin else {f"lagom/{Path(compiled.origin).name}": compiled.origin}
+    return _zip([Path(__file__).parent, Path(cloudpickle.__file__).parent], beside)
+
+
+def modules_zip(function: Callable[..., Any]) -> bytes:
+    """The user's modules that are loaded, or that ``function`` would import, as they are on disk now; b"" for none."""
+    roots = {root for module in list(sys.modules) if (root := own_root(module.partition(".")[0]))}
+    waiting = [name.partition(".")[0] for name in _imports_of(function)]
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if root := own_root(name):
+            roots.add(root)
+            waiting += [found.partition(".")[0] for found in _imports_in(root)]
+    return _zip(sorted(roots)) if roots else b""
+
+
+def own_root(name: str) -> Path | None:
+    """File or folder of the top-level module ``name`` when it is the user's own, not installed with Python or pip."""
+    if (
+        name in sys.builtin_module_names
+        or name in sys.stdlib_module_names
+        or name in ("lagom", "__main__", "__mp_main__")
+    ):
+        return None
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    if spec is None:
+        return None
+    places = list(spec.submodule_search_locations or [])
+    path = Path(places[0] if places else spec.origin or "")
+    if not path.exists() or (not places and path.suffix != ".py") or is_installed(str(path)):
+        return None
+    return path
+
+
+def is_installed(path: str) -> bool:
+    """Whether ``path`` belongs to Python or to an installed package, rather than to the user."""
+    parts = Path(path).parts
+    if "site-packages" in parts or "dist-packages" in parts:
+        return True
+    return any(path.startswith(place) for place in _python_places())
+
+
+@functools.cache
+def _python_places() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple(
+        {paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")} | {sys.base_prefix + "/lib/python"}
+    )
+
+
+def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
+    """Names that ``function`` imports when it runs, or that functions it uses do."""
+    for value in reached(function):
+        if isinstance(value, types.FunctionType):
+            yield from (name for code in codes(value.__code__) for name in _imports_of_code(code))
+        elif isinstance(value, Script):
+            yield from ([value.module] if value.module else [])
+            yield from (name for code in codes(*value.parts) for name in _imports_of_code(code))
+
+
+def reached(*values: Any) -> Iterator[Any]:
+    """``values``, and what their code uses by globals, closures and attributes; not into what is installed."""
+    waiting: list[Any] = list(values)
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, functools.partial):
+            waiting.append(value.func)
+        elif isinstance(value, types.MethodType):
+            waiting += [value.__func__, value.__self__]
+        elif isinstance(value, types.FunctionType):
+            if not is_foreign(value):
+                names = {name for code in codes(value.__code__) for name in code.co_names}
+                known = [value.__globals__[name] for name in names if name in value.__globals__]
+                waiting += _opened([*known, *_contents(value.__closure__ or ())], names)
+        elif isinstance(value, (staticmethod, classmethod)):
+            waiting.append(value.__func__)
+        elif isinstance(value, property):
+            waiting += [value.fget, value.fset]
+        elif isinstance(value, type):
+            waiting += [*vars(value).values(), *value.__bases__] if _is_own(value) else []
+        elif _is_own(type(value)):
+            waiting.append(type(value))
+
+
+def used_modules(function: types.FunctionType) -> Iterator[types.ModuleType]:
+    """The modules that ``function`` has by its globals and closure."""
+    names = {name for code in codes(function.__code__) for name in code.co_names}
+    known = [function.__globals__[name] for name in names if name in function.__globals__]
+    for value in (*known, *_contents(function.__closure__ or ())):
+        if isinstance(value, types.ModuleType):
+            yield value
+
+
+def _opened(values: Iterable[Any], names: set[str]) -> Iterator[Any]:
+    """``values``, with what has one of the ``names`` in place of the user's own modules."""
+    todo, seen = list(values), set[int]()
+    while todo:
+        value = todo.pop()
+        if not isinstance(value, types.ModuleType):
+            yield value
+        elif id(value) not in seen and not is_installed(getattr(value, "__file__", None) or ""):
+            seen.add(id(value))
+            todo += [vars(value)[name] for name in names if name in vars(value)]
+
+
+def is_foreign(function: types.FunctionType) -> bool:
+    """Whether ``function`` is not the user's own: it is lagom's, Python's or that of an installed package."""
+    return (function.__module__ or "").partition(".")[0] == "lagom" or is_installed(function.__code__.co_filename)
+
+
+def _is_own(cls: type) -> bool:
+    """Whether the user wrote ``cls``."""
+    if cls.__module__ == "__main__":
+        return True
+    path = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return path is not None and cls.__module__.partition(".")[0] != "lagom" and not is_installed(path)
+
+
+def codes(*parts: types.CodeType) -> Iterator[types.CodeType]:
+    """``parts``, and the code of the functions and classes that they define."""
+    for code in parts:
+        yield code
+        yield from codes(*(constant for constant in code.co_consts if isinstance(constant, types.CodeType)))
+
+
+def _imports_of_code(code: types.CodeType) -> Iterator[str]:
+    return (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME" and step.argval)
+
+
+def _contents(cells: Iterable[types.CellType]) -> Iterator[Any]:
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
+
+
+def _imports_in(root: Path) -> Iterator[str]:
+    for path in _files(root):
+        if path.suffix != ".py":
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except SyntaxError:  # the rank will say so, with its line, should it come that far
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                yield node.module
+
+
+def _files(root: Path) -> Iterator[Path]:
+    if root.is_file():
+        yield root
+        return
+    for path in sorted(root.rglob("*")):
+        hidden = any(part in _SKIPPED or part.startswith(".") for part in path.relative_to(root).parts)
+        if not hidden and path.is_file() and path.stat().st_size <= _MAX_FILE:
+            yield path
+
+
+def _zip(roots: Iterable[Path], others: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    stream = io.BytesIO()
+    files = {str(path.relative_to(root.parent)): path for root in roots for path in _files(root)}
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, path in (files | {name: Path(path) for name, path in others.items()}).items():
+            # A fixed date: equal content gives an equal archive, and so one folder on the executors.
+            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=1)
+    return stream.getvalue()

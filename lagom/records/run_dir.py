@@ -1,0 +1,295 @@
+"""``Records``: what is kept of a run, as text in a folder of its own: what it was, what its ranks wrote and did."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import functools
+import getpass
+import itertools
+import json
+import logging
+import os
+import platform
+import re
+import reprlib
+import secrets
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any, Concatenate, ParamSpec
+
+from lagom.errors import PlanError
+from lagom.monitor.spans import unpacked
+from lagom.records.git_info import Checkout
+from lagom.records.retention import Retention, alone
+from lagom.records.secrets import HIDDEN, hide_in_command, hide_in_text, is_secret
+from lagom.records.timeline import TIMELINES, merge
+from lagom.records.upload import Upload, is_url, on_disk
+from lagom.wire.client import Message
+
+RUN, RESULT, PROGRESS = "run.json", "result.json", "progress.jsonl"
+_PACKAGES = ("torch", "pyspark", "numpy", "pyarrow", "deepspeed")
+_PARTS = 500
+"""Reports of a rank's progress are kept oftener than this part of the time that the run has taken: a long run has
+some thousands of each rank, and not a line for every second."""
+_MAX_LOG = 256 << 20
+"""Bytes of a rank's output that are kept."""
+_MAX_TEXT = 20_000  # characters
+_MAX_ITEMS = 200  # of a list or a dict
+
+log = logging.getLogger("lagom")
+P = ParamSpec("P")
+
+
+def _harmless(method: Callable[Concatenate[Records, P], None]) -> Callable[Concatenate[Records, P], None]:
+    """A full disk is no reason for a run to fail: it is said, and nothing more is kept."""
+
+    @functools.wraps(method)
+    def guarded(self: Records, /, *args: P.args, **options: P.kwargs) -> None:
+        if self.broken:
+            return
+        try:
+            method(self, *args, **options)
+        except Exception as error:
+            self.broken = True
+            log.warning("nothing more is kept of this run in %s: %s: %s", self.folder, type(error).__name__, error)
+
+    return guarded
+
+
+class Records:
+    """Writes as the run goes, so that what there is of a run that was killed can be read as well."""
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: Mapping[str, Any],
+        upload: Upload | None = None,
+        retention: Retention | None = None,
+    ) -> None:
+        """With ``retention``, older runs beside ``folder`` are removed when this one is over."""
+        self.folder = folder
+        """On this machine."""
+        self._retention = retention
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(alone(folder))
+        self.upload = upload
+        """To where it goes, where that is not its place."""
+        self.broken = False
+        self._started = time.monotonic()
+        source = facts.get("source")
+        self._checkout = Checkout(Path(source).parent if source else Path.cwd())
+        self._facts = {
+            **facts,
+            "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **_surroundings(),
+            "git": self._checkout.facts(),
+            "ranks": {},
+        }
+        self._num_pictures = 0
+        self._logs: dict[int, IO[bytes]] = {}
+        self._sizes: dict[int, int] = {}
+        self._kept_at: dict[int, float] = {}
+        self._progress: IO[str] | None = None
+        self._write(RUN, self._facts)
+        if upload is not None:
+            upload.begin()
+
+    @_harmless
+    def joined(self, message: Message, last: bool = True) -> None:
+        """Ranks have come, of a task; the ``last`` ones are written at once, as a thousand would each time anew."""
+        place = {"host": str(message["host"]).split("|")[0], "ip": message["ip"], "task": message.get("task")}
+        place |= {name: message[name] for name in ("python", "torch") if name in message}
+        gpus = message.get("gpus") or []
+        for number, rank in enumerate(message["ranks"]):
+            device = {"gpu": gpus[number]} if number < len(gpus) else {}
+            self._facts["ranks"][str(rank)] = {**place, **device}
+        self._facts["seconds_to_join"] = round(time.monotonic() - self._started, 3)
+        number = len(self._facts["ranks"])
+        if last or number & (number - 1) == 0:
+            self._write(RUN, self._facts)
+
+    @_harmless
+    def wrote(self, rank: int, data: bytes) -> None:
+        """A rank wrote ``data`` to standard output or error."""
+        size = self._sizes.get(rank, 0)
+        self._sizes[rank] = size + len(data)
+        if size >= _MAX_LOG:
+            return
+        file = self._logs.get(rank)
+        if file is None:
+            file = self._logs[rank] = open(self.folder / f"rank-{rank}.log", "ab", buffering=0)  # noqa: SIM115
+        file.write(data)
+        if size + len(data) >= _MAX_LOG:
+            file.write(f"\n[lagom] more than {_MAX_LOG >> 20} MB; the rest is not kept\n".encode())
+
+    @_harmless
+    def progressed(self, event: Message) -> None:
+        """A rank says how far it is."""
+        now = time.monotonic()
+        if now - self._kept_at.get(event["rank"], 0.0) < (now - self._started) / _PARTS:
+            return
+        self._kept_at[event["rank"]] = now
+        if self._progress is None:
+            self._progress = open(self.folder / PROGRESS, "a", buffering=1)  # noqa: SIM115
+        kept = {key: value for key, value in event.items() if key not in ("type", "task", "ticks")}
+        self._progress.write(json.dumps({"seconds": round(now - self._started, 3), **kept}) + "\n")
+
+    @_harmless
+    def timed(self, event: Message) -> None:
+        """A rank says what it has done, from when to when."""
+        (self.folder / TIMELINES).mkdir(exist_ok=True)
+        with open(self.folder / TIMELINES / f"rank-{int(event['rank'])}.jsonl", "a") as file:
+            file.write(unpacked(event["data"]) + "\n")
+
+    def showed(self, png: str) -> Path | None:
+        """The program showed a picture, as base64; returns the file that has it, if it could be kept."""
+        with contextlib.suppress(OSError, ValueError):
+            self._num_pictures += 1
+            path = self.folder / f"picture-{self._num_pictures}.png"
+            path.write_bytes(base64.b64decode(png, validate=True))
+            return path
+        return None
+
+    @_harmless
+    def merge_timelines(self, also: str | os.PathLike[str] | None = None) -> None:
+        """The ranks' timelines become one, which is written to ``also`` as well."""
+        if not (self.folder / TIMELINES).exists():
+            return
+        path = merge(self.folder)
+        if also is not None:
+            shutil.copyfile(path, Path(also).expanduser())
+
+    @_harmless
+    def said(self, text: str) -> None:
+        """Something that the user was told of the run."""
+        with open(self.folder / "lagom.log", "a") as file:
+            file.write(text.rstrip("\n") + "\n")
+
+    @_harmless
+    def ended(self, outcome: Mapping[str, Any]) -> None:
+        """What came of the run."""
+        self._checkout.finish()
+        self._write(RUN, self._facts | {"git": self._checkout.facts()})
+        self._write(RESULT, {**outcome, "seconds": round(time.monotonic() - self._started, 3)})
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        self._checkout.finish()
+        self._close()
+        self._held.close()
+        if self.upload is not None:
+            self.upload.finish()
+
+    @_harmless
+    def _close(self) -> None:
+        for file in self._logs.values():
+            file.close()
+        if self._progress is not None:
+            self._progress.close()
+        self._logs, self._progress = {}, None
+        if self._retention is not None:
+            self._retention.remove_older(self.folder.parent)
+
+    def _write(self, name: str, what: Mapping[str, Any]) -> None:
+        partial = self.folder / f".{name}"
+        partial.write_text(json.dumps(as_json(what, hide=name == RUN), indent=2) + "\n")
+        partial.replace(self.folder / name)
+
+
+def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Mapping[str, Any]) -> Records | None:
+    """A new folder under ``run_dir``, and what writes into it; None where nothing is to be kept.
+
+    Raises:
+        PlanError: when ``run_dir`` was asked for and cannot be written to.
+        ValueError: when the environment says of older runs what makes no sense.
+    """
+    if run_dir is None or not os.fspath(run_dir):
+        return None
+    now = datetime.datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    name = re.sub(r"[^\w.-]+", "-", str(facts["name"]))[:60]
+    name = f"{now}-{name}-{secrets.token_hex(3)}"
+    if is_url(run_dir):
+        return _elsewhere(os.fspath(run_dir), name, facts)
+    folder = on_disk(run_dir) / name
+    retention = Retention.from_environment() if is_default else None
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+        return Records(folder.resolve(), facts, retention=retention)
+    except OSError as error:
+        text = f"run_dir is {os.fspath(run_dir)!r}, and nothing can be written there: {error}"
+        if is_default:
+            log.warning("%s; nothing is kept of this run. Set run_dir, or run_dir=None", text)
+            return None
+        raise PlanError(f"{text}; name another folder, or None to keep nothing") from error
+
+
+def _elsewhere(url: str, name: str, facts: Mapping[str, Any]) -> Records:
+    try:
+        upload = Upload(url, name)
+        return Records(upload.folder, facts, upload)
+    except Exception as error:  # of any file system
+        kind = url.partition(":")[0]
+        raise PlanError(
+            f"run_dir is {url.partition('?')[0]!r}, and nothing can be written there: {type(error).__name__}: {error}; "
+            f"install what fsspec needs for {kind}:, see to the credentials, or name another place, or None for nothing"
+        ) from error
+
+
+def _surroundings() -> dict[str, Any]:
+    user = None
+    with contextlib.suppress(Exception):  # a container's user may have no name
+        user = getpass.getuser()
+    return {
+        "driver": {
+            "host": socket.gethostname(),
+            "user": user,
+            "pid": os.getpid(),
+            "cwd": os.getcwd(),
+            "argv": hide_in_command(sys.argv),
+        },
+        "versions": _versions(),
+    }
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "lagom": str(sys.modules["lagom"].__version__)}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:
+    """``value`` as JSON has it, with what it has no word for as text; of what is large, a part.
+
+    With ``hide``, what is named like a secret is left out, however deep.
+    """
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT] + "…"
+    if depth and isinstance(value, Mapping):
+        items = list(itertools.islice(value.items(), _MAX_ITEMS))
+        left = {"…": f"{len(value) - len(items)} more"} if len(value) > len(items) else {}
+        found = {}
+        for key, item in items:
+            name = str(as_json(key, 0))
+            found[name] = HIDDEN if hide and is_secret(name, item) else as_json(item, depth - 1, hide=hide)
+        return found | left
+    if depth and isinstance(value, (list, tuple)):
+        more = [f"… {len(value) - _MAX_ITEMS} more"] if len(value) > _MAX_ITEMS else []
+        return [as_json(item, depth - 1, hide=hide) for item in value[:_MAX_ITEMS]] + more
+    try:
+        text = reprlib.repr(value) if isinstance(value, (Mapping, list, tuple, set, bytes)) else repr(value)
+    except Exception:  # a foreign __repr__ may do anything
+        text = f"<{type(value).__name__}>"
+    text = hide_in_text(text) if hide else text
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"

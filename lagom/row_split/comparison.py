@@ -1,0 +1,71 @@
+"""``compare``: whether blocks of a batch came out as the whole did."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lagom.row_split.recorder import NotByRowsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lagom.row_split.probe import BatchStatistics
+    from lagom.row_split.split_candidate import Candidate, Finding
+
+
+def compare(finding: Finding, outputs: list[Any], parts: list[list[Any]], tolerance: float) -> None:
+    """Compare outputs with those of the ``parts``.
+
+    Raises:
+        NotByRowsError: when they differ.
+    """
+    for index, (whole, factor) in enumerate(zip(outputs, finding.factors, strict=True)):
+        found = [part[index] for part in parts]
+        if factor is not None:
+            together = torch.cat(found)
+            same = together.dtype == whole.dtype and are_close(together, whole, tolerance)
+        elif isinstance(whole, torch.Tensor):
+            same = all(isinstance(one, torch.Tensor) and are_close(one, whole, tolerance) for one in found)
+        else:
+            same = all(one == whole or (one != one and whole != whole) for one in found)
+        if not same:
+            raise NotByRowsError("does not compute the rows of its batch one by one")
+
+
+def are_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Whether both have the same shape and next to the same numbers."""
+    if one.shape != other.shape:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    finite = other[other.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def tolerance_for(candidate: Candidate) -> float:
+    """Relative, for sums in another order in the least exact numbers in use."""
+    kinds = {p.dtype for p in candidate.module.parameters() if p.is_floating_point()}
+    if torch.is_autocast_enabled(candidate.device.type):
+        kinds.add(torch.get_autocast_dtype(candidate.device.type))
+    return max((_TOLERANCES.get(kind, 0.05) for kind in kinds), default=1e-4)
+
+
+_TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4}
+
+
+def compare_buffers(
+    whole: list[tuple[Tensor, Tensor]], part: list[tuple[Tensor, Tensor]], noted: BatchStatistics
+) -> None:
+    """Compare buffers, but for BatchNorm's.
+
+    Raises:
+        NotByRowsError: when they differ.
+    """
+    running = {id(buffer) for buffer in noted.running}
+    for (buffer, ours), (other, theirs) in zip(whole, part, strict=True):
+        same = buffer is other and ours.shape == theirs.shape and torch.equal(ours, theirs)
+        if not same and id(buffer) not in running:
+            raise NotByRowsError("keeps a buffer that depends on the batch")

@@ -1,0 +1,147 @@
+"""Random numbers in a sliced forward: drawn for the whole batch, of which a rank keeps its block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lagom.errors import LagomError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+    from torch._ops import OpOverload
+
+    from lagom.row_split.whole_batch import Block
+
+Kind = tuple[str, int]
+"""Name of an operation that draws, and the number of dimensions of what it draws."""
+
+
+class UnsupportedDrawError(Exception):
+    """An operation whose random numbers cannot be drawn for the whole batch."""
+
+
+class Draws(TorchDispatchMode):
+    """Has each rank draw what one machine would, and keep its own rows. Every rank's generator stays the same.
+
+    Args:
+        axes: by kind of draw, the dimension that counts the rows of the batch (times something); None: none does.
+        remedy: what an error says to do.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        axes: Mapping[Kind, int | None],
+        remedy: str = "use batches='split' and evaluation='replicated' for this program",
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._remedy = remedy
+        self.block = block
+        self.axes = axes
+
+    def __torch_dispatch__(
+        self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not draws(function, args, kwargs):
+            return function(*args, **kwargs)
+        try:
+            return drawn(function, args, kwargs, self.block, self.axis)
+        except UnsupportedDrawError as error:
+            raise LagomError(
+                f"a forward that is sliced {error}, which it did not at its first call; {self._remedy}"
+            ) from None
+
+    def axis(self, function: OpOverload, shape: tuple[int, ...]) -> int | None:
+        """The dimension of ``shape`` that counts rows of the batch."""
+        kind = (str(function), len(shape))
+        if kind in self.axes:
+            return self.axes[kind]
+        # Not drawn when the module was looked at: a layer that it skips at random, as a rule.
+        rows = [d for d, size in enumerate(shape) if size == self.block.num_mine]
+        return rows[0] if rows else None
+
+
+def draws(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``function`` draws random numbers; attention does so where it drops some of it."""
+    if torch.Tag.nondeterministic_seeded not in function.tags or function.name() == "aten::dropout":
+        return False
+    for index, argument in enumerate(function._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return True
+
+
+def shape_of(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of what ``function`` draws.
+
+    Raises:
+        UnsupportedDrawError: when what it draws depends on the numbers of its input.
+    """
+    index = _size_argument(function)
+    if index is not None:
+        return tuple(args[index])
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    name = function.overloadpacket.__name__
+    if len(tensors) == 1 and tensors[0] is args[0] and (name in _LIKE or (name in _IN_PLACE and name[-1] == "_")):
+        return tuple(args[0].shape)
+    raise UnsupportedDrawError(f"draws numbers that depend on its input ({function})")
+
+
+def drawn(
+    function: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    block: Block,
+    find_axis: Callable[[OpOverload, tuple[int, ...]], int | None],
+) -> Any:
+    """What ``function`` draws, as this block's part of what it draws for the whole batch."""
+    shape = shape_of(function, args, kwargs)
+    axis = find_axis(function, shape)
+    if axis is None or shape[axis] % block.num_mine:
+        return function(*args, **kwargs)
+    factor = shape[axis] // block.num_mine
+    whole = (*shape[:axis], factor * block.num_all, *shape[axis + 1 :])
+    at = (axis, factor * block.start, shape[axis])
+    index = _size_argument(function)
+    if index is not None:
+        return function(*args[:index], list(whole), *args[index + 1 :], **kwargs).narrow(*at).clone()
+    like = _empty(whole, args[0], axis)
+    name = function.overloadpacket.__name__
+    if name == "native_dropout":
+        mask = function(like.fill_(1), *args[1:], **kwargs)[1].narrow(*at)
+        keep = 1.0 - args[1]
+        return args[0] * mask * (1.0 / keep if keep else 0.0), mask.clone()
+    if name in _LIKE:
+        return function(like, *args[1:], **kwargs).narrow(*at).clone()
+    function(like, *args[1:], **kwargs)
+    return args[0].copy_(like.narrow(*at))
+
+
+_IN_PLACE = {
+    *("bernoulli_", "uniform_", "normal_", "exponential_", "random_"),
+    *("log_normal_", "cauchy_", "geometric_"),
+}
+_LIKE = {"rand_like", "randn_like", "randint_like", "native_dropout"}
+
+
+def _size_argument(function: OpOverload) -> int | None:
+    for index, argument in enumerate(function._schema.arguments):
+        if argument.name == "size":
+            return index
+    return None
+
+
+def _empty(shape: tuple[int, ...], like: Tensor, axis: int) -> Tensor:
+    """As ``like``, more along ``axis``: with the dimensions in the same order in memory, in which it is filled."""
+    if not like.numel():
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    order = sorted(range(like.dim()), key=lambda d: (like.stride(d), like.shape[d]), reverse=True)
+    return torch.empty([shape[d] for d in order], dtype=like.dtype, device=like.device).permute(
+        [order.index(d) for d in range(like.dim())]
+    )

@@ -1,0 +1,270 @@
+"""``probe``: finds out whether a module computes each row of its batch by itself, so that ranks can share the rows out.
+
+See Note [Probe].
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from lagom.errors import LagomError
+from lagom.row_split.comparison import are_close, compare, compare_buffers, tolerance_for
+from lagom.row_split.draws import UnsupportedDrawError
+from lagom.row_split.recorder import BlockRecorder, NotByRowsError, Recorder
+from lagom.row_split.restore import as_it_was, buffers_of, marks_of
+from lagom.row_split.split_candidate import Candidate, Finding, is_batch, is_dense
+from lagom.row_split.whole_batch import Block
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+    from torch.utils._pytree import TreeSpec
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+UNIFORM = "is called with rows that are all alike, which does not show whether it mixes them"
+"""Why a forward is not looked at this time."""
+
+
+class ChangedError(LagomError):
+    """A forward that was only looked at has changed its parameters."""
+
+
+class BatchStatistics:
+    """BatchNorm in a probe: statistics of the whole batch are noted, and then serve its blocks."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[Tensor, Tensor]] = []
+        self.running: list[Tensor] = []
+        self._replayed: Iterator[tuple[Tensor, Tensor]] | None = None
+
+    def replay(self) -> None:
+        """From now on give what was noted."""
+        self._replayed = iter(self.noted)
+
+    @property
+    def replays(self) -> bool:
+        """Whether a block is run, not the whole."""
+        return self._replayed is not None
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance for the next BatchNorm of a block."""
+        assert self._replayed is not None
+        found = next(self._replayed, None)
+        if found is None:
+            raise NotByRowsError("runs BatchNorm another number of times on a part of the batch")
+        return found
+
+
+def probe(
+    candidate: Candidate,
+    finding: Finding,
+    world_size: int,
+    statistics: Callable[[BatchStatistics], Any],
+) -> None:
+    """Complete a finding: run the module whole and in blocks, and compare. Leaves everything as it was.
+
+    Args:
+        statistics: a context in which BatchNorm uses those given.
+    """
+    try:
+        if candidate.is_uniform:
+            finding.reason = UNIFORM
+        else:
+            examine(candidate, finding, world_size, statistics)
+    except (NotByRowsError, UnsupportedDrawError) as error:
+        finding.reason = str(error)
+    except ChangedError:
+        raise
+    except Exception as error:  # a forward that does not run on a part of its batch
+        finding.reason = f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
+
+
+def examine(
+    candidate: Candidate,
+    finding: Finding,
+    num_blocks: int,
+    statistics: Callable[[BatchStatistics], Any],
+) -> None:
+    """As ``probe``, of any number of blocks; raises what it finds, and what the forward raises on a part.
+
+    Raises:
+        NotByRowsError: when rows are not computed one by one, or may not be.
+        UnsupportedDrawError: when random numbers cannot be drawn for the whole batch.
+        ChangedError: when a forward has changed parameters, of which no second copy is kept.
+    """
+    check(candidate)
+    with as_it_was(candidate.module, candidate.inside, candidate.device) as begin_again:
+        before = marks_of(candidate.module)
+        try:
+            _look(candidate, finding, num_blocks, statistics, begin_again)
+        finally:
+            if marks_of(candidate.module) != before:
+                raise ChangedError(
+                    f"the forward of {type(candidate.module).__name__} changes parameters. lagom has run it once more, "
+                    "to look whether ranks or micro-batches can share out its rows, and cannot put them back. Change "
+                    "them after the optimizer's step, or keep them as buffers, or use batches='split', "
+                    "evaluation='replicated' and no micro_batches for this program"
+                )
+
+
+def check(candidate: Candidate) -> None:
+    """Whether anything would see a part of the batch that is not known to do without.
+
+    Raises:
+        NotByRowsError: when so.
+    """
+    for leaf in candidate.leaves:
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            raise NotByRowsError(f"is called with a {type(leaf).__name__}, of which it is unknown what is in it")
+        if isinstance(leaf, torch.Tensor) and not is_dense(leaf):
+            raise NotByRowsError("is called with a sparse or nested tensor, which has no rows to share out")
+    for module in candidate.inside:
+        state = module.__dict__
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            if any(not _is_torchs(hook) for hook in (state.get(kind) or {}).values()):
+                raise NotByRowsError("has hooks, which would see a part of the batch")
+        for parameter in (state.get("_parameters") or {}).values():
+            if parameter is not None and parameter._backward_hooks:
+                raise NotByRowsError("has hooks on gradients, which would see those of a part of the batch")
+    everywhere = torch.nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks or everywhere._global_backward_hooks:
+        raise NotByRowsError("is called with global hooks, which would see a part of the batch")
+
+
+def _is_torchs(hook: object) -> bool:
+    return (getattr(hook, "__module__", None) or type(hook).__module__ or "").startswith("torch.")
+
+
+def _look(
+    candidate: Candidate,
+    finding: Finding,
+    world_size: int,
+    statistics: Callable[[BatchStatistics], Any],
+    begin_again: Callable[[], None],
+) -> None:
+    noted = BatchStatistics()
+    # Copies: what a forward changes in place is the program's.
+    given = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.leaves]
+    versions = _versions(given)
+    parameters = list(candidate.module.parameters())
+    recorder = Recorder([leaf for leaf in given if is_batch(leaf, candidate.rows)], parameters)
+    with statistics(noted):
+        outputs, finding.factors, finding.spec = _run(candidate, recorder, given, candidate.rows, noted)
+    buffers = buffers_of(candidate.inside)
+    noted.replay()
+    begin_again()
+    with statistics(noted):
+        _spoil(candidate, outputs, finding.factors)
+    if _versions(given) != versions:
+        raise NotByRowsError("changes its input in place")
+    parts = []
+    for block in Block(0, world_size, candidate.rows).others:
+        begin_again()
+        leaves = candidate.block_of(block)
+        inputs = [leaf for leaf in leaves if is_batch(leaf, block.num_mine)]
+        part = BlockRecorder(inputs, parameters, block, recorder.drawn, finding.axes)
+        noted.replay()
+        with statistics(noted):
+            part_outputs, factors, spec = _run(candidate, part, leaves, block.num_mine, noted)
+        if spec != finding.spec or factors != finding.factors or len(part.drawn) != len(recorder.drawn):
+            raise NotByRowsError("gives other outputs for a part of its batch")
+        compare_buffers(buffers, buffers_of(candidate.inside), noted)
+        parts.append(part_outputs)
+    compare(finding, outputs, parts, tolerance_for(candidate))
+    finding.sliced = True
+
+
+def _spoil(candidate: Candidate, outputs: list[Any], factors: list[int | None]) -> None:
+    """Make sure that a row that is no number spoils no other one: it would by a weight of zero, too."""
+    leaves, row = list(candidate.leaves), candidate.rows // 2
+    for index, leaf in enumerate(leaves):
+        if is_batch(leaf, candidate.rows) and (leaf.is_floating_point() or leaf.is_complex()):
+            leaves[index] = leaf.detach().clone()
+            leaves[index][row] = float("nan")
+    if all(one is other for one, other in zip(leaves, candidate.leaves, strict=True)):
+        return
+    with _silent():
+        found = tree_flatten(candidate.run(leaves))[0]
+    for whole, other, factor in zip(outputs, found, factors, strict=True):
+        if isinstance(whole, torch.Tensor):
+            own = (0, 0) if factor is None else (row * factor, (row + 1) * factor)
+            if not are_close(_without(other.detach(), *own), _without(whole, *own), tolerance_for(candidate)):
+                raise NotByRowsError("does not compute the rows of its batch one by one")
+
+
+def _without(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return torch.cat([tensor[:start], tensor[stop:]]) if stop else tensor
+
+
+@contextmanager
+def _silent() -> Iterator[io.StringIO]:
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield said
+
+
+def _run(
+    candidate: Candidate, recorder: Recorder, leaves: list[Any], rows: int, noted: BatchStatistics
+) -> tuple[list[Any], list[int | None], TreeSpec]:
+    """Outputs, cut off from their graph; of each the rows per row of the input; and their structure."""
+    with _silent() as said, recorder, recorder.refused_reads():
+        outputs, spec = tree_flatten(candidate.run(leaves))
+    if said.getvalue():
+        raise NotByRowsError("prints, and would print of a part of the batch")
+    factors = [_factor(output, recorder, rows) for output in outputs]
+    # Copies: what lives on after this is kept by the program.
+    copies = [output.detach().clone() if isinstance(output, torch.Tensor) else output for output in outputs]
+    outputs.clear()
+    known = chain(candidate.module.parameters(), candidate.module.buffers(), *noted.noted)
+    if recorder.keeps(known):
+        raise NotByRowsError("keeps a tensor of its forward beside its output, which would be of a part of the batch")
+    return copies, factors, spec
+
+
+def _factor(output: Any, recorder: Recorder, rows: int) -> int | None:
+    if not isinstance(output, torch.Tensor):
+        if not isinstance(output, _PLAIN):
+            raise NotByRowsError(f"gives a {type(output).__name__}, of which it is unknown what is in it")
+        return None
+    if not recorder.follows_input(output):
+        return None
+    if output.layout != torch.strided or output.dim() == 0 or output.shape[0] == 0 or output.shape[0] % rows:
+        raise NotByRowsError(f"gives an output of shape {tuple(output.shape)}, not one with a row for each of {rows}")
+    return output.shape[0] // rows
+
+
+def _versions(leaves: list[Any]) -> list[int | None]:
+    return [leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None for leaf in leaves]
+
+
+# Note [Probe]
+#
+# A forward is sliced only where this changes nothing but the speed, and that is found out, not assumed. A module's
+# first call with inputs of a kind is its own, whole, and tells how much work it is. If that is worth sharing, then
+# before the second call it is run whole and in the blocks of all ranks, one after the other, on every rank. That
+# takes no exchange, so that all ranks find the same, and a forward that fails on a block fails alike everywhere.
+# Outputs must agree, and besides
+#
+# - nothing that is computed from the input may stay behind in an attribute, a list or a closure, where the program
+#   would find a part of the batch: what lives on when the output is gone, by weak references to the storages of all
+#   that was computed;
+# - a row that is no number (NaN) may spoil no other one, as it does also by a mean that is weighted by zero so far;
+# - no number of the input may decide anything (item(), numpy(), masks that select): another batch might do otherwise;
+# - buffers must come out the same, but for BatchNorm's, whose statistics are the whole's in each block;
+# - what it draws at random must be as many numbers for each row; see ``Draws``;
+# - hooks of the program's and prints would see a part of the batch.
+#
+# A batch whose rows are all alike, as of a warm-up with zeros, shows nothing: the next one is looked at.
+# Parameters that are (almost) zero get some size in the meantime: a gate that starts closed would hide a coupling of
+# the rows that shows later. Random numbers, buffers and attributes are put back. Parameters are not, for a copy might
+# not fit: a module whose calls of its own change them (momentum encoders) is found out by these, and not looked at.

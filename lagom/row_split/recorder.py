@@ -1,0 +1,163 @@
+"""``Recorder``: notes what a forward does, operation by operation. See Note [Probe]."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from lagom.patching.replace import replaced
+from lagom.row_split.draws import Kind, drawn, draws, shape_of
+from lagom.run_state.memory_layout import storage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import Tensor
+    from torch._C import Argument
+    from torch._ops import OpOverload
+
+    from lagom.row_split.whole_batch import Block
+
+
+class NotByRowsError(Exception):
+    """A module does not compute its rows one by one; the text says why."""
+
+
+class Work(TorchDispatchMode):
+    """Counts the floating-point operations of a forward: those of products and convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0.0
+
+    def __torch_dispatch__(
+        self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from torch.utils.flop_counter import flop_registry
+
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        count = flop_registry.get(function._overloadpacket)
+        if count is not None:
+            self.flops += float(count(*args, **kwargs, out_val=result))
+        return result
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what a forward does: draws, what comes of its input, and what reads numbers of it."""
+
+    def __init__(self, inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn: list[tuple[Kind, tuple[int, ...]]] = []
+        self._of_input: dict[int, StorageWeakRef] = {}
+        self._given = {_storage(tensor) for tensor in inputs}
+        self._parameters = {_storage(parameter) for parameter in parameters} - {0}
+        for tensor in inputs:
+            self._note(tensor)
+
+    def __torch_dispatch__(
+        self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        follows = any(_storage(tensor) in self._of_input for tensor in tensors)
+        if follows and _READS.intersection(function.tags):
+            raise NotByRowsError(f"takes decisions by the numbers of its input ({function})")
+        written = [a for a, s in zip(args, function._schema.arguments, strict=False) if _is_written(s)]
+        if any(isinstance(a, torch.Tensor) and _storage(a) in self._parameters for a in written):
+            # Before it is done: other blocks would change it otherwise, and what is changed here would stay.
+            raise NotByRowsError("changes a parameter")
+        result = self.draw(function, args, kwargs) if draws(function, args, kwargs) else function(*args, **kwargs)
+        if follows:
+            for leaf in tree_flatten((result, written))[0]:
+                if isinstance(leaf, torch.Tensor):
+                    self._note(leaf)
+        return result
+
+    def draw(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that draws, and note what."""
+        shape = shape_of(function, args, kwargs)
+        self.drawn.append(((str(function), len(shape)), shape))
+        return function(*args, **kwargs)
+
+    def follows_input(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` was computed from the input."""
+        return _storage(tensor) in self._of_input
+
+    @contextmanager
+    def refused_reads(self) -> Iterator[None]:
+        """Have a forward fail that takes numbers of its input out of torch, where they are followed no further."""
+        with ExitStack() as stack:
+            for name in ("numpy", "tolist", "__dlpack__"):
+                stack.enter_context(replaced(torch.Tensor, name, self._refused_read(getattr(torch.Tensor, name))))
+            yield
+
+    def _refused_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.follows_input(tensor):
+                raise NotByRowsError("takes the numbers of its input out of torch, and may decide by them")
+            return original(tensor, *args, **kwargs)
+
+        return read
+
+    def keeps(self, known: Iterable[Tensor]) -> bool:
+        """Whether anything computed from the input is still there, but for ``known``: the program keeps it."""
+        expected = self._given.union(_storage(tensor) for tensor in known)
+        return any(not ref.expired() for key, ref in self._of_input.items() if key not in expected)
+
+    def _note(self, tensor: Tensor) -> None:
+        # The reference keeps the address from being used again, not the numbers.
+        if tensor.layout == torch.strided:
+            self._of_input.setdefault(_storage(tensor), StorageWeakRef(storage_of(tensor)))
+
+
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class BlockRecorder(Recorder):
+    """Notes the same of a block; draws are those of the whole batch, found by comparison with them."""
+
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        parameters: Iterable[Tensor],
+        block: Block,
+        whole: list[tuple[Kind, tuple[int, ...]]],
+        axes: dict[Kind, int | None],
+    ) -> None:
+        super().__init__(inputs, parameters)
+        self._block = block
+        self._whole = iter(whole)
+        self._axes = axes
+
+    def draw(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draw for the whole batch, as the whole did."""
+        return drawn(function, args, kwargs, self._block, self._axis)
+
+    def _axis(self, function: OpOverload, shape: tuple[int, ...]) -> int | None:
+        kind: Kind = (str(function), len(shape))
+        self.drawn.append((kind, shape))
+        whole_kind, whole = next(self._whole, (None, ()))
+        if whole_kind != kind:
+            raise NotByRowsError("draws random numbers in another way on a part of the batch")
+        axes = [d for d in range(len(shape)) if shape[d] != whole[d]]
+        block = self._block
+        if len(axes) > 1 or any(shape[d] * block.num_all != whole[d] * block.num_mine for d in axes):
+            raise NotByRowsError("draws random numbers that are not so many for each row")
+        axis = axes[0] if axes else None
+        if self._axes.setdefault(kind, axis) != axis:
+            raise NotByRowsError("draws random numbers for rows and others in the same way")
+        return axis
+
+
+def _storage(tensor: Tensor) -> int:
+    return storage_of(tensor)._cdata if tensor.layout == torch.strided else 0
+
+
+def _is_written(argument: Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write

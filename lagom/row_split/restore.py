@@ -1,0 +1,115 @@
+"""``as_it_was``: what a forward that is only looked at has changed is put back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lagom.run_state.random_streams import DRAWING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, nn
+
+SMALL = 1e-3
+"""Parameters no larger than this are taken for numbers that will grow: gates that start closed."""
+
+
+@contextmanager
+def as_it_was(
+    module: nn.Module, inside: Sequence[nn.Module], device: torch.device, *, opens: bool = True
+) -> Iterator[Callable[[], None]]:
+    """Puts back what a forward changes: random numbers, buffers, attributes. Gives a function that does so at once.
+
+    Args:
+        opens: give parameters that are next to nothing some size meanwhile.
+    """
+    with DRAWING:  # else what a thread draws meanwhile would be put back, too
+        kept = [*random_numbers(device), *_attributes(inside), *_contents(inside)]
+
+        def put_back() -> None:
+            for restore in kept:
+                restore()
+
+        small = _opened(module) if opens else []
+        try:
+            yield put_back
+        finally:
+            put_back()
+            for parameter, before in small:
+                parameter.data.copy_(before)
+
+
+def random_numbers(device: torch.device) -> Iterator[Callable[[], object]]:
+    """What puts each of the generators back to where it is now: torch's, random's and, where it is loaded, numpy's."""
+    yield partial(torch.default_generator.set_state, torch.default_generator.get_state())
+    if device.type == "cuda":
+        yield partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+    yield partial(random.setstate, random.getstate())
+    if "numpy.random" in sys.modules:
+        numpy_random = sys.modules["numpy.random"]
+        yield partial(numpy_random.set_state, numpy_random.get_state())
+
+
+def _attributes(inside: Sequence[nn.Module]) -> Iterator[Callable[[], object]]:
+    for module in inside:
+        for holder in (module.__dict__, *module.__dict__.values()):
+            if isinstance(holder, dict):
+                yield partial(_refill, holder, dict(holder))
+            elif isinstance(holder, list):
+                yield partial(holder.__setitem__, slice(None), list(holder))
+
+
+def _refill(holder: dict[Any, Any], before: dict[Any, Any]) -> None:
+    holder.clear()
+    holder.update(before)
+
+
+def _contents(inside: Sequence[nn.Module]) -> Iterator[Callable[[], object]]:
+    for buffer, before in buffers_of(inside):
+        # Through .data: a graph may hold the buffer, and its version.
+        yield partial(buffer.data.copy_, before)
+
+
+def _opened(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Give parameters that are next to nothing some size, for now: a closed gate hides what is behind it."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for index, parameter in enumerate(module.parameters()):
+        if parameter.is_floating_point() and parameter.numel() and float(parameter.detach().abs().max()) <= SMALL:
+            found.append((parameter, parameter.detach().clone()))
+            generator = torch.Generator(parameter.device).manual_seed(index)
+            parameter.data.normal_(0.0, 0.1, generator=generator)
+    return found
+
+
+def buffers_of(inside: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """Each buffer, and a copy of what is in it now."""
+    found = {
+        id(buffer): buffer
+        for module in inside
+        for buffer in (module.__dict__.get("_buffers") or {}).values()
+        if buffer is not None and buffer.layout == torch.strided
+    }
+    return [(buffer, buffer.detach().clone()) for buffer in found.values()]
+
+
+def marks_of(module: nn.Module) -> list[int]:
+    """Of each of its parameters the sum of the bits of a million numbers at most: another one after a change."""
+    marks = []
+    for parameter in module.parameters():
+        if parameter.layout == torch.strided and not parameter.is_meta and parameter.itemsize in _BITS:
+            flat = parameter.detach().reshape(-1)
+            some = torch.view_as_real(flat) if flat.is_complex() else flat
+            some = some[:: -(-len(some) // _MANY)] if len(some) > _MANY else some
+            marks.append(int(some.contiguous().view(_BITS[some.itemsize]).sum(dtype=torch.int64)))
+    return marks
+
+
+_MANY = 1 << 20
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

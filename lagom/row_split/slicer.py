@@ -1,0 +1,263 @@
+"""``Slicer``: forwards of which each rank computes its block of the rows, where that changes nothing but the speed."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lagom.errors import LagomError
+from lagom.patching.object_reference import ObjectReference
+from lagom.row_split.draws import Draws
+from lagom.row_split.module_tree import Insides, kind_of, numbers_of, run_with
+from lagom.row_split.probe import UNIFORM, probe
+from lagom.row_split.restore import marks_of
+from lagom.row_split.split_candidate import Candidate, Finding, is_batch, is_dense, measured
+from lagom.row_split.whole_batch import Block, Exchange, Gatherer, UnequalInputError, gathered, pays, sliced
+from lagom.run_state.loader_pass import Share
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lagom.session.session import Session
+
+_COUNTS = "changes numbers among its attributes, or what it can see, by which a later call may go another way"
+_MAX_KINDS = 64
+"""Kinds of input of one module, after which it is no longer looked at."""
+
+
+@dataclass(eq=False)
+class Region:
+    """A sliced forward under way."""
+
+    share: Share
+    draws: Draws | None
+
+    @contextmanager
+    def entered(self, session: Session) -> Iterator[None]:
+        """Have BatchNorm and random draws see the whole batch; once, also where it is entered again inside."""
+        before = session.region
+        if before is self:
+            yield
+            return
+        session.region = self
+        try:
+            with self.draws or nullcontext():
+                yield
+        finally:
+            session.region = before
+
+
+def slices(session: Session, module: nn.Module) -> bool:
+    """Whether a call of ``module`` is one that the ranks may share out by rows: all have the same input."""
+    if not session.distributed or session.depth or session.is_probing or not session.shares_forwards:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False  # a transform of torch.func's, which exchanges cannot be a part of
+    evaluates = not (torch.is_grad_enabled() and module.training)
+    if evaluates and session.plan.evaluation != "gathered":
+        return False
+    if session.plan.batches == "whole":
+        return True
+    current = session.passes.evaluation()
+    return evaluates and current is not None and not current.own
+
+
+class Slicer:
+    """Slices the forwards of modules that compute their rows one by one, and runs others whole.
+
+    Args:
+        original: ``nn.Module.__call__``.
+        outside: a context in which modules that are called count as outermost.
+    """
+
+    def __init__(self, session: Session, original: Callable[..., Any], outside: Callable[[], Any]) -> None:
+        assert session.group is not None
+        assert session.watch is not None
+        self._session = session
+        self._group = session.group
+        self._gatherer = Gatherer(session.group, session.watch.meet)
+        self._original = original
+        self._outside = outside
+        self._insides = Insides(session.say_once)
+        self._findings: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        self._small: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        self._counting: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        self._changing: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        self._depth = 0
+        self._has_work = False
+        """A forward was seen that pays, or it was said that none does."""
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``module(*args, **kwargs)`` is; every rank has the same arguments."""
+        small = self._small.get(module)
+        if small is not None and args and small == (_shape(args[0]), torch.is_grad_enabled()):
+            return self._original(module, *args, **kwargs)
+        inside = self._insides.of(module, says=not self._depth)
+        leaves, spec = tree_flatten((args, kwargs))
+        rows = next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+        if not inside or rows < self._group.world_size or any(map(_is_dual, leaves)):
+            return self._original(module, *args, **kwargs)
+
+        run = run_with(partial(self._original, module), args, kwargs, leaves, spec)
+        candidate = Candidate(module, inside, run, leaves, rows, self._session.device)
+        known: dict[object, Finding] = self._findings.setdefault(module, {})
+        around = self._insides.surroundings(module)
+        # Blocks of a single row are looked at by themselves: a squeeze() makes something else of them.
+        kind = kind_of(candidate, spec, around), rows < 2 * self._group.world_size
+        finding = known.get(kind)
+        if module in self._counting:
+            return self._descend(module, args, kwargs)
+        if finding is None and len(known) < _MAX_KINDS:
+            before, marks = (numbers_of(inside), around.state()), marks_of(module)
+            output, known[kind] = measured(candidate, lambda: self._original(module, *args, **kwargs))
+            self._has_work = self._has_work or self._pays(known[kind], candidate)
+            if (numbers_of(inside), around.state()) != before:
+                self._changes(module, known, kind, _COUNTS)
+            elif marks_of(module) != marks:
+                self._changes(module, known, kind, "changes parameters, which a look at it would do once more")
+            elif around.iterates:
+                known[kind].reason = reason = "has an iterator, of which a look at it would take items"
+                self._say_whole(module, reason)
+            return output
+        if finding is None or finding.reason is not None:
+            return self._descend(module, args, kwargs)
+        if not (finding.sliced or self._pays(finding, candidate)):
+            # Known by its first argument only: to look at all of them takes longer than such a module does.
+            self._small[module] = _shape(args[0]) if args else None, torch.is_grad_enabled()
+            self._say_small(module)
+            return self._original(module, *args, **kwargs)
+        if not finding.sliced:
+            self._probe(candidate, finding)
+        return self._sliced(candidate, finding) if finding.sliced else self._descend(module, args, kwargs)
+
+    def _changes(self, module: nn.Module, known: dict[object, Finding], kind: object, what: str) -> None:
+        del known[kind]
+        if module in self._changing:
+            self._counting[module] = None
+            self._say_whole(module, what)
+        self._changing[module] = None  # once may have been to initialise them, or to fill a cache
+
+    def _say_small(self, module: nn.Module) -> None:
+        """Say once how a loop over a loader is shared out that trains nothing but small models."""
+        session = self._session
+        if self._has_work or self._depth or session.rank or not (torch.is_grad_enabled() and module.training):
+            return
+        if session.plan.batches == "whole" and session.passes.trains():
+            self._has_work = True
+            session.say_once(
+                f"{type(module).__name__} is small, so every rank computes all rows of each batch: to share them out "
+                "would take longer. batches='split' shares out the batches themselves, which is exact where the loss "
+                "is a mean over their samples; verify=True tells whether it is for this program"
+            )
+
+    def _descend(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``module`` whole; those inside it may be sliced."""
+        self._depth += 1
+        try:
+            with self._outside():
+                return self._original(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _probe(self, candidate: Candidate, finding: Finding) -> None:
+        with self._session.probing():
+            probe(candidate, finding, self._group.world_size, self._session.statistics)
+        name = type(candidate.module).__name__
+        self._session.at(f"the second call of {name} with inputs of a kind")
+        reasons = [part.decode() for part in self._group.all_gather_bytes((finding.reason or "").encode())]
+        finding.reason = next(filter(None, reasons), None)
+        finding.sliced = finding.reason is None
+        if finding.reason == UNIFORM:
+            finding.reason = None  # perhaps the next batch
+        elif finding.reason is not None:
+            self._say_whole(candidate.module, finding.reason)
+
+    def _say_whole(self, module: nn.Module, reason: str) -> None:
+        if not self._depth:
+            self._session.say_once(
+                f"{type(module).__name__} runs whole on every rank, which is right but not faster: it {reason}"
+            )
+
+    def _pays(self, finding: Finding, candidate: Candidate) -> bool:
+        return pays(
+            finding.flops * candidate.rows / finding.rows,
+            finding.num_bytes * candidate.rows / finding.rows,
+            self._group.world_size,
+            candidate.device,
+            training=torch.is_grad_enabled(),
+            shares_memory=self._group.shares_memory,
+        )
+
+    def _sliced(self, candidate: Candidate, finding: Finding) -> Any:
+        session = self._session
+        session.has_sliced = True
+        block = Block(self._group.rank, self._group.world_size, candidate.rows)
+        exchange = Exchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
+        leaves = [sliced(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
+        watches_draws = bool(finding.axes) or session.reads_in_threads
+        region = Region(
+            Share(block.num_mine, block.num_all, block.even), Draws(block, finding.axes) if watches_draws else None
+        )
+        before = torch.default_generator.get_state() if region.draws is None else None
+        with region.entered(session):
+            outputs, spec = tree_flatten(candidate.run(leaves))
+        has_drawn = before is not None and not torch.equal(before, torch.default_generator.get_state())
+        if before is not None and has_drawn and not session.reads_in_threads:
+            finding.reason = "draws random numbers only now and then"
+            session.common.drawn_unevenly(before)
+        if spec != finding.spec:
+            raise LagomError(
+                f"the forward of {type(candidate.module).__name__} gave outputs of another structure than at its first "
+                "call; use batches='split' and evaluation='replicated' for this program"
+            )
+        try:
+            return tree_unflatten(self._gathered(outputs, finding, exchange, candidate), spec)
+        except UnequalInputError:
+            if session.plan.batches == "whole":
+                raise
+            # An evaluation that calls a model with a share of a training batch.
+            finding.reason = "was called with other inputs on other ranks"
+            return candidate.run(candidate.leaves)
+
+    def _gathered(self, outputs: list[Any], finding: Finding, exchange: Exchange, candidate: Candidate) -> list[Any]:
+        indices = [i for i, factor in enumerate(finding.factors) if factor is not None]
+        factors = [factor for factor in finding.factors if factor is not None]
+        blocks = [outputs[i] for i in indices]
+        for one, factor in zip(blocks, factors, strict=True):
+            if not isinstance(one, torch.Tensor) or one.dim() == 0 or one.shape[0] != factor * exchange.block.num_mine:
+                raise LagomError(
+                    f"the forward of {type(candidate.module).__name__} gave an output that has not a row for each "
+                    "sample, unlike at its first call; use batches='split' and evaluation='replicated' for this program"
+                )
+        signed = b"".join(_glimpse(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
+        wholes = gathered(blocks, exchange, factors, signed)
+        for i, one, whole in zip(indices, blocks, wholes, strict=True):
+            outputs[i] = whole if one.requires_grad else whole.detach()
+        return outputs
+
+
+def _shape(data: Any) -> torch.Size | None:
+    return data.shape if is_dense(data) else None
+
+
+def _is_dual(leaf: Any) -> bool:
+    """Whether ``leaf`` carries a derivative in forward mode."""
+    return isinstance(leaf, torch.Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
+
+
+def _glimpse(tensor: torch.Tensor) -> bytes:
+    """Some of the numbers in ``tensor``."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return b""
+    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)
+    some = flat[:: max(1, len(flat) // 61)][:64]
+    # A copy: a single number is contiguous whatever its stride, and bytes have to lie side by side.
+    return bytes(some.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().data)

@@ -1,0 +1,279 @@
+"""A whole batch on every rank: each computes a block of its rows, all get the outputs of all. See Note [Whole]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
+
+from lagom.collectives.agreement_exchange import Frame, memory, signature
+from lagom.errors import DivergenceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from lagom.collectives.group import Group
+
+
+ALWAYS = False
+"""Slice whether it pays or not: for tests and benchmarks."""
+_SPEED = {"cpu": 5e10, "cuda": 2e13}
+"""Operations per second of a rank that is kept busy, roughly."""
+_LATENCY = {"memory": 4e-4, "cpu": 1.5e-3, "cuda": 5e-5}
+"""Seconds that slicing and its exchange take, however small: through shared memory, over gloo, on GPUs."""
+_BANDWIDTH = {"memory": 2e9, "cpu": 5e8, "cuda": 2e10}
+"""Bytes per second of an exchange."""
+
+
+def pays(
+    flops: float, num_bytes: float, world_size: int, device: torch.device, *, training: bool, shares_memory: bool
+) -> bool:
+    """Whether slicing a forward of ``flops``, whose outputs are ``num_bytes``, saves more time than it takes.
+
+    By constants, not by measuring: all ranks must decide alike, and each run as the one before.
+    """
+    if ALWAYS:
+        return True
+    saved = flops * (3 if training else 1) * (1 - 1 / world_size) / _SPEED[device.type]
+    way = "memory" if shares_memory and device.type == "cpu" else device.type
+    return saved > _LATENCY[way] + num_bytes / _BANDWIDTH[way]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The rows of a batch that are one rank's: neighbours, as many as the other ranks' or one more."""
+
+    rank: int
+    world_size: int
+    num_all: int
+    """Rows of the batch."""
+
+    @cached_property
+    def start(self) -> int:
+        """The first row."""
+        return self.num_all * self.rank // self.world_size
+
+    @cached_property
+    def num_mine(self) -> int:
+        """Rows."""
+        return self.num_all * (self.rank + 1) // self.world_size - self.start
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks have as many."""
+        return self.num_all % self.world_size == 0
+
+    @cached_property
+    def others(self) -> tuple[Block, ...]:
+        """Of all ranks, in order."""
+        return tuple(Block(rank, self.world_size, self.num_all) for rank in range(self.world_size))
+
+    def of(self, tensor: Tensor, factor: int = 1) -> Tensor:
+        """A view of this rank's rows of a tensor that has ``factor`` rows for each of the batch's."""
+        return tensor.narrow(0, factor * self.start, factor * self.num_mine)
+
+
+class UnequalInputError(DivergenceError):
+    """Ranks gather what was computed from different inputs."""
+
+
+class Gatherer:
+    """Exchanges blocks of rows for whole tensors.
+
+    Args:
+        meet: finds out where in the program the ranks are, when they gather different things; it raises unless all
+            are at the place given.
+    """
+
+    def __init__(self, group: Group, meet: Callable[[str], None]) -> None:
+        self._group = group
+        self._meet = meet
+        self._frame = Frame(group)
+
+    def gather(
+        self, tensors: Sequence[Tensor], factors: Sequence[int], block: Block, place: str, signed: bytes = b""
+    ) -> list[Tensor]:
+        """The whole of each of ``tensors``, of which every rank gives its block of rows; a collective.
+
+        Args:
+            factors: of each tensor, the rows per row of the batch.
+            place: what this is, for an error.
+            signed: equal on all ranks, or it is an error.
+
+        Raises:
+            DivergenceError: on all ranks, when they gather different things.
+        """
+        wholes = [t.new_empty((f * block.num_all, *t.shape[1:])) for t, f in zip(tensors, factors, strict=True)]
+        by_device: dict[torch.device, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            by_device.setdefault(tensor.device, []).append(index)
+        for device, indices in by_device.items():
+            mine = [tensors[i].detach() for i in indices]
+            into = [[other.of(wholes[i], factors[i]) for i in indices] for other in block.others]
+            if device.type != "cpu":
+                # Without a signature: to look at it would wait for all that is under way.
+                self._gather(mine, into)
+                continue
+            shapes = repr([(w.shape, w.dtype) for w in wholes])
+            mark = signature(b"".join((place.encode(), shapes.encode(), signed)))
+            if not self._in_frame(mine, into, mark, block):
+                self._meet(place)
+                raise UnequalInputError(f"{place}: {_UNEQUAL}")
+        return wholes
+
+    def _in_frame(self, mine: list[Tensor], into: list[list[Tensor]], mark: bytes, block: Block) -> bool:
+        """Exchange signatures, and what is small along with them; whether all are equal."""
+        sizes = [sum(map(_num_bytes, parts)) for parts in into]
+        if max(sizes) > self._frame.room:
+            if not self._frame.exchange(mark):
+                return False
+            self._gather(mine, into)
+            return True
+        sent = torch.empty(sizes[block.rank], dtype=torch.uint8)
+        for room, tensor in zip(_rooms(sent, mine), mine, strict=True):
+            room.copy_(tensor)
+        rows = self._frame.gather(memory(sent) if len(sent) else None, mark)
+        if rows is None:
+            return False
+        for row, parts in zip(rows, into, strict=True):
+            got = sent if row is None else torch.frombuffer(row, dtype=torch.uint8) if row else sent[:0]
+            for room, part in zip(_rooms(got, parts), parts, strict=True):
+                part.copy_(room)
+        return True
+
+    def _gather(self, mine: list[Tensor], into: list[list[Tensor]]) -> None:
+        size = max(sum(map(_num_bytes, parts)) for parts in into)
+        sent = torch.empty(size, dtype=torch.uint8, device=mine[0].device)
+        for room, tensor in zip(_rooms(sent, mine), mine, strict=True):
+            room.copy_(tensor)
+        for got, parts in zip(self._group.all_gather(sent), into, strict=True):
+            for room, part in zip(_rooms(got, parts), parts, strict=True):
+                part.copy_(room)
+
+
+_UNEQUAL = (
+    "its input is not the same on all ranks, although every rank has whole batches; draw random numbers from torch's, "
+    "numpy's or random's global generators, which lagom starts equal on all ranks, and not from the time, the process "
+    "or a generator of your own without a fixed seed"
+)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // 16) * 16  # each starts where any type may
+
+
+def _rooms(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Views of ``flat``, one for each of ``tensors``."""
+    offset = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        yield flat[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+        offset += _num_bytes(tensor)
+
+
+@dataclass(eq=False)
+class Exchange:
+    """How the outputs of one sliced forward become whole, and the gradients of its inputs."""
+
+    gatherer: Gatherer
+    block: Block
+    place: str
+
+    def gather(self, tensors: Sequence[Tensor], factors: Sequence[int], signed: bytes = b"") -> list[Tensor]:
+        """See ``Gatherer.gather``."""
+        return self.gatherer.gather(tensors, factors, self.block, self.place, signed)
+
+
+class Slice(Function):
+    """This rank's block of a whole tensor; the gradient is gathered and divided by the number of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, exchange: Exchange, factor: int) -> Tensor:
+        ctx.exchange, ctx.factor = exchange, factor
+        return exchange.block.of(whole, factor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (whole,) = gathered([gradient], ctx.exchange, [ctx.factor])
+        return whole / ctx.exchange.block.world_size, None, None
+
+
+class Gather(Function):
+    """Whole tensors from every rank's block; the gradient is this rank's block, times the number of ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange, factors: Sequence[int], signed: bytes, *blocks: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.factors = exchange, factors
+        ctx.set_materialize_grads(False)
+        wholes = exchange.gather(blocks, factors, signed)
+        ctx.mark_non_differentiable(*[w for w in wholes if not (w.is_floating_point() or w.is_complex())])
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        exchange = ctx.exchange
+        parts = [
+            None if g is None else _sliced(g, exchange, factor) * exchange.block.world_size
+            for g, factor in zip(gradients, ctx.factors, strict=True)
+        ]
+        return (None, None, None, *parts)
+
+
+def gathered(
+    blocks: Sequence[Tensor], exchange: Exchange, factors: Sequence[int], signed: bytes = b""
+) -> Sequence[Tensor]:
+    """The whole of each of ``blocks``, differentiably where they are."""
+    if torch.is_grad_enabled() and any(block.requires_grad for block in blocks):
+        wholes: tuple[Tensor, ...] = Gather.apply(exchange, factors, signed, *blocks)  # type: ignore[no-untyped-call]
+        return wholes
+    return exchange.gather(blocks, factors, signed)
+
+
+def sliced(whole: Tensor, exchange: Exchange) -> Tensor:
+    """This rank's block of ``whole``, differentiably where it is."""
+    return _sliced(whole, exchange, 1)
+
+
+def _sliced(whole: Tensor, exchange: Exchange, factor: int) -> Tensor:
+    if torch.is_grad_enabled() and whole.requires_grad:
+        block: Tensor = Slice.apply(whole, exchange, factor)  # type: ignore[no-untyped-call]
+        return block
+    return exchange.block.of(whole, factor)
+
+
+def passes_gather(roots: Iterable[Tensor | GradientEdge]) -> bool:
+    """Whether the graph of ``roots`` goes through what was gathered."""
+    edges = (root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots)
+    pending = [node for node in edges if node is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, Gather._backward_cls):
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return False
+
+
+# Note [Whole]
+#
+# The program sees whole batches and whole outputs, equal on all ranks, so everything it computes from them is equal
+# too: any loss, any metric, any branch. Only inside the forward of a module does a rank have its block of the rows.
+#
+# With R ranks, write g for the gradient of one machine. What is whole has the gradient g on every rank. What is a
+# block has R g, so that the average over the ranks of the gradients of parameters, each of which has its block's
+# part of the sum over rows, is the sum of one machine. So a gather's gradient is the block of g, times R, and a
+# slice's is what is gathered, divided by R. Parameters that the program uses outside a sliced forward (weight decay in
+# the loss) have g on every rank, and the average is g. Two forwards in a row pass whole tensors on. BatchNorm in a
+# sliced forward sees the same factor on all ranks; see Note [BatchNorm]. Both operations are linear, and written in
+# terms of each other, so gradients of gradients are right as well: the gradient of R S(g) is R G(v) / R.

@@ -1,0 +1,136 @@
+"""``Provenance``: which tensors come from which batch, and which only look like it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lagom.errors import DivergenceError, LagomError
+from lagom.run_state.leaves import Leaves, Likeness, multiplied
+from lagom.run_state.loader_pass import Share, is_there, tensors
+from lagom.run_state.loss_terms import share_behind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+_FEW = 256
+"""Tensors that may be remembered before it is looked which of them are still there."""
+
+
+class Provenance:
+    """Knows the tensors of the batches that the program has seen.
+
+    Args:
+        leaves: numbers the leaves that have been trained.
+    """
+
+    def __init__(self, world_size: int, leaves: Leaves) -> None:
+        self._world_size = world_size
+        self._leaves = leaves
+        self._shares: dict[int, tuple[weakref.ref[torch.Tensor], Share]] = {}
+        """By id, of the batches that the program has seen; tensors that are gone are dropped now and then."""
+        self._max_shares = _FEW
+        self._weights = WeakIdKeyDictionary()
+        """Leaves that are no Parameters and that samples are multiplied with."""
+        self._perturbations = WeakIdKeyDictionary()
+        """Leaves that were taken for data because of their shape; of each the number of batches seen until then."""
+        self._num_batches = 0
+        self._sizes: dict[int, float] = {}
+        """Of shares that the program has seen, in samples, and their weights."""
+        self._shapes: set[torch.Size] = set()
+        """Of these tensors; without those of one number a row, such as labels, whose shape a bias may have."""
+
+    def batch(self, share: Share | None) -> None:
+        """The program sees another batch, of which this rank has ``share``; None where that is all of it."""
+        self._num_batches += 1
+        if share is not None:
+            self._sizes[share.num_mine] = share.weight(self._world_size)
+
+    def remember(self, data: Any, share: Share) -> None:
+        """Keep in mind whose share the tensors of a batch are: it may be trained on later, and more than once."""
+        # No callbacks: to be told of each tensor that goes takes longer than all else here.
+        if len(self._shares) >= self._max_shares:
+            self._shares = {key: entry for key, entry in self._shares.items() if is_there(entry[0])}
+            self._max_shares = max(2 * len(self._shares), _FEW)
+        for tensor in tensors(data):
+            self._shares[id(tensor)] = weakref.ref(tensor), share
+            shape = tensor.shape
+            is_new = len(shape) > 1 and shape not in self._shapes
+            if is_new and tensor.is_floating_point() and tensor.numel() > len(tensor):
+                self._shapes.add(shape)
+
+    def share(self, data: Any) -> Share | None:
+        """The share of the batch that ``data`` comes from, directly, as a view, or through a model."""
+        for tensor in tensors(data):
+            share = self._known(tensor)
+            if share is None:
+                share = share_behind(tensor)
+            if share is not None:
+                return share
+        return None
+
+    def _known(self, tensor: torch.Tensor) -> Share | None:
+        # It first: a batch may itself be a view, even of one that was a batch before.
+        entry = self._shares.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
+        base = tensor._base
+        entry = None if base is None else self._shares.get(id(base))
+        return entry[1] if entry is not None and entry[0]() is base else None
+
+    def check_rows(self, data: Any, share: Share | None) -> None:
+        """Make sure that ``data``, made of who knows what, can come from the batch of ``share``.
+
+        Raises:
+            LagomError: when it has the rows of another batch, one with another weight.
+        """
+        if share is None:
+            return
+        found = next((tensor for tensor in tensors(data) if tensor.dim()), None)
+        # A rank without samples has one that stands in, and counts nowhere. Other dimensions prove nothing: images
+        # have 1 or 3 channels, and tails of a batch as many samples.
+        if found is None or found.shape[0] in (max(share.num_mine, 1), share.num_rows):
+            return
+        if self._sizes.get(found.shape[0], share.weight(self._world_size)) != share.weight(self._world_size):
+            raise LagomError(
+                f"a model is called with {found.shape[0]} rows that are made of no batch lagom knows, while the batch "
+                f"seen last has {share.num_mine} samples for this rank: one that was taken earlier, it seems, and its "
+                "part of the loss cannot be told. Change samples in the data set or in collate_fn, or call the model "
+                "with the batch's own tensors, or take a batch_size and a data set that the number of ranks divides, "
+                "or use batches='whole'"
+            )
+
+    def tell_weights(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor], share: Share | None) -> None:
+        """A backward from ``roots`` is about to reach ``leaves``: find those that only look like samples of ``share``.
+
+        Raises:
+            DivergenceError: when one was taken for the perturbation of a batch, and is trained with another.
+        """
+        doubtful = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.nn.Parameter) or leaf in self._weights:
+                continue
+            if self._perturbations.get(leaf, self._num_batches) != self._num_batches:
+                raise DivergenceError(_TRAINED_ON.format(shape=tuple(leaf.shape)))
+            if self._leaves.known(leaf) is None and self.likeness(leaf, share) is Likeness.SHAPE:
+                doubtful.append(leaf)
+        if doubtful:
+            self._weights.update(dict.fromkeys(multiplied(roots, doubtful)))
+            self._perturbations.update({leaf: self._num_batches for leaf in doubtful if leaf not in self._weights})
+
+    def likeness(self, leaf: torch.Tensor, share: Share | None) -> Likeness:
+        """How much ``leaf`` is like ``share`` of a batch, and not like something to be trained."""
+        if share is None or not leaf.dim() or leaf.shape[0] != max(share.num_mine, 1) or leaf in self._weights:
+            return Likeness.NONE
+        return Likeness.SHAPE if leaf.shape in self._shapes else Likeness.ROWS
+
+
+_TRAINED_ON = (
+    "a tensor of shape {shape} that is no Parameter has the shape of this rank's part of a batch, so it was taken for "
+    "a perturbation of that batch, whose gradient is the rank's own. Now it is trained with another batch. If it is a "
+    "weight, make it a torch.nn.Parameter; if it belongs to one batch, make a new tensor for each"
+)

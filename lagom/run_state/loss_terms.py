@@ -1,0 +1,187 @@
+"""The terms of a loss, each weighted by this rank's share of the batch that it comes from. See Note [Terms]."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from lagom.run_state.loader_pass import tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.autograd.graph import Node
+    from torch.utils.hooks import RemovableHandle
+
+    from lagom.run_state.loader_pass import Share
+
+_KEY = "lagom_share"
+_SUMS = ("AddBackward0", "SubBackward0", "StackBackward0")
+"""Nodes that add up what they are given."""
+
+Gradients = Sequence["torch.Tensor | None"]
+
+
+class Terms:
+    """Knows which nodes of the autograd graph are outputs of a model for a batch, and weights by it.
+
+    Args:
+        say_once: tells the user something, the first time.
+    """
+
+    def __init__(self, world_size: int, say_once: Callable[[str], None]) -> None:
+        self._world_size = world_size
+        self._say_once = say_once
+        self._uneven: weakref.WeakSet[_Tag] = weakref.WeakSet()
+        self.may_be_uneven = False
+        """Whether there may be terms with a weight other than 1."""
+
+    def note(self, outputs: Any, share: Share) -> None:
+        """A model gave ``outputs`` for a batch of which this rank has ``share``."""
+        tag = _Tag(share, share.weight(self._world_size))
+        if tag.weight != 1.0:
+            self._uneven.add(tag)
+            self.may_be_uneven = True
+        for output in tensors(outputs):
+            node = output.grad_fn
+            if node is not None:
+                metadata(node)[_KEY] = tag
+
+    def weighted(
+        self, roots: Sequence[Any], gradients: Gradients, otherwise: float
+    ) -> tuple[Gradients, list[RemovableHandle]]:
+        """The gradients that enter at ``roots``, weighted, and hooks for the time of the backward, which weight terms.
+
+        Args:
+            otherwise: the weight where the graph does not tell.
+        """
+        self.may_be_uneven = bool(self._uneven)
+        if not self.may_be_uneven:
+            return _scaled(gradients, otherwise), []
+        nodes = nodes_of(roots)
+        below = _weights_below([node for node in nodes if node is not None])
+        found = [below[node] if node is not None else _NONE for node in nodes]
+        together = frozenset().union(*found)
+        if len(together) < 2:
+            return _scaled(gradients, next(iter(together), otherwise)), []
+        meeting = [node for node, weights in below.items() if len(weights) > 1 and _num_inputs(node) > 1]
+        hooks = [node.register_hook(self._hook(node, below)) for node in meeting]
+        each = [_one(weights) for weights in found]
+        return tuple(_times(gradient, weight) for gradient, weight in zip(gradients, each, strict=True)), hooks
+
+    def _hook(self, node: Node, below: dict[Node, frozenset[float]]) -> Callable[..., Any]:
+        edges = [
+            below.get(following, _NONE) if following is not None else _NONE for following, _ in node.next_functions
+        ]
+        if node.name() not in _SUMS:
+            self._say_once(
+                "a loss couples batches of which this rank has unequal shares: its gradient is close to that of one "
+                'machine, not equal; batches="whole" makes it so'
+            )
+
+        def hook(inputs: Gradients, _: Gradients) -> tuple[torch.Tensor | None, ...]:
+            return tuple(_times(one, _one(weights)) for one, weights in zip(inputs, edges, strict=True))
+
+        return hook
+
+
+def share_behind(tensor: torch.Tensor) -> Share | None:
+    """The share of the batch for which a model gave ``tensor``, where that is known."""
+    node = tensor.grad_fn
+    if node is None:
+        return None
+    tag: _Tag | None = metadata(node).get(_KEY)
+    return None if tag is None else tag.share
+
+
+class _Tag:
+    """Kept in a node's metadata, and so as long as the graph."""
+
+    __slots__ = ("__weakref__", "share", "weight")
+
+    def __init__(self, share: Share, weight: float) -> None:
+        self.share = share
+        self.weight = weight
+
+
+def metadata(node: Node) -> dict[str, Any]:
+    """What is kept with a node of the graph, as long as the graph."""
+    found: Any = node.metadata  # a property, which the stubs call a method
+    return found  # type: ignore[no-any-return]
+
+
+def is_of_batch(node: Node) -> bool:
+    """Whether a model gave what is computed at ``node``, for a batch that is known."""
+    return _KEY in metadata(node)
+
+
+def nodes_of(roots: Sequence[Any]) -> list[Node | None]:
+    """The nodes of the graph that a backward from ``roots`` begins at."""
+    return [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+
+
+def nodes_below(roots: Sequence[Node | None]) -> set[Node]:
+    """All nodes of the graph that a backward from ``roots`` reaches."""
+    found: set[Node] = set()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            pending += [following for following, _ in node.next_functions]
+    return found
+
+
+_NONE: frozenset[float] = frozenset()
+
+
+def _weights_below(roots: list[Node]) -> dict[Node, frozenset[float]]:
+    """By node: the weights of the batches it comes from. What is behind the output of a model is not looked at."""
+    found: dict[Node, frozenset[float]] = {}
+    pending = [(root, False) for root in roots]
+    while pending:
+        node, is_done = pending.pop()
+        following = [child for child, _ in node.next_functions if child is not None]
+        if is_done:
+            found[node] = _NONE.union(*(found[child] for child in following))
+        elif node not in found:
+            tag = metadata(node).get(_KEY)
+            found[node] = _NONE if tag is None else frozenset((tag.weight,))
+            if tag is None:
+                pending.append((node, True))
+                pending.extend((child, False) for child in following if child not in found)
+    return found
+
+
+def _num_inputs(node: Node) -> int:
+    return sum(following is not None for following, _ in node.next_functions)
+
+
+def _one(weights: frozenset[float]) -> float:
+    """The one weight; 1 where there is none, or where what is below has several and is weighted there."""
+    return next(iter(weights)) if len(weights) == 1 else 1.0
+
+
+def _scaled(gradients: Gradients, weight: float) -> Gradients:
+    return gradients if weight == 1.0 else tuple(_times(gradient, weight) for gradient in gradients)
+
+
+def _times(gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
+    return gradient if gradient is None or weight == 1.0 else gradient * weight
+
+
+# Note [Terms]
+#
+# The root of a backward is weighted by this rank's share of the batch, so that averages over the ranks are means over
+# the batch. A loss may be made of several batches, though: two loaders zipped, losses summed over an epoch. Where
+# the shares of these differ (a tail), each term needs its own weight. Terms that are added up can have it: the graph
+# is walked from the root to the outputs of models, each of which knows its batch, and at every node that adds up
+# things of different batches what flows on to each is multiplied by its weight. A term without a batch (weight
+# decay) has weight 1. Where batches meet otherwise (a contrastive loss), no weight is right, and that is said.
+#
+# The walk is made only while the graph of an uneven share is alive, which its tags tell: they live in the nodes'
+# metadata. Else all weights are 1, or the one that is known without looking.

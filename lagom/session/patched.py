@@ -1,0 +1,83 @@
+"""What makes an unmodified program run on several ranks: torch, patched for the time of a run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from lagom.deepspeed.engine_patches import driven_by_deepspeed
+from lagom.distributed.init_process_group import joinable
+from lagom.distributed.mp_spawn import spawned_ranks
+from lagom.files.saving import shared_files
+from lagom.forward.batchnorm import whole_batch_statistics
+from lagom.forward.module import own_forwards, reentrant_checkpoints, tracked_modules
+from lagom.forward.precision import Precision
+from lagom.gradients.backward import synchronised_backward
+from lagom.loaders.dataloader import dealt_loaders
+from lagom.optimizers.fast_step import quick_steps
+from lagom.optimizers.lr_scaling import scaled_rates
+from lagom.optimizers.zero_steps import sharded_steps
+from lagom.run_state.random_streams import OwnStreams
+from lagom.timing.program_spans import timed
+from lagom.tracking.mlflow import tracked_once
+from lagom.tracking.tensorboard import events_once
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lagom.session.session import Session
+
+__all__ = ["patched"]
+
+
+@contextmanager
+def patched(session: Session) -> Iterator[None]:
+    """Patch torch for the program of ``session``; undone exactly, also when it raises.
+
+    With one rank only batches are counted and, on CUDA, moved to the device.
+    """
+    distributed = session.world_size > 1
+    streams = OwnStreams(session.plan.seed, session.rank, session.device)
+    with ExitStack() as stack:
+        stack.enter_context(joinable(session))
+        asked = session.plan.mixed_precision
+        precision = Precision(session, asked) if asked else None
+        if precision is not None:
+            stack.enter_context(precision.backwards())
+            stack.enter_context(precision.outputs())
+            if not distributed:
+                stack.enter_context(reentrant_checkpoints(session))
+        if distributed:
+            stack.enter_context(spawned_ranks(session))
+            end_tracking = stack.enter_context(tracked_once(session))
+            stack.enter_context(events_once(session))
+            stack.enter_context(tracked_modules(session))
+            if session.plan.backend == "torch":
+                stack.enter_context(synchronised_backward(session))
+                stack.enter_context(quick_steps(session))
+                if session.plan.zero_lvl:
+                    stack.enter_context(sharded_steps(session))
+            if session.plan.lr_scaling is not None and not session.plan.already_distributed:
+                stack.enter_context(scaled_rates(session))
+            if session.plan.sync_batchnorm:
+                stack.enter_context(whole_batch_statistics(session))
+        if distributed or session.plan.rehearsal is not None:
+            stack.enter_context(shared_files(session))
+        has_forwards = distributed or session.device.type == "cuda" or session.plan.micro_batches is not None
+        if has_forwards:
+            stack.enter_context(own_forwards(session, streams))
+        if precision is not None:
+            stack.enter_context(precision.forwards())
+        if session.plan.backend == "deepspeed":
+            if not distributed:
+                stack.enter_context(tracked_modules(session))
+            stack.enter_context(driven_by_deepspeed(session))
+        stack.enter_context(dealt_loaders(session, streams))
+        if session.spans is not None:
+            stack.enter_context(timed(session, session.spans, forwards=has_forwards))
+        yield
+        if distributed:
+            end_tracking()
+        if session.watch is not None and session.frame is not None and not session.joined:
+            session.dealt.judge(at_end=True)
+            session.watch.end(session.frame)

@@ -1,1 +1,0 @@
-"""How a module is parallelised: one file each."""

@@ -1,0 +1,50 @@
+"""TensorBoard's events whose folder is a URL, which no disk of a rank's own keeps apart: written once, by rank 0."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lagom import files
+from lagom.patching.import_hooks import once_imported
+from lagom.patching.replace import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+    from lagom.session.session import Session
+
+_MODULES = "tensorboard.summary.writer.event_file_writer", "tensorboardX.event_file_writer"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+@contextmanager
+def events_once(session: Session) -> Iterator[None]:
+    """Have the writers of other ranks than 0 write to a folder that goes with the run, where theirs is a URL.
+
+    Those that a program makes after it has asked for its rank write where it says: it may mean the ranks apart.
+    """
+    with ExitStack() as stack:
+
+        def change(module: ModuleType) -> None:
+            writer = vars(module)["EventFileWriter"]
+            stack.enter_context(replaced(writer, "__init__", _aside(session, vars(writer)["__init__"])))
+
+        with once_imported(dict.fromkeys(_MODULES, change)):
+            yield
+
+
+def _aside(session: Session, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, logdir: Any, *args: Any, **kwargs: Any) -> None:
+        if session.rank == 0 or not session.distributed or not _URL.match(str(logdir)) or files.has_asked():
+            original(self, logdir, *args, **kwargs)
+            return
+        original(self, tempfile.mkdtemp(prefix="events-", dir=session.host_dir), *args, **kwargs)
+        self._logdir = logdir  # which get_logdir() tells
+
+    return init

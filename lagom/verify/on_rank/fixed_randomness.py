@@ -1,0 +1,76 @@
+"""Random numbers that are the same however the work is shared out: for a rehearsal that looks at all the rest."""
+
+from __future__ import annotations
+
+import random
+import sys
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import Subset
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from lagom.patching.replace import replaced
+from lagom.run_state.random_streams import derived
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lagom.session.session import Session
+
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+@contextmanager
+def pinned_randomness(session: Session) -> Iterator[None]:
+    """Switch dropout off, and start the generators from a sample's index where it is fetched; in loader workers too."""
+    seed = session.plan.seed or 0
+    attention = F.scaled_dot_product_attention
+
+    def without_dropout(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+    ) -> Any:
+        return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for name in _DROPOUTS:
+            stack.enter_context(replaced(F, name, _identity))
+        stack.enter_context(replaced(F, "scaled_dot_product_attention", without_dropout))
+        stack.enter_context(replaced(_MapDatasetFetcher, "fetch", _fetching(seed)))
+        yield
+
+
+def _identity(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return input
+
+
+def _fetching(seed: int) -> Any:
+    original = vars(_MapDatasetFetcher)["fetch"]
+
+    def fetch(self: Any, index: Any) -> Any:
+        # What a data set fetches in one go cannot be told apart; a Subset does so one by one.
+        if not self.auto_collation or (hasattr(self.dataset, "__getitems__") and type(self.dataset) is not Subset):
+            return original(self, index)
+        numpy = sys.modules.get("numpy")
+        before = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
+        try:
+            samples = [_drawn(self.dataset, one, seed) for one in index]
+        finally:
+            random.setstate(before[0])
+            torch.set_rng_state(before[1])
+            if numpy is not None:
+                numpy.random.set_state(before[2])
+        return self.collate_fn(samples)
+
+    return fetch
+
+
+def _drawn(dataset: Any, index: Any, seed: int) -> Any:
+    start = derived("pinned", seed, int(index) if isinstance(index, (int, torch.Tensor)) else repr(index))
+    random.seed(start)
+    torch.default_generator.manual_seed(start)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(start % 2**32)
+    return dataset[index]

@@ -1,0 +1,157 @@
+"""Numbers that a program takes out of tensors: where, and whether it decides by them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lagom.patching.replace import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lagom.session.session import Session
+    from lagom.verify.on_rank.record import Read
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+@contextmanager
+def noted_reads(session: Session, note: Callable[[str, float], Read]) -> Iterator[None]:
+    """Have ``note`` told of every number that the program, not torch itself, takes out of a floating-point tensor.
+
+    ``tensor.item()`` gives a ``Number``, which notes that it was compared, and so do the numbers computed from it.
+    """
+    item = torch.Tensor.item
+
+    @torch._disable_dynamo
+    def uncompiled(self: torch.Tensor) -> Any:
+        return item(self)
+
+    def patched_item(self: torch.Tensor) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return uncompiled(self)  # where the graph breaks anyway
+        value = item(self)
+        place = _place() if session.live and type(value) is float else None
+        return value if place is None else Number.read(value, note(place, value))
+
+    to_float = torch.Tensor.__float__
+
+    def patched_float(self: torch.Tensor) -> float:
+        value = to_float(self)
+        caller = sys._getframe(1).f_code.co_filename
+        place = "ReduceLROnPlateau" if _is_scheduler(caller) else _place()
+        if session.live and self.is_floating_point() and place is not None:
+            note(place, value).decides = place == "ReduceLROnPlateau"
+        return value
+
+    def leaving(original: Callable[..., Any]) -> Callable[..., Any]:
+        """For what makes numpy's or Python's numbers of a tensor: of more than one number it may be of data."""
+
+        def leave(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+            if session.live and self.numel() == 1 and self.is_floating_point() and (place := _place()) is not None:
+                note(place, item(self))
+            return original(self, *args, **options)
+
+        return leave
+
+    def comparing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def compare(self: torch.Tensor, other: Any) -> Any:
+            if (
+                session.live
+                and self.dim() == 0
+                and self.is_floating_point()
+                and not torch.compiler.is_compiling()
+                and (place := _place()) is not None
+            ):
+                note(place, item(self)).decides = True
+            return original(self, other)
+
+        return compare
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch.Tensor, "item", patched_item))
+        stack.enter_context(replaced(torch.Tensor, "__float__", patched_float))
+        for name in ("numpy", "tolist", "__array__"):
+            stack.enter_context(replaced(torch.Tensor, name, leaving(getattr(torch.Tensor, name))))
+        for name in ("__lt__", "__le__", "__gt__", "__ge__"):
+            stack.enter_context(replaced(torch.Tensor, name, comparing(getattr(torch.Tensor, name))))
+        yield
+
+
+class Number(float):
+    """A float that came out of a tensor, or was computed from one that did."""
+
+    __slots__ = ("_reads",)
+    _reads: tuple[Read, ...]
+
+    @classmethod
+    def read(cls, value: float, *reads: Read) -> Number:
+        """``value``, computed from ``reads``."""
+        number = cls(value)
+        number._reads = reads[:16]
+        return number
+
+    def __float__(self) -> float:
+        if _is_scheduler(sys._getframe(1).f_code.co_filename):
+            for read in self._reads:
+                read.decides = True
+        return float.__float__(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return float, (float.__repr__(self),)
+
+    def __hash__(self) -> int:
+        return float.__hash__(self)
+
+
+def _computing(name: str) -> Callable[..., Any]:
+    original = getattr(float, name)
+
+    def compute(self: Number, *others: Any) -> Any:
+        value = original(self, *others)
+        if type(value) is not float:
+            return value
+        reads = self._reads + tuple(read for other in others if isinstance(other, Number) for read in other._reads)
+        return Number.read(value, *reads)
+
+    return compute
+
+
+def _comparing(name: str) -> Callable[..., Any]:
+    original = getattr(float, name)
+
+    def compare(self: Number, other: Any) -> Any:
+        for read in self._reads + (other._reads if isinstance(other, Number) else ()):
+            read.decides = True
+        return original(self, other)
+
+    return compare
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "pow")
+for _name in [f"__{prefix}{name}__" for name in _ARITHMETIC for prefix in ("", "r")] + [
+    "__neg__",
+    "__abs__",
+    "__round__",
+]:
+    setattr(Number, _name, _computing(_name))
+for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
+    setattr(Number, _name, _comparing(_name))
+
+
+def _place() -> str | None:
+    """File and line of the program that reads; None where torch reads for itself, as an optimizer does."""
+    frame = sys._getframe(2)
+    name = frame.f_code.co_filename
+    return None if name.startswith((_TORCH, _OURS)) else f"{os.path.basename(name)}:{frame.f_lineno}"
+
+
+def _is_scheduler(name: str) -> bool:
+    """Whether that file is torch's own that decides on learning rates by a metric, which it makes a float first."""
+    return name.startswith(_TORCH) and name.endswith("lr_scheduler.py")

@@ -1,0 +1,140 @@
+"""Tensors as a few numbers, samples as digests, any value as a flat list of numbers, sketches and texts."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import numbers
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lagom.contents import entries, is_array, is_metrics, is_plain, is_tensor, name_of
+from lagom.loaders.index_sampler import num_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lagom.verify.on_rank.record import Sketch
+
+_SIZE = 64
+_CHUNK = 1 << 20
+_DEEPEST = 100
+
+
+@torch.no_grad()
+def sketch(tensor: torch.Tensor) -> Sketch:
+    """64 signed sums of the elements of ``tensor``, in float64; the elements themselves where there are no more."""
+    values = tensor.detach()
+    if values.layout != torch.strided:
+        values = values.to_dense()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    values = values.reshape(-1)
+    if len(values) <= _SIZE:
+        return tuple(values.to("cpu", torch.float64).tolist())
+    total = torch.zeros(_SIZE, dtype=torch.float64, device=values.device)
+    for start in range(0, len(values), _CHUNK):
+        part = values[start : start + _CHUNK].to(torch.float64)
+        part = part * _signs(part.device)[: len(part)]
+        part = torch.nn.functional.pad(part, (0, -len(part) % _SIZE))
+        total += part.view(-1, _SIZE).sum(0)
+    return tuple(total.tolist())
+
+
+@functools.cache
+def _signs(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    signs = torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8)
+    return (signs * 2 - 1).to(device, torch.float64)
+
+
+def flat(value: Any) -> list[object]:
+    """``value`` as a list, whatever its type.
+
+    Kinds and places of parts are bytes; a place has nothing in it, or begins with "[" or ".". A float of the program's
+    own return value, as ``aggregate`` averages them, is a float; other numbers that are not whole, tensors and arrays
+    are sketches; whole numbers are ints, and all else is a text.
+    """
+    return list(_flat(value, "", 0, True, set()))
+
+
+def _flat(value: Any, place: str, depth: int, is_own: bool, met: set[int]) -> Iterator[object]:
+    parts = entries(value)
+    if parts is None:
+        try:
+            yield from list(_leaf(value, is_own))
+        except (RuntimeError, TypeError, ValueError):  # some kinds of tensors have no numbers to be had
+            yield name_of(value)
+        return
+    yield f"{name_of(value)} of {len(parts)}".encode()
+    if id(value) in met or depth > _DEEPEST:
+        return
+    met.add(id(value))
+    is_own = is_own and is_plain(value) and (depth == 0 or is_metrics(value))
+    for name, part in parts:
+        yield (place + name).encode()
+        yield from _flat(part, place + name, depth + 1, is_own, met)
+    met.discard(id(value))
+
+
+def _leaf(value: Any, is_own: bool) -> Iterator[object]:
+    if is_tensor(value):
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        if value.numel() and not value.is_quantized and not value.is_meta:
+            yield from _sketch_with_gaps(value.detach())
+    elif is_array(value):
+        yield f"{value.dtype} {value.shape}".encode()
+        if value.dtype.kind in "biuf" and value.size:
+            yield from _sketch_with_gaps(torch.from_numpy(value.astype("float64", order="C")))
+        else:
+            yield hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()
+    elif isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool):
+        yield int(value)
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+        yield float(value) if is_own else (float(value),)
+    elif isinstance(value, numbers.Complex) and not isinstance(value, bool):
+        yield (value.real, value.imag)
+    elif isinstance(value, (str, bytes, bytearray, bool, type(None))) or type(value).__module__ == "numpy":
+        yield value if isinstance(value, str) else repr(value)
+    else:
+        yield name_of(value)
+
+
+def _sketch_with_gaps(tensor: torch.Tensor) -> Iterator[object]:
+    """A sketch of the numbers that are finite, after a digest that says where the others are."""
+    values = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    if not (finite := values.isfinite()).all():
+        gaps = torch.where(finite, 0, torch.where(values.isnan(), 1, torch.where(values.real > 0, 2, 3)))
+        yield hashlib.blake2b(gaps.to("cpu", torch.uint8).contiguous().numpy().tobytes(), digest_size=8).digest()
+        values = torch.where(finite, values, torch.zeros_like(values))
+    yield sketch(values)
+
+
+def digests(data: Any) -> tuple[bytes, ...]:
+    """One for each sample of a batch: of its row in the tensors that have as many rows."""
+    count = num_samples(data)
+    hashes = [hashlib.blake2b(digest_size=8) for _ in range(count)]
+    for tensor in _tensors(data):
+        if tensor.dim() and len(tensor) == count and tensor.layout == torch.strided:
+            rows = tensor.detach().cpu().contiguous().reshape(count, -1).view(torch.uint8).numpy()
+            for row, digest in zip(rows, hashes, strict=True):
+                digest.update(row.tobytes())
+    return tuple(digest.digest() for digest in hashes)
+
+
+def row_shapes(data: Any) -> tuple[tuple[int, ...], ...]:
+    """Of one sample's row in each tensor of a batch."""
+    count = num_samples(data)
+    return tuple(tuple(tensor.shape[1:]) for tensor in _tensors(data) if tensor.dim() and len(tensor) == count)
+
+
+def _tensors(data: Any) -> Iterator[torch.Tensor]:
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        yield from _tensors(list(data.values()))
+    elif isinstance(data, (tuple, list)):
+        for part in data:
+            yield from _tensors(part)

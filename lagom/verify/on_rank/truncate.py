@@ -1,0 +1,103 @@
+"""Passes over data loaders cut short, for a rehearsal: a loader's first batches and its last."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from lagom.loaders.iterable import is_iterable
+from lagom.patching.replace import replaced
+from lagom.verify.on_rank.fixed_randomness import pinned_randomness
+from lagom.verify.on_rank.jumping_clock import jumping_clocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lagom.session.session import Session
+
+_LONGEST = 1_000_000
+"""Batches that are gone through for the last one, so that a sampler without end is no end of the rehearsal."""
+
+
+@contextmanager
+def cut_short(session: Session) -> Iterator[None]:
+    """Have every pass over a loader end after a few batches; entered before loaders are dealt out."""
+    rehearsal = session.plan.rehearsal
+    assert rehearsal is not None
+    original = vars(DataLoader)["_index_sampler"].fget
+
+    def num_batches() -> int:
+        is_short = session.num_rehearsed >= rehearsal.num_in_long_passes
+        return rehearsal.num_batches_of_short if is_short else rehearsal.num_batches
+
+    def index_sampler(loader: DataLoader[Any]) -> Any:
+        source = original(loader)
+        if not session.live:
+            return source
+        if is_iterable(loader) and isinstance(source, BatchSampler):
+            # Its batches are counted, not chosen; groups of them are dealt out with this very class.
+            joined = source.batch_size * (rehearsal.group_size if session.world_size == 1 else 1)
+            size = source.batch_size * rehearsal.group_size
+            nones = _Nones(lambda: size * num_batches())
+            return BatchSampler(nones, joined, source.drop_last)  # type: ignore[arg-type]
+        return _Cut(source, num_batches, rehearsal.group_size, session.world_size)
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(DataLoader, "_index_sampler", property(index_sampler)))
+        if rehearsal.pinned:
+            stack.enter_context(pinned_randomness(session))
+        if rehearsal.jumps:
+            stack.enter_context(jumping_clocks())
+        yield
+
+
+class _Nones:
+    """Stands for the sampler of an iterable data set, which has nothing to say."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count = count
+
+    def __iter__(self) -> Iterator[None]:
+        return iter([None] * self._count())
+
+
+class _Cut:
+    """Stands for a loader's batch sampler, or its sampler: its first batches and its last."""
+
+    def __init__(self, source: Any, num_batches: Callable[[], int], group_size: int, world_size: int) -> None:
+        self._source = source
+        self._num_batches = num_batches
+        self._group = group_size
+        # One rank alone stands for all: it gets the batches of a group as one.
+        self._joins = group_size > 1 and world_size == 1
+
+    def __len__(self) -> int:
+        groups = min(-(-len(self._source) // self._group), self._num_batches())
+        return groups if self._joins else min(len(self._source), groups * self._group)
+
+    def __iter__(self) -> Iterator[Any]:
+        for group in self._groups():
+            if self._joins and not isinstance(group[0], int):
+                yield list(chain.from_iterable(group))
+            else:
+                yield from group
+
+    def _groups(self) -> Iterator[list[Any]]:
+        batches = iter(self._source)
+        for _ in range(self._num_batches() - 1):
+            group = list(islice(batches, self._group))
+            if not group:
+                return
+            yield group
+        try:
+            known = len(self._source) <= _LONGEST
+        except TypeError:
+            known = False
+        last = list(islice(batches, self._group))
+        while known and (following := list(islice(batches, self._group))):
+            last = following
+        if last:
+            yield last

@@ -1,0 +1,269 @@
+"""A rank's end of the channel to the driver: length-limited JSON frames over a connected socket."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import ssl
+import time
+
+from lagom.wire.framing import NONCE, PROOF, BadFrame, Decoder, Keys, Seals, body_of, framed
+from lagom.wire.framing import Message as Message
+from lagom.wire.peer_silence import probe, silent_s
+
+_MAX_BACKLOG = 64 << 20  # bytes of log that may wait for a slow driver before lines are dropped
+_TRIES = 3
+_LOST_AFTER_S = 120.0
+"""Without a sign of life from the driver's machine, as Spark has it: it may be a laptop that sleeps for a while."""
+_NO_CHECK_TIME = 0x200000
+"""X509_V_FLAG_NO_CHECK_TIME, for which Python has no name: a host's clock may be behind the driver's."""
+_WOULD_WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+def _is_ready(connection: socket.socket, event: int, timeout_s: float) -> bool:
+    poll = select.poll()  # select has no file numbers above 1023
+    poll.register(connection, event)
+    return bool(poll.poll(1e3 * timeout_s))
+
+
+class LinkClosed(ConnectionError):
+    """The other end is gone."""
+
+
+class Link:
+    """One end of a connection that carries messages both ways.
+
+    Args:
+        connection: to the other end, that of an inherited pair or one that ``dial`` has made.
+        incoming: what the other end's frames are read with, and ``outgoing`` the seals of ours; None where nobody
+            else can send.
+    """
+
+    def __init__(
+        self, connection: socket.socket, incoming: Decoder | None = None, outgoing: Seals | None = None
+    ) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self._incoming = incoming or Decoder()
+        self._seals = outgoing
+        self._outgoing = bytearray()
+        self._dropped = 0
+
+    def fileno(self) -> int:
+        """For ``select``."""
+        return self.socket.fileno()
+
+    def send(self, message: Message, timeout_s: float = 10.0) -> None:
+        """Send ``message`` and all that waited before it; raises LinkClosed when it does not get through in time."""
+        self._queue(message)
+        deadline = time.monotonic() + timeout_s
+        while self.flush():
+            left = deadline - time.monotonic()
+            if left <= 0 or not _is_ready(self.socket, select.POLLOUT, left):
+                raise LinkClosed(f"the driver took nothing for {timeout_s:g} s")
+
+    def offer(self, message: Message) -> None:
+        """Send ``message`` when there is room, without waiting; dropped, and counted, when the other end is slow."""
+        if len(self._outgoing) > _MAX_BACKLOG:
+            self._dropped += 1
+            return
+        if self._dropped:
+            self._queue({"type": "dropped", "messages": self._dropped})
+            self._dropped = 0
+        self._queue(message)
+        self.flush()
+
+    def flush(self) -> bool:
+        """Write what the socket takes; True when something still waits."""
+        try:
+            while self._outgoing:
+                del self._outgoing[: self.socket.send(self._outgoing[: 1 << 18])]
+        except _WOULD_WAIT:
+            return True
+        except OSError as error:
+            raise LinkClosed(str(error)) from error
+        return False
+
+    def give_up_silent(self) -> None:
+        """Hang up on the other machine where it has given no sign of life for too long: ``poll`` says so."""
+        if silent_s(self.socket) >= _LOST_AFTER_S:
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+
+    def waiting(self) -> bool:
+        """Whether something has been offered that the socket has not taken yet."""
+        return bool(self._outgoing)
+
+    def poll(self) -> list[Message]:
+        """The messages that have arrived; raises LinkClosed at the end of the stream, after the last message."""
+        closed = False
+        try:
+            while chunk := self.socket.recv(1 << 18):
+                self._incoming.feed(chunk)
+            closed = True
+        except _WOULD_WAIT:
+            pass
+        except OSError:
+            closed = True
+        messages = self._take()
+        if closed and not messages:
+            raise LinkClosed("the other end closed the connection")
+        return messages
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """The next message, or None when none arrives in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            # One frame at a time here: what follows it stays for the next call.
+            if messages := self._take(limit=1):
+                return messages[0]
+            try:
+                chunk = self.socket.recv(1 << 18)  # before the wait: TLS may hold bytes that the system has given
+            except _WOULD_WAIT:
+                left = deadline - time.monotonic()
+                if left <= 0 or not _is_ready(self.socket, select.POLLIN, left):
+                    return None
+                continue
+            if not chunk:
+                raise LinkClosed("the other end closed the connection")
+            self._incoming.feed(chunk)
+
+    def close(self) -> None:
+        """Close the socket; nothing more can be sent."""
+        self.socket.close()
+
+    def _queue(self, message: Message) -> None:
+        self._outgoing += framed(body_of(message), self._seals)
+
+    def _take(self, limit: int | None = None) -> list[Message]:
+        try:
+            return self._incoming.take(limit)
+        except BadFrame as error:
+            raise LinkClosed(str(error)) from error
+
+
+def dial(
+    address: tuple[str, int], secret: bytes, hello: Message, timeout_s: float, certificate: str = ""
+) -> Link | None:
+    """Connect to the driver at ``address`` and introduce ourselves; None when it cannot be reached in time.
+
+    Args:
+        certificate: the driver's, PEM; the connection is encrypted then, and to nobody else.
+    """
+    deadline = time.monotonic() + timeout_s
+    for _ in range(_TRIES):
+        try:
+            connection = socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic()))
+        except OSError:
+            return None
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            probe(connection, _LOST_AFTER_S)
+            if certificate:
+                connection = _encrypted(connection, certificate)
+            return _introduced(connection, secret, hello, deadline)
+        except (OSError, EOFError, ValueError):  # gone, or something else listens there
+            connection.close()
+        # A driver that strangers besiege hangs up on some who were about to prove themselves.
+        pause_s = 0.02 + secrets.randbelow(80) / 1000
+        if time.monotonic() + pause_s >= deadline:
+            return None
+        time.sleep(pause_s)
+    return None
+
+
+def _encrypted(connection: socket.socket, certificate: str) -> ssl.SSLSocket:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False  # this very certificate is the one that is trusted, whatever the address
+    context.load_verify_locations(cadata=certificate)
+    context.verify_flags |= _NO_CHECK_TIME
+    return context.wrap_socket(connection)
+
+
+def _introduced(connection: socket.socket, secret: bytes, hello: Message, deadline: float) -> Link:
+    """Prove ourselves, say ``hello``, and have the driver prove itself. See Note [Handshake] in framing.py."""
+    nonce = secrets.token_bytes(NONCE)
+    keys = Keys(secret, _exactly(connection, NONCE, deadline), nonce)
+    link = Link(connection, Decoder(Seals(keys.from_driver)), Seals(keys.from_rank))
+    connection.settimeout(max(0.01, deadline - time.monotonic()))
+    connection.sendall(nonce + keys.rank_proof)
+    connection.setblocking(False)
+    link.send(hello, max(0.01, deadline - time.monotonic()))
+    if not hmac.compare_digest(_exactly(connection, PROOF, deadline), keys.driver_proof):
+        raise LinkClosed("what listens there is not the driver")
+    connection.setblocking(False)
+    return link
+
+
+def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        chunk = connection.recv(size - len(data))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return data
+
+
+def fetch(
+    address: tuple[str, int],
+    secret: bytes,
+    path: str,
+    size: int,
+    sha256: str,
+    timeout_s: float,
+    certificate: str = "",
+) -> None:
+    """Copy the run's payload from the driver into the file ``path``.
+
+    Raises:
+        LinkClosed: when it does not arrive, or is not what the driver sent.
+    """
+    link = dial(address, secret, {"purpose": "fetch"}, timeout_s, certificate)
+    if link is None:
+        raise LinkClosed(f"the driver at {address[0]}:{address[1]} cannot be reached, or hangs up on us")
+    digest, left = hashlib.sha256(), size
+    try:
+        link.socket.settimeout(timeout_s)
+        with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            while left and (chunk := link.socket.recv(min(left, 1 << 20))):
+                file.write(chunk)
+                digest.update(chunk)
+                left -= len(chunk)
+    finally:
+        link.close()
+    if left or digest.hexdigest() != sha256:
+        raise LinkClosed(
+            f"{size - left} of {size} bytes arrived" if left else "the bytes that arrived are not those sent"
+        )
+
+
+def deliver(
+    address: tuple[str, int], secret: bytes, name: str, fd: int, timeout_s: float, certificate: str = ""
+) -> str | None:
+    """Send the file ``fd`` to the driver as ``name``; returns its SHA-256, or None when it did not get through."""
+    size = os.fstat(fd).st_size
+    link = dial(address, secret, {"purpose": "deliver", "name": name, "size": size}, timeout_s, certificate)
+    if link is None:
+        return None
+    digest, position = hashlib.sha256(), 0
+    try:
+        link.socket.settimeout(timeout_s)
+        while position < size:
+            chunk = os.pread(fd, 1 << 20, position)
+            link.socket.sendall(chunk)
+            digest.update(chunk)
+            position += len(chunk)
+        link.socket.setblocking(False)
+        return digest.hexdigest() if link.receive(timeout_s) else None
+    except OSError:
+        return None
+    finally:
+        link.close()

@@ -1,0 +1,152 @@
+"""``Peer``: a connection at the driver's end: at first a stranger's, then that of one of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from lagom.wire.framing import NONCE, PROOF, Decoder, Keys, Message, Seals, framed
+
+STRANGE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, asyncio.TimeoutError)
+"""What a peer that is not one of ours, or one that talks nonsense, can cause."""
+
+
+class Peer(asyncio.BufferedProtocol):
+    """Methods are for the thread of the event loop.
+
+    Args:
+        secret: what it has to know; None for one that is known to be ours.
+        buffer: what comes is read into; all peers of an event loop may have the same. Without, the event loop would
+            make one of 256 KB for each message of some hundred bytes.
+    """
+
+    def __init__(self, secret: bytes | None, buffer: bytearray) -> None:
+        self.hello: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        """What it came for, once it has proved itself; cancelled when it does not."""
+        self.over: Callable[[], None] = lambda: None
+        """Called when the connection has ended."""
+        self.lost = False
+        """Whether it has."""
+        self._room = asyncio.Event()
+        self._room.set()
+        self._buffer = memoryview(buffer)
+        self._secret = secret
+        self._nonce = secrets.token_bytes(NONCE)
+        self._answer = b""
+        self._incoming = Decoder()
+        self._outgoing: Seals | None = None
+        self._take: Callable[[bytes], None] = self._introduce
+        self._transport: Any = None
+
+    def serve(self, hear: Callable[[Message], None]) -> None:
+        """From now on give its messages to ``hear``; an error that it causes there ends the connection."""
+
+        def take(data: bytes) -> None:
+            self._incoming.feed(data)
+            while messages := self._incoming.take():
+                for message in messages:
+                    hear(message)
+
+        self._take = take
+        self._received(b"")
+
+    def receive(self, write: Callable[[bytes], None]) -> None:
+        """From now on give its bytes to ``write``."""
+        self._take = write
+        self._received(self._incoming.rest())
+
+    def send(self, body: bytes) -> None:
+        """Send a message, as ``body_of`` made it; to one that is gone, nothing."""
+        if not self.gone:
+            self._transport.write(framed(body, self._outgoing))
+
+    async def write(self, data: bytes) -> None:
+        """Send bytes, when there is room for more."""
+        await self._room.wait()
+        if not self.gone:
+            self._transport.write(data)
+
+    def end_writing(self) -> None:
+        """Say that no more will be sent, where that can be said."""
+        if not self.gone and self._transport.can_write_eof():
+            self._transport.write_eof()
+
+    @property
+    def connection(self) -> Any:
+        """The socket, or what asyncio has in its place."""
+        return self._transport.get_extra_info("socket")
+
+    @property
+    def gone(self) -> bool:
+        """Whether the connection is closed or closing."""
+        return bool(self._transport is None or self._transport.is_closing())
+
+    @property
+    def behind(self) -> bool:
+        """Whether it has not taken in all that was sent."""
+        return not self.gone and self._transport.get_write_buffer_size() > 0
+
+    def close(self) -> None:
+        """End the connection at once: in order, TLS would wait for the other end to agree."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See ``asyncio.BufferedProtocol``, as for all below."""
+        self._transport = transport
+        if self._secret is not None:
+            self._transport.write(self._nonce)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where what comes is to be put."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """It may be a message, a part of one, or several."""
+        self._received(bytes(self._buffer[:nbytes]))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing more comes, and nothing more can be sent."""
+        self.lost = True
+        self._room.set()
+        self.hello.cancel()
+        self.over()
+
+    def pause_writing(self) -> None:
+        """It does not take in as much as is sent."""
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        self._room.set()
+
+    def _received(self, data: bytes) -> None:
+        try:
+            self._take(data)
+        except STRANGE:
+            self.close()
+
+    def _introduce(self, data: bytes) -> None:
+        """The proof of a stranger, before which nothing else is read. See Note [Handshake] in framing.py."""
+        assert self._secret is not None
+        wanted = NONCE + PROOF - len(self._answer)
+        self._answer += data[:wanted]
+        if len(self._answer) < NONCE + PROOF:
+            return
+        keys = Keys(self._secret, self._nonce, self._answer[:NONCE])
+        if not hmac.compare_digest(self._answer[NONCE:], keys.rank_proof):
+            self.close()
+            return
+        self._transport.write(keys.driver_proof)
+        self._incoming, self._outgoing = Decoder(Seals(keys.from_rank)), Seals(keys.from_driver)
+        self._take = self._greet
+        self._greet(data[wanted:])
+
+    def _greet(self, data: bytes) -> None:
+        """Its first message; what follows waits for ``serve`` or ``receive``."""
+        self._incoming.feed(data)
+        if not self.hello.done() and (messages := self._incoming.take(limit=1)):
+            self.hello.set_result(messages[0])

@@ -1,0 +1,87 @@
+"""How the tasks of a run find each other: each joins with what it is, all get the same table back."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lagom.errors import PlanError
+from lagom.wire.client import Link, LinkClosed, Message
+
+WAIT_S = 600.0
+"""Longest a task waits for the others to start."""
+LEAVE_S = 1.0
+"""How long the others have to get there when a rank has called ``sys.exit``: rank 0 may still be writing."""
+WRITE_S = 0.3
+"""How long rank 0 has, when another rank has raised, to raise as well and to write what it was writing."""
+
+
+class Stopped(Exception):
+    """The driver wants no more of this run."""
+
+
+def peers(joins: Sequence[Message], one_host: bool = False) -> Message:
+    """The table of all ranks, from what all tasks said when they joined; ``one_host``: they may not be on several.
+
+    Raises:
+        PlanError: when they do not fit together, naming hosts and versions.
+    """
+    ordered = sorted(joins, key=lambda join: int(join["task"]))
+    for fact in ("python", "torch"):
+        versions = {str(join[fact]): str(join["host"]).split("|")[0] for join in ordered}
+        if len(versions) > 1:
+            found = ", ".join(f"{version} on {host}" for version, host in versions.items())
+            raise PlanError(f"the executors have different versions of {fact}: {found}; give all of them the same")
+    hosts = sorted({str(join["host"]) for join in ordered})
+    if one_host and len(hosts) > 1:
+        names = ", ".join(host.split("|")[0] for host in hosts[:4])
+        raise PlanError(
+            f"Spark encrypts what it sends, and the ranks are on {len(hosts)} hosts ({names}): they would exchange "
+            "gradients and data in clear, as gloo and NCCL do. Have all on one host; or, where that network may carry "
+            "it (it is private, or encrypted itself), set allow_unencrypted_collectives=True"
+        )
+    ranks = [
+        {"rank": rank, "host": join["host"], "ip": join["ip"], "gpu": gpu}
+        for join in ordered
+        for rank, gpu in zip(join["ranks"], join["gpus"] or [None] * len(join["ranks"]), strict=True)
+    ]
+    shared = len({(rank["host"], rank["gpu"]) for rank in ranks}) < len(ranks)
+    # Who has another address is in a network of its own, though it may see the same files.
+    near = len({(rank["host"], rank["ip"]) for rank in ranks}) == 1
+    return {"type": "peers", "store": None if near else ordered[0]["store"], "ranks": ranks, "nccl": not shared}
+
+
+def meet(
+    link: Link | None, gather: Callable[[str], Sequence[str]] | None, join: Message, *, one_host: bool = False
+) -> Message:
+    """Join, and wait for the table: from the driver, or from ``gather`` when the driver says so or is out of reach.
+
+    Raises:
+        Stopped: the run is over before it began.
+        LinkClosed: the driver went away while this task waited.
+    """
+    if link is not None:
+        link.send(join)
+        reply = _reply(link)
+        if reply["type"] == "peers":
+            return reply
+    if gather is None:
+        raise LinkClosed(
+            "the driver cannot be reached from this host, and there is no other way to find the other ranks"
+        )
+    return peers([json.loads(text) for text in gather(json.dumps(join))], one_host)
+
+
+def _reply(link: Link) -> Message:
+    deadline = time.monotonic() + WAIT_S
+    while (left := deadline - time.monotonic()) > 0:
+        message: Any = link.receive(min(left, 10.0))
+        if message is None:
+            continue
+        if message["type"] in ("peers", "gather"):
+            return dict(message)
+        if message["type"] == "stop":
+            raise Stopped
+    raise LinkClosed(f"the other ranks of this run did not start within {WAIT_S:.0f} s")

@@ -1,0 +1,219 @@
+"""The driver's end: one event loop in a thread, serving the connections of all ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import ssl
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lagom.wire.connection import Peer
+from lagom.wire.framing import Message, body_of
+from lagom.wire.listener import Door, files_for, listening
+from lagom.wire.peer_silence import probe, silent_s
+
+_BUFFER = 1 << 18  # bytes
+_LOOK_S = 1.0
+_LAST_TURNS, _TURN_S = 100, 0.01  # for the last messages to leave
+
+
+class Channel:
+    """Accepts the ranks of one run, hands their messages on and carries the driver's to them.
+
+    ``on_message(task, message)``, ``on_close(task)`` and, each second, ``on_silence(task, seconds)`` are called in the
+    channel's own thread. A task whose machine is silent for ``lost_after_s`` seconds counts as gone.
+    """
+
+    def __init__(
+        self,
+        on_message: Callable[[int, Message], None],
+        on_close: Callable[[int], None],
+        payload_fd: int | None = None,
+        on_silence: Callable[[int, float], None] = lambda task, seconds: None,
+        lost_after_s: float = 20.0,
+    ) -> None:
+        self.secret = secrets.token_bytes(32)
+        self.delivered: dict[str, int] = {}
+        self._on_message = on_message
+        self._on_close = on_close
+        self._on_silence = on_silence
+        self._lost_after_s = lost_after_s
+        self._payload_fd = payload_fd
+        self._peers: dict[int, Peer] = {}
+        self._open: set[Peer] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._buffer = bytearray(_BUFFER)
+        self._stack = contextlib.ExitStack()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="lagom-channel", daemon=True)
+
+    def __enter__(self) -> Channel:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._wait(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._stack.close()
+        for fd in self.delivered.values():
+            os.close(fd)
+
+    def listen(self, host: str, num_tasks: int = 1, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
+        """Accept connections of ``num_tasks`` tasks on ``host``, encrypted by ``tls``; returns the address."""
+        self._stack.enter_context(files_for(num_tasks))
+        listener = listening(host)
+        name = listener.getsockname()
+        self._wait(self._start(Door(self.secret, self._admit, self._buffer).accept(listener, tls)))
+        self._wait(self._start(self._look()))
+        return str(name[0]), int(name[1])
+
+    def adopt(self, connection: socket.socket, task: int) -> None:
+        """Serve a connection whose other end is known to be ours: an inherited pair of sockets."""
+
+        async def start() -> None:
+            peer = Peer(None, self._buffer)
+            await self._loop.connect_accepted_socket(lambda: peer, connection)
+            self._serve(task, peer)
+
+        self._wait(start())
+
+    def send(self, task: int, message: Message) -> None:
+        """Send ``message`` to the task; to one that is gone, nothing."""
+        self._send([task], message)
+
+    def broadcast(self, message: Message) -> None:
+        """Send ``message`` to every task that is connected."""
+        self._send(None, message)
+
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
+        """Call ``function`` in the channel's thread, unless the channel is closed before."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, function)
+
+    def _send(self, tasks: list[int] | None, message: Message) -> None:
+        body = body_of(message)
+
+        def send() -> None:
+            for task in list(self._peers) if tasks is None else tasks:
+                if (peer := self._peers.get(task)) is not None:
+                    peer.send(body)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+            self._loop.call_soon_threadsafe(send)
+
+    def _wait(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def _start(self, coroutine: Any) -> None:
+        task: asyncio.Task[None] = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _look(self) -> None:
+        """Say each second for how long the machine of each task has been silent, and end what is silent for long."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for task, peer in list(self._peers.items()):
+                if not peer.gone:
+                    seconds = silent_s(peer.connection)
+                    self._on_silence(task, seconds)
+                    if seconds >= self._lost_after_s:
+                        peer.close()
+
+    async def _close(self) -> None:
+        for _ in range(_LAST_TURNS):
+            if not any(peer.behind for peer in self._peers.values()):
+                break
+            await asyncio.sleep(_TURN_S)
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for peer in list(self._open):
+            peer.close()
+        for _ in range(_LAST_TURNS):
+            await asyncio.sleep(0)  # the event loop closes them in its next turn or two
+            if not self._open:
+                break
+
+    def _admit(self, peer: Peer, hello: Message) -> None:
+        """One of ours, and what it came for."""
+        purpose = hello.get("purpose")
+        if purpose not in ("fetch", "deliver"):
+            self._serve(int(hello["task"]), peer)
+            return
+        if purpose == "fetch":
+            self._keep(peer)
+            task = self._loop.create_task(self._hand_out(peer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._take_in(str(hello["name"]), int(hello["size"]), peer)
+
+    def _keep(self, peer: Peer, over: Callable[[], None] = lambda: None) -> None:
+        """Know of ``peer`` until its connection has ended, and call ``over`` then."""
+
+        def ended() -> None:
+            self._open.discard(peer)
+            over()
+
+        self._open.add(peer)
+        peer.over = ended
+        if peer.lost:
+            ended()
+
+    def _serve(self, task: int, peer: Peer) -> None:
+        def over() -> None:
+            if self._peers.get(task) is peer:
+                del self._peers[task]
+            self._on_close(task)
+
+        self._peers[task] = peer
+        if not peer.gone:
+            probe(peer.connection, self._lost_after_s)
+        peer.serve(lambda message: self._on_message(task, message))
+        self._keep(peer, over)
+
+    async def _hand_out(self, peer: Peer) -> None:
+        # Several hosts fetch at once, so by position.
+        position = 0
+        while self._payload_fd is not None and not peer.gone:
+            chunk = os.pread(self._payload_fd, 1 << 20, position)
+            if not chunk:
+                break
+            await peer.write(chunk)
+            position += len(chunk)
+        peer.end_writing()  # and it hangs up when it has what it wants
+
+    def _take_in(self, name: str, size: int, peer: Peer) -> None:
+        fd, left = anonymous_file(name), size
+
+        def write(data: bytes) -> None:
+            nonlocal left
+            left -= len(data := data[: max(0, left)])
+            while data:
+                data = data[os.write(fd, data) :]
+            if left == 0:
+                left = -1
+                if (earlier := self.delivered.pop(name, None)) is not None:
+                    os.close(earlier)
+                self.delivered[name] = os.dup(fd)
+                peer.send(body_of({"type": "received"}))
+
+        peer.receive(write)
+        self._keep(peer, lambda: os.close(fd))
+
+
+def anonymous_file(name: str) -> int:
+    """A file without a path, gone when its last user is: memory where the system has it, else a temporary file."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"lagom-{name}")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,69 @@
+"""``shown_pictures``: figures that the program shows reach the notebook that it was called from, rank 0's."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lagom.patching.import_hooks import once_imported
+from lagom.patching.replace import replaced
+
+if TYPE_CHECKING:
+    from lagom.session.session import Session
+
+_PYPLOT = "matplotlib.pyplot"
+_MAX_TEXT = 700_000
+"""Characters of a picture: a message of a rank has a megabyte at most."""
+
+
+@contextmanager
+def shown_pictures(session: Session) -> Iterator[None]:
+    """Have ``plt.show()`` keep rank 0's figures for the driver where the backend is a notebook's.
+
+    Figures that are open at the end are shown too, as at the end of a cell.
+    """
+    with ExitStack() as stack:
+
+        def change(pyplot: Any) -> None:
+            stack.enter_context(replaced(pyplot, "show", _showing(pyplot, session)))
+
+        with once_imported({_PYPLOT: change}):
+            yield
+            if _PYPLOT in sys.modules and _is_of_a_notebook():
+                sys.modules[_PYPLOT].show()
+
+
+def _showing(pyplot: Any, session: Session) -> Callable[..., None]:
+    original = pyplot.show
+
+    @functools.wraps(original)
+    def show(*args: Any, **kwargs: Any) -> None:
+        if not _is_of_a_notebook():
+            original(*args, **kwargs)
+            return
+        if session.rank == 0:
+            session.pictures.extend(_png(pyplot.figure(number)) for number in pyplot.get_fignums())
+        pyplot.close("all")  # as a notebook's backend does
+
+    return show
+
+
+def _is_of_a_notebook() -> bool:
+    return "inline" in str(sys.modules["matplotlib"].get_backend())
+
+
+def _png(figure: Any) -> str:
+    """The figure as base64, with fewer dots where it would be too long."""
+    dots = float(figure.dpi)
+    while True:
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=dots, bbox_inches="tight")
+        text = base64.b64encode(file.getvalue()).decode()
+        if len(text) <= _MAX_TEXT or dots < 10:
+            return text
+        dots /= 2

@@ -1,0 +1,155 @@
+"""``Heart``: a rank's thread that tells the host process how far the rank is, and what it does when that is nowhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from lagom.worker import stack_dump
+from lagom.worker.resource_usage import Usage, processor_s_below
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lagom.plan import Plan
+    from lagom.session.session import Session
+    from lagom.wire.client import Link, Message
+
+
+_WORTH = 0.005
+"""Share of its time from which on it is told for whom a rank waits."""
+_COMPUTING = 0.05
+"""Share of its time from which on a process that the program waits for gets somewhere."""
+
+
+class Heart:
+    """Beats every ``hb_interval`` seconds, oftener where stalls are to be found sooner.
+
+    Args:
+        control: leads to the host process.
+        stacks_fd: file for the stacks of processes that the rank has started.
+    """
+
+    def __init__(self, control: Link, plan: Plan, stacks_fd: int | None) -> None:
+        self._control = control
+        self._stall_s = plan.stall_timeout_s
+        self._interval_s = min(plan.hb_interval, plan.stall_timeout_s / 4)
+        self._stacks_fd = stacks_fd
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._thread = threading.get_ident()
+        self._at: tuple[int, int] | None = None
+        self._since = 0.0
+        self._last = (0.0, 0.0, 0.0)
+        self._begun = (-1.0, 0.0, 0.0)
+        self._steps_s = 0.0
+        self._children: str | None = None
+        self._waited: list[int] = []
+        self._below = (0.0, 0.0)
+        self._usage: Usage | None = None
+
+    def beat_for(self, session: Session) -> None:
+        """Begin to beat."""
+        self._session = session
+        self._last = (time.monotonic(), 0.0, 0.0)
+        self._usage = Usage(session.device.type)
+        threading.Thread(target=self._beat, name="lagom-heart", daemon=True).start()
+
+    def last_word(self, report: Message) -> None:
+        """Say how far the rank came, and what came of it."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._session is not None:
+                self._control.send(self._progress(self._session))
+                for block in (*_timeline(self._session), *_pictures(self._session)):
+                    self._control.send(block)
+            self._control.send(report)
+
+    def _beat(self) -> None:
+        assert self._session is not None
+        pause = threading.Event()
+        while not pause.wait(self._interval_s):
+            quiet_s = self._quiet_s(self._session)
+            doing = self._doing() if quiet_s >= self._stall_s / 2 else None
+            with self._lock:
+                try:
+                    if doing is not None:
+                        self._control.offer(doing)
+                    self._control.offer(self._progress(self._session))
+                    for block in (*_timeline(self._session), *_pictures(self._session)):
+                        self._control.offer(block)
+                except OSError:
+                    return
+
+    def _progress(self, session: Session) -> Message:
+        now, progress = time.monotonic(), session.progress()
+        samples, data_s = progress["samples"] or 0, progress.pop("data_s") or 0
+        before, samples_before, data_before = self._last
+        passed = max(now - before, 1e-3)
+        self._last = now, samples, data_s
+        return {
+            "type": "progress",
+            **progress,
+            "rate": round((samples - samples_before) / passed, 1),
+            "steps_s": self._speed(now, progress["epoch"] or 0, progress["step"] or 0),
+            "data": round(min(1.0, (data_s - data_before) / passed), 3),
+            **self._waits(session, passed),
+            **(self._usage.now() if self._usage is not None else {}),
+        }
+
+    def _waits(self, session: Session, passed: float) -> Message:
+        """Shares of the time in which the rank waits for others in exchanges, and for whom."""
+        waited = session.waited()
+        before = self._waited if len(self._waited) == len(waited) else [0] * len(waited)
+        self._waited = waited
+        shares = [(now - then) / 1e9 / passed for now, then in zip(waited, before, strict=True)]
+        waits_for = {str(rank): round(share, 3) for rank, share in enumerate(shares) if share >= _WORTH}
+        return {"waits": round(min(1.0, sum(shares)), 3), "waits_for": waits_for}
+
+    def _speed(self, now: float, epoch: float, step: float) -> float:
+        """Steps a second since this epoch was first told of; at that time, those of the epoch before."""
+        if epoch != self._begun[0]:
+            self._begun = epoch, now, step
+        elif now > self._begun[1] and step > self._begun[2]:
+            self._steps_s = round((step - self._begun[2]) / (now - self._begun[1]), 4)
+        return self._steps_s
+
+    def _quiet_s(self, session: Session) -> float:
+        """Seconds for which the rank has got nowhere."""
+        # Of a program that does without the patches it is only known where it stands.
+        place = stack_dump.position(stack_dump.of_thread(self._thread)) if session.joined else 0
+        now = time.monotonic()
+        if now - self._since >= self._stall_s / 4:
+            session.ticks += self._children_get_on(now)
+        if (session.ticks, place) != self._at:
+            session.ticks += session.joined
+            self._at, self._since, self._children = (session.ticks, place), now, None
+        return now - self._since
+
+    def _children_get_on(self, now: float) -> bool:
+        """Whether the program waits for processes that it has started, and these compute."""
+        if not stack_dump.waits_for_process(stack_dump.of_thread(self._thread)):
+            return False
+        (before, used_before), used_s = self._below, processor_s_below(os.getpid())
+        self._below = now, used_s
+        return bool(before) and used_s - used_before > _COMPUTING * (now - before)
+
+    def _doing(self) -> Message:
+        found = stack_dump.doing(stack_dump.of_thread(self._thread))
+        if found["waits"] and self._session is not None:
+            words, number, missing = self._session.standing()
+            found |= {"exchange": words, "number": number, "missing": missing}
+        if self._children is None and self._stacks_fd is not None:
+            self._children = "" if found["waits"] else stack_dump.of_children(self._stacks_fd)
+        return {"type": "doing", **found, "children": self._children}
+
+
+def _timeline(session: Session) -> Iterable[Message]:
+    return session.spans.blocks() if session.spans is not None else ()
+
+
+def _pictures(session: Session) -> Iterable[Message]:
+    while session.pictures:
+        yield {"type": "picture", "png": session.pictures.popleft()}

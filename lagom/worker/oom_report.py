@@ -1,0 +1,175 @@
+"""What a rank says when memory runs out: what it held, and which level or setting would fit."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lagom.memory_plan.available import Room, room
+from lagom.memory_plan.levels import levels_of
+from lagom.memory_plan.needs import Level, size
+from lagom.memory_plan.optimizer_state_bytes import stepped
+from lagom.micro_batches.oom_errors import wanted_bytes
+from lagom.run_state.memory_layout import storage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from lagom.session.session import Session
+
+_slot: Any = vars(torch._C.TensorBase)["grad"]
+
+
+class OutOfMemoryTold:
+    """Around the program: an error of a lack of memory goes on with its type, and says what this rank held."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
+        # A class, and not a generator: that would put itself into the traceback.
+        if error is None or (wanted := wanted_bytes(error)) is None:
+            return
+        with contextlib.suppress(Exception):  # there may be no memory for this either
+            text = self._told(wanted)
+            if len(error.args) == 1 and isinstance(error.args[0], str):
+                error.args = (f"{error.args[0]}\n{text}",)
+            elif hasattr(error, "add_note"):  # MemoryError of numpy, which makes its text of a shape
+                error.add_note(text)
+
+    def _told(self, wanted: int) -> str:
+        session = self._session
+        live, session.live = session.live, False  # a step that is tried out must not wait for other ranks
+        try:
+            return _told(session, wanted)
+        finally:
+            session.live = live
+
+
+class Held(NamedTuple):
+    """Bytes of a process."""
+
+    parameters: int
+    gradients: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        """Of all three."""
+        return sum(self)
+
+
+def held(session: Session) -> Held:
+    """What this process holds of modules and optimizers that are alive; nothing is put together from other ranks."""
+    alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
+    optimizers = [one for one in alive if isinstance(one, Optimizer)]
+    parameters = _parameters(alive)
+    gradients = [gradient for p in parameters if (gradient := _slot.__get__(p)) is not None]
+    kept = sum(_state(session, one) for one in optimizers)
+    parts = session.gradients.num_bytes() if session.gradients is not None else 0
+    weights = session.weights.num_bytes() if session.weights is not None else 0
+    return Held(_bytes(parameters) + weights, _bytes(gradients) + parts, kept)
+
+
+def _parameters(alive: Iterable[Any]) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    for one in alive:
+        if isinstance(one, Optimizer):
+            own = [p for group in one.param_groups for p in group["params"]]
+        else:
+            own = [p for p in vars(one).get("_parameters", {}).values() if p is not None]
+        found |= {id(p): p for p in own}
+    return list(found.values())
+
+
+def _state(session: Session, optimizer: Optimizer) -> int:
+    if session.optimizers is not None and (parted := session.optimizers.num_bytes(optimizer)) is not None:
+        return parted
+    state = vars(optimizer).get("state", {})
+    values = [value for own in state.values() if isinstance(own, dict) for value in own.values()]
+    return _bytes(value for value in values if isinstance(value, torch.Tensor))
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    storages = map(storage_of, tensors)  # the method of the tensor would put a parameter together
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+def _told(session: Session, wanted: int) -> str:
+    limit = _limit(session)
+    now = held(session)
+    used = _used(session, limit)
+    others = max(used - now.total, 0)
+    asked = f"{size(wanted)} were wanted at once" if wanted else "more was wanted"
+    return (
+        f"rank {session.rank} of {session.world_size} ran out of memory: {asked}, and of {size(limit.num_bytes)} "
+        f"({limit.where}) it held {size(now.parameters)} of parameters, {size(now.gradients)} of gradients, "
+        f"{size(now.state)} of optimizer state, and {size(others)} of activations, data and all else. "
+        + _advice(session, wanted, limit, others)
+    )
+
+
+def _advice(session: Session, wanted: int, limit: Room, others: int) -> str:
+    if wanted > limit.num_bytes:
+        return "That one tensor is larger than the memory: no level and no number of ranks would change it"
+    smaller = "smaller batches (a loop that accumulates gradients over several keeps its meaning)"
+    if session.num_micro_batches > 1:
+        smaller = f"micro_batches={2 * session.num_micro_batches}, twice as many as there were, or {smaller}"
+    elif session.plan.micro_batches is None and session.plan.backend == "torch":
+        smaller = f"micro_batches='auto' (forwards in parts, where rows do not depend on each other), {smaller}"
+    if not session.plan.mixed_precision:
+        smaller += " or mixed_precision='bf16' would need less for activations"
+    with contextlib.suppress(Exception):  # any third party's optimizer
+        ranks = session.world_size
+        able = [one for one in _levels(max(ranks, 2)) if one.possible and one.zero_lvl > session.plan.zero_lvl]
+        fitting = [one for one in able if one.held + others + wanted <= limit.num_bytes]
+        if fitting and ranks > 1:
+            return f"zero_lvl={fitting[0].zero_lvl} would fit: {_of(fitting[0])}; {smaller}"
+        if fitting:
+            level = fitting[0]
+            return f"world_size=2 with zero_lvl={level.zero_lvl} would fit, on other memory: {_of(level)}; {smaller}"
+        if able and ranks > 1:
+            return f"zero_lvl={able[-1].zero_lvl} would need less, which may not be enough: {_of(able[-1])}; {smaller}"
+    return f"More ranks or larger machines, {smaller}"
+
+
+def _levels(num_ranks: int) -> list[Level]:
+    """What the optimizers that are alive would have a rank hold at each level, by shapes."""
+    alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
+    optimizers = [one for one in alive if isinstance(one, Optimizer)]
+    if not optimizers:
+        return []
+    every = _parameters(alive)
+    found = [stepped(one, [p for group in one.param_groups for p in group["params"]]) for one in optimizers]
+    return levels_of(found, every, num_ranks)
+
+
+def _of(one: Level) -> str:
+    return (
+        f"{size(one.parameters)} of parameters, {size(one.gradients)} of gradients and {size(one.state)} of state on "
+        "each rank"
+    )
+
+
+def _limit(session: Session) -> Room:
+    if session.device.type == "cuda":
+        return Room(torch.cuda.get_device_properties(session.device).total_memory, "of its GPU")
+    return room(session.local_world_size, gpus=False)
+
+
+def _used(session: Session, limit: Room) -> int:
+    if session.device.type == "cuda":
+        return torch.cuda.memory_allocated(session.device)
+    pages = Path("/proc/self/statm").read_text().split()
+    return int(pages[0 if limit.is_virtual else 1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,90 @@
+"""The world of a run's ranks: a private process group, which the user's program does not see."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lagom.collectives.group import TIMEOUT_S, Group
+from lagom.collectives.run_store import SealedStore, all_gather_by
+from lagom.config.torch_distributed import Collectives
+from lagom.errors import CollectiveError
+from lagom.wire.spec import Seat
+from lagom.worker.network_interfaces import interface_of
+
+TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
+
+
+@contextmanager
+def process_group(
+    seat: Seat, world_size: int, device: torch.device, collectives: Collectives = "auto"
+) -> Iterator[tuple[Group, dist.Store]]:
+    """Join the other ranks. The group is never registered with torch.distributed; see Note [Private world]."""
+    try:
+        store = _store(seat, world_size)
+    except RuntimeError as error:
+        raise CollectiveError(f"the ranks did not connect, as a rule because one is gone: {error}") from error
+
+    def gloo(name: str, rank: int, size: int) -> Any:
+        gloo_class: Any = dist.ProcessGroupGloo  # its options are missing from torch's own types
+        options = gloo_class._Options()
+        # By address, not by host name: that resolves to 127.0.1.1 on many machines.
+        options._devices = [gloo_class.create_device(hostname="127.0.0.1" if seat.store is None else seat.ip)]
+        options._timeout = TIMEOUT
+        return gloo_class(dist.PrefixStore(name, store), rank, size, options)
+
+    nccl = None
+    if device.type == "cuda" and seat.nccl:
+        nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size, seat.ip)
+    group = Group(
+        seat.rank,
+        world_size,
+        all_gather_by(SealedStore(store, seat.key), "ways", seat.rank, world_size, TIMEOUT_S),
+        gloo,
+        nccl=nccl,
+        key=seat.key,
+        ip=seat.ip,
+        shares_memory=collectives == "auto",
+    )
+    # A rank that has nothing to do would end, and break the connections that others are still making.
+    group.connect()
+    try:
+        yield group, store
+    finally:
+        group.close()
+    if nccl is not None:
+        nccl.shutdown()
+
+
+def _store(seat: Seat, world_size: int) -> dist.Store:
+    if seat.store is None:
+        found = dist.FileStore(str(Path(seat.host_dir, "store")), -1)
+        found.set_timeout(TIMEOUT)
+        return found
+    host, port = seat.store
+    if seat.store_fd is None:
+        return dist.TCPStore(host, port, world_size, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
+    # The host process has bound it, so nobody guesses a port and nobody outside the chosen network can connect.
+    return dist.TCPStore(
+        host, port, world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False, master_listen_fd=seat.store_fd
+    )
+
+
+def _nccl(store: dist.Store, rank: int, world_size: int, ip: str) -> Any:
+    if not ip.startswith("127.") and (interface := interface_of(ip)):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # put back by ``environment``
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+# Note [Private world]
+# A program that finds torch.distributed initialised behaves differently (samplers, loggers, checkpoint writers of many
+# libraries look at it), so it would not be the program that ran on one machine. The group is a plain object instead.

@@ -1,0 +1,255 @@
+"""The forked process of one rank: cuts itself loose from its parent, runs, leaves its outcome in a file, and ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import io
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lagom.errors import CollectiveError, PayloadError
+from lagom.payload import InParts, Parcel, classes_received, unpack, unpack_file
+from lagom.wire.client import Link, Message
+from lagom.wire.spec import Seat, Spec
+from lagom.worker.heartbeat import Heart
+from lagom.worker.stack_dump import listen
+from lagom.world import Place, hearing
+
+if TYPE_CHECKING:
+    from lagom.host.workspace import Ground
+    from lagom.session.session import Session
+
+_PR_SET_PDEATHSIG = 1
+_MAX_SOCKET = 107  # characters of its path
+_MAX_TEXT = 200_000  # characters of a traceback; more does not fit a frame, and nobody reads it
+
+
+def become(spec: Spec, seat: Seat, ground: Ground, stdout: int, stderr: int, parent: int) -> NoReturn:
+    """Be the rank of ``seat``; called in a process just forked from ``parent``, never returns."""
+    code = 1
+    try:
+        _cut_loose(seat, ground, stdout, stderr, parent)
+        _settle(spec, seat, ground)
+        code = _run(spec, seat)
+    except BaseException:
+        # Nothing may climb into the parent's frames, which this process has too.
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _cut_loose(seat: Seat, ground: Ground, stdout: int, stderr: int, parent: int) -> None:
+    gc.disable()  # objects of the parent, such as its sockets, must not be finalised here
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    _close_all_but({0, 1, 2, seat.control_fd, seat.outcome_fd, ground.payload_fd, seat.store_fd, seat.stacks_fd})
+    streams: dict[str, io.TextIOBase] = {"stdin": open(0, closefd=False)}  # noqa: SIM115
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        raw = open(fd, "wb", closefd=False)  # noqa: SIM115
+        streams[name] = _Output(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    for name, stream in streams.items():
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    atexit._clear()
+    gc.freeze()
+    gc.enable()
+
+
+class _Output(io.TextIOWrapper):
+    """A standard stream that knows whether a line has been begun on it and not ended."""
+
+    is_in_line = False
+
+    def write(self, text: str, /) -> int:
+        """As a text file's."""
+        if text:
+            self.is_in_line = not text.endswith("\n")
+        return super().write(text)
+
+
+class _OwnLines(logging.StreamHandler[_Output]):
+    """Begins a new line for what lagom says, where the program has not ended its last, as progress bars do not."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As any handler's."""
+        text = super().format(record)
+        return f"\n{text}" if getattr(self.stream, "is_in_line", False) else text
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when ``parent``, its parent, ends, however that comes about."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before it could be told to take this process along
+            os._exit(1)
+
+
+def _close_all_but(keep: set[int | None]) -> None:
+    kept = sorted(fd for fd in keep if fd is not None)
+    for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(low + 1, high)
+
+
+def _settle(spec: Spec, seat: Seat, ground: Ground) -> None:
+    """Take on the driver's environment, working directory, module path and a ``__main__`` of this rank's own."""
+    if spec.whole_env:
+        os.environ.clear()
+    os.environ.update(spec.env)
+    os.chdir(ground.cwd)
+    own = [sys.path[0]]  # where lagom was found; see Note [Worker reuse] in task.py
+    sys.path[:] = own + [entry for entry in (*ground.sys_path, *sys.path[1:]) if entry not in own]
+    importlib.invalidate_caches()
+    sys.argv[:] = spec.argv
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    _keep_sockets(f"{seat.host_dir}/mp-{seat.rank}")
+    faulthandler.enable(file=2)
+    if seat.stacks_fd is not None:
+        listen(seat.stacks_fd)
+    _log_apart()
+
+
+def _keep_sockets(folder: str) -> None:
+    """Have multiprocessing make its sockets in ``folder``, which goes with the run however its processes end."""
+    if len(folder) <= _MAX_SOCKET - len("/listener-12345678"):
+        os.mkdir(folder, 0o700)
+        # For which there is no other name; children that it starts by whatever method have it from here.
+        config: dict[str, object] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+        config["tempdir"] = folder
+
+
+def _log_apart() -> None:
+    """Keep what lagom has to say out of the log files and off the standard output that the program has."""
+    handler = _OwnLines()
+    handler.setFormatter(logging.Formatter("lagom: %(message)s"))
+    logger = logging.getLogger("lagom")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+
+
+def _run(spec: Spec, seat: Seat) -> int:
+    from lagom.files import asked_for_rank, own_disk
+    from lagom.worker import bootstrap
+
+    place = Place(seat.rank, spec.plan.world_size, seat.local_rank, seat.local_world_size)
+    control = Link(socket.socket(fileno=seat.control_fd))
+    heart = Heart(control, spec.plan, seat.stacks_fd)
+    at_home: dict[type, str] = {}
+    # To the very end of the process: what runs at exit writes files as well.
+    stack = contextlib.ExitStack()
+    lands = spec.plan.rehearsal is None
+    stack.enter_context(own_disk(seat.host_dir, seat.rank, place.world_size, seat.local_world_size, lands=lands))
+    stack.enter_context(hearing(asked_for_rank))
+
+    def load() -> bootstrap.Call:
+        call: bootstrap.Call = unpack_file(seat.payload_fd)
+        at_home.update(classes_received())
+        return call
+
+    decided = threading.Lock()  # what came of the rank: by the main thread, or by one that it waits for in vain
+
+    def fail(error: BaseException) -> None:
+        if decided.acquire(blocking=False):
+            parcel, report = _raised(error, seat.rank, at_home)
+            parcel.write(seat.outcome_fd)
+            heart.last_word(report)
+
+    def watch(session: Session) -> None:
+        session.fail = fail
+        heart.beat_for(session)
+
+    try:
+        returned = bootstrap.run(spec.plan, place, load, Path(seat.host_dir), seat, watch)
+        parcel, report = _returned(returned, seat.rank, at_home)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes as well
+        parcel, report = _raised(error, seat.rank, at_home)
+    decided.acquire()
+    parcel.write(seat.outcome_fd)
+    if not report["ok"]:
+        if "exit" in report:  # Python ends in order, and so do the threads and the atexit functions of the program
+            bootstrap.last_rites(lambda: heart.last_word(report))
+        bootstrap.flush_files()
+        bootstrap.flush()
+        # Say so first: at the end of this process its connections break, and others fail of that.
+        heart.last_word(report)
+        threading.Event().wait()  # until the host process has told the driver, and ends this one
+
+    def end() -> None:
+        heart.last_word(report)
+        os._exit(0)
+
+    bootstrap.last_rites(end)
+    end()
+    return 0
+
+
+def _returned(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
+    try:
+        return Parcel(returned, at_home), {"type": "outcome", "ok": True}
+    except PayloadError as error:
+        raised = PayloadError(f"rank {rank} returned a {type(returned['value']).__name__}, but {error}")
+        raised.__cause__ = error.__cause__
+        return _raised(raised, rank, at_home)
+
+
+def _raised(error: BaseException, rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
+    text = "".join(traceback.format_exception(type(error), error, _own_frames_cut(error)))[-_MAX_TEXT:]
+    report = {
+        "type": "outcome",
+        "ok": False,
+        "consequence": isinstance(error, CollectiveError),
+        "error": type(error).__name__,
+        "message": _message(error),
+        "traceback": text,
+    }
+    if isinstance(error, SystemExit):
+        report |= {"exit": error.code if isinstance(error.code, int | None) else str(error.code)[:_MAX_TEXT]}
+        return Parcel({"error": None}), report
+    error.__traceback__ = None
+    for travelling in (error, InParts(error)):
+        try:
+            parcel = Parcel({"error": travelling}, at_home)
+            unpack(bytearray(parcel.tobytes()))
+        except Exception:  # a foreign class may fail in any way, on its way out or in
+            continue
+        return parcel, report
+    return Parcel({"error": None}), report
+
+
+def _own_frames_cut(error: BaseException) -> types.TracebackType | None:
+    """The traceback from the user's function on; whole when the error arose in lagom before that."""
+    here = str(Path(__file__).parents[1])
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(here):
+        frame = frame.tb_next
+    return frame or error.__traceback__
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)[:_MAX_TEXT]
+    except Exception as failure:  # a foreign __str__ may do anything
+        return f"(its message fails with {type(failure).__name__})"

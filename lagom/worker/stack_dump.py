@@ -1,0 +1,162 @@
+"""What a process is doing: its Python stack, from within, and by a signal where Python itself is stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+import types
+from pathlib import Path
+
+from lagom.wire.client import Message
+
+SIGNAL: int | None = getattr(signal, "SIGRTMAX", signal.SIGRTMIN) - 1 if hasattr(signal, "SIGRTMIN") else None
+"""Has a process write its stacks; no program uses it. None where the system has no such signals."""
+_OWN = str(Path(__file__).parents[1]) + os.sep
+_CALLERS = (os.path.join(_OWN, "worker") + os.sep, os.path.join(_OWN, "script.py"))
+_LOOP = os.path.join("torch", "utils", "data", "_utils", "worker.py")
+_EXCHANGES = (os.path.join(_OWN, "collectives") + os.sep, os.path.join("torch", "distributed") + os.sep)
+_PURPOSES = {
+    os.path.join(_OWN, *path.split("/")): what
+    for path, what in {
+        "strategies/zero": "state that is shared out",
+        "row_split/whole_batch.py": "outputs of a forward",
+        "forward/batchnorm_statistics.py": "BatchNorm's statistics",
+        "gradients/buffers.py": "buffers",
+        "gradients/replicate.py": "gradients",
+        "gradients/autograd_grad.py": "gradients",
+        "loaders/sampler_sync.py": "the order of a data loader",
+        "loaders/self_sharded.py": "sizes of batches",
+        "distributed/init_process_group.py": "init_process_group",
+        "gradients/divergence.py": "where each rank is",
+    }.items()
+}
+"""What is exchanged, by the innermost of these files on the stack."""
+_AWAITING = (
+    os.path.join("multiprocessing", "process.py"),
+    os.path.join("multiprocessing", "pool.py"),
+    os.path.join("multiprocessing", "spawn.py"),  # torch's
+    os.path.join("concurrent", "futures", "_base.py"),
+    os.sep + "subprocess.py",
+)
+"""Where a process waits for others that it has started."""
+_INNERMOST = 6
+_LIBRARIES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")})
+_MAX_TEXT = 40_000  # characters of stacks; the innermost are kept
+_AGAIN_S = 0.05
+_ANSWER_S = 0.3  # that a process has to write its stacks
+_MAX_CHILDREN = 8
+
+
+def listen(fd: int) -> None:
+    """From now on this process, and those it forks, write their stacks to the file ``fd`` when told by ``SIGNAL``."""
+    if SIGNAL is not None:
+        faulthandler.register(SIGNAL, file=fd, all_threads=True)
+
+
+def doing(frame: types.FrameType | None) -> Message:
+    """What the thread of ``frame`` is doing.
+
+    Returns:
+        ``stack``, as a traceback shows it, from the program's function on; ``line``, the innermost that is the
+        program's own; ``waits``, whether it is in an exchange with other ranks, and ``purpose``, what that is of.
+    """
+    frames = list(traceback.walk_stack(frame))  # innermost first
+    files = [one.f_code.co_filename for one, _ in frames]
+    program = next((n for n, file in enumerate(files) if file.startswith(_CALLERS)), len(files))
+    summary = traceback.StackSummary.extract(reversed(frames[:program]))
+    purpose = next((what for file in files[:program] for part, what in _PURPOSES.items() if part in file), "")
+    own = next((one for one in reversed(summary) if not one.filename.startswith((_OWN, *_LIBRARIES, "<frozen"))), None)
+    return {
+        "stack": "".join(summary.format())[-_MAX_TEXT:],
+        "line": "" if own is None else f"{own.filename}:{own.lineno}, in {own.name}: {own.line}".removesuffix(": "),
+        "purpose": purpose,
+        "waits": program > 0 and any(part in files[0] for part in _EXCHANGES),
+    }
+
+
+def position(frame: types.FrameType | None) -> int:
+    """Equal as long as the thread of ``frame`` stands where it is."""
+    return hash(tuple((id(one.f_code), one.f_lasti) for one, _ in traceback.walk_stack(frame)))
+
+
+def of_children(fd: int) -> str:
+    """The stacks of processes that this one has started and that ``listen``, such as workers of a data loader."""
+    try:
+        found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    except OSError:
+        return ""
+    stacks = {pid: told(int(pid), fd) for pid in found[:_MAX_CHILDREN]}
+    return "".join(f"process {pid}, which it started:\n{text}" for pid, text in stacks.items() if text)[-_MAX_TEXT:]
+
+
+def told(pid: int, fd: int) -> str:
+    """Have the process ``pid`` write its stacks to ``fd``; empty when it does not listen, or not in time."""
+    if SIGNAL is None or not _listens(pid):
+        return ""
+    start = size = os.fstat(fd).st_size
+    with contextlib.suppress(OSError):
+        os.kill(pid, SIGNAL)
+        deadline = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            before, size = size, os.fstat(fd).st_size
+            if start < size == before:
+                break
+    return _readable(os.pread(fd, size - start, start).decode(errors="replace")) if size > start else ""
+
+
+def _readable(text: str) -> str:
+    """Of what ``faulthandler`` wrote, the main thread's stack, as a traceback shows it, from the program's part on."""
+    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', text.rstrip().split("\n\n")[-1], flags=re.MULTILINE)
+    program = next((n for n, (file, _, _) in enumerate(frames) if file.startswith(_CALLERS) or _LOOP in file), None)
+    shown = [traceback.FrameSummary(file, int(line), name) for file, line, name in reversed(frames[:program])]
+    return "".join(traceback.format_list(shown))
+
+
+def _listens(pid: int) -> bool:
+    """To any other process the signal would be the end."""
+    assert SIGNAL is not None
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
+
+
+def state(pid: int) -> str:
+    """What keeps the process ``pid`` from going on that its stack does not tell; empty where nothing does."""
+    letter = _letter(pid)
+    if letter == "D":
+        time.sleep(_AGAIN_S)  # any disk is waited for, for a moment
+        letter = _letter(pid)
+    if letter in ("T", "t"):
+        return f"its process {pid} is stopped, by SIGSTOP or a debugger; kill -CONT {pid} on its host lets it go on"
+    if letter == "D":
+        return f"its process {pid} waits for a disk or a device, and no signal reaches it (state D)"
+    return ""
+
+
+def _letter(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def waits_for_process(frame: types.FrameType | None) -> bool:
+    """Whether the thread of ``frame`` waits for a process that it has started: joins it, or wants its result."""
+    files = [one.f_code.co_filename for one, _ in traceback.walk_stack(frame)][:_INNERMOST]
+    return any(file.endswith(_AWAITING) for file in files)
+
+
+def of_thread(ident: int) -> types.FrameType | None:
+    """The frame that the thread ``ident`` executes."""
+    return sys._current_frames().get(ident)

@@ -1,0 +1,4 @@
+"""ZeRO: optimizer state, gradients and parameters, each sharded over the ranks.
+
+Start with ``sharded_optimizer.py`` (level 1), ``gradient_shards.py`` (level 2), ``parameters/`` (level 3).
+"""

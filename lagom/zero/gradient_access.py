@@ -1,0 +1,186 @@
+"""``Tensor.grad`` with ``zero_lvl=2``: whole where the program reads it, in parts where torch's own functions can."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from lagom.patching.replace import replaced
+from lagom.zero.gradient_shards import Gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from lagom.session.session import Session
+
+
+@contextmanager
+def parted_gradients(session: Session) -> Iterator[Gradients]:
+    """Have every rank keep its part of gradients, once their optimizers are shared out."""
+    assert session.group is not None
+    gradients = Gradients(session.group, session.leaves, lambda: session.may_meet, session.say_once)
+    with ExitStack() as stack:
+        for name in ("grad", "_grad"):
+            stack.enter_context(replaced(Tensor, name, _property(session, gradients)))
+        for owner in (Optimizer, nn.Module):
+            stack.enter_context(replaced(owner, "zero_grad", _zeroed(session, gradients, owner)))
+        stack.enter_context(replaced(GradScaler, "_unscale_grads_", _unscaled(session, gradients)))
+        for name, make in (("clip_grad_norm_", _clipped), ("clip_grad_value_", _clipped_by_value)):
+            original = vars(clip_grad)[name]
+            patched = make(session, gradients, original)
+            for module in list(sys.modules.values()):
+                # Also modules that imported it by its name.
+                if getattr(module, "__dict__", {}).get(name) is original:
+                    stack.enter_context(replaced(module, name, patched))
+        stack.enter_context(_until_something_compiles(session, gradients))
+        yield gradients
+
+
+def _property(session: Session, gradients: Gradients) -> property:
+    original = vars(torch._C.TensorBase)["grad"]
+
+    def write(tensor: Tensor, value: Tensor | None) -> None:
+        if session.live:
+            gradients.write(tensor, value)
+        else:
+            original.__set__(tensor, value)
+
+    def delete(tensor: Tensor) -> None:
+        if session.live:
+            gradients.write(tensor, None)
+        original.__delete__(tensor)
+
+    return property(gradients.read, write, delete, original.__doc__)
+
+
+def _zeroed(session: Session, gradients: Gradients, owner: Any) -> Callable[..., None]:
+    original = vars(owner)["zero_grad"]
+
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if session.live:
+            if set_to_none:
+                gradients.drop(_parameters(self))
+            with gradients.parted():
+                original(self, set_to_none)
+        else:
+            original(self, set_to_none)
+
+    return zero_grad
+
+
+def _parameters(holder: Any) -> Iterator[Tensor]:
+    if isinstance(holder, Optimizer):
+        return (p for group in holder.param_groups for p in group["params"])
+    parameters: Iterator[Tensor] = holder.parameters()
+    return parameters
+
+
+def _unscaled(session: Session, gradients: Gradients) -> Callable[..., Any]:
+    original = vars(GradScaler)["_unscale_grads_"]
+
+    @functools.wraps(original)
+    def unscale(
+        self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
+    ) -> dict[torch.device, Tensor]:
+        every = list(_parameters(optimizer))
+        if not session.live or not any(gradients.part(p)[0] for p in every):
+            result: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, *args, **kwargs)
+            return result
+        devices = sorted({p.device for p in every if gradients.is_there(p)}, key=str)
+        with gradients.parted():
+            found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, *args, **kwargs)
+        mine = [float(found[device]) if device in found else 0.0 for device in devices]
+        rows = exchanged(session, "GradScaler.unscale_()", mine)
+        worst = [max(column) for column in zip(*rows, strict=True)]
+        return {
+            d: torch.full((), value, dtype=torch.float32, device=d) for d, value in zip(devices, worst, strict=True)
+        }
+
+    return unscale
+
+
+def _clipped(session: Session, gradients: Gradients, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip_grad_norm_(
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        cut = [p for p in every if gradients.part(p)[0]] if session.live else []
+        if not cut or not float(norm_type) > 0:
+            result: Tensor = original(every, max_norm, norm_type, error_if_nonfinite, foreach)
+            return result
+        with torch.no_grad():
+            parts = [part for p in cut if (part := gradients.part(p)[1]) is not None]
+            whole = [p.grad for p in every if not gradients.part(p)[0] and p.grad is not None]
+            norms = [float(get_total_norm(some, norm_type, False, foreach)) for some in (parts, whole)]
+            rows = exchanged(session, "clip_grad_norm_()", norms[:1])
+            total = _together([row[0] for row in rows] + norms[1:], float(norm_type))
+            # As a norm of one number, for the error that torch has.
+            norm = torch.full((), total, dtype=cut[0].dtype, device=cut[0].device)
+            norm = get_total_norm([norm], norm_type, error_if_nonfinite, foreach)
+            with gradients.parted():
+                clip_grads_with_norm_(every, max_norm, norm, foreach)
+        return norm
+
+    return clip_grad_norm_
+
+
+def _clipped_by_value(session: Session, gradients: Gradients, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip_grad_value_(*args: Any, **kwargs: Any) -> None:
+        if session.live:
+            with gradients.parted():
+                original(*args, **kwargs)
+        else:
+            original(*args, **kwargs)
+
+    return clip_grad_value_
+
+
+def _together(norms: list[float], order: float) -> float:
+    if math.isinf(order):
+        return math.nan if any(map(math.isnan, norms)) else max(norms)
+    largest = max(norms)
+    if not math.isfinite(largest) or largest == 0 or any(map(math.isnan, norms)):
+        return math.nan if any(map(math.isnan, norms)) else largest
+    found: float = math.fsum((norm / largest) ** order for norm in norms) ** (1 / order)
+    return largest * found
+
+
+def exchanged(session: Session, place: str, mine: list[float]) -> list[list[float]]:
+    """What all ranks have, if all are at ``place``."""
+    assert session.group is not None
+    session.at(place)
+    parts = session.group.all_gather_bytes(b" ".join(value.hex().encode() for value in mine))
+    return [[float.fromhex(value.decode()) for value in part.split()] for part in parts]
+
+
+@contextmanager
+def _until_something_compiles(session: Session, gradients: Gradients) -> Iterator[None]:
+    """Code that is compiled need not ask for gradients by their name."""
+    from torch._dynamo.callback import callback_handler
+
+    def compiles(_: object) -> None:
+        if session.may_meet:
+            session.say_once("something is compiled: gradients stay whole on every rank, as with zero_lvl=1")
+            gradients.stop()
+
+    callback_handler.register_start_callback(compiles)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(compiles)

@@ -1,0 +1,316 @@
+"""``Gradients``: of a parameter whose optimizer is shared out, each rank keeps its part of the averaged gradient."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lagom.collectives.plain_values import all_gather_values
+from lagom.errors import DivergenceError, LagomError
+from lagom.gradients.reduction.buckets import Deal, dealt
+from lagom.run_state.memory_layout import flat, flat_like, is_dense
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from lagom.collectives.group import Group
+    from lagom.run_state.leaves import Leaves
+    from lagom.zero.partition import Piece
+
+ASK = b"gradient"
+_SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Types that are sent as they are."""
+_slot: Any = vars(torch._C.TensorBase)["grad"]
+"""Where autograd has a tensor's gradient, whatever ``Tensor.grad`` is."""
+
+
+class _Part(NamedTuple):
+    """Elements of a parameter that one rank has the gradient of."""
+
+    owner: int
+    start: int
+    end: int
+
+
+class _Entry:
+    """A parameter that is shared out."""
+
+    def __init__(self, number: int, parts: list[_Part], rank: int) -> None:
+        self.number = number
+        """Of its optimizer."""
+        self.parts = parts
+        self.mine = next((part for part in parts if part.owner == rank), None)
+        self.shard: torch.Tensor | None = None
+        """This rank's part of the gradient; None where it has none, and where there is no gradient."""
+        self.is_cut = False
+        """Whether the gradient is in parts."""
+        self.was_shown = False
+        """Whether the gradient was in parts and has been put together, by this rank at least."""
+        self.stays_whole = False
+        self.is_given = False
+        """Whether the parts are those of the parameter, whatever optimizer steps it."""
+
+
+class Gradients:
+    """Cuts gradients, and puts them together when the program looks. See Note [Parts of gradients].
+
+    Args:
+        may_meet: whether other ranks can be reached from where the program is.
+        say: logs a line, once.
+    """
+
+    def __init__(self, group: Group, leaves: Leaves, may_meet: Callable[[], bool], say: Callable[[str], None]) -> None:
+        self._group = group
+        self._leaves = leaves
+        self._may_meet = may_meet
+        self._say = say
+        self._entries = WeakIdKeyDictionary()
+        self._clock = 0
+        """Of changes: where it is equal on two ranks, their parts are of the same time."""
+        self._num_cut = 0
+        self._early: list[tuple[_Entry, torch.Tensor | None]] = []
+        """Parts that a backward has left while it runs, and that do not count before it ends."""
+        self._is_raw = False
+        self._is_parted = False
+        self._is_over = False
+        self.parts_of: Callable[[torch.Tensor], list[tuple[int, int]] | None] | None = None
+        """First and last element of each rank's part of a parameter that is shared out itself, with ``zero_lvl=3``."""
+
+    def num_bytes(self) -> int:
+        """Of the parts that this rank has, apart from whole gradients."""
+        shards = [entry.shard for entry in list(self._entries.values()) if entry.is_cut]
+        return sum(shard.nbytes for shard in shards if shard is not None)
+
+    def assign(self, number: int, parameters: Sequence[torch.Tensor], pieces: Sequence[Sequence[Piece]]) -> None:
+        """Cut gradients of ``parameters`` like this from now on; none of them is in parts.
+
+        Args:
+            number: of the optimizer.
+            pieces: of each rank.
+        """
+        parts: list[list[_Part]] = [[] for _ in parameters]
+        for owner, own in enumerate(pieces):
+            for piece in own:
+                parts[piece.param].append(_Part(owner, piece.start, piece.end))
+        for parameter, own_parts in zip(parameters, parts, strict=True):
+            entry = _Entry(number, own_parts, self._group.rank)
+            entry.is_given = self.parts_of is not None and self.parts_of(parameter) is not None
+            before = self._entries.get(parameter)
+            if before is not None and before.is_given:
+                if before.parts == own_parts:
+                    continue  # whoever steps it
+                self.read(parameter)
+            elif before is not None:
+                assert not before.is_cut
+                entry.stays_whole = before.stays_whole or before.number != number
+                if entry.stays_whole:
+                    self._say(
+                        "gradients of parameters that two optimizers step stay whole on every rank, as with zero_lvl=1"
+                    )
+            self._entries[parameter] = entry
+
+    def is_there(self, parameter: torch.Tensor) -> bool:
+        """Whether it has a gradient, whole or in parts."""
+        entry = self._cut_entry(parameter)
+        return entry is not None or _slot.__get__(parameter) is not None
+
+    def own_whole(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The gradient, if it has been whole on every rank all the time."""
+        entry = self._entries.get(parameter)
+        return None if entry is not None and (entry.is_cut or entry.was_shown) else _slot.__get__(parameter)
+
+    def part(self, parameter: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
+        """Whether the gradient is in parts, and this rank's, in the order of the parameter's memory."""
+        entry = self._cut_entry(parameter)
+        return (False, None) if entry is None else (True, entry.shard)
+
+    def keep_parts(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Of the averaged gradients of ``leaves``, which are whole and known to nobody, keep this rank's parts."""
+        self._clock += 1
+        early, self._early = self._early, []
+        for early_entry, part in early:
+            self._add(early_entry, part)
+        for leaf in leaves:
+            if (entry := self._can_be_cut(leaf)) is not None:
+                self._add(entry, self._cut(leaf, entry))
+
+    def keep_part_early(self, leaf: torch.Tensor) -> None:
+        """As ``keep_parts``, of a backward that still runs and may yet fail."""
+        if (entry := self._can_be_cut(leaf)) is not None:
+            self._early.append((entry, self._cut(leaf, entry)))
+
+    def dealt(self, leaves: Sequence[torch.Tensor]) -> Deal | None:
+        """Which rank keeps which part of the averages of ``leaves``; None where one of them is to be whole.
+
+        So are those of parameters that are shared out themselves: peaks came out a tenth higher with parts of sums.
+        """
+        rows: list[Sequence[_Part]] = []
+        for leaf in leaves:
+            entry: _Entry | None = self._entries.get(leaf)
+            if self._is_over or entry is None or entry.is_given or entry.stays_whole:
+                return None
+            if leaf.dtype not in _SUMMED or not is_dense(leaf):
+                return None
+            rows.append(entry.parts)
+        return dealt(rows, self._group.rank, self._group.world_size)
+
+    def take_part_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
+        """As ``keep_part_early``, of an average of which this rank got its ``part`` only."""
+        _slot.__set__(leaf, None)
+        self._early.append((self._entries[leaf], part))
+
+    def _can_be_cut(self, leaf: torch.Tensor) -> _Entry | None:
+        entry: _Entry | None = self._entries.get(leaf) or self._given(leaf)
+        gradient = _slot.__get__(leaf)
+        if self._is_over or entry is None or gradient is None or entry.stays_whole:
+            return None
+        able = gradient.layout == torch.strided and not gradient.requires_grad and is_dense(leaf)
+        return entry if able else None
+
+    def _given(self, leaf: torch.Tensor) -> _Entry | None:
+        """Of a parameter that is shared out itself, before any optimizer has stepped it."""
+        parts = None if self.parts_of is None else self.parts_of(leaf)
+        if parts is None:
+            return None
+        given = [_Part(owner, start, end) for owner, (start, end) in enumerate(parts) if start < end]
+        entry = self._entries[leaf] = _Entry(-1, given, self._group.rank)
+        entry.is_given = True
+        return entry
+
+    def _cut(self, leaf: torch.Tensor, entry: _Entry) -> torch.Tensor | None:
+        gradient = _slot.__get__(leaf)
+        _slot.__set__(leaf, None)
+        if entry.mine is None:
+            return None
+        return flat_like(gradient, leaf)[entry.mine.start : entry.mine.end].clone()
+
+    def _add(self, entry: _Entry, part: torch.Tensor | None) -> None:
+        if part is not None:
+            entry.shard = part if entry.shard is None else entry.shard.add_(part)
+        entry.was_shown = False
+        if not entry.is_cut:
+            entry.is_cut = True
+            self._num_cut += 1
+
+    def drop(self, parameters: Iterable[torch.Tensor]) -> None:
+        """They have no gradients any more."""
+        self._clock += 1
+        if self._num_cut:
+            for parameter in parameters:
+                if (entry := self._cut_entry(parameter)) is not None:
+                    self._forget(entry)
+
+    def show(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Put together what is in parts."""
+        for parameter in parameters:
+            self.read(parameter)
+
+    def stop(self) -> None:
+        """Leave gradients whole from now on."""
+        self._is_over = True
+        self.show(list(self._entries))
+
+    @contextmanager
+    def raw(self) -> Iterator[None]:
+        """While lagom handles gradients of a backward: what is in parts counts as none."""
+        before, self._is_raw = self._is_raw, True
+        try:
+            yield
+        except BaseException:
+            self._early = []  # gradients are what they were
+            raise
+        finally:
+            self._is_raw = before
+
+    @contextmanager
+    def parted(self) -> Iterator[None]:
+        """While something is done to gradients that can be done to parts: ``grad`` is this rank's, a line or None."""
+        before, self._is_parted = self._is_parted, True
+        self._clock += 1
+        try:
+            yield
+        finally:
+            self._is_parted = before
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """``tensor.grad``."""
+        found: torch.Tensor | None = _slot.__get__(tensor)
+        if found is not None or not self._num_cut or self._is_raw:
+            return found
+        entry = self._cut_entry(tensor)
+        if entry is None:
+            return None
+        return entry.shard if self._is_parted else self._whole(tensor, entry)
+
+    def write(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+        """``tensor.grad = value``."""
+        if self._num_cut and not self._is_raw and (entry := self._cut_entry(tensor)) is not None:
+            self._forget(entry)
+            self._clock += 1
+        _slot.__set__(tensor, value)
+
+    def serve(self, number: int, clock: int) -> None:
+        """Take part in another rank's reading of the gradient of leaf ``number``."""
+        tensor = self._leaves.tensor(number)
+        entry = None if tensor is None else self._entries.get(tensor)
+        self._gather(tensor, entry if clock == self._clock else None)
+
+    def _whole(self, tensor: torch.Tensor, entry: _Entry) -> torch.Tensor:
+        if not self._may_meet():
+            raise LagomError(
+                "the gradient of a parameter is read where the other ranks cannot be reached, in another thread or "
+                "process; with zero_lvl=2 each rank has a part of it: read it in the thread that trains"
+            )
+        self._group.ask(b"%s %d %d" % (ASK, self._leaves.number(tensor), self._clock))
+        found = self._gather(tensor, entry)
+        self._forget(entry)
+        entry.was_shown = True
+        _slot.__set__(tensor, found)
+        return found
+
+    def _gather(self, tensor: torch.Tensor | None, entry: _Entry | None) -> torch.Tensor:
+        own: torch.Tensor | None = None
+        if tensor is not None and entry is not None and entry.mine is not None:
+            own = entry.shard
+            if not entry.is_cut and (whole := _slot.__get__(tensor)) is not None:
+                own = flat_like(whole, tensor)[entry.mine.start : entry.mine.end].clone()
+        missing = entry is None or (entry.mine is not None and own is None)
+        rows = all_gather_values(self._group, (missing, None if own is None else own.dtype))
+        if any(row[0] for row in rows) or tensor is None or entry is None:
+            raise DivergenceError(
+                "a rank reads a gradient (Parameter.grad) at a place of the program that other ranks do not come to; "
+                "with zero_lvl=2 each rank has a part of it: read it on every rank, or use zero_lvl=1"
+            )
+        dtype = next(row[1] for row in rows if row[1])
+        found = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+        line = flat(found)
+        for owner, start, end in entry.parts:
+            piece = line[start:end]
+            if own is not None and owner == self._group.rank:
+                piece.copy_(own)
+            self._group.broadcast(piece.view(torch.uint8), owner)
+        return found
+
+    def _cut_entry(self, tensor: torch.Tensor) -> _Entry | None:
+        entry: _Entry | None = self._entries.get(tensor)
+        return entry if entry is not None and entry.is_cut else None
+
+    def _forget(self, entry: _Entry) -> None:
+        entry.shard, entry.is_cut = None, False
+        self._num_cut -= 1
+
+
+# Note [Parts of gradients]
+#
+# Once an optimizer has stepped, its parameters have been dealt out, and a backward leaves of each averaged gradient
+# what this rank will step by. ``Tensor.grad`` is a property: where a program reads a gradient that is in parts, the
+# whole one is put together, and is the program's as any other; it stays whole until the program throws it away,
+# since it may be changed under another name. Reading is an exchange, in which a rank asks and the others
+# answer wherever they are; see Note [Asking]. If they have gone on so far that their parts are not those of the moment
+# when it was asked, that is an error on all ranks. Parts are never shown: what is known to treat every element alike,
+# or only needs norms, is done to parts by patches of its own, which know that they are parts.
+#
+# Weak entries: parameters that are gone on one rank cannot be asked for by another one that goes the same way.

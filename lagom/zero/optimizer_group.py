@@ -1,0 +1,330 @@
+"""``Optimizers``: all of a run's, and what the ranks do when one of them steps or is looked at."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from torch.nn.parameter import is_lazy
+
+from lagom.collectives.agreement_exchange import signature
+from lagom.collectives.plain_values import all_gather_values
+from lagom.errors import LagomError
+from lagom.gradients.checksum import checksums
+from lagom.gradients.divergence import INTERVAL
+from lagom.run_state.memory_layout import is_dense, overlapping
+from lagom.zero.gradient_shards import ASK
+from lagom.zero.optimizer_probe import Kind, Nature, nature_of
+from lagom.zero.parameters.shards import WEIGHTS
+from lagom.zero.sharded_optimizer import Parted, Sharded, refuse
+from lagom.zero.step_mismatch import Step, refuse_step, settings_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+    from torch.optim import Optimizer
+
+    from lagom.collectives.agreement_exchange import Frame
+    from lagom.collectives.group import Group
+    from lagom.gradients.divergence import Watch
+    from lagom.zero.gradient_shards import Gradients
+    from lagom.zero.parameters.shards import Weights
+
+_FIRST = "the first optimizer.step()"
+_BEFORE = "optimizer.step()"
+_AFTER = "the end of optimizer.step()"
+_CLOSURE = "a closure of optimizer.step()"
+
+
+class _Found(NamedTuple):
+    """What is known of an optimizer."""
+
+    number: int
+    nature: Nature
+    parameters: tuple[int, ...]
+    """Their ids, when it was found out."""
+
+
+class Optimizers:
+    """Steps optimizers in parts, and puts their state together when the program looks at it.
+
+    Args:
+        gradients: keeps parts of gradients; None where they stay whole.
+        weights: has parts of parameters; None where they are whole.
+        is_own: whether a parameter is this rank's own, and not equal on all ranks.
+        say: logs a line, once.
+        name: what to call a parameter in an error.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        frame: Frame,
+        watch: Watch,
+        gradients: Gradients | None = None,
+        weights: Weights | None = None,
+        *,
+        is_own: Callable[[torch.Tensor], bool],
+        say: Callable[[str], None],
+        name: Callable[[torch.Tensor | None], str],
+    ) -> None:
+        self._group = group
+        self._frame = frame
+        self._watch = watch
+        self._gradients = gradients
+        self._weights = weights
+        self._is_own = is_own
+        self._say = say
+        self._name = name
+        self._thread = threading.get_ident()
+        self._busy = False
+        self._found: weakref.WeakKeyDictionary[Optimizer, _Found] = weakref.WeakKeyDictionary()
+        self._sharded: weakref.WeakKeyDictionary[Optimizer, Sharded] = weakref.WeakKeyDictionary()
+        self._by_number: dict[int, Sharded] = {}
+        """Also of optimizers that are gone here: another rank may be at a place where it still has them."""
+        self._gone: list[int] = []
+        self._overlapping: set[int] = set()
+        """Ids of parameters that have elements in common with others, which several ranks would step."""
+        self._num = 0
+        self._num_steps = 0
+        self._next_check = 1
+        group.serve = self._serve
+
+    @property
+    def passes(self) -> bool:
+        """Whether a step is to be left alone: it is made by another optimizer's, or tried out."""
+        return self._busy
+
+    def step(
+        self, optimizer: Optimizer, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """``inner(optimizer, ...)``, the class's own step, of this rank's part; a collective.
+
+        Raises:
+            DivergenceError: on all ranks, unless all of them step the same optimizer, by equal gradients.
+        """
+        if threading.get_ident() != self._thread:
+            raise LagomError(
+                "optimizer.step() is called in a thread; with zero_lvl it must be in the program's main one"
+            )
+        sharded = self._current(optimizer, inner, args, kwargs)
+        if sharded is None:
+            return inner(optimizer, *args, **kwargs)
+        self._meet(optimizer, sharded)
+        state = vars(optimizer)["state"]
+        if not isinstance(state, Parted):
+            sharded.take(state)
+        args, kwargs = self._with_closure(optimizer, sharded, args, kwargs)
+        sharded.clock += 1
+        with self._stepping(), sharded.swapped(optimizer):
+            result = inner(optimizer, *args, **kwargs)
+        self._publish(sharded, _AFTER)
+        sharded.clock += 1
+        return result
+
+    def state(self, optimizer: Optimizer) -> Any:
+        """``optimizer.state``: whole, outside of a step."""
+        state = vars(optimizer)["state"]
+        if not isinstance(state, Parted):
+            return state
+        if threading.get_ident() != self._thread:
+            return state  # which raises when it is used
+        sharded: Sharded = vars(state)["sharded"]
+        self._group.ask(b"state %d %d" % (sharded.number, sharded.clock))
+        whole = sharded.whole()
+        if vars(optimizer)["state"] is state:
+            vars(optimizer)["state"] = whole
+        return whole
+
+    def num_bytes(self, optimizer: Optimizer) -> int | None:
+        """Of state that this rank holds for ``optimizer``; None where it is not shared out."""
+        sharded = self._sharded.get(optimizer)
+        return None if sharded is None else sharded.num_bytes()
+
+    def end(self) -> None:
+        """The program has ended, on all ranks: optimizers that are still there, as in what it returns, become whole.
+
+        A collective.
+        """
+        if self._by_number:
+            gc.collect()  # schedulers and optimizers hold each other
+        mine = {s.number: o for o, s in list(self._sharded.items()) if isinstance(vars(o).get("state"), Parted)}
+        rows = all_gather_values(self._group, sorted(mine))
+        for number in sorted(set.intersection(*map(set, rows))):
+            vars(mine[number])["state"] = self._sharded[mine[number]].whole()
+        self._by_number.clear()
+        self._group.serve = None
+
+    def _current(
+        self, optimizer: Optimizer, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sharded | None:
+        """The parts in which ``optimizer`` is to be stepped; None where it is stepped whole."""
+        every = tuple(id(p) for group in optimizer.param_groups for p in group["params"])
+        found = self._found.get(optimizer)
+        sharded = self._sharded.get(optimizer)
+        if found is None or found.parameters != every:
+            if sharded is not None:
+                self.state(optimizer)  # whole, to be shared out anew
+            found = self._find(optimizer, every, inner, args, kwargs, found)
+            sharded = None
+        if found.nature.kind is Kind.COUPLED:
+            return None
+        if (
+            sharded is None
+            or not sharded.is_current
+            or any(self._has_gradient(p) and self._can_be(p) for p in sharded.idle)
+        ):
+            sharded = self._share(optimizer, found, sharded)
+        if any(self._is_own(p) for p in sharded.parameters):
+            raise LagomError(
+                "a tensor that an optimizer has stepped on all ranks alike has become this rank's own, which zero_lvl "
+                "cannot tell apart; give the tensors that are made from the batch an optimizer of their own"
+            )
+        return sharded
+
+    def _find(
+        self,
+        optimizer: Optimizer,
+        every: tuple[int, ...],
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: _Found | None,
+    ) -> _Found:
+        """Find out what can be stepped apart, on all ranks."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._weights is not None:
+            for p in parameters:
+                if self._weights.parts(p) is None:
+                    self._weights.release(p)  # a part of another parameter's memory
+            parameters = [p for p in parameters if self._weights.parts(p) is None]
+        self._overlapping.update(overlapping(parameters))
+        number = self._num if before is None else before.number
+        self._num += before is None
+        known = not (set(kwargs) - {"closure"} or len(args) > 1) and "state" in vars(optimizer)
+        nature = Nature(Kind.COUPLED, False)
+        if known and len(set(every)) == len(every):
+            closure = args[0] if args else kwargs.get("closure")
+            with self._stepping():
+                nature = nature_of(optimizer, inner, closure=closure is not None)
+        if not self._frame.exchange(signature(f"{_FIRST} {number} {nature}".encode())):
+            self._apart(_FIRST)
+        self._tell(type(optimizer).__name__, nature)
+        found = self._found[optimizer] = _Found(number, nature, every)
+        return found
+
+    def _tell(self, name: str, nature: Nature) -> None:
+        """Say what becomes of an optimizer that is not stepped element by element."""
+        if nature.kind is Kind.COUPLED:
+            self._say(
+                f"{name} is not shared out over the ranks, but stepped whole on each: what it makes of a parameter "
+                "depends on others, on random numbers, or could not be found out. That is right, and saves no memory"
+            )
+        elif nature.kind is Kind.BY_PARAMETER and self._weights is not None:
+            raise LagomError(
+                f"{name} steps by whole parameters (it factors them, or uses their norms), but with zero_lvl=3 each "
+                "rank has a part of every parameter; use zero_lvl=2, or an optimizer that steps element by element"
+            )
+        elif nature.kind is Kind.BY_PARAMETER:
+            self._say(f"{name} steps by whole parameters; each rank steps some, and holds their state")
+
+    def _can_be(self, p: torch.Tensor) -> bool:
+        """Whether ``p`` can be shared out."""
+        if id(p) in self._overlapping or is_lazy(p) or not p.numel() or not is_dense(p) or self._is_own(p):
+            return False
+        if self._gradients is not None and self._gradients.part(p)[0]:
+            return True
+        return p.grad is None or not p.grad.is_sparse
+
+    def _has_gradient(self, p: torch.Tensor) -> bool:
+        return p.grad is not None if self._gradients is None else self._gradients.is_there(p)
+
+    def _share(self, optimizer: Optimizer, found: _Found, before: Sharded | None) -> Sharded:
+        """Share out what has gradients; the second time all, since more of it may have some later."""
+        state, weights = self.state(optimizer), self._weights
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        able = [p for p in every if self._can_be(p) and (self._has_gradient(p) or before is not None or p in state)]
+        sharded = Sharded(
+            self._group, self._frame, found.number, found.nature, optimizer, able, self._gradients, weights
+        )
+        # A parameter that no backward has reached has been compared with the other ranks' nowhere.
+        sums = repr([(checksums if weights is None else weights.sums)(dict(enumerate(able))), sharded.identity])
+        if not self._frame.exchange(signature(_FIRST.encode() + sums.encode())):
+            self._apart(_FIRST)
+        self._sharded[optimizer] = self._by_number[found.number] = sharded
+        if self._gradients is not None:
+            self._gradients.show(p for p in able if weights is None or weights.parts(p) is None)
+            self._gradients.assign(found.number, able, sharded.pieces)
+        weakref.finalize(optimizer, self._gone.append, found.number).atexit = False
+        return sharded
+
+    @contextmanager
+    def _stepping(self, *, busy: bool = True) -> Iterator[None]:
+        before, self._busy = self._busy, busy
+        try:
+            yield
+        finally:
+            self._busy = before
+
+    def _meet(self, optimizer: Optimizer, sharded: Sharded) -> None:
+        """All ranks are about to step ``optimizer``; now and then, by equal gradients."""
+        self._num_steps += 1
+        sums: dict[int, tuple[str, int]] | None = None
+        if self._num_steps >= self._next_check:
+            self._next_check += min(self._num_steps, INTERVAL)
+            sums = checksums(sharded.whole_gradients())
+        # Before the exchange: what dies later may still be there on another rank.
+        gone, self._gone[:] = list(self._gone), []
+        gone_units = [] if self._weights is None else self._weights.gone()
+        settings = settings_of(optimizer)
+        if not self._frame.exchange(
+            signature(repr((_BEFORE, sharded.steps(), sharded.clock, sums, settings)).encode())
+        ):
+            self._apart(_BEFORE, Step(sharded.identity, sharded.parameters, sums, settings))
+        for number in gone:
+            self._by_number.pop(number, None)
+        if self._weights is not None:
+            self._weights.forget(gone_units)
+
+    def _with_closure(
+        self, optimizer: Optimizer, sharded: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is None:
+            return args, kwargs
+
+        def evaluated() -> Any:
+            with sharded.left(optimizer), self._stepping(busy=False):
+                self._publish(sharded, _CLOSURE)  # what the step has changed so far
+                return closure()
+
+        return ((evaluated,), kwargs) if args else (args, kwargs | {"closure": evaluated})
+
+    def _publish(self, sharded: Sharded, place: str) -> None:
+        if not sharded.publish(place):
+            self._apart(place)
+
+    def _apart(self, place: str, step: Step | None = None) -> NoReturn:
+        """Raise the DivergenceError that ranks which disagree get."""
+        self._watch.meet(place)
+        refuse_step(self._group, step, self._name)
+
+    def _serve(self, asked: bytes) -> None:
+        kind, *rest = asked.split()
+        if kind == WEIGHTS:
+            assert self._weights is not None
+            self._weights.serve(rest[0], int(rest[1]), int(rest[2]))
+            return
+        number, clock = map(int, rest)
+        if kind == ASK:
+            assert self._gradients is not None
+            self._gradients.serve(number, clock)
+            return
+        sharded = self._by_number.get(number)
+        if sharded is None or sharded.clock != clock:
+            refuse(self._group)
+        sharded.give()

@@ -1,0 +1,305 @@
+"""``nature_of``: how an optimizer can be shared out, found by stepping small copies of it."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import OrderedDict, defaultdict
+from contextlib import suppress
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from lagom.zero.probe_copies import CAP, EVERY_OTHER, HALVES, capped, fill, typical, values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.optim import Optimizer
+
+    from lagom.zero.probe_copies import Part
+
+_NUM_STEPS = 12
+"""Some methods begin otherwise than they go on: RAdam after 5 steps, Lookahead's slow weights after 5 or 6."""
+_LITTLE = 8
+"""Longest side where a group with the same settings has been copied already."""
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Of the largest change of a parameter: another order of rounding, and nothing else."""
+
+
+class Kind(Enum):
+    """What can be stepped apart."""
+
+    ELEMENTWISE = "by element"
+    BY_PARAMETER = "by whole parameter"
+    COUPLED = "not at all"
+
+
+class Nature(NamedTuple):
+    """What is found out of an optimizer."""
+
+    kind: Kind
+    changes_gradients: bool
+    """In place, as ``SGD(nesterov=True, foreach=True)`` does: a program that does not zero them sees it."""
+
+
+_COUPLED = Nature(Kind.COUPLED, False)
+
+
+def nature_of(optimizer: Optimizer, step: Callable[..., Any], *, closure: bool) -> Nature:
+    """Whether halves of parameters, or else parameters, can be stepped apart with the result of stepping all.
+
+    See Note [Probe]. The optimizer, its parameters and all random numbers stay as they are.
+
+    Args:
+        step: the class's own function.
+        closure: it is called with one.
+    """
+    if optimizer.defaults.get("differentiable") or any(g.get("differentiable") for g in optimizer.param_groups):
+        return _COUPLED  # the program differentiates through the step of whole parameters
+    states = _random_states()
+    try:
+        for dtype in (torch.float64, torch.float32):  # some take nothing but float32
+            # Whatever a third party's code does with a copy of itself.
+            with suppress(Exception), torch.enable_grad():
+                probe = _Probe(optimizer, step, dtype, closure=closure)
+                kind = probe.kind()
+                same = _equal(states, _random_states())
+                return Nature(kind, probe.changes_gradients) if same and kind is not Kind.COUPLED else _COUPLED
+            _set_random_states(states)
+    finally:
+        _set_random_states(states)
+    return _COUPLED
+
+
+class _Outcome(NamedTuple):
+    """What a copy was after its steps."""
+
+    values: list[torch.Tensor]
+    """Of all small parameters, also those that it was not to step."""
+    settings: list[dict[str, Any]]
+    """Numbers in its groups and attributes, which some methods change."""
+    states: dict[int, Any]
+    """By small parameter."""
+
+
+class _Probe:
+    def __init__(self, optimizer: Optimizer, step: Callable[..., Any], dtype: torch.dtype, *, closure: bool) -> None:
+        self._optimizer = optimizer
+        self._step = step
+        self._dtype = dtype
+        self._closure = closure
+        self.changes_gradients = False
+
+    def kind(self) -> Kind:
+        whole = self._run(lambda small, _: [small])
+        start = [values(small, self._dtype) for small in whole.values]
+        moved = max((float((a - b).abs().max()) for a, b in zip(whole.values, start, strict=True)), default=0.0)
+        if not 0 < moved < float("inf"):
+            return Kind.COUPLED  # nothing to compare
+        try:
+            nothing = self._run(lambda *_: [])  # a rank may have no part of a group
+        except Exception:
+            return Kind.COUPLED
+        if nothing.settings != whole.settings:
+            return Kind.COUPLED
+        limit = _TOLERANCE[self._dtype] * moved
+        for kind, parts in ((Kind.ELEMENTWISE, HALVES), (Kind.BY_PARAMETER, EVERY_OTHER)):
+            try:
+                first, second = (self._run(part) for part in parts)
+            except Exception:
+                continue
+            if self._agree(whole, (first, second), start, parts, limit) and (
+                kind is Kind.BY_PARAMETER or _cuts(whole, first, second)
+            ):
+                return kind
+        return Kind.COUPLED
+
+    def _agree(
+        self,
+        whole: _Outcome,
+        apart: tuple[_Outcome, _Outcome],
+        start: list[torch.Tensor],
+        parts: Sequence[Part],
+        limit: float,
+    ) -> bool:
+        """Whether each of two parts has become what it became with all, and nothing else has changed."""
+        for outcome, mine, other in zip(apart, parts, parts[::-1], strict=True):
+            if outcome.settings != whole.settings:
+                return False
+            for i, (value, wanted, before) in enumerate(zip(outcome.values, whole.values, start, strict=True)):
+                pairs = [*zip(mine(value, i), mine(wanted, i), strict=True)]
+                if any(not bool(((a - b).abs() <= limit).all()) for a, b in pairs):
+                    return False
+                if any(not torch.equal(a, b) for a, b in zip(other(value, i), other(before, i), strict=True)):
+                    return False
+        return True
+
+    def _run(self, part: Part) -> _Outcome:
+        """What becomes of parameters when of each only ``part`` of it is stepped."""
+        clone, groups = self._clone()
+        for group, smalls in zip(clone.param_groups, groups, strict=True):
+            group["params"] = [piece for i, small in enumerate(smalls) for piece in part(small, i)]
+        for number in range(_NUM_STEPS):
+            given = _grade(clone, groups, part, number)
+            if self._closure:
+                self._step(clone, _constant)
+            else:
+                self._step(clone)
+            if any(one.grad is None for one, _ in given):
+                raise ValueError("it drops gradients")
+            self.changes_gradients |= any(not torch.equal(one.grad, before) for one, before in given)  # type: ignore[arg-type]
+        settings = [_numbers(group) for group in clone.param_groups] + [_numbers(vars(clone))]
+        states: dict[int, Any] = {}
+        i = 0
+        for group, smalls in zip(clone.param_groups, groups, strict=True):
+            pieces = iter(group["params"])
+            for j, small in enumerate(smalls):
+                for _ in part(small, j):
+                    piece = next(pieces)
+                    states[i] = (piece, clone.state.get(piece, {}))
+                i += 1
+        return _Outcome([small.detach() for smalls in groups for small in smalls], settings, states)
+
+    def _clone(self) -> tuple[Any, list[list[torch.Tensor]]]:
+        """A copy of the optimizer over small parameters, a few of each kind; and these, by group."""
+        optimizer = self._optimizer
+        memo: dict[int, Any] = {id(vars(optimizer).get("state")): defaultdict(dict)}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                tiny = torch.zeros((2,) * (0 if is_lazy(p) else p.dim()), dtype=self._dtype, requires_grad=True)
+                memo[id(p)] = tiny
+        groups, seen = [], set()
+        for group in optimizer.param_groups:
+            settings = repr(sorted((k, v) for k, v in _numbers(group).items() if k not in ("lr", "initial_lr")))
+            groups.append(self._smalls(group["params"], memo, _LITTLE if settings in seen else CAP))
+            seen.add(settings)
+        clone = object.__new__(type(optimizer))
+        memo[id(optimizer)] = clone
+        for key, value in vars(optimizer).items():
+            if key == "state":
+                value = defaultdict(dict)
+            elif key in ("step", "zero_grad"):  # as a scheduler wraps it
+                continue
+            elif key in ("grad_scale", "found_inf"):  # as a GradScaler sets them for a step
+                value = None
+            elif key.endswith("_hooks"):
+                value = OrderedDict()
+            elif key == "param_groups":
+                value = [_group(group, smalls, memo) for group, smalls in zip(value, groups, strict=True)]
+            else:
+                value = copy.deepcopy(value, memo)
+            vars(clone)[key] = value
+        return clone, groups
+
+    def _smalls(self, params: Sequence[torch.Tensor], memo: dict[int, Any], cap: int) -> list[torch.Tensor]:
+        """Copies of the smallest and the largest of each number of dimensions, each twice."""
+        found: list[torch.Tensor] = []
+        for p in typical(params):
+            for _ in range(2):
+                small = torch.empty(capped(p.shape, cap), dtype=self._dtype, device=p.device)
+                found.append(values(small, self._dtype).requires_grad_())
+            memo[id(p)] = found[-2]
+        return found
+
+
+def _group(group: dict[str, Any], smalls: list[torch.Tensor], memo: dict[int, Any]) -> dict[str, Any]:
+    found = {key: copy.deepcopy(value, memo) for key, value in group.items() if key not in ("params", "lr")}
+    rate = group.get("lr")
+    if "lr" in group:  # a warm-up begins with 0, by which nothing could be told
+        found["lr"] = torch.full_like(rate, 1e-2) if isinstance(rate, torch.Tensor) else 1e-2
+    return {"params": list(smalls), **found}
+
+
+def _grade(
+    clone: Any, groups: list[list[torch.Tensor]], part: Part, number: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Give what is stepped its gradients of step ``number``; each with a copy of its own."""
+    given = []
+    for group, smalls in zip(clone.param_groups, groups, strict=True):
+        pieces = iter(group["params"])
+        for i, small in enumerate(smalls):
+            gradient = torch.empty_like(small, requires_grad=False)
+            fill(gradient, number + i + 2)
+            for one in part(gradient, i):
+                piece = next(pieces)
+                piece.grad = one.detach().clone()
+                given.append((piece, one.detach()))
+    return given
+
+
+def _cuts(whole: _Outcome, *halves: _Outcome) -> bool:
+    """Whether the state of a parameter can be put together from that of its halves: per element, or equal in both."""
+    for i, (small, state) in whole.states.items():
+        pieces = [half.states[i] for half in halves if i in half.states]
+        if not isinstance(state, dict) or any(set(state) != set(other) for _, other in pieces):
+            return False
+        for key, value in state.items():
+            for piece, other in pieces:
+                found = other[key]
+                if isinstance(value, torch.Tensor) and value.dim():
+                    if value.shape != small.shape or found.shape != piece.shape:
+                        return False
+                elif isinstance(value, (torch.Tensor, int, float, bool, str, type(None))):
+                    if type(found) is not type(value) or not bool(found == value):
+                        return False
+                else:
+                    return False
+    return True
+
+
+def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
+    plain = (int, float, bool, str, tuple, type(None))
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            found[key] = value.item()
+        elif isinstance(value, plain):
+            found[key] = repr(value)  # nan is not equal to itself
+    return found
+
+
+def _constant() -> torch.Tensor:
+    return torch.ones((), requires_grad=True)
+
+
+def _random_states() -> tuple[torch.Tensor, Any, Any, list[torch.Tensor]]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    numpy = sys.modules["numpy.random"].get_state(legacy=True) if "numpy.random" in sys.modules else None
+    return torch.get_rng_state(), random.getstate(), numpy, cuda
+
+
+def _set_random_states(states: tuple[torch.Tensor, Any, Any, list[torch.Tensor]]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    if states[2] is not None:
+        sys.modules["numpy.random"].set_state(states[2])
+    if states[3]:
+        torch.cuda.set_rng_state_all(states[3])
+
+
+def _equal(left: tuple[torch.Tensor, Any, Any, list[torch.Tensor]], right: tuple[torch.Tensor, Any, Any, Any]) -> bool:
+    return (
+        bool(torch.equal(left[0], right[0]))
+        and left[1] == right[1]
+        and repr(left[2]) == repr(right[2])
+        and all(torch.equal(a, b) for a, b in zip(left[3], right[3], strict=True))
+    )
+
+
+# Note [Probe]
+#
+# A list of names would say nothing of a third party's optimizer, and a wrong guess gives wrong numbers silently: half
+# of a matrix is not factored as a matrix is (Adafactor), has another norm (LARS), other singular vectors (Muon). So
+# copies of the optimizer, with all its settings and attributes, step small parameters for a dozen steps: all at once;
+# then the first and the second halves in memory, apart and without shape, as ranks would; then every other parameter.
+# Where the results are those of all at once, and what was not to be stepped has not moved, so will it be on the ranks,
+# given that the method does not change later or with larger sizes: sizes up to 256 by 256 are tried as they are. State
+# must be per element, or equal for both halves, so that it can be put together.
+#
+# One that draws random numbers is coupled: ranks would draw different amounts. What cannot be copied, raises when it is
+# stepped in parts, or holds its parameters elsewhere than in its groups (LBFGS) is coupled as well.
+# A coupled optimizer is right, and saves nothing.

@@ -1,0 +1,144 @@
+"""State of an optimizer: cut for the pieces of one rank, and put together again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lagom.collectives.plain_values import all_gather_values
+from lagom.errors import DivergenceError, LagomError
+from lagom.run_state.memory_layout import flat, flat_like
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from lagom.collectives.group import Group
+    from lagom.zero.partition import Piece
+
+_INLINE = 1 << 14
+"""Bytes of a tensor that travels along with what is told of it."""
+
+
+class Held(NamedTuple):
+    """One entry of a piece's state, as its holder tells the others."""
+
+    value: Any
+    """None where a tensor follows."""
+    dtype: torch.dtype | None
+    """None where it is no tensor."""
+    shape: tuple[int, ...]
+    cut: bool
+    """It has an element for each of the piece, in the order of memory."""
+    on_device: bool
+    """It is where the parameter is, and not on the CPU as counts of steps are."""
+
+
+def cut(state: Mapping[str, Any], parameter: torch.Tensor, piece: Piece) -> dict[str, Any]:
+    """The ``piece``'s part of what an optimizer holds for ``parameter``."""
+    return {
+        key: flat_like(value, parameter)[piece.start : piece.end].clone() if _is_like(value, parameter) else value
+        for key, value in state.items()
+    }
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def gather(
+    group: Group,
+    parameters: Sequence[torch.Tensor],
+    pieces: Sequence[Sequence[Piece]],
+    mine: Mapping[Piece, Mapping[str, Any]] | None,
+    *,
+    keep: bool,
+) -> list[dict[str, Any] | None]:
+    """The whole state of each of ``parameters``; a collective.
+
+    Args:
+        pieces: of each rank.
+        mine: the state of this rank's; None where it cannot give it.
+        keep: this rank wants the result; otherwise it only gives its part, and gets nothing.
+
+    Raises:
+        DivergenceError: on all ranks, when one cannot give its part.
+        LagomError: when there are objects in it that are neither plain values nor tensors.
+    """
+    told = None if mine is None else {p: _told(mine.get(p, {}), p, parameters) for p in pieces[group.rank]}
+    try:
+        rows = all_gather_values(group, told)
+    except TypeError as error:
+        raise LagomError(
+            f"the state of an optimizer, which is shared out over the ranks, cannot be put together: {error}; keep "
+            "numbers and tensors in it, or use zero_lvl=0"
+        ) from error
+    if (missing := [rank for rank, row in enumerate(rows) if row is None]) or mine is None:
+        raise DivergenceError(
+            f"the state of an optimizer was asked for that rank {missing[0]} does not have, or is in the middle of "
+            "stepping; create the same optimizers and step them in the same order on every rank"
+        )
+    found: list[dict[str, Any] | None] = [None] * len(parameters)
+    for owner, piece in _in_order(pieces):
+        own = mine.get(piece, {}) if owner == group.rank else {}
+        for key, fields in rows[owner][piece].items():
+            held = Held(*fields)
+            value = _value(group, held, own.get(key), owner, (piece, parameters[piece.param]))
+            if keep:
+                entries = found[piece.param]
+                if entries is None:
+                    entries = found[piece.param] = {}
+                _put(entries, key, held, value, piece, parameters[piece.param])
+    return found
+
+
+def _in_order(pieces: Sequence[Sequence[Piece]]) -> Iterator[tuple[int, Piece]]:
+    every = [(piece, owner) for owner, part in enumerate(pieces) for piece in part]
+    return ((owner, piece) for piece, owner in sorted(every))
+
+
+def _told(state: Mapping[str, Any], piece: Piece, parameters: Sequence[torch.Tensor]) -> dict[str, Held]:
+    told = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            told[key] = Held(value, None, (), False, False)
+            continue
+        line = _line(value, piece, parameters[piece.param])
+        sent = value if line is None else line
+        follows = sent.layout == torch.strided and sent.nbytes > _INLINE
+        inline = None if follows else sent.detach().cpu().clone()
+        told[key] = Held(inline, value.dtype, tuple(sent.shape), line is not None, value.device.type != "cpu")
+    return told
+
+
+def _line(value: torch.Tensor, piece: Piece, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The elements of ``value``, if it has one for each of the ``piece``."""
+    if piece.end - piece.start < parameter.numel():
+        return value if value.shape == (piece.end - piece.start,) else None
+    return flat_like(value, parameter) if _is_like(value, parameter) else None
+
+
+def _value(group: Group, held: Held, mine: Any, owner: int, place: tuple[Piece, torch.Tensor]) -> Any:
+    piece, parameter = place
+    if held.dtype is None:
+        return held.value
+    device = parameter.device if held.on_device else torch.device("cpu")
+    if held.value is not None:
+        return held.value.to(device)
+    # On its own rank a copy, since the program may change what it gets.
+    if owner == group.rank:
+        line = _line(mine, piece, parameter)
+        value = (mine if line is None else line).detach().clone(memory_format=torch.contiguous_format)
+    else:
+        value = torch.empty(held.shape, dtype=held.dtype, device=device)
+    group.broadcast(value.view(-1).view(torch.uint8), owner)  # bytes: not every type can be sent
+    return value
+
+
+def _put(entries: dict[str, Any], key: str, held: Held, value: Any, piece: Piece, parameter: torch.Tensor) -> None:
+    if not held.cut:
+        entries.setdefault(key, value)
+        return
+    if key not in entries:
+        entries[key] = torch.empty_like(parameter, dtype=held.dtype, device=value.device, requires_grad=False)
+    flat(entries[key])[piece.start : piece.end] = value

@@ -1,0 +1,184 @@
+"""``Uses``: makes parameters whole for torch's operations, with ``zero_lvl=3``."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lagom.errors import LagomError
+from lagom.zero.parameters.storage import Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch._ops import OpOverload
+
+    from lagom.zero.parameters.shards import Weights
+
+_LOW = 1 << 36
+"""Addresses below are looked at: a tensor whose memory has been let go of is at 0, or, as a view, at its offset."""
+_aten = torch.ops.aten
+_NO_VALUES = {
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.view.default,
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.full_like.default,
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+}
+"""Operations that need no values, and no memory, of their arguments."""
+_OVERWRITE = {
+    _aten.copy_.default,
+    _aten.fill_.Scalar,
+    _aten.fill_.Tensor,
+    _aten.zero_.default,
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.random_.default,
+    _aten.bernoulli_.float,
+    _aten.exponential_.default,
+    _aten.log_normal_.default,
+    _aten.cauchy_.default,
+    _aten.geometric_.default,
+}
+"""Operations after which nothing is left of what their first argument was."""
+_address = torch._C.TensorBase.data_ptr
+
+
+class Uses(TorchDispatchMode):
+    """Sees each operation before it runs. See Note [Parts of parameters]."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, weights: Weights, *, apart: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = weights
+        self._apart = apart
+        """In a thread that does not train, below which a parameter may be let go of at any time."""
+        self._written: dict[Any, tuple[int | str, ...]] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        weights = self._weights
+        if self._apart:
+            if weights.units and function not in _NO_VALUES:
+                _refuse_apart(weights, [*tensors_in(args), *tensors_in(kwargs.values())])
+            return function(*args, **kwargs)
+        if not weights.units or weights.is_busy or function in _NO_VALUES:
+            return function(*args, **kwargs)
+        written = self._written.get(function)
+        if written is None:
+            written = self._written[function] = _written(function)
+        given = [*tensors_in(args), *tensors_in(kwargs.values())] if kwargs else [*tensors_in(args)]
+        blank: list[Unit] = []
+        if any(map(_is_low, given)):
+            # All that it uses, lest one is let go of for another.
+            blank = weights.need(units_of(weights, given), self._blank(function, args))
+        if not written:
+            return function(*args, **kwargs)
+        changed = units_of(weights, tensors_in(_at(args, kwargs, written)))
+        try:
+            result = function(*args, **kwargs)
+        except BaseException:
+            weights.unchanged(blank)  # as where shapes do not match, and the program leaves that one out
+            raise
+        weights.changed(changed)
+        return result
+
+    def _blank(self, function: Any, args: tuple[Any, ...]) -> list[Unit]:
+        """What is overwritten as a whole, and not read."""
+        if function not in _OVERWRITE:
+            return []
+        unit = self._weights.unit(args[0])
+        if unit is None or args[0].nbytes != unit.num_bytes or unit in units_of(self._weights, tensors_in(args[1:])):
+            return []
+        return [unit]
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among ``values``, and in lists and tuples there."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def _is_low(tensor: Tensor) -> bool:
+    try:
+        return _address(tensor) < _LOW
+    except RuntimeError:  # sparse, or fake: no memory of its own
+        return False
+
+
+def units_of(weights: Weights, tensors: Iterable[Tensor]) -> list[Unit]:
+    """What these have their memory in, those that are shared out."""
+    return [unit for tensor in tensors if (unit := unit_of(weights, tensor)) is not None]
+
+
+def unit_of(weights: Weights, tensor: Tensor) -> Unit | None:
+    """What ``tensor`` has its memory in, if that is shared out."""
+    if not weights.units:
+        return None
+    try:
+        return weights.unit(tensor)
+    except (RuntimeError, NotImplementedError):  # what has no storage
+        return None
+
+
+def _written(function: Any) -> tuple[int | str, ...]:
+    """Places and names of the arguments that an operation changes."""
+    schema = getattr(function, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return ()
+    found: list[int | str] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [i, argument.name]
+    return tuple(found)
+
+
+def _at(args: Sequence[Any], kwargs: dict[str, Any], written: tuple[int | str, ...]) -> Iterator[Any]:
+    for place in written:
+        if isinstance(place, str):
+            if place in kwargs:
+                yield kwargs[place]
+        elif place < len(args):
+            yield args[place]
+
+
+def in_thread(weights: Weights) -> Callable[[threading.Thread], None]:
+    """A thread in which using a parameter is an error, and not the end of the process."""
+    original = vars(threading.Thread)["_bootstrap_inner"]
+
+    def run(self: threading.Thread) -> None:
+        with Uses(weights, apart=True):
+            original(self)
+
+    return run
+
+
+def _refuse_apart(weights: Weights, tensors: Iterable[Tensor]) -> None:
+    if units_of(weights, tensors):
+        raise LagomError(
+            "a parameter is used in another thread than the one that trains; with zero_lvl=3 it is whole only where "
+            "training needs it: use it, or a copy of its numbers, in the thread that trains, or use zero_lvl=2"
+        )

@@ -1,0 +1,45 @@
+"""Parameters with ``zero_lvl=3``: shared out as they are made, and whole while anything is done with them."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from lagom.patching.replace import replaced
+from lagom.zero.parameters.dispatch import Uses, in_thread
+from lagom.zero.parameters.memory_access import past_operations
+from lagom.zero.parameters.shards import Weights
+from lagom.zero.parameters.state_dict import state_that_fits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lagom.session.session import Session
+
+
+@contextmanager
+def sharded_weights(session: Session) -> Iterator[Weights]:
+    """Have parameters shared out, and made whole for every operation that needs them."""
+    assert session.group is not None
+    assert session.watch is not None
+    assert session.replicate is not None
+    weights = session.weights = Weights(
+        session.group,
+        session.leaves,
+        lambda: session.may_meet or (session.distributed and session.depth > 0),
+        session.say_once,
+    )
+    session.watch.sums = weights.sums
+    session.replicate.tell_by(weights.digest)
+    with ExitStack() as stack:
+        stack.enter_context(past_operations(weights))
+        state_dict = state_that_fits(session, weights, vars(torch.nn.Module)["state_dict"])
+        stack.enter_context(replaced(torch.nn.Module, "state_dict", state_dict))
+        stack.enter_context(replaced(threading.Thread, "_bootstrap_inner", in_thread(weights)))
+        stack.enter_context(Uses(weights))
+        yield weights
+        if not session.joined:
+            weights.end()

@@ -1,0 +1,351 @@
+"""``Weights``: of large parameters each rank holds a part, and all of one while something is done with it."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lagom.collectives.plain_values import all_gather_values
+from lagom.errors import DivergenceError, LagomError
+from lagom.gradients.checksum import checksums, digest
+from lagom.run_state.malloc_trim import give_back_memory
+from lagom.run_state.memory_layout import is_dense, storage_of
+from lagom.zero.parameters.residency import Resident
+from lagom.zero.parameters.storage import Stamp, Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import Any
+
+    from lagom.collectives.group import Group
+    from lagom.run_state.leaves import Leaves
+    from lagom.zero.partition import Piece
+
+WEIGHTS = b"weights"
+LEAST = 1 << 12
+"""Elements of a parameter from which it is shared out: an exchange for fewer costs more than they take."""
+
+
+class Weights:
+    """Makes parameters whole where they are used, and lets go of them. See Note [Parts of parameters].
+
+    Args:
+        may_meet: whether other ranks can be reached from where the program is.
+        say: logs a line, once.
+    """
+
+    def __init__(self, group: Group, leaves: Leaves, may_meet: Callable[[], bool], say: Callable[[str], None]) -> None:
+        self._group = group
+        self._leaves = leaves
+        self._may_meet = may_meet
+        self._say = say
+        self.units: dict[int, Unit] = {}
+        """By the address of their storage."""
+        self.is_busy = False
+        """Whether what is done with tensors is lagom's own."""
+        self._by_key: dict[bytes, Unit] = {}
+        """Also of what is gone here: another rank may be at a place where it still has it."""
+        self._released: dict[int, Unit] = {}
+        """Those that stay whole, by the address of their storage, which is theirs as long as they are here."""
+        self._num_made: dict[int, int] = {}
+        self.resident = Resident(self._settle)
+        """Those that are whole."""
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Share out a parameter from now on, if that can be; it stays whole for the moment."""
+        if self.is_busy or not isinstance(tensor, nn.Parameter) or is_lazy(tensor) or tensor.numel() < LEAST:
+            return
+        if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda") or not self._may_meet():
+            return
+        storage = storage_of(tensor)
+        if (
+            storage._cdata in self.units
+            or storage._cdata in self._released
+            or storage.nbytes() != tensor.nbytes
+            or not is_dense(tensor)
+        ):
+            return
+        if not storage.resizable() or storage.is_shared():
+            return
+        number = self._leaves.number(tensor)
+        self._num_made[number] = self._num_made.get(number, 0) + 1
+        unit = Unit(b"%d.%d" % (number, self._num_made[number]), tensor, self._group.world_size)
+        self._sweep()
+        if self.resident.make_room(coming=unit.num_bytes):
+            give_back_memory()
+        self.units[unit.place] = self._by_key[unit.key] = unit
+        self.resident.adopt(unit)
+
+    def unit(self, tensor: torch.Tensor) -> Unit | None:
+        """What ``tensor``, any view of a parameter, has its memory in."""
+        if tensor.layout != torch.strided:
+            return None
+        return self.units.get(storage_of(tensor)._cdata)
+
+    def parts(self, tensor: torch.Tensor) -> list[tuple[int, int]] | None:
+        """First and last element of each rank's part of ``tensor``; None where it is not shared out."""
+        unit = self.unit(tensor) if self.units else None
+        if unit is None or not unit.covers(tensor):
+            return None
+        size = tensor.element_size()
+        return [(first // size, last // size) for first, last in map(unit.part, range(self._group.world_size))]
+
+    def line(self, tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """The elements of this rank's part, where the optimizer changes them."""
+        unit = self.unit(tensor)
+        assert unit is not None
+        assert unit.shard is not None
+        return unit.shard.view(tensor.dtype)[: piece.end - piece.start]
+
+    def stamp(self, tensor: torch.Tensor) -> Stamp | None:
+        """Which values it has; None where it is not shared out."""
+        unit = self.unit(tensor) if self.units else None
+        if unit is None:
+            return None
+        self._settle(unit)
+        return unit.stamp
+
+    def digest(self, tensor: torch.Tensor) -> bytes:
+        """As the function of that name; a stamp where it is shared out."""
+        stamp = self.stamp(tensor)
+        return digest(tensor) if stamp is None else b"%d %d" % stamp
+
+    def sums(self, tensors: Mapping[Any, torch.Tensor]) -> dict[Any, tuple[str, int]]:
+        """As ``checksums``; stamps instead of sums where parameters are shared out."""
+        stamps = {key: self.stamp(tensor) for key, tensor in tensors.items()}
+        found = checksums({key: tensor for key, tensor in tensors.items() if stamps[key] is None})
+        for key, stamp in stamps.items():
+            if stamp is not None:
+                tensor = tensors[key]
+                found[key] = (f"{tensor.dtype} {tuple(tensor.shape)} {stamp.num_steps}", stamp.total)
+        return found
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Share out no more what ``tensor`` has its memory in; a collective, unless it is whole."""
+        unit = self.unit(tensor)
+        if unit is not None:
+            self.need([unit])
+            self._forget(unit)
+            self._released[unit.place] = unit
+
+    def need(self, units: Sequence[Unit], blank: Sequence[Unit] = ()) -> list[Unit]:
+        """Make all of these whole, but for the values of ``blank``, which are overwritten: those that were not whole.
+
+        Raises:
+            DivergenceError: on all ranks, where another rank cannot give its part, or has other values.
+        """
+        missing = [unit for unit in dict.fromkeys(units) if not unit.is_whole]
+        if not missing:
+            return []
+        if not self._may_meet():
+            raise LagomError(
+                "a parameter is used where the other ranks cannot be reached, in another thread or process; with "
+                "zero_lvl=3 each rank has a part of it: use it in the thread that trains, or use zero_lvl=2"
+            )
+        self.resident.make_room(coming=sum(unit.room for unit in missing), keep=units)
+        for unit in missing:
+            if unit in blank:
+                self.resident.allocate(unit)
+                unit.is_changed = True
+            else:
+                self._make_whole(unit)
+        return [unit for unit in missing if unit in blank]
+
+    def unchanged(self, units: Iterable[Unit]) -> None:
+        """What was to be overwritten was not: the parts have the values still."""
+        for unit in units:
+            if unit.is_whole:
+                self.resident.free(unit)
+
+    def changed(self, units: Iterable[Unit]) -> None:
+        """The whole has got other values."""
+        for unit in units:
+            unit.is_changed = True
+
+    def hold(self, unit: Unit, *, for_good: bool = False) -> None:
+        """Its memory is to stay where it is until the next step, or ``for_good``."""
+        unit.is_shown = unit.is_shown or for_good
+        self.need([unit])
+        self._settle(unit)
+        if not unit.is_held:
+            unit.is_held, unit.seen = True, self._total(unit)
+
+    def settle(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have the parts of ``tensors`` be those of the whole, for an optimizer to step by."""
+        for tensor in tensors:
+            if (unit := self.unit(tensor)) is not None:
+                self._settle(unit)
+
+    def stepped(self, tensors: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
+        """An optimizer has stepped the parts of ``tensors``; those that had gradients are ``changed``."""
+        found = dict.fromkeys(unit for tensor in tensors if (unit := self.unit(tensor)) is not None)
+        for unit in found:
+            unit.stamp = unit.stamp._replace(num_steps=unit.stamp.num_steps + 1)
+        for unit in found:
+            if not unit.is_whole:
+                continue
+            unit.is_held = unit.is_shown or not unit.storage().resizable()  # as numpy() leaves it
+            if unit.is_held:
+                self._say("parameters that numpy() was called on stay whole: an array may have their memory")
+                self._fill(unit)
+                unit.seen = self._total(unit)
+            else:
+                self.resident.free(unit)
+        if changed:
+            torch.autograd.graph.increment_version([t for t in changed if self.unit(t) is not None])
+
+    def num_bytes(self) -> int:
+        """Of the parts that this rank holds."""
+        return sum(unit.shard.nbytes for unit in self._by_key.values() if unit.shard is not None)
+
+    def rest(self) -> None:
+        """Nothing is needed for the moment: a backward has ended."""
+        self.resident.rest()
+
+    def gone(self) -> list[Unit]:
+        """What no tensor has any more on this rank."""
+        self._sweep()
+        return [unit for unit in self._by_key.values() if not unit.is_alive]
+
+    def forget(self, units: Iterable[Unit]) -> None:
+        """All ranks have met since these were gone."""
+        for unit in units:
+            if self._by_key.get(unit.key) is unit:
+                del self._by_key[unit.key]
+
+    def serve(self, key: bytes, total: int, num_steps: int) -> None:
+        """Take part in what another rank needs."""
+        unit = self._by_key.get(key)
+        if unit is not None and unit.is_alive:
+            self._settle(unit)
+        has = unit is not None and not (unit.is_changed and not unit.is_alive)
+        self._agree(has and unit is not None and unit.stamp == (total, num_steps))
+        assert unit is not None
+        out = torch.empty(unit.room, dtype=torch.uint8, device=unit.own.device)
+        with self.own():
+            self._group.all_gather_into(out, unit.own)
+
+    def end(self) -> None:
+        """The program has ended, on all ranks: what is still there becomes whole. A collective.
+
+        Raises:
+            DivergenceError: where a rank cannot give its part.
+        """
+        gc.collect()
+        self._sweep()
+        for unit in self.resident.units():
+            self._settle(unit)
+        wanted = sorted(unit.key for unit in self.units.values() if not unit.is_whole)
+        has = {key: unit.stamp for key, unit in self._by_key.items() if unit.is_alive or not unit.is_changed}
+        rows = all_gather_values(self._group, (wanted, has))
+        for key in sorted({key for row, _ in rows for key in row}):
+            if len({row.get(key) for _, row in rows}) > 1 or key not in has:
+                raise DivergenceError(_APART)
+            unit = self._by_key[key]
+            with self.own():
+                if unit.is_alive and not unit.is_whole:
+                    self.resident.allocate(unit)
+                    self._collect(unit)
+                else:
+                    out = torch.empty(unit.room, dtype=torch.uint8, device=unit.own.device)
+                    self._group.all_gather_into(out, unit.own)
+        self.units.clear()
+        self._by_key.clear()
+        self.resident.clear()
+
+    def _make_whole(self, unit: Unit) -> None:
+        self.resident.needed(unit)
+        self.resident.allocate(unit)
+        try:
+            self._fill(unit)
+        except BaseException:
+            self.resident.free(unit)
+            raise
+
+    def _fill(self, unit: Unit) -> None:
+        unanimous = self._group.ask(b"%s %s %d %d" % (WEIGHTS, unit.key, *unit.stamp))
+        if not unanimous:
+            self._agree(True)
+        self._collect(unit)
+        unit.is_changed = False
+
+    def _agree(self, able: bool) -> None:
+        if any(row != b"1" for row in self._group.all_gather_bytes(b"1" if able else b"0")):
+            raise DivergenceError(_APART)
+
+    def _collect(self, unit: Unit) -> None:
+        storage = unit.storage()
+        with self.own():
+            if storage.nbytes() >= unit.room:
+                self._group.all_gather_into(unit.bytes(unit.room), unit.own)
+                return
+            out = torch.empty(unit.room, dtype=torch.uint8, device=storage.device)
+            self._group.all_gather_into(out, unit.own)
+            unit.bytes(unit.num_bytes).copy_(out[: unit.num_bytes])
+
+    def _settle(self, unit: Unit) -> None:
+        if not unit.is_whole:
+            return
+        if unit.is_held and not unit.is_changed:
+            total = self._total(unit)
+            unit.is_changed, unit.seen = total != unit.seen, total
+        if unit.is_changed:
+            with self.own():
+                unit.cut(self._group.rank)
+
+    def _total(self, unit: Unit) -> int:
+        with self.own():
+            return unit.total()
+
+    def _sweep(self) -> None:
+        for unit in list(self.units.values()):
+            if not unit.is_alive:
+                self._forget(unit)
+
+    def _forget(self, unit: Unit) -> None:
+        del self.units[unit.place]
+        self.resident.forget(unit)
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """While tensors are lagom's own."""
+        before, self.is_busy = self.is_busy, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.is_busy = before
+
+
+_APART = (
+    "a rank uses a parameter that other ranks do not have, or that has other values there; with zero_lvl=3 each rank "
+    "has a part of it: create the same parameters on every rank, draw initial values from torch's, numpy's or random's "
+    "global generators, and change them on every rank alike, or use zero_lvl=2"
+)
+
+
+# Note [Parts of parameters]
+#
+# A parameter stays the object that the program made. What goes is its memory: the storage is resized to nothing, and
+# each rank keeps a part of the bytes. All that has this memory, the parameter, its ``.data``, a state_dict(), what
+# autograd has saved of it, is without values then, and has them again when the storage is filled.
+#
+# Who needs values is known without knowing the program. A TorchDispatchMode sees each operation of torch before it
+# runs, in a forward, a backward, a checkpoint that repeats one, or between them, also when it is the program's own.
+# Where an argument has no memory, what it needs is made whole, and something else, the longest whole first, is let go
+# of, so that no more than a little is whole at a time, and nothing when a backward has ended. An operation that writes
+# to a parameter marks it, and when it is let go of each rank keeps its part of the new values. What gets at values past
+# operations (numpy(), data_ptr(), pickle) is patched by itself.
+#
+# To make a parameter whole a rank asks for it (see Note [Asking]), so it may do that alone. Where all ranks ask for the
+# same at once, that exchange is all there is besides the values. Parts belong together if the parameter has had the
+# same values on all ranks: each has the sum of the bits that it was cut from, and how many steps of optimizers came
+# after; where they differ, one rank alone has changed it, or to other values, which is an error on all.
+#
+# An optimizer steps the parts in place; see Note [Stepping a part]. Parameters that are small stay whole, and are
+# handled as with ``zero_lvl=2``.

@@ -1,0 +1,90 @@
+"""``Module.state_dict()`` with ``zero_lvl=3``: copies on the CPU, where the whole would not fit the device."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lagom.run_state.memory_layout import storage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping
+
+    from lagom.session.session import Session
+    from lagom.zero.parameters.shards import Weights
+
+_SPARE = 0.1
+"""Of the free memory, that is left to what else a program does."""
+
+
+def state_that_fits(session: Session, weights: Weights, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Module.state_dict``, whose tensors become whole one by one when they are used; saved, they are all whole."""
+    inside = False
+
+    @functools.wraps(original)
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside or not session.live or not weights.units:
+            return original(self, *args, **kwargs)  # of a module in another, too
+        inside = True
+        try:
+            found = original(self, *args, **kwargs)
+        finally:
+            inside = False
+        if not _fits(found, weights):
+            session.say_once(
+                "the whole state_dict() does not fit the device: its tensors are copies on the CPU, and what is "
+                "written to them does not reach the model"
+            )
+            _copy_to_cpu(found)
+        return found
+
+    return state_dict
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that tensors on ``device`` could still take; None where nobody knows, as on the CPU."""
+    if device.type != "cuda":
+        return None
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
+
+
+def _fits(state: Any, weights: Weights) -> bool:
+    """Whether each device has memory for what of ``state`` is shared out; once for what is there twice."""
+    needed: dict[torch.device, dict[bytes, int]] = {}
+    for value in _tensors(state):
+        unit = weights.unit(value)
+        if unit is not None and not unit.is_whole:
+            needed.setdefault(value.device, {})[unit.key] = unit.num_bytes
+    for device, by_unit in needed.items():
+        free = free_bytes(device)
+        if free is not None and sum(by_unit.values()) > (1 - _SPARE) * free:
+            return False
+    return True
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    # Of state_dict(keep_vars=True) the program wants the parameters themselves.
+    return [x for x in state.values() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
+
+
+def _copy_to_cpu(state: MutableMapping[str, Any]) -> None:
+    """One by one, so that one is whole on the device at a time; tied ones stay one."""
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    for key, value in list(state.items()):
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            place = _place(value)
+            if place not in copies:
+                copies[place] = value.detach().to("cpu", copy=True)
+            state[key] = copies[place]
+
+
+def _place(value: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same numbers in memory."""
+    if value.layout != torch.strided:
+        return (id(value),)
+    return storage_of(value)._cdata, value.dtype, value.storage_offset(), value.shape, value.stride()

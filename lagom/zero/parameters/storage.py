@@ -1,0 +1,97 @@
+"""``Unit``: the memory of one parameter, of which each rank has a part."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lagom.gradients.checksum import digest
+from lagom.run_state.memory_layout import is_dense, storage_of
+
+_ALIGNED = 64
+"""Bytes: parts begin at a multiple."""
+"""Also of a parameter that is shared out: ``Tensor.untyped_storage`` makes it whole."""
+
+
+class Stamp(NamedTuple):
+    """Which values a parameter has: where it is equal on two ranks, their parts are of the same."""
+
+    total: int
+    """A digest of all bits, after the last change that was made to the whole."""
+    num_steps: int
+    """Of optimizers since then."""
+
+
+class Unit:
+    """The memory of one parameter, cut into a part of ``chunk`` bytes for each rank.
+
+    Args:
+        key: equal on all ranks.
+    """
+
+    def __init__(self, key: bytes, tensor: torch.Tensor, world_size: int) -> None:
+        storage = storage_of(tensor)
+        self.key = key
+        self.num_bytes = storage.nbytes()
+        self.chunk = -(-self.num_bytes // (world_size * _ALIGNED)) * _ALIGNED
+        self.room = self.chunk * world_size
+        self.place = storage._cdata
+        self.shard: torch.Tensor | None = None
+        """This rank's part; None as long as the whole has never been let go of."""
+        self.is_whole = True
+        self.is_changed = True
+        """Whether the whole has other values than the parts."""
+        self.stamp = Stamp(0, 0)
+        self.seen = 0
+        """Of all bits, when it was last known, where ``is_held``."""
+        self.is_held = False
+        """Whether its memory may be in use under an address."""
+        self.is_shown = False
+        """Whether it is so for good."""
+        self._ref = StorageWeakRef(storage)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a tensor has this memory."""
+        return not self._ref.expired()
+
+    def storage(self) -> torch.UntypedStorage:
+        """The memory."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
+        assert found is not None
+        return found
+
+    def part(self, rank: int) -> tuple[int, int]:
+        """Where ``rank``'s begins and ends, in bytes."""
+        return min(rank * self.chunk, self.num_bytes), min((rank + 1) * self.chunk, self.num_bytes)
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, which has its memory here, has all of it."""
+        return tensor.storage_offset() == 0 and tensor.nbytes == self.num_bytes and is_dense(tensor)
+
+    def bytes(self, num_bytes: int) -> torch.Tensor:
+        """So many of the whole."""
+        storage = self.storage()
+        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return empty.set_(storage, 0, (num_bytes,), (1,))
+
+    def total(self) -> int:
+        """Of all bits, each at its place: rows that change places are other values, which a sum would not tell."""
+        return int.from_bytes(digest(self.bytes(self.num_bytes)), "little")
+
+    def cut(self, rank: int) -> None:
+        """Have this rank's part be that of the whole."""
+        whole, total = self.bytes(self.num_bytes), self.total()
+        if self.shard is None:
+            self.shard = torch.zeros(self.chunk, dtype=torch.uint8, device=whole.device)
+        first, last = self.part(rank)
+        self.shard[: last - first] = whole[first:last]
+        self.stamp, self.is_changed, self.seen = Stamp(total, 0), False, total
+
+    @property
+    def own(self) -> torch.Tensor:
+        """This rank's part, which it has once the whole has been let go of."""
+        assert self.shard is not None
+        return self.shard

@@ -1,0 +1,122 @@
+"""``Publisher``: what each rank has changed of the parameters reaches the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lagom.collectives.agreement_exchange import memory
+from lagom.run_state.memory_layout import flat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lagom.collectives.agreement_exchange import Frame
+    from lagom.collectives.group import Group
+    from lagom.zero.partition import Piece
+
+_ALONE = 1 << 18
+"""Bytes from which a piece is sent from, and received in, the parameter's own memory."""
+
+
+class _Packed(NamedTuple):
+    """Small pieces of one owner and type, which travel together."""
+
+    owner: int
+    together: torch.Tensor
+    parts: list[torch.Tensor]
+    """Of ``together``."""
+    places: list[torch.Tensor]
+    """Where they are from, and go to."""
+
+
+class Publisher:
+    """Sends each rank's pieces of some parameters to all others, in place.
+
+    Args:
+        frame: carries what is small in one message.
+        pieces: of each rank.
+    """
+
+    def __init__(
+        self, group: Group, frame: Frame, parameters: Sequence[torch.Tensor], pieces: Sequence[Sequence[Piece]]
+    ) -> None:
+        self._group = group
+        self._frame = frame
+        self._parameters = list(parameters)
+        # Of ``data``, which counts no versions: who calls knows which parameters have changed.
+        self._lines = [flat(p.data) for p in parameters]
+        self._alone: list[tuple[int, torch.Tensor]] = []
+        small: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for owner, part in enumerate(pieces):
+            for piece in part:
+                place = self._lines[piece.param][piece.start : piece.end]
+                if place.is_complex():
+                    place = torch.view_as_real(place).view(-1)
+                if place.nbytes >= _ALONE:
+                    self._alone.append((owner, place))
+                else:
+                    small.setdefault((owner, place.device, place.dtype), []).append(place)
+        self._small = [(owner, places) for (owner, _, _), places in small.items()]
+        self._framed: list[_Packed] = []
+        self._rows = self._rows_of_frame()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameters have the memory that they had."""
+        return all(
+            p.data_ptr() == line.data_ptr() and p.dtype == line.dtype and p.numel() == len(line)
+            for p, line in zip(self._parameters, self._lines, strict=True)
+        )
+
+    @torch.no_grad()
+    def publish(self, signed: bytes) -> bool:
+        """Send and receive, if all ranks gave the same ``signed``; otherwise nothing has changed.
+
+        Versions of the parameters, by which autograd knows that they have changed, stay as they are.
+        """
+        rank = self._group.rank
+        # Kept only where it is little.
+        all_packed = self._framed if self._rows is not None else [_packed(*one) for one in self._small]
+        for packed in all_packed:
+            if packed.owner == rank:
+                torch._foreach_copy_(packed.parts, packed.places)
+        rows = self._frame.gather(None if self._rows is None else self._rows[rank][1], signed)
+        if rows is None:
+            return False
+        if self._rows is not None:  # now: they do not outlast the next exchange
+            for (_, own), row in zip(self._rows, rows, strict=True):
+                if row is not None and own is not None:
+                    own[:] = row  # in the memory of ``_framed``
+        moving = [self._group.broadcast_later(place.view(torch.uint8), owner) for owner, place in self._alone]
+        if self._rows is None:
+            moving += [self._group.broadcast_later(one.together.view(torch.uint8), one.owner) for one in all_packed]
+        for work in moving:
+            self._group.wait(work)
+        for packed in all_packed:
+            if packed.owner != rank:
+                torch._foreach_copy_(packed.places, packed.parts)
+        return True
+
+    def _rows_of_frame(self) -> list[tuple[torch.Tensor, memoryview | None]] | None:
+        """All that each rank packs, in one piece of memory; None where that is too much for the frame."""
+        rows = []
+        for rank in range(self._group.world_size):
+            own = [places for owner, places in self._small if owner == rank]
+            sizes = [-(-sum(place.nbytes for place in places) // 8) * 8 for places in own]
+            if sum(sizes) > self._frame.room or any(places[0].is_cuda for places in own):
+                return None
+            whole = torch.zeros(sum(sizes), dtype=torch.uint8)
+            for places, raw in zip(own, whole.split(sizes), strict=True):
+                num_bytes = sum(place.nbytes for place in places)
+                self._framed.append(_packed(rank, places, raw[:num_bytes].view(places[0].dtype)))
+            rows.append((whole, memory(whole) if len(whole) else None))
+        return rows
+
+
+def _packed(owner: int, places: list[torch.Tensor], together: torch.Tensor | None = None) -> _Packed:
+    sizes = [len(place) for place in places]
+    if together is None:
+        together = torch.empty(sum(sizes), dtype=places[0].dtype, device=places[0].device)
+    return _Packed(owner, together, list(together.split(sizes)), places)

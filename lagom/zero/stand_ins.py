@@ -1,0 +1,75 @@
+"""``StandIns``: what a rank steps in place of an optimizer's parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lagom.run_state.memory_layout import flat
+from lagom.zero.optimizer_probe import Kind, Nature
+from lagom.zero.partition import Piece, by_element, by_parameter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.optim import Optimizer
+
+    from lagom.collectives.group import Group
+
+
+class StandIns:
+    """Tensors for this rank's pieces of an optimizer's parameters, whose groups have them while it steps.
+
+    Args:
+        parameters: what is shared out, of the optimizer's.
+        given: first and last element of each rank's part of what is shared out already, by place among them.
+        nature: whether parameters are cut, or dealt out as they are.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[torch.Tensor],
+        given: Mapping[int, Sequence[tuple[int, int]]],
+        nature: Nature,
+        group: Group,
+    ) -> None:
+        deal = by_element if nature.kind is Kind.ELEMENTWISE else by_parameter
+        sizes = [0 if i in given else p.numel() for i, p in enumerate(parameters)]
+        self.dealt = deal(sizes, group.world_size)
+        """Pieces of what is whole, of each rank."""
+        self.pieces = [
+            sorted([*dealt, *(Piece(i, *x[r]) for i, x in given.items() if x[r][0] < x[r][1])])
+            for r, dealt in enumerate(self.dealt)
+        ]
+        """All, of each rank."""
+        self.own = [
+            (piece, _stand_in(piece, parameters[piece.param], given=piece.param in given))
+            for piece in self.pieces[group.rank]
+        ]
+        """This rank's, and what stands for each: the parameter itself where that is all of it."""
+        self.partial = [(piece, one) for piece, one in self.own if one is not parameters[piece.param]]
+        self.every = [p for group in optimizer.param_groups for p in group["params"]]
+        """The optimizer's parameters."""
+        shared = {id(p) for p in parameters}
+        self.idle = [p for p in self.every if id(p) not in shared]
+        """What is not shared out."""
+        lists = {id(p): [p] for p in self.idle}
+        for piece, stand_in in self.own:
+            lists[id(parameters[piece.param])] = [stand_in]
+        self.lists = [[s for p in g["params"] for s in lists.get(id(p), ())] for g in optimizer.param_groups]
+        """Of each group of the optimizer, what this rank steps."""
+
+
+def _stand_in(piece: Piece, parameter: torch.Tensor, *, given: bool) -> torch.Tensor:
+    if not given and (piece.start, piece.end) == (0, parameter.numel()):
+        return parameter
+    # What is shared out already gets its memory when it is stepped.
+    line = parameter.detach().new_empty(0) if given else flat(parameter)[piece.start : piece.end]
+    kind = nn.Parameter if isinstance(parameter, nn.Parameter) else torch.Tensor
+    # Not by the constructor, which numbers parameters alike on all ranks.
+    found: torch.Tensor = torch.Tensor._make_subclass(kind, line, parameter.requires_grad)
+    vars(found).update(vars(parameter))
+    return found

@@ -1,0 +1,316 @@
+"""``lagom.collectives.torch_backend.registration``: the backend "lagom" gives what gloo gives."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore
+
+from lagom.collectives import shared_memory as handing
+from lagom.collectives.native import native
+from lagom.collectives.torch_backend.registration import register
+from lagom.collectives.torch_backend.shared_group import SharedProcessGroup
+from lagom.session.session import Session
+from tests.ranks import RankFailedError, run_ranks
+
+if native() is None:
+    pytest.skip("lagom was installed without its compiled part: no compiler, or no Linux", allow_module_level=True)
+
+Program = Callable[[int, int], Any]
+"""Of rank and world size."""
+
+
+def by(backend: str, world_size: int, program: Program, timeout_s: float = 60.0) -> list[Any]:
+    """What ``program`` returns on each rank, with a default group of ``backend``."""
+
+    def run(session: Session) -> Any:
+        warnings.simplefilter("ignore")  # torch's, about names of its own
+        register()
+        store = PrefixStore("program", session.store) if session.store is not None else dist.HashStore()
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=session.rank, world_size=world_size, timeout=timeout)
+        value = program(session.rank, world_size)
+        if backend == "lagom":
+            assert isinstance(dist.group.WORLD, SharedProcessGroup)
+        dist.barrier()
+        return value
+
+    return run_ranks(world_size, run, patches=False)
+
+
+def same(world_size: int, program: Program) -> None:
+    assert by("lagom", world_size, program) == by("gloo", world_size, program)
+
+
+def numbers(rank: int, *shape: int) -> torch.Tensor:
+    return torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(rank)).double()
+
+
+def every_collective(rank: int, size: int) -> Any:
+    mine, odd = numbers(rank, 3, 5), numbers(rank, 6, 4).t()
+    if dist.get_backend() == "gloo":
+        odd = odd.contiguous()  # which it insists on
+    found: list[Any] = []
+    for one, op in itertools.product((mine, odd), ("SUM", "MIN", "MAX", "PRODUCT")):
+        found.append(one.clone())
+        dist.all_reduce(found[-1], getattr(dist.ReduceOp, op))
+    for one in (mine, odd, torch.zeros(0), (mine > 0).byte()):
+        out = one.clone()
+        dist.broadcast(out, size - 1)
+        rows = [torch.empty_like(one) for _ in range(size)]
+        dist.all_gather(rows, one)
+        root_rows = [torch.empty_like(one) for _ in range(size)]
+        dist.gather(one, root_rows if rank == 0 else None, 0)
+        part = torch.empty_like(one)
+        dist.scatter(part, [one + i for i in range(size)] if rank == 0 else None, 0)
+        found += [out, *rows, *(root_rows if rank == 0 else []), part]
+    reduced = mine.clone()
+    dist.reduce(reduced, size - 1)
+    found += [reduced] if rank == size - 1 else []
+    together = torch.empty(size * 3, 5, dtype=mine.dtype)
+    dist.all_gather_into_tensor(together, mine)
+    scattered = torch.empty(3, 5, dtype=mine.dtype)
+    dist.reduce_scatter_tensor(scattered, together + rank)
+    parts = [torch.empty(3, 5, dtype=mine.dtype)]
+    dist.reduce_scatter(parts[0], [mine + i for i in range(size)])
+    uneven = torch.empty(sum((i + rank) % 3 for i in range(size)), 2)
+    sizes = [(rank + i) % 3 for i in range(size)]
+    dist.all_to_all_single(uneven, torch.arange(2.0 * sum(sizes)).view(-1, 2) + 100 * rank, sizes, sizes)
+    turned = [torch.empty(4) for _ in range(size)]
+    dist.all_to_all(turned, [torch.full((4,), float(rank + 10 * i)) for i in range(size)])
+    return [tensor.tolist() for tensor in (*found, together, scattered, *parts, uneven, *turned)]
+
+
+def objects_and_groups(rank: int, size: int) -> Any:
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, {"rank": rank, "text": "x" * 1000 * rank})
+    told = [rank * 2, None]
+    dist.broadcast_object_list(told, size - 1)
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, [[i] for i in range(size)] if rank == 0 else [None] * size, 0)
+    half = dist.new_group([0, size - 1])
+    total = torch.ones(3) * (rank + 1)
+    if rank in (0, size - 1):
+        dist.all_reduce(total, group=half)
+    groups = [dist.new_group(list(range(size))) for _ in range(2)]
+    tensors = [torch.full((50_000,), float(rank + i)) for i in range(8)]
+    # Under way at once, waited for in another order, begun in another order on the ranks.
+    order = [0, 1] if rank else [1, 0]
+    works = [dist.all_reduce(tensors[2 * i + k], group=groups[k], async_op=True) for i in range(4) for k in order]
+    for work in reversed(works):
+        work.wait()
+        assert work.is_completed()
+    with dist.distributed_c10d._coalescing_manager():
+        for tensor in tensors[:3]:
+            dist.all_reduce(tensor)
+    return everyone, told, mine, total.tolist(), [tensor.sum().item() for tensor in tensors]
+
+
+def messages(rank: int, size: int) -> Any:
+    after, before = (rank + 1) % size, (rank - 1) % size
+    sent, got = torch.full((70_000,), float(rank)), torch.empty(70_000)
+    works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, got, before), dist.P2POp(dist.isend, sent, after)])
+    for work in works:
+        work.wait()
+    small = torch.zeros(3, dtype=torch.int64)
+    sending = dist.isend(torch.full((3,), rank), after)
+    assert sending is not None
+    source = dist.recv(small)
+    sending.wait()
+    return got.sum().item(), source, small.tolist()
+
+
+def trained(rank: int, size: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 20, generator=generator, dtype=torch.float64)).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = nn.Linear(20, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 1)
+        return nn.Sequential(*layers).double()
+
+    found = []
+    wrapped = nn.parallel.DistributedDataParallel(made())
+    steps(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    found += [parameter.detach() for parameter in wrapped.parameters()]
+    wrapped = nn.parallel.DistributedDataParallel(made(), bucket_cap_mb=1)
+    steps(wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9))
+    found += [parameter.detach() for parameter in wrapped.parameters()]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 30), nn.Linear(30, 1)).double()
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    steps(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return found + [one.full_tensor().detach() for one in model.parameters()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_collective_gives_what_gloo_gives(world_size: int) -> None:
+    same(world_size, every_collective)
+
+
+def test_objects_subgroups_and_works_under_way_at_once() -> None:
+    same(3, objects_and_groups)
+
+
+def test_messages_between_two_ranks() -> None:
+    same(3, messages)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ddp_fsdp2_and_zero_redundancy_end_with_gloos_weights(world_size: int) -> None:
+    ours, gloos = by("lagom", world_size, trained), by("gloo", world_size, trained)
+    for mine, theirs in zip(itertools.chain(*ours), itertools.chain(*gloos), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_functional_collectives() -> None:
+    def program(rank: int, size: int) -> Any:
+        import torch.distributed._functional_collectives as functional
+
+        world = dist.group.WORLD
+        assert world is not None
+        found = [
+            functional.all_reduce(torch.ones(4) * (rank + 1), "sum", world),
+            functional.all_gather_tensor(torch.ones(2) * rank, 0, world),
+            functional.reduce_scatter_tensor(torch.arange(2.0 * size), "sum", 0, world),
+            functional.all_to_all_single(torch.arange(2.0 * size) + rank * 100, None, None, world),
+        ]
+        return [one.tolist() for one in found]
+
+    same(3, program)
+
+
+def random_sequence(seed: int, steps: int) -> Program:
+    def program(rank: int, size: int) -> Any:
+        rng = random.Random(seed)  # equal on all ranks
+        total, under_way = 0.0, []
+        for step in range(steps):
+            kind, count, root = rng.randrange(6), rng.choice((0, 1, 5, 1000, 70_000)), rng.randrange(size)
+            is_async = rng.random() < 0.4
+            one = numbers(rank + size * step, count)
+            if kind == 0:
+                work = dist.all_reduce(one, async_op=is_async)
+            elif kind == 1:
+                work = dist.broadcast(one, root, async_op=is_async)
+            elif kind == 2:
+                given, one = one, torch.empty(count * size, dtype=torch.float64)
+                work = dist.all_gather_into_tensor(one, given, async_op=is_async)
+            elif kind == 3:
+                given, one = numbers(rank + size * step, count * size), one
+                work = dist.reduce_scatter_tensor(one, given, async_op=is_async)
+            elif kind == 4:
+                given, one = numbers(rank + size * step, count * size), numbers(0, count * size)
+                work = dist.all_to_all_single(one, given, async_op=is_async)
+            else:
+                work = dist.barrier(async_op=is_async)
+                one = torch.zeros(0)
+            under_way.append((work, one))
+            if rng.random() < 0.3 or step == steps - 1:
+                for work, one in under_way:
+                    if work is not None:
+                        work.wait()
+                    total = (total * 31 + float((one * torch.arange(len(one))).sum())) % 1e9
+                under_way = []
+        return total
+
+    return program
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_sequences_of_collectives(seed: int) -> None:
+    same(3, random_sequence(seed, 60))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(3, 23))
+def test_many_random_sequences_of_collectives(seed: int) -> None:
+    same(2 + seed % 4, random_sequence(seed, 400))
+
+
+def test_errors_come_out_of_the_call_or_the_work_on_all_ranks() -> None:
+    def at_once(rank: int, size: int) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_reduce(torch.ones(3 + rank))
+        return str(caught.value)
+
+    def later(rank: int, size: int) -> str:
+        work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
+        assert work is not None
+        with pytest.raises(RuntimeError) as caught:
+            work.wait()
+        with pytest.raises(RuntimeError):
+            work.get_future().wait()
+        assert not work.is_success()
+        return str(caught.value)
+
+    wanted = (
+        "the ranks call different things: rank 0 all_reduce (sum) of 3 float32, rank 1 all_reduce (sum) of 4 float32"
+    )
+    for program in (at_once, later):
+
+        def run(session: Session, program: Program = program) -> Any:
+            register()
+            assert session.store is not None
+            dist.init_process_group("lagom", store=session.store, rank=session.rank, world_size=2)
+            return program(session.rank, 2)
+
+        assert run_ranks(2, run, patches=False) == [wanted] * 2
+
+
+def test_a_killed_rank_fails_ddp_on_the_others() -> None:
+    def program(rank: int, size: int) -> None:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2000, 2000))
+        if rank == 1:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+        def forever() -> None:
+            while True:
+                model(torch.ones(1, 2000)).sum().backward()
+
+        with pytest.raises(RuntimeError, match="the process of rank 1 is gone"):
+            forever()
+        raise RankFailedError("as it should")
+
+    with pytest.raises(RankFailedError, match="as it should"):
+        by("lagom", 2, program)
+
+
+def test_without_the_compiled_part_on_a_rank_the_group_is_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(session: Session) -> Any:
+        if session.rank == 1:
+            monkeypatch.setattr(handing, "native", lambda: None)
+        register()
+        dist.init_process_group("lagom", store=session.store, rank=session.rank, world_size=2)
+        one = torch.ones(3)
+        dist.all_reduce(one)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+        model(one).sum().backward()
+        dist.barrier()
+        return one.tolist(), isinstance(dist.group.WORLD, SharedProcessGroup)
+
+    assert run_ranks(2, run, patches=False) == [([2.0] * 3, False)] * 2

@@ -1,0 +1,448 @@
+"""``lagom.PetastormDataLoader``: data sets that petastorm wrote, read without it, and what is no schema refused."""
+
+from __future__ import annotations
+
+import decimal
+import io
+import os
+import pickle
+import shutil
+import signal
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pyarrow.fs import LocalFileSystem
+from torch.utils.data import DataLoader
+
+import lagom
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.data import ParquetDataset, ParquetLoader, TransformSpec
+from lagom.data.columns import images, petastorm_codecs, tensor_columns, unischema
+from lagom.data.columns.unischema import Field, loads
+from lagom.errors import DataError
+from lagom.session.session import Session
+from tests.data.tables import numbers, written
+from tests.data.write_petastorm import row
+from tests.ranks import alone, run_ranks
+
+WRITTEN = Path(__file__).parent / "petastorm_0_12_1"
+NAMES = ["id", "small", "name", "price", "fixed", "ragged", "zipped", "maybe", "png", "grey", "jpeg", "day"]
+
+
+@pytest.fixture(autouse=True)
+def child_handler() -> Iterator[None]:
+    """Takes back the handler that torch's first loader with workers sets for good."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+def close(loader: Any) -> None:
+    loader.dataset.close()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_rows_are_what_petastorm_wrote(num_workers: int, num_threads: int) -> None:
+    seen = []
+
+    def look(found: dict[str, Any]) -> dict[str, Any]:
+        wanted = row(int(found["id"]))
+        assert list(found) == NAMES
+        for name, value in wanted.items():
+            if value is None or isinstance(value, str):
+                assert found[name] == value
+            elif isinstance(value, decimal.Decimal):
+                assert found[name] == float(value)
+            elif name == "jpeg":  # what is lossy has been lost
+                assert np.abs(found[name].astype(int) - value).max() < 8
+            else:
+                assert np.array_equal(found[name], value)
+        assert found["small"].dtype == np.uint8
+        return {"id": found["id"]}
+
+    torch.set_num_threads(num_threads)
+    try:
+        loader = lagom.PetastormDataLoader(WRITTEN, batch_size=3, transform_spec=look, num_workers=num_workers)
+        assert len(loader) == 7
+        seen += [[number for batch in loader for number in batch["id"].tolist()] for _ in range(2)]
+        close(loader)
+    finally:
+        torch.set_num_threads(1)
+    assert sorted(seen[0]) == sorted(seen[1]) == list(range(20))
+    assert seen[0] != seen[1]
+
+
+def test_without_a_transform_batches_are_tensors() -> None:
+    names = ["id", "small", "fixed", "zipped", "png", "grey", "day"]
+    loader = lagom.PetastormDataLoader(WRITTEN, 8, schema_fields=names, shuffle=False)
+    first, *_ = loader
+    assert first["id"].tolist() == list(range(8))
+    assert {name: (part.dtype, part.shape) for name, part in first.items() if name != "day"} == {
+        "id": (torch.int64, (8,)),
+        "small": (torch.uint8, (8,)),
+        "fixed": (torch.float32, (8, 2, 3)),
+        "zipped": (torch.float64, (8, 3)),
+        "png": (torch.uint8, (8, 4, 5, 3)),
+        "grey": (torch.int32, (8, 4, 5)),
+    }
+    assert first["day"] == ["0"] * 8
+    for number in range(8):
+        assert np.array_equal(first["fixed"][number].numpy(), row(number)["fixed"])
+        assert np.array_equal(first["png"][number].numpy(), row(number)["png"])
+        assert np.array_equal(first["grey"][number].numpy(), row(number)["grey"])
+    close(loader)
+    assert list(ParquetDataset(WRITTEN, columns=["zipped"])[3]) == ["zipped"]
+    (patterns,) = lagom.PetastormDataLoader(WRITTEN, 20, schema_fields=["i.", "fi.*"])
+    assert list(patterns) == ["id", "fixed"]
+    with pytest.raises(ValueError, match="schema_fields names 'x'"):
+        lagom.PetastormDataLoader(WRITTEN, 8, schema_fields=["x"])
+
+
+def test_nulls_and_shapes_that_differ_are_the_programs_choice() -> None:
+    def batches(**options: Any) -> list[Any]:
+        loader = lagom.PetastormDataLoader(WRITTEN, 4, shuffle=False, **options)
+        try:
+            return list(loader)
+        finally:
+            close(loader)
+
+    with pytest.raises(DataError, match=r"day=0/part-0.parquet, row group 0, column 'maybe', row 3: a null"):
+        batches(schema_fields=["maybe"])
+    first = batches(schema_fields=["maybe"], nulls="mask")[0]
+    assert first["maybe__valid"].tolist() == [True, True, True, False]
+    assert first["maybe"][3].tolist() == [0, 0]
+    assert np.array_equal(first["maybe"][1].numpy(), row(1)["maybe"])
+    with pytest.raises(DataError, match=r"column 'ragged' has cells of the shapes \(1, 2\) and \(3, 2\)"):
+        batches(schema_fields=["ragged"])
+    listed = batches(schema_fields=["ragged"], ragged="list")[0]["ragged"]
+    assert [part.tolist() for part in listed] == [row(number)["ragged"].tolist() for number in range(4)]
+    padded = batches(schema_fields=["ragged"], ragged="pad")[0]["ragged"]
+    assert padded.shape == (4, 3, 2)
+    assert padded[0].tolist() == [*row(0)["ragged"].tolist(), [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(("nulls", "stands_in"), [(-1, -1.0), ("nan", float("nan")), ("mask", 0.0)])
+def test_nulls_of_scalars_are_what_the_program_puts_there(nulls: Any, stands_in: float) -> None:
+    codec = petastorm_codecs.codec(Field("a", np.dtype(np.float32), (), "ScalarCodec", True), "error")
+    leaf = tensor_columns.Leaf(("a",), pa.float32(), nulls, "error", codec)
+    found = leaf.convert(pa.array([1.5, None, 2.5], pa.float32()), anywhere())
+    assert torch.equal(found["a",].batch().nan_to_num(7), torch.tensor([1.5, stands_in, 2.5]).nan_to_num(7))
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("is_zipped", [False, True])
+def test_numbers_that_torch_has_no_type_for_are_an_error(order: str, is_zipped: bool) -> None:
+    def saved(numbers: list[int]) -> bytes:
+        file = io.BytesIO()
+        array = np.array(numbers, f"{order}u8")
+        np.savez_compressed(file, arr=array) if is_zipped else np.save(file, array)
+        return file.getvalue()
+
+    codec = petastorm_codecs.codec(
+        Field("a", np.dtype(np.uint64), (2,), "CompressedNdarrayCodec" if is_zipped else "NdarrayCodec", False), "error"
+    )
+    assert codec is not None
+    fine = codec.convert(pa.array([saved([1, 2**63 - 1])] * 3), ("a",), anywhere()).batch()
+    assert fine.tolist() == [[1, 2**63 - 1]] * 3
+    with pytest.raises(DataError, match=r"row 1: .*9223372036854775808 does not fit into int64"):
+        codec.convert(pa.array([saved([1, 2]), saved([2**63, 1]), saved([3, 4])]), ("a",), anywhere()).batch()
+
+
+def test_scalars_that_do_not_fit_into_the_schemas_type_are_an_error() -> None:
+    codec = petastorm_codecs.codec(Field("a", np.dtype(np.uint8), (), "ScalarCodec", False), "error")
+    assert codec is not None
+    assert codec.convert(pa.array([0, 255], pa.int16()), ("a",), anywhere()).batch().dtype == torch.uint8
+    with pytest.raises(DataError, match=r"row 1: 256 does not fit into uint8"):
+        codec.convert(pa.array([1, 256], pa.int16()), ("a",), anywhere())
+
+
+def test_a_transforms_numbers_that_torch_has_no_type_for_are_an_error() -> None:
+    def large(found: dict[str, Any]) -> dict[str, Any]:
+        return {"id": np.uint64(2**64 - 1 if found["id"] == 3 else 7)}
+
+    with pytest.raises(DataError, match=r"field 'id'.*18446744073709551615 does not fit into int64"):
+        list(lagom.PetastormDataLoader(WRITTEN, 5, transform_spec=large))
+
+
+def anywhere() -> tensor_columns.Where:
+    """Row group 0 of a table."""
+    table = ParquetDataset(WRITTEN).table
+    return tensor_columns.Where(table, 0, 0)
+
+
+def test_fields_that_nobody_asks_for_need_not_fit(tmp_path: Path) -> None:
+    written(tmp_path / "a", {"id": [1, 2], "x": [0.5, 1.5], "texts": [["a"], ["b"]]})
+    written(tmp_path / "b", {"id": [3], "x": [2.5]})
+    files = [tmp_path / folder / "part-0.parquet" for folder in "ab"]
+    (found,) = lagom.PetastormDataLoader(files, 9, schema_fields=["id", "x.*"], shuffle=False)
+    assert {name: column.tolist() for name, column in found.items()} == {"id": [1, 2, 3], "x": [0.5, 1.5, 2.5]}
+    with pytest.raises(DataError, match="'texts'"):
+        lagom.PetastormDataLoader(files, 9, schema_fields=["t.*"])
+    with pytest.raises(ValueError, match=r"here it is schema_fields=\['id'\]"):
+        lagom.PetastormDataLoader(files, 9, columns=["id"])
+
+
+def test_a_data_set_is_taken_in_place_of_its_path(tmp_path: Path) -> None:
+    written(tmp_path, {"id": [1, 2, 3, 4], "x": [0.5, None, 2.5, 4.5], "y": [1, 2, 3, 4]})
+    told = ParquetDataset(tmp_path, columns=["id", "x"], filters=[("id", "<", 4)], nulls=-1)
+    (found,) = lagom.PetastormDataLoader(told, 9, shuffle=False)
+    assert {name: column.tolist() for name, column in found.items()} == {"id": [1, 2, 3], "x": [0.5, -1, 2.5]}
+    (found,) = lagom.PetastormDataLoader(told, 9, lambda frame: frame.assign(x=2 * frame["x"]), shuffle=False)
+    assert found["x"].tolist() == [1, -2, 5]
+    (found,) = ParquetLoader(ParquetDataset(told, nulls="nan", columns=["x"]), 9)
+    assert found["x"].nan_to_num(7).tolist() == [0.5, 7, 2.5]
+    with pytest.raises(ValueError, match="the data set has some already"):
+        ParquetDataset(told, filters=[("id", ">", 1)])
+
+
+def test_transforms_are_petastorms() -> None:
+    def double(found: dict[str, Any]) -> dict[str, Any]:
+        found["fixed"] = found["fixed"] * 2
+        found["length"] = np.uint16(len(found["ragged"]))
+        return found
+
+    spec = TransformSpec(double, edit_fields=[("length", np.uint16, (), False)], selected_fields=["length", "fixed"])
+    loader = lagom.PetastormDataLoader(WRITTEN, 4, spec, shuffle_row_groups=False)
+    first = next(iter(loader))
+    assert list(first) == ["length", "fixed"]
+    assert first["length"].tolist() == [1, 2, 3, 1]
+    assert first["length"].dtype == torch.int32
+    assert np.array_equal(first["fixed"][3].numpy(), row(3)["fixed"] * 2)
+    close(loader)
+    left = TransformSpec(removed_fields=[name for name in NAMES if name not in ("id", "png")])
+    loader = lagom.PetastormDataLoader(WRITTEN, 4, left, nulls="mask", ragged="list", shuffle=False)
+    assert {"id", "png"} <= set(next(iter(loader)))
+    close(loader)
+    for wrong, what in ((lambda found: found, "'name' is null|shapes differ"), (lambda found: 1 / 0, "division")):
+        with pytest.raises((DataError, ZeroDivisionError), match=what):
+            list(lagom.PetastormDataLoader(WRITTEN, 20, wrong))
+    with pytest.raises(ValueError, match="transform_spec is 3"):
+        lagom.PetastormDataLoader(WRITTEN, 20, 3)
+    with pytest.raises(ValueError, match="say one of them"):
+        TransformSpec(removed_fields=["a"], selected_fields=["b"])
+
+
+def test_plain_parquet_is_transformed_as_frames(tmp_path: Path) -> None:
+    folder = written(tmp_path, {"a": [1, 2, 3, 4], "v": [[1.0, 2.0]] * 4, "t": ["x", "y", "z", "w"]})
+
+    def transform(frame: Any) -> Any:
+        frame["b"] = frame["a"] * 10
+        frame["v"] = frame["v"].map(lambda one: one + 1)
+        return frame[["b", "v", "t"]]
+
+    (found,) = lagom.PetastormDataLoader(str(folder), 4, transform, shuffle=False)
+    assert found["b"].tolist() == [10, 20, 30, 40]
+    assert found["v"].tolist() == [[2, 3]] * 4
+    assert found["t"] == ["x", "y", "z", "w"]
+    (plain,) = lagom.PetastormDataLoader(str(folder), 4, shuffle=False)
+    assert plain["v"].tolist() == [[1, 2]] * 4
+    with pytest.raises(DataError, match=r"function returned None \(is there a return\?\); .* pandas DataFrame"):
+        list(lagom.PetastormDataLoader(str(folder), 4, lambda frame: None))
+    with pytest.raises(DataError, match="left none of the 4 rows"):
+        list(lagom.PetastormDataLoader(str(folder), 4, lambda frame: frame[:0]))
+    with pytest.raises(DataError, match="function returned a list; it gets a row as a dict"):
+        list(lagom.PetastormDataLoader(WRITTEN, 4, lambda row: [1]))
+
+
+@pytest.mark.parametrize("kind", ["f2", "f4", "f8", "i1", "u1", "i4", "i8", "?"])
+def test_numbers_keep_their_type_through_a_frame(tmp_path: Path, kind: str) -> None:
+    folder = str(written(tmp_path, {"a": np.arange(4).astype(kind)}))
+    (plain,) = lagom.PetastormDataLoader(folder, 4, shuffle=False)
+    (found,) = lagom.PetastormDataLoader(folder, 4, lambda frame: frame, shuffle=False)
+    assert found["a"].dtype == plain["a"].dtype
+    assert torch.equal(found["a"], plain["a"])
+
+
+@pytest.mark.parametrize("column", ["fixed", "zipped", "png"])
+def test_a_cell_that_does_not_decode_is_named(tmp_path: Path, column: str) -> None:
+    folder = tmp_path / "table"
+    shutil.copytree(WRITTEN, folder)
+    path = folder / "day=1" / "part-0.parquet"
+    table = pq.read_table(path, partitioning=None)
+    cells = table[column].to_pylist()
+    cells[6] = cells[6][: len(cells[6]) // 2]
+    table = table.set_column(table.column_names.index(column), column, pa.array(cells, pa.binary()))
+    pq.write_table(table, path, row_group_size=4)
+    loader = lagom.PetastormDataLoader(folder, 5, schema_fields=["id", column])
+    with pytest.raises(DataError, match=rf"day=1/part-0.parquet, row group 1, column '{column}', row 2: "):
+        list(loader)
+    close(loader)
+
+
+def test_an_array_of_another_shape_than_the_schema_says_is_named() -> None:
+    field = Field("a", np.dtype(np.float32), (2,), "NdarrayCodec", False)
+
+    def cells(*arrays: Any) -> Any:
+        made = []
+        for array in arrays:
+            file = io.BytesIO()
+            np.save(file, array)
+            made.append(file.getvalue())
+        return pa.array(made, pa.binary())
+
+    def converted(array: Any) -> Any:
+        where = type(
+            "Where", (), {"memory": None, "error": lambda self, path, at, why: DataError(f"row {at}: {why}")}
+        )()
+        codec: Any = petastorm_codecs.codec(field, "error")
+        return codec.convert(array, ("a",), where).batch()
+
+    one = np.array([1, 2], np.float32)
+    assert converted(cells(one, one * 2)).tolist() == [[1, 2], [2, 4]]
+    assert converted(cells(one, one * 2).slice(1)).tolist() == [[2, 4]]
+    assert converted(cells(one, one.astype(">f4"))).tolist() == [[1, 2], [1, 2]]  # another header
+    square = np.arange(6, dtype=np.float32).reshape(2, 3)
+    field = Field("a", np.dtype(np.float32), (2, 3), "NdarrayCodec", False)
+    assert converted(cells(np.asfortranarray(square), np.asfortranarray(square + 1))).tolist() == [
+        square.tolist(),
+        (square + 1).tolist(),
+    ]
+    for wrong in (square[:1], square.astype(np.float64), square.astype(object)):
+        with pytest.raises(DataError, match="row 1: is no array"):
+            converted(cells(square, wrong))
+
+
+class Harm:
+    """What a crafted schema would run."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch harmed",)
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        pickle.dumps(Harm()),
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"cnumpy.core.multiarray\n_reconstruct\n(S'1'\ntR.",
+        b"cnumpy\nload\n(S'1'\ntR.",
+        b"cpetastorm.etl.legacy\nrestricted_loads\n(S'1'\ntR.",
+        b"cpyspark.sql.types\n_parse_datatype_json_string\n(S'1'\ntR.",
+        b"ccopy_reg\n_reconstructor\n(ccollections\nOrderedDict\nc__builtin__\nobject\nNtR.",
+        pickle.dumps({"_fields": {}}),
+        b"no pickle",
+        b"",
+    ],
+)
+def test_a_schema_runs_nothing(pickled: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="schema in here cannot be read"):
+        loads(pickled, "here")
+    assert not list(tmp_path.iterdir())
+
+
+def test_schemas_of_older_petastorms_are_read() -> None:
+    """As Python 2 pickled them, under the package's older names, and named tuples as pyspark pickles them."""
+    old = (
+        b"ccopy_reg\n_reconstructor\n(cav.ml.dataset_toolkit.unischema\nUnischema\nc__builtin__\nobject\nNtR"
+        b"(dS'_fields'\nccollections\nOrderedDict\n((l(lS'x'\na"
+        b"cpyspark.serializers\n_restore\n(S'UnischemaField'\n(S'name'\nS'numpy_dtype'\nS'shape'\nS'codec'\nS'nullable'\nt"
+        b"(S'x'\ncnumpy\nunicode_\n(I2\nNt"
+        b"ccopy_reg\n_reconstructor\n(cav.ml.dataset_toolkit.codecs\nNdarrayCodec\nc__builtin__\nobject\nNtR"
+        b"I01\nttRaatRsS'_name'\nS'S'\nsb."
+    )
+    assert loads(old, "here") == {"x": Field("x", np.dtype(np.str_), (2, None), "NdarrayCodec", True)}
+    fields = unischema.found(LocalFileSystem(), str(WRITTEN))
+    assert fields is not None
+    assert fields["ragged"] == Field("ragged", np.dtype(np.int16), (None, 2), "NdarrayCodec", False)
+    assert fields["price"].dtype is None
+
+
+def test_pillow_reads_what_opencv_does_and_refuses_what_it_would_spoil(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = pq.read_table(WRITTEN / "day=0" / "part-0.parquet", partitioning=None)
+    for number in range(3):
+        for name in ("png", "grey"):
+            assert np.array_equal(images._by_pillow(table[name][number].as_py()), row(number)[name])
+    header = b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4, "big")
+    chunk = b"IHDR" + (1).to_bytes(4, "big") * 2 + bytes([16, 2, 0, 0, 0])
+    deep = header + chunk + zlib.crc32(chunk).to_bytes(4, "big")
+    with pytest.raises(ValueError, match="16 bits"):
+        images._by_pillow(deep)
+
+
+@pytest.mark.parametrize(("world_size", "batches"), [(1, "split"), (2, "split"), (3, "split"), (2, "whole")])
+def test_training_on_a_path_is_that_of_one_machine(world_size: int, batches: Any) -> None:
+    def run(session: Session) -> Any:
+        def transform(found: dict[str, Any]) -> dict[str, Any]:
+            return {"x": found["fixed"].astype(np.float64), "y": float(found["price"]), "id": found["id"]}
+
+        loader = lagom.PetastormDataLoader(str(WRITTEN), batch_size=6, transform_spec=transform)
+        model = torch.nn.Linear(6, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        seen = []
+        for _ in range(10):
+            epoch: list[int] = []
+            for batch in loader:
+                epoch += batch["id"].tolist()
+                optimizer.zero_grad()
+                (model(batch["x"].flatten(1))[:, 0] - batch["y"]).square().mean().backward()
+                optimizer.step()
+            seen.append(epoch)
+        close(loader)
+        return [p.detach() for p in model.parameters()], seen
+
+    weights, _ = alone(run)
+    found = run_ranks(world_size, run, batches=batches)
+    for theirs, _ in found:
+        for one, other in zip(theirs, weights, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0 if world_size == 1 else 1e-12)
+    for epoch in range(10):
+        ranks = found[:1] if batches == "whole" else found
+        assert {number for _, seen in ranks for number in seen[epoch]} == set(range(20))
+
+
+def test_a_program_of_maggys_shape_trains_on_two_ranks(tmp_path: Path) -> None:
+    test_folder = numbers(tmp_path / "test", [[9, 4]])
+
+    def train(module: Any, hparams: Any, train_set: Any, test_set: Any) -> Any:
+        import torch
+
+        from lagom import PetastormDataLoader
+
+        def f(found: dict[str, Any]) -> dict[str, Any]:
+            return {"x": found["png"].astype("float32").reshape(-1) / 255, "y": float(found["price"])}
+
+        model = module(60, 1)
+        optimizer = torch.optim.SGD(model.parameters(), hparams["lr"])
+        loader = PetastormDataLoader(train_set, batch_size=4, transform_spec=f)
+        steps = 0
+        for _ in range(10):
+            for batch in loader:
+                optimizer.zero_grad()
+                (model(batch["x"])[:, 0] - batch["y"].float()).square().mean().backward()
+                optimizer.step()
+                steps += 1
+        with torch.no_grad():
+            total = sum(batch["row"].sum().item() for batch in PetastormDataLoader(test_set, batch_size=4))
+        return {"steps": steps, "total": total, "weight": model.weight.sum().item()}
+
+    config = TorchDistributedConfig(
+        module=torch.nn.Linear,
+        hparams={"lr": 0.01},
+        train_set=str(WRITTEN),
+        test_set=str(test_folder),
+        world_size=2,
+        launcher="local",
+    )
+    result = experiment.lagom(train, config)
+    assert [one["steps"] for one in result.per_rank] == [50, 50]
+    assert [one["total"] for one in result.per_rank] == [78, 78]
+    assert result.per_rank[0]["weight"] == result.per_rank[1]["weight"]
+
+
+def test_torchs_loader_and_parquet_loader_read_it_too() -> None:
+    dataset = ParquetDataset(WRITTEN, columns=["id", "png"])
+    (found,) = DataLoader(dataset, 20)
+    (other,) = ParquetLoader(dataset, 20)
+    assert torch.equal(found["png"], other["png"])
+    assert np.array_equal(found["png"][11].numpy(), row(11)["png"])
+    dataset.close()

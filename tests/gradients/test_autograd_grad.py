@@ -1,0 +1,259 @@
+"""``lagom.gradients.autograd_grad``: ``torch.autograd.grad`` gives for parameters what it gives on one machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.data import DataLoader, TensorDataset
+
+from lagom.errors import DivergenceError
+from lagom.gradients.autograd_grad import _is_made_of_parameters, is_averaged
+from lagom.run_state.leaves import Likeness
+from lagom.session.session import Session
+from tests.ranks import alone, run_ranks
+from tests.session.programs import Program, data, mlp, mse, weights
+
+
+def loader(batch_size: int = 5) -> DataLoader[Any]:
+    return DataLoader(data(14), batch_size=batch_size)  # the last has 4 samples, or 2
+
+
+def sgd_by_hand(_: Session) -> list[Tensor]:
+    model = mlp()
+    parameters = list(model.parameters())
+    for x, y in loader():
+        for p, gradient in zip(parameters, torch.autograd.grad(mse(model)(x, y), parameters), strict=True):
+            p.data.sub_(gradient, alpha=0.1)
+    return weights(model)
+
+
+def plain_leaves(_: Session) -> list[Tensor]:
+    w = torch.zeros(2, 7, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(7, 1, dtype=torch.float64).requires_grad_()
+    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    for x, y in loader(4):
+        gradients = torch.autograd.grad((scale * torch.tanh(x @ w) @ b - y).square().mean(), [w, b, scale])
+        with torch.no_grad():
+            for leaf, gradient in zip((w, b, scale), gradients, strict=True):
+                leaf -= 0.1 * gradient
+    return [w.detach(), b.detach(), scale.detach()]
+
+
+def meta_learning(_: Session) -> list[Tensor]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = list(loader())
+    for (x, y), (x2, y2) in zip(batches, batches[1:] + batches[:1], strict=True):
+        fast: dict[str, Any] = dict(model.named_parameters())
+        for _step in range(3):
+            loss = nn.functional.mse_loss(functional_call(model, fast, (x,)), y)
+            gradients = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+            fast = {name: p - 0.5 * g for (name, p), g in zip(fast.items(), gradients, strict=True)}
+        optimizer.zero_grad()
+        nn.functional.mse_loss(functional_call(model, fast, (x2,)), y2).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def first_order_meta_learning(_: Session) -> list[Tensor]:
+    model = mlp()
+    for x, y in loader():
+        fast = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+        for _step in range(2):
+            loss = nn.functional.mse_loss(functional_call(model, fast, (x,)), y)
+            gradients = torch.autograd.grad(loss, list(fast.values()))
+            with torch.no_grad():
+                for p, g in zip(fast.values(), gradients, strict=True):
+                    p -= 0.5 * g
+        with torch.no_grad():
+            for slow, p in zip(model.parameters(), fast.values(), strict=True):
+                slow.add_(p - slow, alpha=0.5)
+    return weights(model)
+
+
+def penalty_on_gradients(_: Session) -> list[Tensor]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader():
+        loss = mse(model)(x, y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        optimizer.zero_grad()
+        torch.stack([loss, *[g.square().sum() for g in gradients]]).sum().backward()
+        optimizer.step()
+    return weights(model)
+
+
+def hessian_times_vector(_: Session) -> list[Tensor]:
+    model = mlp()
+    parameters = list(model.parameters())
+    found: list[Tensor] = []
+    for x, y in loader():
+        gradients = torch.autograd.grad(mse(model)(x, y), parameters, create_graph=True)
+        found += torch.autograd.grad([g.sin().sum() for g in gradients], parameters, create_graph=True)
+        found += torch.autograd.grad([g.square().sum() for g in found[-len(parameters) :]], parameters)
+    return [each.detach() for each in found]
+
+
+def penalty_on_inputs(_: Session) -> list[Tensor]:
+    critic = mlp()
+    optimizer = torch.optim.SGD(critic.parameters(), 0.1)
+    for x, y in loader():
+        x.requires_grad_()
+        middle = x * 2
+        by_x, by_middle = torch.autograd.grad(critic(middle).sum(), [x, middle], create_graph=True)
+        optimizer.zero_grad()
+        ((by_x.norm(dim=1) - 1).square() + by_middle.square().sum(1)).mean().add(mse(critic)(x, y)).backward()
+        optimizer.step()
+    return weights(critic)
+
+
+def slopes(_: Session) -> list[Tensor]:
+    """A differential equation: inputs of one number a row, whose gradients meet values in the loss."""
+    model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader():
+        t = x[:, :1].clone().requires_grad_()
+        u = model(t)
+        (slope,) = torch.autograd.grad(u, t, torch.ones_like(u), create_graph=True)
+        optimizer.zero_grad()
+        (slope + u - y).square().mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+def with_hooks(_: Session) -> list[Tensor]:
+    model: Any = mlp()
+    model[0].weight.register_hook(lambda grad: grad.sign())
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+    x, y = next(iter(loader()))
+    return list(torch.autograd.grad(mse(model)(x, y), [model[0].weight, model[0].bias]))
+
+
+PROGRAMS: list[Program] = [
+    sgd_by_hand,
+    plain_leaves,
+    meta_learning,
+    first_order_meta_learning,
+    penalty_on_gradients,
+    hessian_times_vector,
+    penalty_on_inputs,
+    slopes,
+    with_hooks,
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_the_result_is_that_of_one_machine(program: Program, world_size: int) -> None:
+    check(program, run_ranks(world_size, program))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_so_is_the_result_of_whole_batches(program: Program) -> None:
+    check(program, run_ranks(2, program, batches="whole", always_slices=True))
+
+
+def check(program: Program, results: list[list[Tensor]]) -> None:
+    expected = alone(program)
+    for result in results:
+        assert len(result) == len(expected)
+        for found, wanted in zip(result, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("program", [meta_learning, with_hooks], ids=lambda program: program.__name__)
+def test_world_1_is_bit_identical(program: Program) -> None:
+    for found, wanted in zip(run_ranks(1, program)[0], alone(program), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_what_only_some_ranks_use_counts_as_zero_on_the_others() -> None:
+    def run(session: Session) -> Any:
+        used, table = nn.Parameter(torch.ones(2)), nn.Embedding(3, 1, sparse=True)
+        nothing, rarely = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(3))
+        loss = used.sum() + (rarely * 3).sum() if session.rank == 0 else used.sum() * 3
+        if session.rank == 0:
+            loss = loss + table(torch.tensor([1, 1])).sum()
+        found = torch.autograd.grad(loss, [used, nothing, rarely, table.weight], allow_unused=True)
+        assert all(p.grad is None for p in (used, nothing, rarely, table.weight))
+        return [None if g is None else g.to_dense().tolist() for g in found]
+
+    assert run_ranks(2, run) == [[[2, 2], None, [1.5] * 3, [[0], [1], [0]]]] * 2
+
+
+def test_ranks_that_ask_for_different_gradients_are_told() -> None:
+    def run(session: Session) -> str:
+        a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        with pytest.raises(DivergenceError) as caught:
+            torch.autograd.grad((a * b).sum(), [b if session.rank else a])
+        return str(caught.value)
+
+    assert all("different parameters on different ranks" in text for text in run_ranks(3, run))
+
+
+def test_a_gradient_is_not_mixed_up_with_that_of_a_backward() -> None:
+    def run(session: Session) -> str:
+        a = nn.Parameter(torch.ones(1))
+        run = a.sum().backward if session.rank else lambda: torch.autograd.grad(a.sum(), [a])
+        with pytest.raises(DivergenceError) as caught:
+            run()
+        return str(caught.value)
+
+    assert all("rank 0 at torch.autograd.grad, rank 1 at a backward" in text for text in run_ranks(2, run))
+
+
+def test_gradients_of_data_are_the_ranks_own_and_cost_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(session: Session) -> Any:
+        assert session.group is not None
+        (x,) = next(iter(DataLoader(TensorDataset(torch.arange(10.0).view(5, 2)), batch_size=5)))
+        delta = torch.zeros_like(x, requires_grad=True)  # equal on all ranks
+        monkeypatch.setattr(session.group, "exchange", None)
+        (found,) = torch.autograd.grad(((x + delta) ** 2).sum(), delta)
+        (by_activation,) = torch.autograd.grad((delta.exp() * x).sum(), (middle := delta.exp(),), allow_unused=True)
+        assert by_activation is None
+        assert middle.requires_grad
+        monkeypatch.undo()
+        return torch.equal(found, 2 * x)
+
+    assert run_ranks(2, run) == [True, True]
+
+
+def test_plain_leaves_that_differ_keep_their_own_gradients() -> None:
+    def run(session: Session) -> Any:
+        x, _ = next(iter(loader(8)))
+        own = torch.full((3,), 1.0 + session.rank, requires_grad=True)
+        shared = nn.Parameter(torch.ones(1))
+        found = torch.autograd.grad((own.square() * shared).sum() * (session.rank + 1), [own, shared])
+        assert len(x)
+        return [each.tolist() for each in found]
+
+    expected = (3 * 1 + 2 * 3 * 4) / 2
+    assert run_ranks(2, run) == [[[2.0] * 3, [expected]], [[8.0] * 3, [expected]]]
+
+
+def test_gradients_per_sample_are_left_alone() -> None:
+    def run(session: Session) -> Any:
+        model = nn.Linear(2, 3)
+        x = torch.full((1, 2), 1.0 + session.rank)
+        (rows,) = torch.autograd.grad(model(x)[0], [model.weight], torch.eye(3), is_grads_batched=True)
+        return rows[0, 0].tolist()
+
+    assert run_ranks(2, run) == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def test_what_is_made_of_parameters_is_told_from_activations() -> None:
+    p, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2, requires_grad=True)
+    rate = nn.Parameter(torch.ones(()))
+    (gradient,) = torch.autograd.grad(p.square().sum(), p)
+    assert all(_is_made_of_parameters(one) for one in (p - rate * gradient, (p.clone() * 2 - gradient) / 3))
+    assert not any(
+        _is_made_of_parameters(one) for one in (p @ x, p * x, p.exp(), p.sum(), rate * 2 + x.detach().sum(0))
+    )
+    assert is_averaged(p, Likeness.SHAPE, shared_out=False)
+    assert not is_averaged(p @ x, Likeness.NONE, shared_out=True)
+    assert [is_averaged(x, likeness, shared_out=True) for likeness in Likeness] == [True, True, False]
+    assert not is_averaged(x, Likeness.NONE, shared_out=False)

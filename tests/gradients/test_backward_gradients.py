@@ -1,0 +1,219 @@
+"""``lagom.gradients.backward_gradients``: hooks of leaves see the gradient of the whole batch, as on one machine."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lagom.session.session import Session
+from tests.ranks import alone, run_ranks
+from tests.session.programs import Program, data, mlp, mse, sgd, weights
+
+
+def clipped_by_hooks(_: Session) -> list[Tensor]:
+    model = mlp()
+    for p in model.parameters():
+        p.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
+    return sgd(model, mse(model))
+
+
+def hooks_in_order(_: Session) -> list[Tensor]:
+    model: Any = mlp()
+    log: list[Tensor] = []
+    p = model[0].weight
+    p.register_hook(lambda grad: grad.sign())
+    removed = p.register_hook(lambda grad: grad * 0)
+    p.register_hook(lambda grad: grad.cumsum(0))
+    removed.remove()
+    for place, each in enumerate(model.parameters()):
+        each.register_post_accumulate_grad_hook(lambda leaf, place=place: log.append(torch.tensor(place)))
+    return sgd(model, mse(model)) + log
+
+
+def optimizer_in_the_backward(_: Session) -> list[Tensor]:
+    model = mlp()
+    optimizers = {p: torch.optim.SGD([p], 0.1, momentum=0.9) for p in model.parameters()}
+
+    def step(p: Tensor) -> None:
+        optimizers[p].step()  # type: ignore[index]
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for x, y in DataLoader(data(), batch_size=6):
+        mse(model)(x, y).backward()
+        assert all(p.grad is None for p in model.parameters())
+    return weights(model)
+
+
+def hooks_while_accumulating(_: Session) -> list[Tensor]:
+    model: Any = mlp()
+    seen: list[Tensor] = []
+    for p in model.parameters():
+        p.register_hook(lambda grad: grad.sign() * grad.abs().sqrt())
+    model[0].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for x, y in DataLoader(data(), batch_size=6):
+        mse(model)(x, y).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None] + seen
+
+
+def accumulating_in_place(_: Session) -> list[Tensor]:
+    model = mlp()
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    for p, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
+        p.grad = part.view_as(p)
+    for x, y in DataLoader(data(), batch_size=5):
+        mse(model)(x, y).backward()
+    return [flat]
+
+
+def hooks_with_a_reentrant_checkpoint(_: Session) -> list[Tensor]:
+    model = mlp()
+    for p in model.parameters():
+        p.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
+    return sgd(model, mse(lambda x: model[2](checkpoint(model[:2], x.requires_grad_(), use_reentrant=True))))
+
+
+def hooks_with_inputs(_: Session) -> list[Tensor]:
+    model = mlp()
+    for p in model.parameters():
+        p.register_hook(lambda grad: grad.sign())
+    x, y = next(iter(DataLoader(data(), batch_size=9)))
+    mse(model)(x, y).backward(inputs=[model[0].weight])
+    assert model[2].weight.grad is None
+    return [model[0].weight.grad]  # type: ignore[list-item]
+
+
+def differentiated_again(_: Session) -> list[Tensor]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in DataLoader(data(), batch_size=5):  # the last has 4 samples
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a reference cycle
+            mse(model)(x, y).backward(create_graph=True)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+        (mse(model)(x, y) + sum(grad.square().sum() for grad in gradients)).backward()
+        optimizer.step()
+    return weights(model)
+
+
+PROGRAMS: list[Program] = [
+    clipped_by_hooks,
+    hooks_in_order,
+    optimizer_in_the_backward,
+    hooks_while_accumulating,
+    accumulating_in_place,
+    hooks_with_a_reentrant_checkpoint,
+    hooks_with_inputs,
+    differentiated_again,
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_the_gradients_are_those_of_one_machine(program: Program, world_size: int) -> None:
+    check(program, run_ranks(world_size, program))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_so_are_the_gradients_of_whole_batches(program: Program) -> None:
+    check(program, run_ranks(2, program, batches="whole", always_slices=True))
+
+
+def check(program: Program, results: list[list[Tensor]]) -> None:
+    expected = alone(program)
+    for result in results:
+        assert len(result) == len(expected)
+        for found, wanted in zip(result, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_hooks_of_leaves_that_only_another_rank_reaches_are_called() -> None:
+    def run(session: Session) -> Any:
+        experts = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+        for expert in experts:
+            expert.grad = torch.full((1,), 10.0)
+            expert.register_hook(lambda grad: grad.square())
+        (experts[session.rank] * 3).sum().backward()
+        return [expert.grad.item() for expert in experts if expert.grad is not None]
+
+    assert run_ranks(2, run) == [[10 + 1.5**2] * 2] * 2
+
+
+def test_hooks_stay_where_they_are_whatever_happens() -> None:
+    def run(session: Session) -> Any:
+        p = nn.Parameter(torch.ones(1))
+        calls = []
+        handles = [p.register_hook(lambda grad: calls.append("first"))]
+
+        def failing(_: Tensor) -> None:
+            calls.append("failing")
+            raise ZeroDivisionError
+
+        handles.append(p.register_hook(failing))
+        p.grad = torch.full((1,), 5.0)
+        with pytest.raises(ZeroDivisionError):
+            (p * 2).sum().backward()
+        assert p.grad.item() == 5
+        middle = p * 2
+        middle.register_hook(failing)
+        with pytest.raises(ZeroDivisionError):
+            middle.sum().backward()
+        assert p.grad.item() == 5
+        handles[1].remove()
+        (p * (2 + session.rank)).sum().backward()
+        assert p._backward_hooks is not None
+        assert list(p._backward_hooks) == [handles[0].id]
+        return p.grad.item(), calls
+
+    assert run_ranks(2, run) == [(7.5, ["first", "failing", "failing", "first"])] * 2
+
+
+def test_a_hook_that_is_removed_during_the_backward_is_not_called() -> None:
+    def run(session: Session) -> Any:
+        p = nn.Parameter(torch.ones(1))
+        handle = p.register_hook(lambda grad: grad * 100)
+        middle = p * 2
+        middle.register_hook(lambda _: handle.remove())
+        middle.sum().backward()
+        assert p.grad is not None
+        return p.grad.item(), dict(p._backward_hooks or {})
+
+    assert run_ranks(2, run) == [(2.0, {})] * 2
+
+
+def test_a_hook_may_run_a_backward_of_its_own() -> None:
+    def run(session: Session) -> Any:
+        p, q = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+        def again(p: Any) -> None:
+            with torch.enable_grad():
+                (q * p.grad * (1 + session.rank)).sum().backward()
+
+        p.register_post_accumulate_grad_hook(again)
+        (p * session.rank).sum().backward()
+        assert p.grad is not None
+        assert q.grad is not None
+        return p.grad.item(), q.grad.item()
+
+    assert run_ranks(2, run) == [(0.5, 0.75)] * 2
+
+
+def test_a_hook_that_gives_something_fails_as_in_torch() -> None:
+    def program(_: Session) -> str:
+        model = mlp()
+        x, y = next(iter(DataLoader(data(), batch_size=6)))
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.9))
+        with pytest.raises(RuntimeError) as failed:
+            mse(model)(x, y).backward()
+        return str(failed.value)
+
+    assert run_ranks(2, program) == [alone(program)] * 2

@@ -1,0 +1,49 @@
+"""``lagom.host.descendants``: the end of a rank takes along what is its own, and the last one's all the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HOST = """
+import contextlib, os, signal, subprocess, sys, time
+from pathlib import Path
+from lagom.host.descendants import adopt, end_rank
+
+def rank():
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        os.write(into, subprocess.check_output("sleep 60 >/dev/null 2>&1 & echo $!", shell=True))
+        time.sleep(60)
+    return pid, int(os.read(out, 20))
+
+def alive(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+def alive_after(*pids):
+    time.sleep(0.5)
+    return [alive(pid) for pid in pids]
+
+adopt(True)
+(first, helper), (second, server) = rank(), rank()
+os.kill(first, signal.SIGKILL)
+os.waitpid(first, 0)
+end_rank(first, [second])
+print(alive_after(helper, second, server))
+end_rank(second, [])
+print(alive_after(second, server))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")
+def test_the_end_of_a_rank_ends_its_own_orphans_and_the_last_ones_end_all() -> None:
+    done = subprocess.run([sys.executable, "-c", HOST], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["[False, True, True]", "[False, False]"], done.stderr

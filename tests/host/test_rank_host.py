@@ -1,0 +1,310 @@
+"""``lagom.host.rank_host`` and ``child``: a rank is forked, heard, ended and reported, with and without a driver."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lagom
+from lagom.cluster import Cluster
+from lagom.config import TorchDistributedConfig
+from lagom.host import descendants
+from lagom.host.rank_host import _seat, hold
+from lagom.host.supervisor import Forked, _died
+from lagom.host.workspace import ground
+from lagom.monitor.stalls import Pulse
+from lagom.payload import Parcel, unpack_file
+from lagom.plan import plan
+from lagom.wire.client import Link, Message
+from lagom.wire.rendezvous import Stopped, peers
+from lagom.wire.server import anonymous_file
+from lagom.wire.spec import Spec
+
+
+@pytest.fixture(autouse=True)
+def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+
+
+def spec(world_size: int, **env: str) -> Spec:
+    cluster = Cluster(launcher="spark", slots=1, gpus_per_slot=world_size)
+    return Spec(
+        run_id="test",
+        plan=_without_gpus(plan(TorchDistributedConfig(), cluster)),
+        env=env,
+        whole_env=False,
+        cwd=os.getcwd(),
+        sys_path=(),
+        argv=(),
+        python="",
+        token="",
+        payload_size=0,
+    )
+
+
+def _without_gpus(the_plan: Any) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(the_plan, gpu=False)
+
+
+def held(
+    function: Callable[[], Any], world_size: int = 2, link: Link | None = None, **env: str
+) -> tuple[list[Message], list[Any]]:
+    """Reports and outcomes of the ranks of one task."""
+    call = {"function": function, "provided": {"hparams": {}}, "random": None}
+    files = [anonymous_file(str(rank)) for rank in range(world_size)]
+    payload = anonymous_file("payload")
+    try:
+        Parcel(call).write(payload)
+        with ground(spec(world_size), payload_fd=payload) as place:
+            gather = None if link else lambda text: [text]
+            reports = hold(spec(world_size, **env), 0, place, link, gather, files, "127.0.0.1")
+        return reports, [unpack_file(fd) if os.fstat(fd).st_size else None for fd in files]
+    finally:
+        for fd in [payload, *files]:
+            os.close(fd)
+
+
+class Driver:
+    """The other end of a link: seats the one task and takes down what it says."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.link, self.theirs = Link(ours), Link(theirs)
+        self.messages: list[Message] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while (message := self._next()) is not None:
+            self.messages.append(message)
+            if message["type"] == "join":
+                self.link.send(peers([message]))
+            if message["type"] == "failed":
+                self.link.send({"type": "stop"})
+
+    def _next(self) -> Message | None:
+        try:
+            return self.link.receive(10.0)
+        except ConnectionError:
+            return None
+
+    def of(self, kind: str) -> list[Message]:
+        return [message for message in self.messages if message["type"] == kind]
+
+    def close(self) -> None:
+        self.theirs.close()
+        self._thread.join()
+        self.link.close()
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    driver = Driver()
+    yield driver
+    driver.close()
+
+
+def test_sys_exit_ends_every_rank_as_python_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lagom.host.supervisor.LEAVE_S", 60.0)
+    late, last = tmp_path / "late", tmp_path / "last"
+
+    def leave() -> None:
+        if lagom.rank() == 0:
+            time.sleep(0.3)  # the other one is there first
+        atexit.register(lambda: last.write_text("at exit"))
+        threading.Timer(0.1, late.write_text, ["in a thread"]).start()
+        sys.exit(3)
+
+    reports, _ = held(leave)
+    assert [report.get("exit") for report in reports] == [3, 3]
+    assert (late.read_text(), last.read_text()) == ("in a thread", "at exit")
+
+
+def test_ranks_run_and_their_outcomes_lie_in_their_files(driver: Driver) -> None:
+    reports, outcomes = held(lambda: lagom.rank() * 10, link=driver.theirs)
+    assert [report["ok"] for report in reports] == [True, True]
+    assert [outcome["value"] for outcome in outcomes] == [0, 10]
+
+
+def test_only_rank_0_is_passed_on(driver: Driver) -> None:
+    held(lambda: print("from", lagom.rank()), link=driver.theirs)
+    driver.close()
+    assert "".join(message["data"] for message in driver.of("log")) == "from 0\n"
+
+
+def test_what_is_printed_without_a_driver_travels_with_the_results() -> None:
+    reports, _ = held(lambda: print("from", lagom.rank()))
+    assert "".join(message["data"] for message in reports[0]["output"]) == "from 0\n"
+    assert "output" not in reports[1]
+
+
+def test_a_failure_without_a_driver_ends_the_others_and_is_reported() -> None:
+    def train() -> None:
+        if lagom.rank() == 1:
+            raise KeyError("lr")
+        time.sleep(30)
+
+    started = time.monotonic()
+    reports, outcomes = held(train)
+    assert time.monotonic() - started < 3
+    assert reports[0]["stopped"]
+    assert (reports[1]["error"], reports[1]["message"]) == ("KeyError", "'lr'")
+    assert outcomes[0] is None
+    assert outcomes[1]["error"].args == ("lr",)
+
+
+def test_ranks_are_ended_where_the_kernel_does_not_list_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descendants, "_adopts", True)
+    monkeypatch.setattr(descendants, "children", lambda pid: [])
+
+    def train() -> None:
+        if lagom.rank() == 1:
+            raise KeyError("x")
+        time.sleep(60)
+
+    started = time.monotonic()
+    reports, _ = held(train)
+    assert time.monotonic() - started < 30
+    assert [report.get("error") for report in reports] == [None, "KeyError"]
+
+
+def test_a_failure_is_told_to_the_driver_before_its_ranks_are_ended(driver: Driver) -> None:
+    def train() -> None:
+        if lagom.rank() == 1:
+            raise KeyError("lr")
+        time.sleep(30)
+
+    held(train, link=driver.theirs)
+    driver.close()
+    (failed,) = driver.of("failed")
+    assert (failed["rank"], failed["error"]) == (1, "KeyError")
+
+
+def test_a_driver_that_goes_away_takes_the_ranks_along(driver: Driver) -> None:
+    def leave() -> None:
+        deadline = time.monotonic() + 10
+        while not driver.of("log") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        driver.link.socket.shutdown(socket.SHUT_RDWR)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    started = time.monotonic()
+
+    def train() -> None:
+        print("here", flush=True)
+        time.sleep(30)
+
+    reports, _ = held(train, link=driver.theirs)
+    thread.join()
+    assert time.monotonic() - started < 8
+    assert all(report["stopped"] for report in reports)
+
+
+def test_a_run_that_is_over_before_it_began_starts_no_rank() -> None:
+    ours, theirs = (Link(end) for end in socket.socketpair())
+    ours.send({"type": "stop"})
+    with pytest.raises(Stopped):
+        held(lambda: None, link=theirs)
+    ours.close()
+    theirs.close()
+
+
+def test_no_process_and_no_file_is_left() -> None:
+    held(lambda: None)
+    files, processes = len(os.listdir("/proc/self/fd")), _children()
+    held(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert _children() == processes
+
+
+def _children() -> set[str]:
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def test_the_environment_of_the_driver_is_added_to_the_ranks(driver: Driver) -> None:
+    _, outcomes = held(lambda: os.environ.get("LAGOM_TEST"), 1, driver.theirs, LAGOM_TEST="x")
+    assert outcomes[0]["value"] == "x"
+    assert "LAGOM_TEST" not in os.environ
+
+
+def dead(status: int, tail: bytes = b"") -> Message:
+    rank = Forked(3, 1, None, Link(socket.socket()), -1, -1, -1, Pulse(60.0), tail=bytearray(tail))
+    rank.control.close()
+    return _died(rank, status, {})
+
+
+def test_a_death_is_told_by_signal_or_status() -> None:
+    assert "rank 3 was killed by SIGKILL, as the system does" in dead(signal.SIGKILL)["message"]
+    assert dead(signal.SIGSEGV)["message"] == "rank 3 was killed by SIGSEGV"
+    assert dead(40)["message"] == "rank 3 was killed by signal 40"
+    assert "exit status 4" in dead(4 << 8)["message"]
+    assert dead(4 << 8, b"last \xffwords")["traceback"] == "its last output:\nlast \ufffdwords"
+    assert "nothing" in dead(4 << 8, b"  \n")["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("env", "num_here", "threads"),
+    [
+        ({}, 1, 8),
+        ({}, 2, 4),
+        ({}, 3, 2),
+        ({}, 20, 1),
+        ({"OMP_NUM_THREADS": "3"}, 2, 3),
+    ],
+)
+def test_a_rank_gets_its_share_of_the_cores(
+    env: dict[str, str], num_here: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    with ground(spec(1), payload_fd=0) as place:
+        ranks = [{"rank": rank, "host": "here", "ip": "1.2.3.4", "gpu": None} for rank in range(num_here)]
+        table = {"ranks": [*ranks, {"rank": num_here, "host": "there"}], "store": ["1.2.3.4", 5], "nccl": False}
+        seat = _seat(table, num_here - 1, spec(1, **env), place, 0, None, None)
+    assert seat.threads == threads
+    assert (seat.local_rank, seat.local_world_size) == (num_here - 1, num_here)
+    assert seat.store == ("1.2.3.4", 5)
+
+
+def test_the_first_of_openmps_list_of_numbers_counts() -> None:
+    with ground(spec(1), payload_fd=0) as place:
+        table = {"ranks": [{"rank": 0, "host": "here", "ip": "1.2.3.4"}], "store": ["1.2.3.4", 5], "nccl": False}
+        assert _seat(table, 0, spec(1, OMP_NUM_THREADS="4,3"), place, 0, None, None).threads == 4
+
+
+@pytest.mark.parametrize(
+    ("masks", "nccl", "already_distributed", "wanted"),
+    [
+        (["GPU-b", "GPU-a"], True, True, ("GPU-b,GPU-a", 1)),
+        (["3", "1"], True, True, ("3,1", 1)),
+        (["3", "1"], True, False, ("1", 0)),
+        (["3", "3"], False, True, ("3", 0)),
+        (["MIG-x", "MIG-y"], True, True, ("MIG-y", 0)),
+        ([None, None], True, True, (None, 0)),
+    ],
+)
+def test_a_program_for_torchrun_sees_the_gpus_of_its_host_in_the_order_of_its_ranks(
+    masks: list[str | None], nccl: bool, already_distributed: bool, wanted: tuple[str | None, int]
+) -> None:
+    its = dataclasses.replace(spec(2), plan=dataclasses.replace(spec(2).plan, already_distributed=already_distributed))
+    with ground(its, payload_fd=0) as place:
+        here = [{"rank": rank, "host": "here", "ip": "1.2.3.4", "gpu": gpu} for rank, gpu in enumerate(masks)]
+        there = {"rank": 2, "host": "there", "ip": "1.2.3.5", "gpu": "0"}
+        table = {"ranks": [*here, there], "store": ["1.2.3.4", 5], "nccl": nccl}
+        seat = _seat(table, 1, its, place, 0, None, masks[1])
+    assert (seat.gpu, seat.gpu_index) == wanted

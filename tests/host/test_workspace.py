@@ -1,0 +1,216 @@
+"""``lagom.host.workspace``: what a host gives its ranks, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lagom.cluster import Cluster
+from lagom.config import TorchDistributedConfig
+from lagom.host.workspace import base_dir, ground, pack_files, sweep
+from lagom.payload import Parcel
+from lagom.plan import plan
+from lagom.wire.server import anonymous_file
+from lagom.wire.spec import Spec
+
+
+@pytest.fixture(autouse=True)
+def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder of the test's own, so that no run in progress is touched."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def spec(run_id: str = "abc", **more: Any) -> Spec:
+    settings: dict[str, Any] = {
+        "run_id": run_id,
+        "plan": plan(TorchDistributedConfig(), Cluster(launcher="spark", slots=1)),
+        "env": {},
+        "whole_env": False,
+        "cwd": "/nowhere/at/all",
+        "sys_path": ("/a", "/b"),
+        "argv": ("program",),
+        "python": "3.11",
+        "token": "",
+        "payload_size": 1,
+        "payload": b"payload",
+    }
+    return Spec(**settings | more)
+
+
+def runs() -> list[str]:
+    return sorted(path.name for path in base_dir().glob("run-*"))
+
+
+def test_the_last_one_out_clears_up() -> None:
+    with ground(spec()) as first:
+        with ground(spec()) as second:
+            assert first.host_dir == second.host_dir
+            (first.host_dir / "file").write_text("x")
+        assert (first.host_dir / "file").exists()
+        assert runs() == ["run-abc"]
+    assert runs() == []
+
+
+def test_a_run_in_another_process_keeps_the_folder() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def stay() -> None:
+        with ground(spec()):
+            theirs.send("in")
+            theirs.recv()
+
+    process = context.Process(target=stay)
+    process.start()
+    assert ours.recv() == "in"
+    with ground(spec()) as place:
+        pass
+    assert place.host_dir.exists()
+    ours.send("out")
+    process.join()
+    assert not place.host_dir.exists()
+    for each in (process, ours, theirs):
+        each.close()
+
+
+def test_the_folder_goes_after_an_exception_too() -> None:
+    def fail() -> None:
+        with ground(spec()):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert runs() == []
+
+
+def test_what_killed_runs_left_is_swept_and_what_lives_is_not() -> None:
+    stale = base_dir() / "run-stale"
+    (stale / "files").mkdir(parents=True)
+    (stale / ".alive").write_text("")
+    (stale / "files" / "big").write_text("x")
+    with ground(spec("lives")):
+        sweep()
+        assert runs() == ["run-lives"]
+
+
+def test_a_folder_that_is_being_made_is_not_swept_away() -> None:
+    (base_dir() / "run-new").mkdir()  # its lock does not exist yet
+    sweep()
+    assert runs() == ["run-new"]
+
+
+def test_nobody_else_may_enter(own_tmp: Path) -> None:
+    with ground(spec()) as place:
+        assert place.host_dir.stat().st_mode & 0o077 == 0
+        assert base_dir().stat().st_mode & 0o077 == 0
+
+
+def test_a_base_folder_that_is_open_to_others_is_refused(own_tmp: Path) -> None:
+    base_dir().chmod(0o755)
+    with pytest.raises(PermissionError, match="TMPDIR"):
+        base_dir()
+
+
+def test_a_base_folder_that_is_a_link_is_refused(own_tmp: Path, tmp_path: Path) -> None:
+    (own_tmp / f"lagom-{os.getuid()}").symlink_to(tmp_path)
+    with pytest.raises(PermissionError, match="somebody else"):
+        base_dir()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_base_folder_of_somebody_else_is_refused(own_tmp: Path) -> None:
+    base_dir()
+    os.chown(own_tmp / f"lagom-{os.getuid()}", 12345, 12345)
+    with pytest.raises(PermissionError, match="somebody else"):
+        base_dir()
+
+
+def test_a_base_folder_that_is_a_file_is_refused(own_tmp: Path) -> None:
+    path = own_tmp / f"lagom-{os.getuid()}"
+    path.write_text("")
+    path.chmod(0o600)
+    with pytest.raises(OSError, match="lagom-"):
+        base_dir()
+
+
+def test_away_from_the_driver_ranks_stand_in_a_folder_of_the_run_with_the_users_modules() -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("mine/__init__.py", "x = 1")
+    with ground(spec(modules_zip=stream.getvalue())) as place:
+        assert place.scratch
+        assert place.cwd.parent == place.host_dir
+        assert Path(place.sys_path[0], "mine/__init__.py").read_text() == "x = 1"
+        assert os.pread(place.payload_fd, 100, 0) == b"payload"
+
+
+def test_on_the_drivers_host_ranks_stand_where_the_driver_stands(tmp_path: Path) -> None:
+    payload = tmp_path / "payload"
+    payload.write_bytes(Parcel([1]).tobytes())
+    token = tmp_path / "token"
+    token.write_text(f"abc\n{payload}\n")
+    with ground(spec(cwd=str(tmp_path), token=str(token), payload=None)) as place:
+        assert not place.scratch
+        assert place.cwd == tmp_path
+        assert place.sys_path == ["/a", "/b"]
+        assert os.pread(place.payload_fd, 10_000, 0) == payload.read_bytes()
+        assert not pack_files(place, -1)
+
+
+def test_a_token_of_another_run_is_no_token(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("another\n/etc/passwd\n")
+    with ground(spec(cwd=str(tmp_path), token=str(token))) as place:
+        assert place.scratch
+
+
+def test_a_payload_that_cannot_be_had_is_an_error_that_says_why() -> None:
+    with (
+        pytest.raises(ConnectionError, match="cannot reach the driver"),
+        ground(spec(payload=None)),
+    ):
+        pass
+    assert runs() == []
+
+
+def test_files_that_were_written_come_as_a_tar() -> None:
+    with ground(spec()) as place:
+        (place.cwd / "deep").mkdir()
+        (place.cwd / "deep" / "model.pt").write_bytes(b"weights")
+        fd = anonymous_file("files")
+        assert pack_files(place, fd)
+    assert fd is not None
+    os.lseek(fd, 0, os.SEEK_SET)
+    with os.fdopen(fd, "rb") as file, tarfile.open(fileobj=file) as tar:
+        member = tar.extractfile("./deep/model.pt")
+        assert member is not None
+        assert member.read() == b"weights"
+
+
+def test_no_files_are_no_tar() -> None:
+    with ground(spec()) as place:
+        assert not pack_files(place, -1)
+
+
+def test_the_file_of_the_payload_is_closed_afterwards() -> None:
+    with ground(spec()) as place:
+        pass
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(place.payload_fd)
+
+
+def test_containers_of_one_host_name_are_hosts_of_their_own() -> None:
+    with ground(spec("one")) as one, ground(spec("two")) as two, ground(spec("one")) as again:
+        assert one.host != two.host
+        assert one.host == again.host

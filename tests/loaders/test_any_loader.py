@@ -1,0 +1,299 @@
+"""Loaders of every kind, against the plain run: batch for batch, and the weights that training ends with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    StackDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
+
+from lagom.session.session import Session
+from tests.ranks import alone, run_ranks
+from tests.session.loading import Doubling, Endless, Numbers, OwnLoader, dealt, seen
+
+
+class ByLength(Sampler[list[int]]):
+    """Batches of other sizes, drawn with ``random`` and numpy, as a batch sampler of one's own."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.permutation(self.count).tolist()
+        while order:
+            size = random.randint(1, 4)
+            yield order[:size]
+            order = order[size:]
+
+
+class Shuffling(Sampler[int]):
+    """With ``set_epoch``-like state of its own: every pass starts one later."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter([(number * 3 + self.epoch) % self.count for number in range(self.count)])
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class InBatches(Numbers):
+    """Fetches a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [index * 10 for index in indices]
+
+
+class Lengthless(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return -index
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def plus_one(samples: list[int]) -> Tensor:
+    return torch.tensor(samples) + 1
+
+
+ten = [3, 1, 4, 15, 92, 65, 35, 89, 79, 32]
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "in order": lambda: DataLoader(Numbers(10), batch_size=4),
+    "batches of one": lambda: DataLoader(Numbers(3)),
+    "shuffled": lambda: DataLoader(Numbers(10), batch_size=4, shuffle=True),
+    "generator": lambda: DataLoader(Numbers(10), batch_size=4, shuffle=True, generator=seeded()),
+    "drop last": lambda: DataLoader(Numbers(10), batch_size=4, shuffle=True, drop_last=True),
+    "with replacement": lambda: DataLoader(
+        Numbers(9), batch_size=4, sampler=RandomSampler(Numbers(9), replacement=True, num_samples=13)
+    ),
+    "weighted": lambda: DataLoader(
+        Numbers(6), batch_size=4, sampler=WeightedRandomSampler([0.1, 1.0, 2.0, 3.0, 1.0, 1.0], 11)
+    ),
+    "weighted, generator": lambda: DataLoader(
+        Numbers(3), batch_size=4, sampler=WeightedRandomSampler([1.0, 2.0, 3.0], 9, generator=seeded())
+    ),
+    "subset sampler": lambda: DataLoader(Numbers(20), batch_size=4, sampler=SubsetRandomSampler(range(3, 14))),
+    "sampler of one's own": lambda: DataLoader(Numbers(11), batch_size=4, sampler=Shuffling(11)),
+    "list of indices": lambda: DataLoader(Numbers(11), batch_size=3, sampler=[5, 5, 2, 7]),
+    "batch sampler": lambda: DataLoader(
+        Numbers(9), batch_sampler=BatchSampler(RandomSampler(Numbers(9)), 4, drop_last=False)
+    ),
+    "batch sampler of ranges": lambda: DataLoader(Numbers(9), batch_sampler=[range(4), range(4, 9)]),  # type: ignore[list-item]
+    "batch sampler of one's own": lambda: DataLoader(Numbers(11), batch_sampler=ByLength(11)),
+    "nested batch sampler": lambda: DataLoader(
+        Numbers(9), batch_sampler=BatchSampler(Shuffling(9), 5, drop_last=False)
+    ),
+    "random_split": lambda: DataLoader(random_split(Numbers(20), [9, 11])[1], batch_size=4, shuffle=True),
+    "random_split by parts": lambda: DataLoader(random_split(Numbers(10), [0.7, 0.3])[0], batch_size=4),
+    "subset": lambda: DataLoader(Subset(Numbers(20), range(5, 15)), batch_size=4),
+    "concatenated": lambda: DataLoader(ConcatDataset([Numbers(4), Numbers(3)]), batch_size=3, shuffle=True),
+    "stacked": lambda: DataLoader(
+        StackDataset(Numbers(7)), batch_size=4, collate_fn=lambda rows: torch.tensor([row[0] for row in rows])
+    ),
+    "list": lambda: DataLoader(ten, batch_size=4, shuffle=True),  # type: ignore[arg-type]
+    "range": lambda: DataLoader(range(7), batch_size=4),  # type: ignore[arg-type]
+    "dict": lambda: DataLoader({i: i * i for i in range(7)}, batch_size=4),  # type: ignore[arg-type]
+    "array": lambda: DataLoader(np.arange(7), batch_size=4, shuffle=True),  # type: ignore[arg-type]
+    "tensor": lambda: DataLoader(torch.arange(7), batch_size=4, shuffle=True),  # type: ignore[arg-type]
+    "fetched in batches": lambda: DataLoader(InBatches(7), batch_size=4, shuffle=True),
+    "without a length": lambda: DataLoader(Lengthless(), batch_size=4, sampler=SequentialSampler(range(7))),
+    "collate": lambda: DataLoader(Numbers(7), batch_size=4, collate_fn=plus_one),
+    "subclass": lambda: OwnLoader(Numbers(7), batch_size=4, shuffle=True),
+    "subclass with __iter__": lambda: Doubling(Numbers(7), batch_size=4, shuffle=True),
+    "subclass with one iterator": lambda: Endless(Numbers(7), batch_size=4, shuffle=True),
+    "worker": lambda: DataLoader(Numbers(10), batch_size=4, shuffle=True, num_workers=1, prefetch_factor=4),
+    "workers": lambda: DataLoader(Numbers(10), batch_size=2, sampler=Shuffling(10), num_workers=2),
+    "persistent workers": lambda: DataLoader(
+        Numbers(10), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True
+    ),
+    "forkserver": lambda: DataLoader(
+        Numbers(10), 4, True, num_workers=1, multiprocessing_context="forkserver", persistent_workers=True
+    ),
+    "spawn": lambda: DataLoader(
+        Numbers(10), 4, True, num_workers=1, multiprocessing_context="spawn", persistent_workers=True
+    ),
+}
+SLOW = ("forkserver", "spawn")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", [name for name in LOADERS if name not in SLOW])
+def test_batches_are_those_of_one_machine_dealt_out(name: str, world_size: int) -> None:
+    _same_batches(LOADERS[name], world_size)
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_workers_that_are_started_anew_give_the_batches_of_one_machine(name: str) -> None:
+    _same_batches(LOADERS[name], 2)
+
+
+def _same_batches(make: Callable[[], DataLoader[Any]], world_size: int) -> None:
+    def run(session: Session) -> Any:
+        loader = make()
+        found = [seen(loader, session)]
+        next(iter(loader))
+        for _ in loader:
+            break
+        found.append(seen(loader, session))
+        return found, torch.rand(1).item(), random.random(), np.random.rand()
+
+    plain, *numbers = alone(run)
+    results = run_ranks(world_size, run)
+    for epoch in range(2):
+        assert len({len(result[0][epoch]) for result in results}) == 1
+        for number, batch in enumerate(plain[epoch]):
+            assert [result[0][epoch][number] for result in results] == dealt(batch, world_size)
+    assert all(result[1:] == tuple(numbers) for result in results)
+
+
+class Pairs(Dataset[Any]):
+    def __init__(self, count: int) -> None:
+        self.x = torch.randn(count, 2, dtype=torch.float64)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": self.x[index], "y": torch.sin(self.x[index, :1]), "name": str(index)}
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+TRAINED: dict[str, Callable[[], DataLoader[Any]]] = {
+    "dict of tensors": lambda: DataLoader(Pairs(14), batch_size=5, shuffle=True),
+    "weighted": lambda: DataLoader(Pairs(9), batch_size=4, sampler=WeightedRandomSampler([1.0] * 5 + [3.0] * 4, 13)),
+    "batch sampler": lambda: DataLoader(Pairs(13), batch_sampler=ByLength(13)),
+    "random_split": lambda: DataLoader(random_split(Pairs(15), [11, 4])[0], batch_size=4, shuffle=True),
+    "persistent workers": lambda: DataLoader(
+        Pairs(11), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_ends_with_the_weights_of_one_machine(name: str, world_size: int) -> None:
+    def run(_: Session) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        loader = TRAINED[name]()
+        for _epoch in range(2):
+            for batch in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(batch["x"]), batch["y"]).backward()
+                optimizer.step()
+        return [part.detach() for part in model.state_dict().values()]
+
+    expected = alone(run)
+    for result in run_ranks(world_size, run):
+        for found, wanted in zip(result, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0 if world_size == 1 else 1e-12)
+
+
+def test_one_rank_is_bit_identical() -> None:
+    def run(session: Session) -> Any:
+        found = [seen(LOADERS[name](), session) for name in LOADERS if name not in SLOW]
+        return found, torch.get_rng_state().tolist(), random.getstate(), np.random.rand()
+
+    assert run_ranks(1, run)[0] == alone(run)
+
+
+def test_len_under_per_rank_is_that_of_the_passes_a_loader_has_had() -> None:
+    def run(session: Session) -> Any:
+        training = DataLoader(TensorDataset(torch.arange(12)), batch_size=2)
+        evaluated = DataLoader(TensorDataset(torch.arange(12)), batch_size=2)
+        told = [len(training)]
+        list(training)
+        with torch.no_grad():
+            told.append(len(training))
+            list(evaluated)
+        told.append(len(evaluated))  # gradients are on again
+        list(evaluated)  # now it may be either
+        told.append(len(evaluated))
+        with torch.no_grad():
+            told.append(len(evaluated))
+        return told
+
+    assert alone(run) == [6, 6, 6, 6, 6]
+    assert run_ranks(2, run, batches="per_rank") == [[3, 3, 6, 3, 6]] * 2
+    assert run_ranks(2, run) == [[6, 6, 6, 6, 6]] * 2
+
+
+def without_thirds(samples: list[Tensor]) -> Tensor | None:
+    kept = [sample for sample in samples if int(sample[0]) % 3]
+    return torch.stack(kept) if kept else None
+
+
+def time_first(samples: list[Tensor]) -> Tensor:
+    return torch.stack(samples).T
+
+
+@pytest.mark.parametrize("collate_fn", [None, time_first, without_thirds])
+def test_samples_that_collate_leaves_out_are_told_of(collate_fn: Any) -> None:
+    def program(session: Session) -> bool:
+        rows = torch.arange(12.0)[:, None].expand(12, 2)
+        for _ in DataLoader(TensorRows(rows), batch_size=6, collate_fn=collate_fn):
+            pass
+        return any("collate_fn leaves samples out" in line for line in session._said)
+
+    assert run_ranks(2, program) == [collate_fn is without_thirds] * 2
+
+
+class TensorRows(Dataset[Tensor]):
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+@pytest.mark.parametrize(
+    ("batches", "always_slices", "is_told"),
+    [("split", False, "whole"), ("per_rank", False, "whole"), ("whole", False, "split"), ("whole", True, "")],
+)
+def test_a_program_whose_batches_come_from_no_loader_is_told_that_nothing_is_shared_out(
+    batches: Any, always_slices: bool, is_told: str
+) -> None:
+    """Once, and with the setting that would share it out; not where forwards are shared out by rows."""
+
+    def program(session: Session) -> list[str]:
+        torch.manual_seed(1)
+        x, model = torch.randn(48, 3), torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _epoch in range(2):
+            order = torch.randperm(48)
+            for i in range(0, 48, 8):
+                optimizer.zero_grad()
+                (model(x[order[i : i + 8]]) - 1).square().mean().backward()
+                optimizer.step()
+        with torch.no_grad():
+            list(DataLoader(TensorDataset(x), batch_size=8))
+        return [line for line in session._said if "nothing is shared out" in line]
+
+    for lines in run_ranks(2, program, batches=batches, always_slices=always_slices):
+        assert len(lines) == (is_told != "")
+        assert all(f"batches='{is_told}'" in line for line in lines)

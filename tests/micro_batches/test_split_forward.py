@@ -1,0 +1,413 @@
+"""``micro_batches``: forwards in parts, with the weights of whole ones, and in less memory."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.config.torch_distributed import Batches
+from lagom.session.session import Session
+from tests.ranks import RankFailedError, alone, run_ranks
+
+MB = 1 << 20
+ROOT = Path(__file__).parents[2]
+WIDTH = 70
+"""A matrix of so many rows is shared out at level 3."""
+
+
+class Residual(nn.Module):
+    """Keeps several activations, and draws."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Tensor = self.dropout(torch.tanh(self.dense(self.norm(x))))
+        return x + kept
+
+
+def network(*extra: nn.Module, dropout: float = 0.3) -> nn.Sequential:
+    return nn.Sequential(Residual(dropout), *extra, Residual(dropout), nn.Linear(WIDTH, 1)).double()
+
+
+def batches_of(num: int = 20, size: int = 8) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(num, WIDTH, generator=generator, dtype=torch.float64)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=size, shuffle=True)
+
+
+def trained(session: Session, model: nn.Module, loss_of: Callable[[Any, Tensor, Tensor], Any]) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for _ in range(2):
+        for x, y in batches_of():
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {"weights": found, "num": session.num_micro_batches, "draw": torch.rand(())}
+
+
+def mean_loss(model: Any, x: Tensor, y: Tensor) -> Any:
+    return F.mse_loss(model(x), y)
+
+
+def differ(one: dict[str, Any], other: dict[str, Any]) -> float:
+    assert one["draw"] == other["draw"]
+    return max(float((a - other["weights"][name]).abs().max()) for name, a in one["weights"].items())
+
+
+def test_one_process_trains_as_without_them() -> None:
+    def train(session: Session) -> Any:
+        return trained(session, network(), mean_loss)
+
+    found = run_ranks(1, train, micro_batches=3)[0]
+    assert found["num"] == 3
+    assert differ(found, alone(train)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("world_size", "zero_lvl", "batches"),
+    [(2, 0, "split"), (2, 1, "whole"), (2, 2, "split"), (2, 3, "whole"), (3, 0, "whole"), (3, 3, "split")],
+)
+def test_ranks_train_as_without_them(world_size: int, zero_lvl: int, batches: Batches) -> None:
+    """With dropout, whose numbers are those of the whole batch, and a tail where ranks have other numbers of rows."""
+
+    def train(session: Session) -> Any:
+        return trained(session, network(), mean_loss)
+
+    wanted = run_ranks(world_size, train, batches=batches)
+    found = run_ranks(world_size, train, batches=batches, zero_lvl=zero_lvl, micro_batches=2)
+    for one, other in zip(found, wanted, strict=True):
+        assert one["num"] == 2
+        assert differ(one, other) < 1e-12
+    if batches == "whole":
+        assert differ(found[0], alone(train)) < 1e-12
+
+
+class Odd(nn.Module):
+    """What can be asked of a forward that runs in parts."""
+
+    seen: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.dense, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.calls = 0
+        self.shown: list[Tensor] = []
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        h = torch.tanh(self.dense(x))
+        if self.kind == "mixes rows":
+            h = h - h.mean(0)
+        elif self.kind == "keeps a buffer":
+            self.seen += 1
+        elif self.kind == "counts":
+            self.calls += 1
+        elif self.kind == "keeps a tensor":
+            self.shown.append(h)
+        elif self.kind == "decides by numbers" and h.sum() > 0:
+            h = 2 * h
+        elif self.kind == "draws by row":
+            h = h * torch.tensor([random.random() for _ in range(len(h))], dtype=h.dtype)[:, None]
+        elif self.kind == "draws for all":
+            h = h * torch.rand(WIDTH, dtype=h.dtype) if random.random() < 0.5 else h * random.random()
+        elif self.kind == "checkpoints":
+            h = checkpoint(lambda h: torch.sin(self.other(h)), h, use_reentrant=False)
+        elif self.kind == "by coincidence" and scale is not None:
+            h = h * (x @ torch.ones(WIDTH, 1, dtype=h.dtype)).abs() + (scale * h[:1].sum(1)).sum()
+        return torch.sin(torch.tanh(self.other(h)))
+
+
+SPLIT = {"plain": True, "draws for all": True, "checkpoints": True}
+WHOLE = [
+    *("mixes rows", "keeps a buffer", "counts", "keeps a tensor", "decides by numbers", "draws by row"),
+    "by coincidence",
+]
+
+
+def test_what_is_not_exact_in_parts_runs_whole() -> None:
+    """Weights are those without, whatever a forward does; and it runs in parts where it may."""
+
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Any:
+        rest = (torch.linspace(0, 1, len(x), dtype=x.dtype),) if model.kind == "by coincidence" else ()
+        return model(x, *rest).square().mean()
+
+    def train(session: Session) -> Any:
+        rows = {}
+        for kind in (*SPLIT, *WHOLE):
+            session.num_micro_batches = 1
+            torch.manual_seed(1)
+            random.seed(1)
+            model = Odd(kind).double()
+            rows[kind] = trained(session, model, loss_of)
+            rows[kind]["calls"] = model.calls
+        return rows
+
+    plain, found = alone(train), run_ranks(1, train, micro_batches=2)[0]
+    for kind, row in found.items():
+        assert differ(row, plain[kind]) < 1e-12, kind
+        assert row["calls"] == plain[kind]["calls"]
+        assert (row["num"] == 2) == (kind in SPLIT), kind
+
+
+def test_rows_that_are_all_alike_do_not_show_how_others_fare() -> None:
+    """A warm-up with zeros, as programs have it; then batches."""
+
+    def train(session: Session) -> Any:
+        model = Odd("mixes rows").double()
+        model(torch.zeros(8, WIDTH, dtype=torch.float64)).sum().backward()
+        model.zero_grad()
+        return trained(session, model, lambda model, x, y: (model(x) * y).mean())
+
+    found = run_ranks(1, train, micro_batches=2)[0]
+    assert found["num"] == 1
+    assert differ(found, alone(train)) < 1e-12
+
+
+def test_batchnorm_keeps_the_statistics_of_the_batch_and_what_is_around_it_runs_in_parts() -> None:
+    def train(session: Session) -> Any:
+        return trained(session, network(nn.BatchNorm1d(WIDTH), dropout=0), mean_loss)
+
+    for world_size in (1, 2):
+        for one in run_ranks(world_size, train, micro_batches=2):
+            assert one["num"] == 2  # the layers before and after it
+            assert differ(one, alone(train)) < 1e-12
+
+
+def test_forms_of_a_loss() -> None:
+    """Gradients of inputs, two forwards in one loss, a frozen part, a loss inside of the module, and autocast."""
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(self.inner(x), y)
+
+    def by_inputs(model: Any, x: Tensor, y: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        return F.mse_loss(model(x), y) + model(x * 0.5).square().mean() + x.square().mean()
+
+    def train(session: Session) -> Any:
+        frozen = network()
+        for p in frozen[0].parameters():
+            p.requires_grad_(False)
+        return [
+            trained(session, network(), by_inputs),
+            trained(session, frozen, mean_loss),
+            trained(session, WithLoss(), lambda model, x, y: model(x, y)),
+        ]
+
+    wanted = run_ranks(2, train)
+    for row, without in zip(run_ranks(2, train, micro_batches=2), wanted, strict=True):
+        for one, other in zip(row, without, strict=True):
+            assert one["num"] == 2
+            assert differ(one, other) < 1e-12
+
+
+def test_half_precision_keeps_its_gradients() -> None:
+    def train(session: Session) -> Any:
+        return trained(session, network().float(), lambda model, x, y: F.mse_loss(model(x.float()), y.float()))
+
+    for asked in ("bf16", "fp16"):
+        without = run_ranks(1, train, mixed_precision=asked)[0]
+        found = run_ranks(1, train, mixed_precision=asked, micro_batches=2)[0]
+        assert found["num"] == 2
+        assert differ(found, without) < 1e-2
+        start = alone(lambda session: network().float().state_dict())
+        assert max(float((found["weights"][name] - was).abs().max()) for name, was in start.items()) > 2e-2
+
+
+class Deep(nn.Module):
+    """Keeps 12 activations of 8 MB for 256 rows, and computes little."""
+
+    def __init__(self, width: int = 8192) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, width), nn.Linear(width, 1)
+        self.scales = nn.Parameter(torch.ones(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for scale in self.scales:
+            x = torch.sin(x) * scale
+        y: Tensor = self.last(x)
+        return y
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Of this process, to so much more than it has: an allocation fails then, as on a GPU."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-8, 1)  # M_ARENA_MAX: no 64 MB of addresses for each thread
+    libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed can be had again
+    libc.malloc_trim(0)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + num_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _deep(only: int | None, num_bytes: int = 110 * MB, *, evaluates: bool = False) -> Callable[[Session], Any]:
+    def train(session: Session) -> Any:
+        model = Deep()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        num = 256 * session.world_size
+        x = torch.randn(num, 8, generator=torch.Generator().manual_seed(3))
+        for _ in range(2):
+            for (batch,) in DataLoader(TensorDataset(x), batch_size=num):
+                if session.num_micro_batches == 1 and num_bytes and only in (None, session.rank):
+                    limit_memory(num_bytes)
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+        return {"weights": dict(model.state_dict()), "num": session.num_micro_batches, "draw": torch.rand(())}
+
+    return train
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(("world_size", "zero_lvl", "only"), [(1, 0, None), (2, 0, 1), (2, 3, None)])
+def test_a_forward_that_ran_out_of_memory_runs_again_in_parts(world_size: int, zero_lvl: int, only: int | None) -> None:
+    """Also where it is one rank alone that has too little."""
+    # Ranks are forked from a new process: how far a limit goes depends on what earlier tests left of a heap.
+    call = f"from {__name__} import run_with_little_memory as run; run({world_size}, {zero_lvl}, {only})"
+    done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def run_with_little_memory(world_size: int, zero_lvl: int, only: int | None) -> None:
+    torch.set_num_threads(1)  # no pool of threads survives a fork
+    wanted = run_ranks(world_size, _deep(None, 0), zero_lvl=zero_lvl)
+    if world_size == 1:
+        with pytest.raises(RankFailedError, match="DefaultCPUAllocator"):
+            run_ranks(world_size, _deep(only), zero_lvl=zero_lvl)
+    found = run_ranks(world_size, _deep(only), zero_lvl=zero_lvl, micro_batches="auto")
+    for rank, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert (one["num"] > 1) == (only in (None, rank))
+        assert differ(one, other) < 1e-6
+
+
+def test_attention_that_drops_nothing_runs_in_parts() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(7, 16), nn.Linear(16, 1)
+            self.layers = nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.last(self.layers(self.first(x.view(len(x), 10, 7))).mean(1))
+            return y
+
+    def train(session: Session) -> Any:
+        outer = []
+        model = Reader().double()
+        found = trained(session, model, lambda model, x, y: F.mse_loss(model(x.clone().requires_grad_()), y))
+        loss = model(torch.randn(8, WIDTH, dtype=torch.float64))
+        node = loss.grad_fn
+        while node is not None and node.name() not in ("CatBackward0", "AddmmBackward0"):
+            node = node.next_functions[0][0]
+        outer.append(node.name() if node is not None else "")
+        return {**found, "draw": found["draw"], "outer": outer}
+
+    found = run_ranks(1, train, micro_batches=2)[0]
+    assert found["outer"] == ["CatBackward0"]  # all of it, and not layer by layer
+    assert differ(found, alone(train)) < 1e-12
+
+
+class Short(nn.Module):
+    """Has no memory for more than two rows."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.dense, self.norm = nn.Linear(8, 8), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.sin(torch.tanh(self.norm(self.dense(x))))
+        if len(x) > 2 and torch.is_grad_enabled():
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes.")
+        return y
+
+
+class LessMean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("norm", "says"),
+    [
+        (nn.Identity(), ""),
+        (nn.BatchNorm1d(8), "Short changes a buffer or an attribute at each call"),
+        (LessMean(), "Short does not fit, with its backward, in any number of them"),
+    ],
+    ids=["by rows", "statistics", "mixes rows"],
+)
+def test_what_cannot_be_helped_says_why(norm: nn.Module, says: str) -> None:
+    def train(session: Session) -> tuple[str, int]:
+        model = Short(norm)
+        try:
+            model(torch.randn(8, 8))
+        except RuntimeError as error:
+            return str(error), session.num_micro_batches
+        return "", session.num_micro_batches
+
+    text, num = run_ranks(1, train, micro_batches="auto")[0]
+    if says:
+        assert text.startswith("DefaultCPUAllocator")
+        assert f"micro_batches='auto' does not help here: {says}" in text
+    else:
+        assert (text, num) == ("", 8)
+
+
+def test_a_run_takes_them_from_its_config() -> None:
+    def train() -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Sigmoid(), nn.Linear(8, 1)).double()
+        kept: list[int] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            kept.append(tensor.numel())
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(torch.randn(64, 4, dtype=torch.float64)).sum().backward()
+        return [float(sum(kept)), *(float(p.grad.sum()) for p in model.parameters() if p.grad is not None)]
+
+    plain = train()
+    found = experiment.lagom(train, TorchDistributedConfig(launcher="inline", micro_batches=4)).value
+    assert found[1:] == pytest.approx(plain[1:], abs=1e-12)
+    assert found[0] < plain[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"micro_batches": 0}, "micro_batches is 0; want a number of parts of a batch, at least 1, 'auto' or None"),
+        ({"micro_batches": True}, "micro_batches is True"),
+        ({"micro_batches": "all"}, "micro_batches is 'all'"),
+        ({"micro_batches": 2, "backend": "deepspeed"}, "gradient_accumulation_steps"),
+    ],
+)
+def test_a_wrong_setting_is_an_error(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TorchDistributedConfig(**fields)

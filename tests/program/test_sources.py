@@ -1,0 +1,180 @@
+"""``lagom.program.sources``: the user's own modules travel, what is installed does not."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import sys
+import types
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lagom.program.sources import is_installed, lagom_zip, modules_zip
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of the user's on ``sys.path``; what is imported from it is forgotten afterwards."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def names(function: Callable[..., Any]) -> set[str]:
+    data = modules_zip(function)
+    return set(zipfile.ZipFile(io.BytesIO(data)).namelist()) if data else set()
+
+
+def function_of(source: str, name: str = "train") -> Callable[..., Any]:
+    """A function as a notebook has it: its globals are those of ``__main__``."""
+    scope: dict[str, Any] = {"__name__": "__main__", "functools": functools}
+    exec(source, scope)
+    return scope[name]  # type: ignore[no-any-return]
+
+
+def test_a_module_that_is_loaded_travels(beside: Path) -> None:
+    (beside / "lagom_loaded.py").write_text("x = 1\n")
+    importlib.import_module("lagom_loaded")
+    assert "lagom_loaded.py" in names(lambda: None)
+
+
+def test_a_module_that_is_only_imported_inside_the_function_travels(beside: Path) -> None:
+    (beside / "lagom_inside.py").write_text("x = 1\n")
+    assert "lagom_inside.py" in names(function_of("def train():\n    import lagom_inside"))
+    assert "lagom_inside.py" in names(function_of("def train():\n    from lagom_inside import x"))
+    assert "lagom_inside" not in sys.modules
+
+
+def test_a_module_that_a_helper_imports_travels(beside: Path) -> None:
+    (beside / "lagom_inside.py").write_text("x = 1\n")
+    helper = "def helper():\n    import lagom_inside\n"
+    assert "lagom_inside.py" in names(function_of(helper + "def train():\n    return helper()"))
+    assert "lagom_inside.py" in names(function_of(helper + "def train():\n    return (lambda: helper())()"))
+
+
+def test_a_module_that_a_method_of_a_class_imports_travels(beside: Path) -> None:
+    (beside / "lagom_inside.py").write_text("x = 1\n")
+    source = "class Net:\n    def forward(self):\n        import lagom_inside\ndef train():\n    return Net()"
+    assert "lagom_inside.py" in names(function_of(source))
+
+
+def test_partials_methods_and_callable_objects_are_looked_into(beside: Path) -> None:
+    (beside / "lagom_inside.py").write_text("x = 1\n")
+    source = """
+class Trainer:
+    def fit(self):
+        import lagom_inside
+    def __call__(self):
+        self.fit()
+partial = functools.partial(Trainer.fit, None)
+method = Trainer().fit
+called = Trainer()
+"""
+    for name in ("partial", "method", "called"):
+        assert "lagom_inside.py" in names(function_of(source, name)), name
+
+
+def test_a_function_in_a_closure_is_looked_into(beside: Path) -> None:
+    (beside / "lagom_inside.py").write_text("x = 1\n")
+    source = """
+def make():
+    def inner():
+        import lagom_inside
+    def outer():
+        return inner()
+    return outer
+train = make()
+"""
+    assert "lagom_inside.py" in names(function_of(source))
+
+
+def test_what_a_module_of_ones_own_imports_travels_too(beside: Path) -> None:
+    (beside / "lagom_first.py").write_text("def f():\n    import lagom_second.part\n")
+    (beside / "lagom_second").mkdir()
+    (beside / "lagom_second" / "__init__.py").write_text("")
+    (beside / "lagom_second" / "part.py").write_text("import json, torch\n")
+    found = names(function_of("def train():\n    import lagom_first"))
+    assert {"lagom_first.py", "lagom_second/__init__.py", "lagom_second/part.py"} <= found
+    assert not any(name.startswith(("torch", "json")) for name in found)
+
+
+def test_two_modules_that_import_each_other_are_found_once(beside: Path) -> None:
+    (beside / "lagom_a.py").write_text("import lagom_b\n")
+    (beside / "lagom_b.py").write_text("import lagom_a\n")
+    assert {"lagom_a.py", "lagom_b.py"} <= names(function_of("def train():\n    import lagom_a"))
+
+
+def test_a_package_travels_whole_with_its_data_but_not_with_its_caches(beside: Path) -> None:
+    package = beside / "lagom_package"
+    (package / "deep" / "__pycache__").mkdir(parents=True)
+    (package / ".git").mkdir()
+    for name in ("__init__.py", "deep/__init__.py", "deep/words.txt", "deep/__pycache__/x.pyc", ".git/config"):
+        (package / name).write_text("")
+    (package / "weights.bin").write_bytes(bytes(2 << 20))
+    found = {name for name in names(function_of("def train():\n    import lagom_package.deep")) if "lagom_" in name}
+    assert found == {
+        "lagom_package/__init__.py",
+        "lagom_package/deep/__init__.py",
+        "lagom_package/deep/words.txt",
+    }
+
+
+def test_a_folder_without_an_init_is_a_package_too(beside: Path) -> None:
+    (beside / "lagom_space").mkdir()
+    (beside / "lagom_space" / "part.py").write_text("")
+    assert "lagom_space/part.py" in names(function_of("def train():\n    import lagom_space.part"))
+
+
+def test_a_module_with_a_syntax_error_travels_all_the_same(beside: Path) -> None:
+    (beside / "lagom_broken.py").write_text("def (:\n")
+    assert "lagom_broken.py" in names(function_of("def train():\n    import lagom_broken"))
+
+
+def test_what_does_not_exist_is_left_to_the_rank_to_say() -> None:
+    names(function_of("def train():\n    import lagom_nowhere"))
+
+
+def test_python_installed_packages_and_lagom_do_not_travel() -> None:
+    source = "def train():\n    import json, torch, numpy.linalg, lagom, sys, cloudpickle"
+    tops = {name.split("/")[0].removesuffix(".py") for name in names(function_of(source))}
+    assert not tops & {"json", "torch", "numpy", "lagom", "sys", "cloudpickle", "pytest", "_pytest"}
+    for module in (io, pytest, importlib.import_module("torch")):
+        assert is_installed(str(module.__file__))
+    assert not is_installed(__file__)
+
+
+def test_modules_with_broken_faces_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hostile(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    monkeypatch.setitem(sys.modules, "lagom_hostile", Hostile("lagom_hostile"))
+    monkeypatch.setitem(sys.modules, "lagom_none", None)
+    names(lambda: None)
+
+
+def test_equal_content_gives_an_equal_archive_and_other_content_another(beside: Path) -> None:
+    path = beside / "lagom_dated.py"
+    function = function_of("def train():\n    import lagom_dated")
+    path.write_text("x = 1\n")
+    first = modules_zip(function)
+    path.write_text("x = 1\n")
+    path.touch()
+    assert modules_zip(function) == first
+    path.write_text("x = 2\n")
+    assert modules_zip(function) != first
+
+
+def test_lagom_and_the_cloudpickle_beside_it_are_in_lagoms_own_archive(tmp_path: Path) -> None:
+    found = zipfile.ZipFile(io.BytesIO(lagom_zip())).namelist()
+    assert {"lagom/__init__.py", "lagom/worker/bootstrap.py", "cloudpickle/__init__.py"} <= set(found)
+    assert not any("__pycache__" in name for name in found)

@@ -1,0 +1,94 @@
+"""Models and loops of many kinds under ``batches="whole"``: a plain run is the judge of losses, weights and buffers."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from lagom.row_split import whole_batch
+from lagom.session.session import Session
+from tests.programs.judge import differences
+from tests.ranks import alone, run_ranks
+from tests.session.models import (
+    calls,
+    draws,
+    gradients,
+    keeping,
+    loops,
+    norms,
+    odd,
+    parametrised,
+    reaching,
+    sequences,
+    switched,
+    tasks,
+    twice,
+)
+from tests.session.models.training import MODELS
+
+KINDS = (
+    *(twice, norms, parametrised, draws, keeping, calls, gradients, sequences),
+    *(odd, reaching, switched, loops, tasks),
+)
+
+
+def models_of(kind: ModuleType) -> dict[str, Callable[[], Any]]:
+    return {name: train for name, train in MODELS.items() if train.__module__ == kind.__name__}
+
+
+def outcomes(kind: ModuleType) -> dict[str, Any]:
+    """What each model ends with: a list of numbers, or the text of its exception."""
+    found: dict[str, Any] = {}
+    for name, train in models_of(kind).items():
+        torch.manual_seed(0)
+        try:
+            found[name] = train()
+        except Exception:  # the same on all ranks, or the comparison fails
+            found[name] = traceback.format_exc()
+    return found
+
+
+@cache
+def in_one_process(kind: ModuleType) -> dict[str, Any]:
+    found: dict[str, Any] = alone(lambda _: outcomes(kind))
+    return found
+
+
+@cache
+def on_ranks(kind: ModuleType, world_size: int) -> list[dict[str, Any]]:
+    def program(_: Session) -> dict[str, Any]:
+        return outcomes(kind)
+
+    return run_ranks(world_size, program, batches="whole", always_slices=True)
+
+
+def test_so_they_are_where_only_some_forwards_are_worth_sharing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = ("memory", "cpu")
+    # About as long as the work of such models takes: batches of 8 pay, and tails of 5 do not.
+    monkeypatch.setattr(whole_batch, "_LATENCY", dict.fromkeys(ways, 3e-8))
+    monkeypatch.setattr(whole_batch, "_BANDWIDTH", dict.fromkeys(ways, 1e15))
+    wanted = in_one_process(calls)
+    for found in run_ranks(3, lambda _: outcomes(calls), batches="whole", always_slices=False):
+        assert differences(found, wanted) == [], [text for text in found.values() if isinstance(text, str)]
+
+
+def cases() -> Iterator[Any]:
+    """Three ranks show more than two, as their blocks differ in size. Two are for the first kind, or on request."""
+    for kind in KINDS:
+        for name in models_of(kind):
+            yield pytest.param(kind, name, 3, id=f"{name}-3")
+            yield pytest.param(kind, name, 2, id=f"{name}-2", marks=[] if kind is twice else [pytest.mark.soak])
+
+
+@pytest.mark.parametrize(("kind", "name", "world_size"), list(cases()))
+def test_losses_weights_and_buffers_are_those_of_one_process(kind: ModuleType, name: str, world_size: int) -> None:
+    wanted = in_one_process(kind)[name]
+    assert not isinstance(wanted, str), wanted
+    for found in on_ranks(kind, world_size):
+        assert differences(found[name], wanted) == [], found[name] if isinstance(found[name], str) else ""

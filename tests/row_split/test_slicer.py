@@ -1,0 +1,654 @@
+"""``batches="whole"``: every loss, metric and random number is that of one machine, on every rank."""
+
+from __future__ import annotations
+
+import collections
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lagom.config.torch_distributed import Collectives
+from lagom.errors import DivergenceError
+from lagom.row_split.probe import probe
+from lagom.row_split.split_candidate import Candidate, Finding
+from lagom.session.session import Session
+from tests.ranks import RankFailedError, alone, run_ranks
+
+Program = Callable[[Session], Any]
+
+
+def data(num: int = 37, width: int = 5) -> TensorDataset:
+    """Samples with a target each; the last batch of 8 is an uneven tail of 5."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(num, width, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+def trained(model: nn.Module, loss_of: Callable[[Any, Tensor, Tensor], Tensor], epochs: int = 2) -> list[Any]:
+    """Losses of all steps, and weights in the end."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(epochs):
+        for x, y in DataLoader(data(), batch_size=8, shuffle=True):
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return [losses, *[tensor.detach().clone() for tensor in model.state_dict().values()]]
+
+
+def network(*extra: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 16), *extra, nn.Tanh(), nn.Linear(16, 1)).double()
+
+
+def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+def test_torchscript_runs_whole() -> None:
+    def program(_: Session) -> Any:
+        model = torch.jit.script(network())
+        weights = trained(model, mean_loss)
+        model.eval()
+        with torch.no_grad():
+            return [*weights, [((model(x) - y) ** 2).sum().item() for x, y in DataLoader(data(), 8)]]
+
+    wanted = alone(program)
+    for found in run_ranks(2, program, batches="whole", always_slices=True):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_compiled_model_trains_and_is_evaluated() -> None:
+    def program(_: Session) -> Any:
+        model: Any = torch.compile(network(), backend="eager")
+        weights = trained(model, mean_loss)
+        model.eval()
+        with torch.no_grad():
+            return [*weights, [((model(x) - y) ** 2).sum().item() for x, y in DataLoader(data(), 8)]]
+
+    wanted = alone(program)
+    for batches in ("whole", "split"):
+        for found in run_ranks(2, program, batches=batches, always_slices=True):
+            own = slice(1, None) if batches == "split" else slice(None)  # the losses are the share's
+            for one, other in zip(found[own], wanted[own], strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def sum_loss(session: Session) -> Any:
+    return trained(network(), lambda model, x, y: F.mse_loss(model(x), y, reduction="sum"))
+
+
+def contrastive(session: Session) -> Any:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Any:
+        z = F.normalize(model[0](x), dim=1)
+        return F.cross_entropy(z @ z.T / 0.3, torch.arange(len(x)))
+
+    return trained(network(), loss)
+
+
+def weight_decay_in_the_loss(session: Session) -> Any:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Any:
+        return mean_loss(model, x, y) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    return trained(network(), loss)
+
+
+def dropout_and_batch_norm(session: Session) -> Any:
+    return trained(network(nn.BatchNorm1d(16), nn.Dropout(0.4)), mean_loss)
+
+
+def chained_modules(session: Session) -> Any:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = network(nn.Dropout(0.2)), nn.Linear(1, 5).double()
+
+        def loss(self, x: Tensor, y: Tensor) -> Any:
+            z = self.encoder(x)
+            return F.mse_loss(self.decoder(z), x) + (z - y).abs().sum()
+
+    return trained(Both(), lambda model, x, y: model.loss(x, y))
+
+
+def penalised_gradient(session: Session) -> Any:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return mean_loss(model, x, y) + (slope.norm(dim=1) - 1).square().sum()
+
+    return trained(network(), loss)
+
+
+def two_heads(session: Session) -> Any:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.scale = network(), nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x: Tensor, flag: bool) -> dict[str, Any]:
+            out = self.body(x)
+            return {
+                "out": out,
+                "kept": out.detach(),
+                "scale": self.scale.exp(),
+                "label": (out > 0).long(),
+                "flag": flag,
+            }
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Any:
+        found = model(x, flag=True)
+        assert not found["kept"].requires_grad
+        assert found["label"].dtype == torch.int64
+        return (found["out"] * found["scale"] - y).square().sum() + found["kept"].std() * found["scale"]
+
+    return trained(Heads(), loss)
+
+
+def repeated_in_the_backward(session: Session) -> Any:
+    class Checkpointed(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.first, self.rest, self.reentrant = nn.Linear(5, 5).double(), network(nn.Dropout(0.3)), reentrant
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.rest, self.first(x), use_reentrant=self.reentrant)
+
+    return [trained(Checkpointed(reentrant), mean_loss) for reentrant in (False, True)]
+
+
+def noise_of_its_own(session: Session) -> Any:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+
+        def forward(self, x: Tensor) -> Any:
+            shared = torch.rand(5, dtype=x.dtype)
+            return self.body(x + 0.1 * torch.randn_like(x) + shared * torch.empty(len(x), 1).uniform_())
+
+    return trained(Noisy(), mean_loss)
+
+
+def recurrent(session: Session) -> Any:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(1, 6, num_layers=2, dropout=0.3, batch_first=True).double()
+            self.out = nn.Linear(6, 1).double()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.out(self.lstm(x.unsqueeze(-1))[0][:, -1])
+
+    return trained(Recurrent(), mean_loss)
+
+
+def attention(session: Session) -> Any:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+            self.into, self.body, self.out = nn.Linear(1, 8), nn.TransformerEncoder(layer, 1), nn.Linear(8, 1)
+            self.double()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.out(self.body(self.into(x.unsqueeze(-1))).mean(1))
+
+    return trained(Attention(), mean_loss)
+
+
+SLICED: list[Program] = [
+    *(sum_loss, contrastive, weight_decay_in_the_loss, dropout_and_batch_norm, chained_modules, penalised_gradient),
+    *(two_heads, repeated_in_the_backward, noise_of_its_own, recurrent, attention),
+]
+
+
+class Coupled(nn.Module):
+    """Rows that depend on each other, behind a gate that starts closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gate = network(), nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.body(x)
+        return out + self.gate * out.mean(0)
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return F.mse_loss(self.body(x), y, reduction="sum")
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body: Any = network()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.body[0](x)
+        self.seen.append(hidden)
+        return self.body[2](hidden.tanh())
+
+
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x / 2 if x.max() > 1.5 else x)
+
+
+class Counting(nn.Module):
+    """A buffer that depends on the batch, and a count of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.calls = network(), 0
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        self.seen += x.abs().sum()
+        return self.body(x) * self.seen.log()
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(1, 1).double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.rnn(x.unsqueeze(-1))[0]
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body: Any = network()
+        self.features: list[Tensor] = []
+        self.body[0].register_forward_hook(lambda _module, _args, out: self.features.append(out.sum()))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x)
+
+
+class Caching(nn.Module):
+    """Changes the dict, or the object, that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: Tensor, cache: Any) -> Any:
+        cache["rows"] += float(len(x))
+        return self.body(x) * cache["rows"]
+
+
+def caching(session: Session) -> Any:
+    found: list[Any] = []
+    for kind in (dict, collections.UserDict):
+        cache: Any = kind(rows=0.0)
+
+        def loss(model: Any, x: Tensor, y: Tensor, cache: Any = cache) -> Any:
+            return F.mse_loss(model(x, cache), y) / 1e4
+
+        found += [*trained(Caching(), loss), cache["rows"]]
+    return found
+
+
+def coupled(session: Session) -> Any:
+    return trained(Coupled(), mean_loss)
+
+
+def loss_inside(session: Session) -> Any:
+    return trained(WithLoss(), lambda model, x, y: model(x, y))
+
+
+def remembering(session: Session) -> Any:
+    model = Remembering()
+    results = trained(model, lambda model, x, y: mean_loss(model, x, y) + model.seen[-1].square().sum())
+    return [*results, [len(seen) for seen in model.seen]]
+
+
+def deciding(session: Session) -> Any:
+    return trained(Deciding(), mean_loss)
+
+
+def counting(session: Session) -> Any:
+    model = Counting()
+    return [*trained(model, mean_loss), model.calls]
+
+
+def time_first(session: Session) -> Any:
+    return trained(TimeFirst(), lambda model, x, y: (model(x)[:, -1] - y[:, 0]).square().sum())
+
+
+def hooked(session: Session) -> Any:
+    model = Hooked()
+    results = trained(model, lambda model, x, y: mean_loss(model, x, y) + model.features[-1].square())
+    return [*results, len(model.features)]
+
+
+WHOLE: list[Program] = [caching, coupled, loss_inside, remembering, deciding, counting, time_first, hooked]
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    if isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("program", [*SLICED, *WHOLE], ids=lambda program: program.__name__)
+def test_losses_and_weights_are_those_of_one_machine(program: Program, world_size: int) -> None:
+    expected = alone(program)
+    for found in run_ranks(world_size, program, batches="whole"):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("program", SLICED, ids=lambda program: program.__name__)
+def test_forwards_by_rows_are_sliced(program: Program) -> None:
+    said = run_ranks(2, lambda session: (program(session), whole_on_every_rank(session))[1], batches="whole")
+    assert said == [[], []]
+
+
+REASONS = {
+    "caching": "changes the lists",
+    "coupled": "one by one",
+    "loss_inside": "output of shape ()",
+    "remembering": "keeps a tensor",
+    "deciding": "decisions by the numbers of its input",
+    "counting": "changes numbers among its attributes",
+    "time_first": "one by one",
+    "hooked": "has hooks",
+}
+
+
+@pytest.mark.parametrize("program", WHOLE, ids=lambda program: program.__name__)
+def test_others_run_whole_and_the_log_says_why(program: Program) -> None:
+    for said in run_ranks(2, lambda session: (program(session), whole_on_every_rank(session))[1], batches="whole"):
+        assert any(REASONS[program.__name__] in text for text in said)
+
+
+def whole_on_every_rank(session: Session) -> list[str]:
+    return sorted(text for text in session._said if "runs whole on every rank" in text)
+
+
+def rows_seen(model: nn.Linear, rows: list[int]) -> nn.Module:
+    """``model``, noting in ``rows`` how many its forwards compute.
+
+    By no hook, and a list that it cannot see: these would keep it from being sliced.
+    """
+    note = rows.append
+
+    class Noting(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            note(len(input))
+            return super().forward(input)
+
+    noting = Noting(model.in_features, model.out_features).double()
+    noting.load_state_dict(model.state_dict())
+    return noting
+
+
+def test_each_rank_computes_its_block() -> None:
+    def program(session: Session) -> Any:
+        rows: list[int] = []
+        model = rows_seen(nn.Linear(5, 1).double(), rows)
+        for x, y in DataLoader(data(31), batch_size=10):
+            F.mse_loss(model(x), y).backward()
+        return rows
+
+    first, second, third = run_ranks(3, program, batches="whole")
+    # Whole; then looked at, whole, with a row that is no number, and in blocks; then blocks; one sample is for all.
+    assert first == [10, 10, 10, 3, 3, 4, 3, 3, 1]
+    assert second == [10, 10, 10, 3, 3, 4, 3, 3, 1]
+    assert third == [10, 10, 10, 3, 3, 4, 4, 4, 1]
+
+
+def test_what_does_not_pay_is_not_sliced() -> None:
+    def program(session: Session) -> Any:
+        rows: list[int] = []
+        small = rows_seen(nn.Linear(5, 1).double(), rows)
+        for x, y in DataLoader(data(16), batch_size=8):
+            F.mse_loss(small(x), y).backward()
+        wide: list[int] = []
+        large = rows_seen(nn.Linear(512, 1024).double(), wide)
+        large.requires_grad_(False)
+        for _ in range(2):
+            large(torch.randn(2048, 512, dtype=torch.float64))
+        return rows, wide
+
+    for rows, wide in run_ranks(2, program, batches="whole", always_slices=False):
+        assert rows == [8, 8]
+        assert wide == [2048, 2048, 2048, 1024, 1024, 1024]
+
+
+def test_what_shares_out_small_models_is_said_once() -> None:
+    def program(session: Session) -> Any:
+        small, large = network(nn.BatchNorm1d(16)), nn.Linear(2048, 1024).double()
+        loader = DataLoader(data(16), batch_size=8)
+
+        def said() -> list[str]:
+            found = [text for text in session._said if "batches='split'" in text]
+            session._said.clear()
+            return found
+
+        for _ in range(3):  # without a loader there are no batches to share out
+            small(torch.randn(8, 5, dtype=torch.float64)).sum().backward()
+        with torch.no_grad():
+            for x, _ in loader:
+                small(x)
+        small.eval()
+        for x, _ in loader:
+            small(x)
+        assert said() == []
+        small.train()
+        for x, y in loader:
+            large(torch.ones(2048, 2048, dtype=torch.float64).requires_grad_())
+            mean_loss(small, x, y).backward()
+        beside_work = said()
+        del large
+        return beside_work
+
+    assert run_ranks(2, program, batches="whole", always_slices=False) == [[], []]
+
+    def small_only(session: Session) -> list[str]:
+        trained(network(), mean_loss)
+        trained(nn.Sequential(network()), mean_loss)
+        return sorted(session._said)
+
+    first, second = run_ranks(2, small_only, batches="whole", always_slices=False)
+    assert len(first) == 1
+    assert first[0].startswith("Sequential is small, so every rank computes all rows of each batch")
+    assert "batches='split'" in first[0]
+    assert "verify=True tells" in first[0]
+    assert second == []
+    assert run_ranks(2, small_only, batches="split") == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("collectives", "blocks"), [("auto", [512, 512, 512, 256, 256, 256, 256]), ("gloo", [512] * 3)]
+)
+def test_through_shared_memory_less_is_enough_to_pay(collectives: Collectives, blocks: list[int]) -> None:
+    def program(_: Session) -> list[int]:
+        rows: list[int] = []
+        module = rows_seen(nn.Linear(2048, 16).double(), rows).requires_grad_(False)
+        for (x,) in DataLoader(TensorDataset(torch.randn(1536, 2048, dtype=torch.float64)), batch_size=512):
+            module(x)
+        return rows
+
+    assert run_ranks(2, program, batches="whole", always_slices=False, collectives=collectives) == [blocks] * 2
+
+
+def test_metrics_of_an_evaluation_are_those_of_one_machine() -> None:
+    def program(session: Session) -> Any:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)).double()
+        rows: list[int] = []
+        model.append(rows_seen(nn.Linear(1, 1).double(), rows))
+        found: list[Any] = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for epoch in range(2):
+            model.train()
+            for x, y in DataLoader(data(32), batch_size=8):
+                optimizer.zero_grad()
+                mean_loss(model, x, y).backward()
+                optimizer.step()
+            model.eval()
+            rows.clear()
+            with torch.inference_mode(epoch == 0), torch.no_grad():
+                outputs = [(model(x), y) for x, y in DataLoader(data(22), batch_size=8, shuffle=True)]
+            together = torch.cat([out for out, _ in outputs])
+            found += [sum(F.mse_loss(out, y, reduction="sum").item() for out, y in outputs), together.std().item()]
+            found += [(together > together.median()).long(), len(outputs), together.clone()]
+        return found, rows
+
+    (expected, plain_rows) = alone(program)
+    assert plain_rows == [8, 8, 6]
+    for world_size in (2, 3):
+        results = run_ranks(world_size, program, evaluation="gathered")
+        for found, _ in results:
+            assert_equal(found, expected)
+        assert sum(sum(rows[-3:]) for _, rows in results) == 22
+
+
+def test_a_model_called_with_a_share_while_evaluating_runs_whole() -> None:
+    def program(session: Session) -> Any:
+        model = nn.Linear(5, 1).double()
+        train = DataLoader(data(16), batch_size=8)
+        for x, y in train:
+            mean_loss(model, x, y).backward()
+        model.eval()
+        with torch.no_grad():
+            for whole, _ in DataLoader(data(8), batch_size=8):
+                model(whole)
+                found = torch.equal(model(x), F.linear(x, model.weight, model.bias)), len(x)
+        return found
+
+    assert run_ranks(2, program, evaluation="gathered") == [(True, 4), (True, 4)]
+
+
+def test_other_inputs_on_other_ranks_are_an_error() -> None:
+    def program(session: Session) -> Any:
+        model = nn.Linear(5, 1).double()
+        for _ in range(2):
+            model(torch.randn(8, 5, dtype=torch.float64))
+        with pytest.raises(DivergenceError, match="not the same on all ranks"):
+            model(torch.full((8, 5), float(session.rank), dtype=torch.float64))
+
+    run_ranks(2, program, batches="whole")
+
+
+def test_an_evaluation_on_one_rank_only_is_an_error_on_all() -> None:
+    def program(session: Session) -> Any:
+        model = nn.Linear(5, 1).double()
+        if session.rank == 0:
+            model.eval()
+            with torch.no_grad():
+                for x, _ in DataLoader(data(8), batch_size=8):
+                    model(x)
+        for x, y in DataLoader(data(8), batch_size=8):
+            mean_loss(model, x, y).backward()
+
+    with pytest.raises(RankFailedError, match="different points of the program"):
+        run_ranks(2, program, evaluation="gathered")
+
+
+class Centred(nn.Module):
+    """Mixes rows by their mean, which is nothing where all are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x - x.mean(0))
+        return found
+
+
+def test_rows_that_are_all_alike_do_not_tell_whether_they_are_mixed() -> None:
+    def program(_: Session) -> Any:
+        model = Centred()
+        for _warm_up in range(3):
+            model(torch.zeros(8, 5, dtype=torch.float64))
+        return trained(model, mean_loss)
+
+    plain = alone(program)
+    for found in run_ranks(2, program, batches="whole", always_slices=True):
+        torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_a_module_is_as_it_was_after_it_was_looked_at() -> None:
+    def program(session: Session) -> Any:
+        model = network(nn.BatchNorm1d(16), nn.Dropout(0.5))
+        nn.init.zeros_(model.get_parameter("0.bias"))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        numpy_state: Any = np.random.get_state()
+        states = torch.get_rng_state(), random.getstate(), numpy_state[1].copy()
+        with session.probing():
+            leaves = [torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))]
+            candidate = Candidate(
+                model, list(model.modules()), lambda leaves: model(*leaves), leaves, 8, session.device
+            )
+            finding = Finding(8)
+            probe(candidate, finding, 2, session.statistics)
+        assert finding.sliced, finding.reason
+        assert torch.equal(states[0], torch.get_rng_state())
+        assert states[1] == random.getstate()
+        numpy_state = np.random.get_state()
+        assert np.array_equal(states[2], numpy_state[1])
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+
+    run_ranks(2, program, batches="whole")
+
+
+@pytest.mark.parametrize("always_slices", [True, False])
+def test_a_module_that_is_dropped_is_gone(always_slices: bool) -> None:
+    def run(_: Session) -> bool:
+        model = network()
+        for _step in range(3):
+            model(torch.randn(8, 5, dtype=torch.float64)).sum().backward()
+        ref = weakref.ref(model)
+        del model
+        return ref() is None
+
+    assert run_ranks(2, run, batches="whole", always_slices=always_slices) == [True, True]
+
+
+def test_a_batch_may_be_a_column_of_something_wider() -> None:
+    def run(session: Session) -> Any:
+        model = nn.Linear(1, 1, dtype=torch.float64)
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+        column = torch.arange(12, dtype=torch.float64).view(4, 3)[:, 1:2]
+        for _ in range(2):
+            model(column).square().mean().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.item()
+
+    plain = alone(run)
+    assert run_ranks(2, run, batches="whole") == [pytest.approx(plain, abs=1e-12)] * 2

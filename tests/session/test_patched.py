@@ -1,0 +1,117 @@
+"""``lagom.session.patched``: all patches are entered together and undone exactly."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, dataloader
+
+from lagom.collectives.group import Group
+from lagom.patching.replace import replaced
+from lagom.session.patched import patched
+from lagom.session.session import Session
+from tests.ranks import run_ranks, session_alone
+
+
+class Downloadable(Dataset[int]):
+    def __init__(self, download: bool = False) -> None:
+        pass
+
+
+OWNERS: list[Any] = [
+    torch,
+    torch.serialization,
+    torch.autograd,
+    torch.Tensor,
+    nn.Module,
+    nn.functional,
+    nn.Parameter,
+    nn.parameter.UninitializedParameter,
+    DataLoader,
+    Dataset,
+    Downloadable,
+    dataloader._BaseDataLoaderIter,
+    dataloader._SingleProcessDataLoaderIter,
+    dataloader._MultiProcessingDataLoaderIter,
+    dataloader._DatasetKind,
+    urllib.request,
+]
+IGNORED = {"__slotnames__", "__abstractmethods__", "__doc__", "__annotations__"}
+
+
+def names() -> list[dict[str, int]]:
+    return [{key: id(value) for key, value in vars(owner).items() if key not in IGNORED} for owner in OWNERS]
+
+
+def test_replaced_restores_own_and_inherited_names() -> None:
+    class Base:
+        @staticmethod
+        def name() -> str:
+            return "base"
+
+    class Derived(Base):
+        pass
+
+    own = vars(Base)["name"]
+
+    def raises() -> None:
+        with replaced(Derived, "name", None), replaced(Base, "name", 1):
+            assert vars(Base)["name"] == 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        raises()
+    assert "name" not in vars(Derived)
+    assert vars(Base)["name"] is own
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_patches_are_undone_after_an_exception(world_size: int) -> None:
+    before = names()
+
+    def fail(session: Session) -> None:
+        with patched(session):
+            assert names() != before
+            for (x,) in DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=2):
+                nn.Linear(1, 1)(x).sum().backward()
+                break
+            raise ZeroDivisionError
+
+    def run(session: Session) -> bool:
+        with pytest.raises(ZeroDivisionError):
+            fail(session)
+        return names() == before
+
+    assert run_ranks(world_size, run, patches=False) == [True] * world_size
+
+
+def test_one_rank_in_this_process_changes_nothing(tmp_path: Path) -> None:
+    before = names()
+    session = session_alone(tmp_path)
+    with patched(session):
+        if session.spans is None:  # a timeline notes backwards of one rank as well
+            assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
+        assert next(iter(DataLoader(TensorDataset(torch.arange(3)), batch_size=3)))[0].tolist() == [0, 1, 2]
+    assert session.samples_trained == 3
+    assert names() == before
+
+
+def test_a_process_forked_from_a_rank_is_left_alone() -> None:
+    import os
+
+    def run(session: Session) -> bool:
+        assert isinstance(session.group, Group)
+        pid = os.fork()
+        if pid == 0:
+            model = nn.Linear(1, 1)
+            for (x,) in DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=4):
+                model(x).sum().backward()
+                os._exit(0 if len(x) == 4 else 1)
+        return os.waitpid(pid, 0)[1] == 0
+
+    assert run_ranks(2, run) == [True, True]

@@ -1,0 +1,249 @@
+"""``lagom.wire.client``: a rank's end of the channel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from lagom.wire import client as module
+from lagom.wire.client import Link, LinkClosed, dial
+from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, Keys, body_of, framed
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Link, Link]]:
+    left, right = (Link(end) for end in socket.socketpair())
+    yield left, right
+    left.close()
+    right.close()
+
+
+def test_messages_arrive_in_order_and_as_they_were(pair: tuple[Link, Link]) -> None:
+    left, right = pair
+    sent = [{"type": "log", "data": "ünïcödé\x00\r\n", "n": number} for number in range(50)]
+    for message in sent:
+        left.send(message)
+    assert right.poll() == sent
+    assert right.poll() == []
+
+
+def test_messages_go_both_ways(pair: tuple[Link, Link]) -> None:
+    left, right = pair
+    left.send({"to": "right"})
+    right.send({"to": "left"})
+    assert left.receive(1.0) == {"to": "left"}
+    assert right.receive(1.0) == {"to": "right"}
+
+
+def test_receive_takes_one_and_leaves_the_rest(pair: tuple[Link, Link]) -> None:
+    left, right = pair
+    for number in range(3):
+        left.send({"n": number})
+    assert right.receive(1.0) == {"n": 0}
+    assert right.receive(1.0) == {"n": 1}
+    assert right.poll() == [{"n": 2}]
+
+
+def test_receive_gives_up_in_time(pair: tuple[Link, Link]) -> None:
+    started = time.monotonic()
+    assert pair[0].receive(0.05) is None
+    assert 0.04 < time.monotonic() - started < 1.0
+
+
+def test_a_program_may_have_thousands_of_files_open() -> None:
+    held = [os.dup(2) for _ in range(1100)]
+    try:
+        left, right = (Link(end) for end in socket.socketpair())
+        assert right.fileno() > 1024
+        assert right.receive(0.01) is None
+        drawing = threading.Thread(target=lambda: received.append(right.receive(10.0)))
+        received: list[object] = []
+        drawing.start()
+        left.send({"data": "x" * 600_000})  # more than the kernel holds
+        drawing.join()
+        assert received == [{"data": "x" * 600_000}]
+        left.close()
+        right.close()
+    finally:
+        for number in held:
+            os.close(number)
+
+
+def test_a_frame_may_come_in_pieces(pair: tuple[Link, Link]) -> None:
+    left, right = pair
+    frame = framed(body_of({"type": "log", "data": "x" * 100}))
+    for position in range(len(frame)):
+        assert right.poll() == []
+        left.socket.send(frame[position : position + 1])
+    assert right.poll() == [{"type": "log", "data": "x" * 100}]
+
+
+def test_what_arrived_before_the_end_is_still_given(pair: tuple[Link, Link]) -> None:
+    left, right = pair
+    left.send({"last": "words"})
+    left.close()
+    assert right.poll() == [{"last": "words"}]
+    with pytest.raises(LinkClosed):
+        right.poll()
+    with pytest.raises(LinkClosed):
+        right.receive(1.0)
+
+
+def test_half_a_frame_and_then_the_end_is_the_end(pair: tuple[Link, Link]) -> None:
+    left, right = pair
+    left.socket.send(framed(body_of({"a": 1}))[:-1])
+    left.close()
+    with pytest.raises(LinkClosed):
+        right.poll()
+
+
+def test_a_frame_that_is_too_long_is_refused_before_it_is_read(pair: tuple[Link, Link]) -> None:
+    left, right = pair
+    left.socket.send(struct.pack(">I", MAX_FRAME + 1))
+    with pytest.raises(LinkClosed, match="at most"):
+        right.poll()
+
+
+def test_a_message_that_fits_no_frame_is_refused_here_and_not_there() -> None:
+    with pytest.raises(ValueError, match="frame"):
+        body_of({"data": "x" * MAX_FRAME})
+
+
+@pytest.mark.parametrize("body", [b"no json", b"\xff\xfe", b'{"half":', b"[1, 2]", b"3"])
+def test_garbage_is_the_end_of_a_link_and_no_crash(pair: tuple[Link, Link], body: bytes) -> None:
+    left, right = pair
+    left.socket.send(struct.pack(">I", len(body)) + body)
+    with pytest.raises(LinkClosed):
+        right.poll()
+
+
+def test_send_to_nobody_says_so(pair: tuple[Link, Link]) -> None:
+    left, right = pair
+    right.close()
+    with pytest.raises(LinkClosed):
+        left.send({"a": 1})
+
+
+def test_send_to_somebody_who_does_not_read_gives_up(pair: tuple[Link, Link]) -> None:
+    left, _ = pair
+    for _ in range(10):
+        left.offer({"data": "x" * 100_000})
+    with pytest.raises(LinkClosed, match=r"0\.1 s"):
+        left.send({"a": 1}, timeout_s=0.1)
+
+
+def test_offers_to_a_slow_reader_cost_no_time_and_are_dropped_and_counted(
+    pair: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_BACKLOG", 4 << 20)
+    left, right = pair
+    started = time.monotonic()
+    for number in range(1000):
+        left.offer({"type": "log", "n": number, "data": "x" * 20_000})
+    assert time.monotonic() - started < 5
+    assert left.waiting()
+    found = []
+    while left.flush() or left.waiting():
+        found += right.poll()
+    left.offer({"type": "log", "n": 1000, "data": ""})
+    found += right.poll()
+    numbers = [message["n"] for message in found if message["type"] == "log"]
+    dropped = [message["messages"] for message in found if message["type"] == "dropped"]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == 1000
+    assert len(dropped) == 1
+    assert len(numbers) + dropped[0] == 1001
+
+
+def test_sure_messages_wait_for_what_was_offered_before(pair: tuple[Link, Link]) -> None:
+    left, right = pair
+    for number in range(100):
+        left.offer({"n": number, "data": "x" * 10_000})
+    found: list[int] = []
+
+    def read() -> None:
+        while len(found) < 101:
+            message = right.receive(5.0)
+            assert message is not None
+            found.append(message["n"])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    left.send({"n": 100})
+    reader.join()
+    assert found == list(range(101))
+
+
+def test_proofs_and_keys_are_good_for_one_secret_and_one_connection_only() -> None:
+    every = [
+        Keys(b"secret", b"a", b"b"),
+        Keys(b"secret", b"a", b"c"),
+        Keys(b"secret", b"c", b"b"),
+        Keys(b"x", b"a", b"b"),
+    ]
+    values = [value for keys in every for value in vars(keys).values()]
+    assert len(set(values)) == len(values) == 16
+    assert vars(Keys(b"secret", b"a", b"b")) == vars(every[0])
+    assert not any(b"secret" in value for value in values)
+
+
+def test_an_address_where_nobody_listens_is_no_exception() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    assert dial(address, b"secret", {}, 1.0) is None
+
+
+def test_a_listener_that_says_nothing_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        started = time.monotonic()
+        assert dial(server.getsockname(), b"secret", {}, 0.1) is None
+        assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH\r\n", b"", b"x" * NONCE, b"x" * (NONCE + PROOF)])
+def test_a_listener_that_is_something_else_is_no_exception(greeting: bytes) -> None:
+    with listener(greeting) as (address, _):
+        assert dial(address, b"secret", {}, 0.5) is None
+
+
+@contextmanager
+def listener(*says: bytes) -> Iterator[tuple[tuple[str, int], bytearray]]:
+    """Says one thing after the other to each that comes, and takes down what it hears in between."""
+    heard = bytearray()
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(2)
+                    for text in says:
+                        connection.sendall(text)
+                        heard.extend(connection.recv(4096))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname(), heard
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_one_that_only_repeats_what_ranks_say_is_not_taken_for_the_driver() -> None:
+    secret = b"0123456789abcdef" * 2
+    with listener(bytes(NONCE)) as (address, heard):
+        assert dial(address, secret, {"purpose": "task", "task": 0}, 0.5) is None
+    rank_proof = bytes(heard[NONCE : NONCE + PROOF])
+    assert rank_proof == Keys(secret, bytes(NONCE), bytes(heard[:NONCE])).rank_proof
+    assert secret not in heard
+    assert secret.hex().encode() not in heard
+    with listener(bytes(NONCE), rank_proof) as (address, _):
+        assert dial(address, secret, {"purpose": "task", "task": 0}, 0.5) is None

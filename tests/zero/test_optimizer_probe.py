@@ -1,0 +1,159 @@
+"""``lagom.zero.optimizer_probe``: what an optimizer is found to be, and that finding out leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
+
+from lagom.zero.optimizer_probe import Kind, nature_of
+
+
+class Own(Optimizer):
+    """Steps by what ``update`` makes of a parameter, its state and all gradients."""
+
+    def __init__(self, params: Any, update: Callable[..., None]) -> None:
+        self.update = update
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = [p for group in self.param_groups for p in group["params"]]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(p, self.state[p], group, every)
+
+
+def _plain(p: Any, _: Any, group: Any, __: Any) -> None:
+    p.sub_(p.grad, alpha=group["lr"])
+
+
+def _by_norm(p: Any, _: Any, group: Any, __: Any) -> None:
+    p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
+
+
+def _by_all(p: Any, _: Any, group: Any, every: Any) -> None:
+    p.sub_(p.grad / sum(one.grad.norm() for one in every), alpha=group["lr"])
+
+
+def _by_chance(p: Any, _: Any, group: Any, __: Any) -> None:
+    p.sub_(p.grad + torch.randn_like(p), alpha=group["lr"])
+
+
+def _by_changing(p: Any, _: Any, group: Any, __: Any) -> None:
+    p.sub_(p.grad.add_(p, alpha=0.1), alpha=group["lr"])
+
+
+def _with_a_norm_in_its_state(p: Any, state: Any, group: Any, __: Any) -> None:
+    state["norm"] = p.grad.norm()
+    p.sub_(p.grad, alpha=group["lr"])
+
+
+def _with_stacked_state(p: Any, state: Any, group: Any, __: Any) -> None:
+    state["moments"] = torch.stack([p.grad, p.grad**2])
+    p.sub_(p.grad, alpha=group["lr"])
+
+
+def _counting_in_its_group(p: Any, _: Any, group: Any, __: Any) -> None:
+    group["num"] = group.get("num", 0) + 1
+    p.sub_(p.grad, alpha=group["lr"] / group["num"])
+
+
+def _late(p: Any, state: Any, group: Any, __: Any) -> None:
+    state["num"] = state.get("num", 0) + 1
+    p.sub_(p.grad if state["num"] < 6 else p.grad / p.grad.norm(), alpha=group["lr"])
+
+
+def _params() -> list[nn.Parameter]:
+    shapes: tuple[tuple[int, ...], ...] = ((300, 20), (20,), (1,), ())
+    return [nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
+def found(optimizer: Optimizer, *, closure: bool = False) -> Kind:
+    step: Any = type(optimizer).step
+    return nature_of(optimizer, step.__wrapped__, closure=closure).kind
+
+
+@pytest.mark.parametrize("kind", [ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD])
+def test_elementwise_optimizers_of_torch(kind: Any) -> None:
+    assert found(kind(_params(), lr=0.0)) is Kind.ELEMENTWISE
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}), (Adam, {"fused": True}), (AdamW, {"amsgrad": True})],
+)
+def test_their_settings_count(kind: Any, options: Any) -> None:
+    assert found(kind(_params(), lr=0.1, **options)) is Kind.ELEMENTWISE
+    assert found(kind(_params(), lr=0.1, **options), closure=True) is Kind.ELEMENTWISE
+
+
+def test_those_that_look_at_whole_matrices() -> None:
+    assert found(Adafactor(_params())) is Kind.BY_PARAMETER
+    assert found(torch.optim.Muon(_params()[:1])) is Kind.BY_PARAMETER
+
+
+def test_those_that_cannot_be_stepped_apart() -> None:
+    assert found(LBFGS(_params()), closure=True) is Kind.COUPLED
+    assert found(SparseAdam(_params())) is Kind.COUPLED
+    assert found(Adam(_params(), differentiable=True)) is Kind.COUPLED
+
+
+@pytest.mark.parametrize(
+    ("update", "kind"),
+    [
+        (_plain, Kind.ELEMENTWISE),
+        (_by_norm, Kind.BY_PARAMETER),
+        (_late, Kind.BY_PARAMETER),
+        (_with_a_norm_in_its_state, Kind.BY_PARAMETER),
+        (_with_stacked_state, Kind.BY_PARAMETER),
+        (_by_all, Kind.COUPLED),
+        (_by_chance, Kind.COUPLED),
+        (_by_changing, Kind.ELEMENTWISE),
+        (_counting_in_its_group, Kind.COUPLED),
+    ],
+)
+def test_a_third_partys_optimizer(update: Any, kind: Kind) -> None:
+    assert found(Own(_params(), update)) is kind
+
+
+def test_who_changes_gradients_is_known() -> None:
+    changing = [Own(_params(), _by_changing), SGD(_params(), 0.1, momentum=0.9, nesterov=True, foreach=True)]
+    keeping = [Own(_params(), _plain), SGD(_params(), 0.1, momentum=0.9, nesterov=True, foreach=False)]
+    for expected, optimizers in ((True, changing), (False, keeping)):
+        for optimizer in optimizers:
+            step: Any = type(optimizer).step
+            assert nature_of(optimizer, step.__wrapped__, closure=False) == (Kind.ELEMENTWISE, expected)
+
+
+def test_nothing_is_left_behind() -> None:
+    params = _params()
+    optimizer = Own(params, _by_chance)
+    optimizer.register_step_post_hook(lambda *_: pytest.fail("a hook ran"))
+    before = copy.deepcopy((params, optimizer.param_groups[0]["lr"])), torch.get_rng_state()
+    found(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(params, before[0][0], strict=True))
+    assert all(p.grad is None for p in params)
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), before[1])
