@@ -22,10 +22,10 @@ from pathlib import Path
 
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
-from lagom.launchers.run import Run
+from lagom.launchers.run import RunView
 from lagom.plan import plan
-from lagom.records.run_dir import Records, records
-from lagom.wire.client import Link, dial
+from lagom.records.run_dir import RunRecords, records
+from lagom.wire.client import DriverClient, dial
 from lagom.wire.tls import certificate_of_a_run
 
 SHARE = 0.10  # of a core
@@ -66,7 +66,7 @@ def measure(num_ranks: int, seconds: float, encrypted: bool) -> tuple[float, flo
         assert kept is not None
         stack.callback(kept.close)
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        run = stack.enter_context(Run(the_plan, "nowhere", can_gather=False, records=kept))
+        run = stack.enter_context(RunView(the_plan, "nowhere", can_gather=False, records=kept))
         _, port = run.channel.listen("127.0.0.1", num_ranks, tls)
         beats = [str(port), run.channel.secret.hex(), certificate]
         command = [sys.executable, "-m", "benchmarks.channel", "--ranks", str(num_ranks), "--seconds", str(seconds)]
@@ -88,7 +88,7 @@ def measure(num_ranks: int, seconds: float, encrypted: bool) -> tuple[float, flo
     return joined_s, loop, rest, heard
 
 
-def _shares(run: Run, watcher: threading.Thread, process: subprocess.Popen[bytes]) -> tuple[float, float]:
+def _shares(run: RunView, watcher: threading.Thread, process: subprocess.Popen[bytes]) -> tuple[float, float]:
     """Of a core, of the event loop's thread and of the one that shows, from now to the last heartbeat."""
     clocks = [time.pthread_getcpuclockid(thread.ident or 0) for thread in (run.channel._thread, watcher)]
     before, began = [time.clock_gettime(clock) for clock in clocks], time.monotonic()
@@ -99,7 +99,7 @@ def _shares(run: Run, watcher: threading.Thread, process: subprocess.Popen[bytes
     return loop / passed, rest / passed
 
 
-def _heard(kept: Records) -> int:
+def _heard(kept: RunRecords) -> int:
     return len(Path(kept.folder, "progress.jsonl").read_text().splitlines())
 
 
@@ -124,7 +124,7 @@ def beat(address: tuple[str, int], secret: bytes, certificate: str, num_ranks: i
         link.send({"type": "done", "reports": []})
 
 
-def _joined(address: tuple[str, int], secret: bytes, certificate: str, rank: int) -> Link:
+def _joined(address: tuple[str, int], secret: bytes, certificate: str, rank: int) -> DriverClient:
     link = dial(address, secret, {"purpose": "task", "task": rank}, 10.0, certificate)
     assert link is not None, f"rank {rank} was not let in"
     place = {"ranks": [rank], "host": f"host-{rank % 100}", "ip": "10.0.0.1", "gpus": [], "store": ["10.0.0.1", 1]}

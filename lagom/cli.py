@@ -115,7 +115,7 @@ def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None
 
 def _doctor(args: argparse.Namespace) -> int:
     from lagom.doctor.findings import Finding
-    from lagom.doctor.visit import as_json, shown, visit
+    from lagom.doctor.visit import as_json, print_findings, visit
 
     launcher: Launcher = "local" if args.master in (None, "local") else "spark"
     config = TorchDistributedConfig(world_size=args.n, launcher=launcher, run_dir=None)
@@ -125,7 +125,7 @@ def _doctor(args: argparse.Namespace) -> int:
         found = visit(config)
     except LagomError as error:
         found = [Finding("fail", "cluster", str(error))]
-    print(as_json(found) if args.json else shown(found))
+    print(as_json(found) if args.json else print_findings(found))
     return int(any(one.level == "fail" for one in found))
 
 

@@ -19,12 +19,12 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
 from lagom.errors import LagomError, RankTraceback
 from lagom.launchers import choose
-from lagom.launchers.dataframes import handed_over
+from lagom.launchers.dataframes import write_frame
 from lagom.launchers.failure import message_of, raise_failure
 from lagom.plan import Plan, plan
 from lagom.program.detect_distributed import is_distributed, needs_nccl
 from lagom.program.signature import arguments, check_makers, unread_hparams
-from lagom.records.run_dir import Records
+from lagom.records.run_dir import RunRecords
 from lagom.records.run_dir import records as new_records
 from lagom.result import Result
 from lagom.verify.rehearsals import verify
@@ -68,7 +68,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
     name = getattr(train, "__name__", "lagom")
     cluster = launcher.cluster()
     the_plan = plan(config, cluster, name, already_distributed=_is_distributed(train, provided, cluster))
-    provided = handed_over(provided)
+    provided = write_frame(provided)
     call = {"function": train, "provided": provided, "random": _random(config), "settings": process_settings()}
     if config.verify and the_plan.world_size > 1:
         if the_plan.already_distributed:
@@ -133,7 +133,9 @@ def what_is_told() -> dict[str, Any]:
 
 
 @contextmanager
-def _kept(config: TorchDistributedConfig, the_plan: Plan, where: str, source: str | None) -> Iterator[Records | None]:
+def _kept(
+    config: TorchDistributedConfig, the_plan: Plan, where: str, source: str | None
+) -> Iterator[RunRecords | None]:
     """Records of the run, if they are wanted; what it raises is among them."""
     settings = {each.name: getattr(config, each.name) for each in fields(config)}
     facts = {

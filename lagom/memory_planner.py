@@ -10,11 +10,11 @@ from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError
 from lagom.launchers import choose
 from lagom.memory_plan.activations import activations
-from lagom.memory_plan.available import Room, room
+from lagom.memory_plan.available import AvailableMemory, available_memory
 from lagom.memory_plan.levels import levels_of
-from lagom.memory_plan.meta_modules import built
+from lagom.memory_plan.meta_modules import build_module
 from lagom.memory_plan.needs import MemoryPlan
-from lagom.memory_plan.optimizer_state_bytes import Stepped, stepped
+from lagom.memory_plan.optimizer_state_bytes import SteppedOptimizer, step_meta_copy
 from lagom.plan import plan
 from lagom.world import world_size as ranks_of_run
 from lagom.zero.optimizer_probe import Kind
@@ -58,15 +58,17 @@ def plan_memory(
         raise LagomError("plan_memory is called in a run on several ranks; call it before, in the driver or notebook")
     _check(world_size, memory)
     TorchDistributedConfig(mixed_precision=mixed_precision)  # which checks it
-    the_module = built(module)
+    the_module = build_module(module)
     parameters = list({id(p): p for p in the_module.parameters()}.values())
     num_ranks = world_size or _ranks()
     found = (
-        Stepped("no optimizer", Kind.ELEMENTWISE, [], [], 0) if optimizer is None else stepped(optimizer, parameters)
+        SteppedOptimizer("no optimizer", Kind.ELEMENTWISE, [], [], 0)
+        if optimizer is None
+        else step_meta_copy(optimizer, parameters)
     )
     dtype = {False: None, "fp16": torch.float16}.get(mixed_precision, torch.bfloat16)
     kept = None if batch is None else activations(the_module, batch, num_ranks, dtype)
-    limit = room(num_ranks) if memory is None else Room(memory, "as you say")
+    limit = available_memory(num_ranks) if memory is None else AvailableMemory(memory, "as you say")
     buffers = sum(b.nbytes for b in the_module.buffers())
     return MemoryPlan(
         module=type(the_module).__name__,

@@ -152,10 +152,10 @@ class Result(Mapping[str, Any]):
         """HTML of what is known of the run beside its result."""
         if self._run_dir is None:
             return ""
-        from lagom.records.notebook_chart import short
+        from lagom.records.notebook_chart import notebook_chart
 
         try:
-            charts = short(self._run_dir)
+            charts = notebook_chart(self._run_dir)
         except (OSError, ValueError):  # moved or changed since
             charts = ""
         return (

@@ -1,4 +1,4 @@
-"""``Frame``: an exchange in which ranks notice when they mean different things, whatever it carries."""
+"""``AgreedExchange``: an exchange in which ranks notice when they mean different things, whatever it carries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FRAME = 1 << 17
 """Bytes that a rank sends along with signatures, to all others together, rather than in an exchange of their own."""
 
 
-class Frame:
+class AgreedExchange:
     """Signatures, and numbers that travel along with them. See Note [Which gradients].
 
     Args:
@@ -44,7 +44,7 @@ class Frame:
             return None
         return [None if i == self._group.rank else row[SIZE:] for i, row in enumerate(rows)]
 
-    def average(self, parcel: Parcel, signed: bytes) -> bool:
+    def average(self, parcel: PackedTensors, signed: bytes) -> bool:
         """Average what is in ``parcel`` over the ranks, if all gave the same signature."""
         if parcel.averaging is None:
             parcel.averaging = parcel.prepare(self._group)
@@ -55,7 +55,7 @@ class Frame:
             parcel.average(rows)
         return rows is not None
 
-    def average_in_place(self, parcel: Parcel, addresses: Sequence[int], signed: bytes) -> bool | None:
+    def average_in_place(self, parcel: PackedTensors, addresses: Sequence[int], signed: bytes) -> bool | None:
         """Average tensors like those of ``parcel``, each contiguous at its address; None where it cannot be done."""
         if parcel.in_place is None:
             parcel.in_place = parcel.prepare_in_place(self._group)
@@ -79,7 +79,7 @@ class Frame:
         return True
 
 
-class Parcel:
+class PackedTensors:
     """Tensors of any floating types, packed into one piece of memory.
 
     Args:

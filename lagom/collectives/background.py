@@ -1,4 +1,4 @@
-"""``Aside``: exchanges that go on beside what the program computes, in their order, in a thread of their own."""
+"""Run exchanges in a thread of their own, in order, while the program computes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Done:
         return True
 
 
-class Aside:
+class BackgroundExchanges:
     """Runs what it is given, one after the other."""
 
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""``connected``: how the ranks of a mesh find each other."""
+"""``connect_mesh``: how the ranks of a mesh find each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMEOUT_S = 60.0
 """To connect, once all ranks are known to be there."""
 
 
-def connected(
+def connect_mesh(
     rank: int, world_size: int, ip: str, all_gather: Callable[[bytes], list[bytes]], key: bytes, timeout_s: float
 ) -> Mesh:
     """The mesh of all ranks, all of whom call this.

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagom.collectives.background import Aside, Done
-from lagom.collectives.connect import connected
+from lagom.collectives.background import BackgroundExchanges, Done
+from lagom.collectives.connect import connect_mesh
 from lagom.collectives.mesh_group import MeshGroup
 from lagom.collectives.messages import as_bytes, as_tensor
 from lagom.collectives.native import OPERATIONS, TYPES
-from lagom.collectives.prepared_averages import Averaging
+from lagom.collectives.prepared_averages import PreparedAverages
 from lagom.collectives.requests import naming
-from lagom.collectives.transports import KEPT, Ways
+from lagom.collectives.transports import KEPT, Transports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ _FIRST = 4096 - 8
 _SUM = OPERATIONS["sum"]
 
 
-class Group(Averaging):
+class Group(PreparedAverages):
     """All ranks of a run, in order.
 
     The process groups are made directly, never registered as torch's default one, so that
@@ -76,10 +76,10 @@ class Group(Averaging):
         self._aside: MeshGroup | None = None
         self._may_share = shares_memory
         self._first_gather = all_gather
-        self._ways = Ways(
+        self._ways = Transports(
             rank, all_gather, gloo, TIMEOUT_S, key=key, shares_memory=shares_memory, tells=not self.has_gpus
         )
-        self._thread: Aside | None = None
+        self._thread: BackgroundExchanges | None = None
 
     def waited(self) -> list[int]:
         """Nanoseconds for which this rank has waited for each other in exchanges of messages; may be asked anywhere."""
@@ -140,7 +140,7 @@ class Group(Averaging):
             if self._aside is None:
                 self._aside = MeshGroup(self._connected(), self.rank, self.world_size)
         if self._thread is None:
-            self._thread = Aside("lagom-all-reduce")
+            self._thread = BackgroundExchanges("lagom-all-reduce")
 
     def all_reduce_aside(self, tensor: torch.Tensor) -> Work:
         """As ``all_reduce_later``, of CPU tensors, in an order of its own: other exchanges may come before or after."""
@@ -279,7 +279,7 @@ class Group(Averaging):
 
     def _connected(self) -> Mesh:
         with naming("connecting"):
-            return connected(self.rank, self.world_size, self._ip, self._first_gather, self._key, TIMEOUT_S)
+            return connect_mesh(self.rank, self.world_size, self._ip, self._first_gather, self._key, TIMEOUT_S)
 
     def _is_of_one_host(self) -> bool:
         """Whether tensors may go through Unix sockets where memory does not carry them. See Note [Gloo]."""

@@ -1,4 +1,4 @@
-"""``Hosts``: exchanges of ranks of several hosts, through shared memory in a host and between one rank of each."""
+"""``HostExchanges``: exchanges over several hosts, through shared memory in a host and one rank of each between."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TAG = 7
 _BETWEEN = "the exchange between hosts failed"
 
 
-class Hosts:
+class HostExchanges:
     """The ranks of this host, and the first of each host. See Note [Several hosts].
 
     Args:
@@ -199,7 +199,7 @@ def hosts(
     timeout_s: float,
     number: int = 1,
     key: bytes = b"",
-) -> list[Hosts] | str:
+) -> list[HostExchanges] | str:
     """``number`` of them, which all ranks call for; or why there are none, in words, on all ranks.
 
     Args:
@@ -220,7 +220,7 @@ def hosts(
         return "each rank is on a host of its own"
     first = next((i for i, home in enumerate(homes) if home[0] == rank), None)
     leaders = [among(f"hosts/{i}", first, len(homes)) if first is not None else None for i in range(number)]
-    return [Hosts(near[i] if near else None, leaders[i], homes, rank) for i in range(number)]
+    return [HostExchanges(near[i] if near else None, leaders[i], homes, rank) for i in range(number)]
 
 
 # Note [Several hosts]

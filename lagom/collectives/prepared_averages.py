@@ -1,4 +1,4 @@
-"""``Averaging``: averages over the ranks that are prepared once, and then take one call of compiled code each."""
+"""``PreparedAverages``: averages over the ranks, prepared once; each then takes one call of compiled code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from lagom.collectives.native import TYPES, native
-from lagom.collectives.requests import Asking, named
+from lagom.collectives.requests import RequestExchange, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lagom.collectives.native import Communicator
 
 
-class Averaging(Asking):
+class PreparedAverages(RequestExchange):
     """An average is an exchange of its own kind, in which a rank may ask the others for something else first."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""``Asking``: exchanges of messages, in which a rank may ask the others for something else first."""
+"""``RequestExchange``: exchanges of messages, in which a rank may ask the others for something else first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ASK = b"lagom asks for:\0"
 """How a message begins that is no part of an exchange."""
 
 
-class Asking(ABC):
+class RequestExchange(ABC):
     """Exchanges that serve who asks. See Note [Asking]."""
 
     def __init__(self) -> None:

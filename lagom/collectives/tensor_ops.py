@@ -1,4 +1,4 @@
-"""``Moves``: collectives on tensors of any layout in memory, over a communicator that knows addresses and sizes."""
+"""``TensorCollectives``: collectives on tensors of any memory layout, over a communicator of raw addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _U8 = TYPES[torch.uint8]
 
 
-class Moves:
+class TensorCollectives:
     """Every method is a collective of the ranks that ``near`` joins.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``Ways``: those by which CPU tensors go from rank to rank, as the first exchange finds them."""
+"""``Transports``: those by which CPU tensors go from rank to rank, as the first exchange finds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from lagom.collectives.hosts import Hosts
+    from lagom.collectives.hosts import HostExchanges
     from lagom.collectives.native import Communicator
 
 KEPT: list[dist.ProcessGroup] = []
@@ -22,7 +22,7 @@ KEPT: list[dist.ProcessGroup] = []
 log = logging.getLogger("lagom")
 
 
-class Ways:
+class Transports:
     """Memory that ranks share, and what joins hosts. See Note [Shared memory].
 
     Args:
@@ -56,9 +56,9 @@ class Ways:
         """Of this host; False where not all ranks are there, None before that is known."""
         self.near_aside: Communicator | None = None
         """For exchanges in an order of their own."""
-        self.hosts: Hosts | None = None
+        self.hosts: HostExchanges | None = None
         """Where there are several, some with several ranks."""
-        self.hosts_aside: Hosts | None = None
+        self.hosts_aside: HostExchanges | None = None
 
     def connected(self) -> Communicator | Literal[False]:
         """The communicator of this host, if all ranks are there; the first call is a collective."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def stepped(driver: Driver) -> Iterator[None]:
+def step_engine(driver: Driver) -> Iterator[None]:
     """Steps, gradients and states of optimizers that an engine drives are the engine's."""
     with ExitStack() as stack:
         stack.enter_context(replaced_steps(partial(_step, driver), existing=False))
@@ -107,7 +107,7 @@ def guarded(driver: Driver) -> property:
     return property(read, write, original.__delete__, original.__doc__)
 
 
-def saved(driver: Driver, original: Callable[..., Any]) -> Callable[..., Any]:
+def save_engine(driver: Driver, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         engines = driver.engines
@@ -123,7 +123,7 @@ def saved(driver: Driver, original: Callable[..., Any]) -> Callable[..., Any]:
     return state_dict
 
 
-def loaded(driver: Driver, original: Callable[..., Any]) -> Callable[..., Any]:
+def load_engine(driver: Driver, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         engines = driver.engines
@@ -135,7 +135,7 @@ def loaded(driver: Driver, original: Callable[..., Any]) -> Callable[..., Any]:
     return load_state_dict
 
 
-def called(driver: Driver, original: Callable[..., Any]) -> Callable[..., Any]:
+def call_engine(driver: Driver, original: Callable[..., Any]) -> Callable[..., Any]:
     session, engines = driver.session, driver.engines
     inside = False
 
@@ -175,6 +175,6 @@ def not_whole(driver: Driver, name: str) -> Callable[..., Any]:
     return refuse
 
 
-def backward(module: nn.Module, loss: Tensor, retain_graph: bool = False, **_: Any) -> Tensor:
+def engine_backward(module: nn.Module, loss: Tensor, retain_graph: bool = False, **_: Any) -> Tensor:
     loss.backward(retain_graph=retain_graph)
     return loss

@@ -11,14 +11,22 @@ import torch.autograd
 from torch import Tensor, nn
 from torch.distributed import HashStore, distributed_c10d
 
-from lagom.deepspeed.engine_calls import backward, called, guarded, loaded, not_whole, saved, stepped
+from lagom.deepspeed.engine_calls import (
+    call_engine,
+    engine_backward,
+    guarded,
+    load_engine,
+    not_whole,
+    save_engine,
+    step_engine,
+)
 from lagom.deepspeed.engines import Engines
 from lagom.deepspeed.loading import settings
 from lagom.errors import LagomError
 from lagom.forward.precision import dtype_of
 from lagom.gradients.autograd_grad import is_averaged
 from lagom.patching.replace import replaced
-from lagom.run_state.leaves import reached
+from lagom.run_state.leaves import reached_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -59,17 +67,17 @@ def driven_by_deepspeed(session: Session) -> Iterator[None]:
     driver = Driver(session, engines)
     with ExitStack() as stack:
         stack.enter_context(engines.loaded())
-        stack.enter_context(stepped(driver))
+        stack.enter_context(step_engine(driver))
         stack.enter_context(replaced(torch.autograd, "_engine_run_backward", driver.run_backward()))
         for name in ("grad", "_grad"):
             stack.enter_context(replaced(Tensor, name, guarded(driver)))
-        for name, make in (("state_dict", saved), ("load_state_dict", loaded), ("__call__", called)):
+        for name, make in (("state_dict", save_engine), ("load_state_dict", load_engine), ("__call__", call_engine)):
             stack.enter_context(replaced(nn.Module, name, make(driver, vars(nn.Module)[name])))
         for name in ("__reduce_ex__", "__deepcopy__"):
             if not engines.keeps_parameters:
                 stack.enter_context(replaced(nn.Module, name, not_whole(driver, name)))
         # Loops that were written for an engine: model.backward(loss), model.step().
-        stack.enter_context(replaced(nn.Module, "backward", backward))
+        stack.enter_context(replaced(nn.Module, "backward", engine_backward))
         stack.enter_context(replaced(nn.Module, "step", lambda module: driver.step(engines.of_module(module))))
         try:
             yield
@@ -137,7 +145,7 @@ class Driver:
                 ):
                     self._refuse_grad(bool(args[2]))
                 return original(outputs, *args, **options)
-            leaves = reached(outputs, args[3])
+            leaves = reached_leaves(outputs, args[3])
             engine = self.engines.backward(leaves)
             self._refuse_undriven(leaves)
             if engine is None:

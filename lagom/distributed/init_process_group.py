@@ -35,7 +35,7 @@ _kept: list[Any] = []
 
 
 @contextmanager
-def joinable(session: Session) -> Iterator[None]:
+def own_init_process_group(session: Session) -> Iterator[None]:
     """Have ``init_process_group`` make a group of lagom's ranks and turn the patches off. See Note [Joining].
 
     What the program leaves initialised is destroyed, and what torch has set with it put back.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def spawned_ranks(session: Session) -> Iterator[None]:
+def own_mp_spawn(session: Session) -> Iterator[None]:
     """Have ``spawn(f, args, nprocs=world_size)`` call ``f(rank, *args)`` here where ``f`` starts a process group."""
     module = sys.modules["torch.multiprocessing.spawn"]  # the package has the function by that name
     original: Callable[..., Any] = torch.multiprocessing.spawn

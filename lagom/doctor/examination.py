@@ -29,7 +29,7 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
     import torch
 
     from lagom.collectives.native import native
-    from lagom.memory_plan.available import room
+    from lagom.memory_plan.available import available_memory
     from lagom.worker.network_interfaces import interface_of
 
     session = reporter._session
@@ -43,7 +43,7 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
         "lagom": lagom.__version__,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "ranks_here": session.local_world_size,
-        "memory": room(session.local_world_size, gpus=False).num_bytes,
+        "memory": available_memory(session.local_world_size, gpus=False).num_bytes,
         "gpu": _gpu(torch) if cuda else None,
         "nvidia": shutil.which("nvidia-smi") is not None,
         "cuda_build": torch.version.cuda,

@@ -17,7 +17,7 @@ _INSTALL = (
 _SHOWN = 4
 
 
-def of_executors(tasks: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def executor_findings(tasks: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Lines about them; one that fails says why no run can."""
     return [_pythons(tasks), *(found for check in (_torch, _addresses, _reach) if (found := check(tasks)) is not None)]
 

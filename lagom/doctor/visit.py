@@ -15,7 +15,7 @@ from typing import Any
 import lagom
 from lagom.config import TorchDistributedConfig
 from lagom.doctor.examination import examine
-from lagom.doctor.executors import APART, of_executors
+from lagom.doctor.executors import APART, executor_findings
 from lagom.doctor.findings import Finding, findings
 from lagom.errors import CollectiveError, LagomError
 from lagom.launchers import choose
@@ -40,7 +40,7 @@ def visit(config: TorchDistributedConfig) -> list[Finding]:
         with _listening(launcher) as address:
             provided = {"hparams": {"address": address}}
             if hasattr(launcher, "survey"):
-                found += of_executors(launcher.survey(the_plan, address))
+                found += executor_findings(launcher.survey(the_plan, address))
                 if any(one.level == "fail" for one in found):
                     return found  # a run would only end with the same, later
             start = time.monotonic()
@@ -58,7 +58,7 @@ def visit(config: TorchDistributedConfig) -> list[Finding]:
     return found
 
 
-def shown(found: Sequence[Finding]) -> str:
+def print_findings(found: Sequence[Finding]) -> str:
     """A line for each finding, and one below it where there is something to do."""
     width = max(len(one.what) for one in found)
     lines = []

@@ -1,4 +1,4 @@
-"""``Calls``: what both kinds of ranks put in the place of functions of ``os`` and ``io``."""
+"""``FileCalls``: what both kinds of ranks put in the place of functions of ``os`` and ``io``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Own(threading.local):
     downloads = 0
 
 
-class Calls(ABC):
+class FileCalls(ABC):
     """The functions of one rank; ``replacements`` are by name, those of ``os`` but for ``io.open``."""
 
     def __init__(self, host_dir: str) -> None:

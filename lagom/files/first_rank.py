@@ -1,4 +1,4 @@
-"""``CallsOfFirst``: rank 0's disk is the real one; before it changes anything, it notes how that was."""
+"""``FirstRankCalls``: rank 0's disk is the real one; before it changes anything, it notes how that was."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from lagom.files.calls import Calls, opens_to_read
+from lagom.files.calls import FileCalls, opens_to_read
 from lagom.files.journal import Change, Journal
 from lagom.files.listing import Scan
 
@@ -17,7 +17,7 @@ log = logging.getLogger("lagom")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
-class CallsOfFirst(Calls):
+class FirstRankCalls(FileCalls):
     """Those of rank 0."""
 
     was_asked = False

@@ -19,19 +19,19 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lagom.files.first_rank import CallsOfFirst
+from lagom.files.first_rank import FirstRankCalls
 from lagom.files.journal import Journal
-from lagom.files.libraries import interposed
-from lagom.files.other_ranks import CallsOfOthers
+from lagom.files.libraries import interpose_libraries
+from lagom.files.other_ranks import OtherRankCalls
 from lagom.files.programs import warn_of_programs
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from lagom.files.calls import Calls
+    from lagom.files.calls import FileCalls
 
-_calls: Calls | None = None
+_calls: FileCalls | None = None
 """Of this process, while it is a rank with a disk of its own, or was forked from one."""
 
 
@@ -51,18 +51,18 @@ def own_disk(host_dir: str, rank: int, world_size: int, local_world_size: int, *
     with ExitStack() as stack:
         journal = Journal(folder)
         stack.callback(journal.close)
-        calls: Calls
+        calls: FileCalls
         if rank == 0 and lands:
-            calls = CallsOfFirst(host_dir, journal, local_world_size < world_size)
+            calls = FirstRankCalls(host_dir, journal, local_world_size < world_size)
         else:
             own = f"{folder}/{rank}"
             os.makedirs(own, mode=0o700, exist_ok=True)
-            calls = CallsOfOthers(host_dir, own, journal, local_world_size < world_size)
+            calls = OtherRankCalls(host_dir, own, journal, local_world_size < world_size)
             stack.callback(calls.overlay.close)
         for owner, name, value in _installed(calls):
             stack.enter_context(replaced(owner, name, value))
-        stack.enter_context(interposed(calls, reads=isinstance(calls, CallsOfOthers)))
-        if isinstance(calls, CallsOfFirst):
+        stack.enter_context(interpose_libraries(calls, reads=isinstance(calls, OtherRankCalls)))
+        if isinstance(calls, FirstRankCalls):
             stack.enter_context(warn_of_programs(lambda: calls.was_asked or calls.is_over))
         before, _calls = _calls, calls
         try:
@@ -79,7 +79,7 @@ def asked_for_rank() -> None:
 
 def has_asked() -> bool:
     """Whether the program of this rank, not the first, knows which rank it is."""
-    return isinstance(_calls, CallsOfOthers) and _calls.was_asked
+    return isinstance(_calls, OtherRankCalls) and _calls.was_asked
 
 
 def share_disk() -> None:
@@ -105,10 +105,10 @@ def found(path: str) -> str:
 
 def writes_for_real() -> bool:
     """Whether what this process writes, as a rule, is on the disk itself."""
-    return not isinstance(_calls, CallsOfOthers)
+    return not isinstance(_calls, OtherRankCalls)
 
 
-def _installed(calls: Calls) -> Iterator[tuple[object, str, Any]]:
+def _installed(calls: FileCalls) -> Iterator[tuple[object, str, Any]]:
     """What is replaced: where, by which name, with what."""
     new = calls.replacements()
     opened = new.pop("io.open")
@@ -122,7 +122,7 @@ def _installed(calls: Calls) -> Iterator[tuple[object, str, Any]]:
             yield module, name, call
     yield from _abilities(calls, new)
     yield from _kept_in_classes(calls, new | {"open": opened})
-    if isinstance(calls, CallsOfOthers):
+    if isinstance(calls, OtherRankCalls):
         # By paths: rank 0 may put a directory aside between two looks at it, and rmtree takes that for an attack.
         yield shutil, "_use_fd_functions", False
     for name in ("_mkstemp_inner", "mkdtemp"):
@@ -132,14 +132,14 @@ def _installed(calls: Calls) -> Iterator[tuple[object, str, Any]]:
     yield closer, name, _unlinking_by_name(vars(closer)[name])
 
 
-def _abilities(calls: Calls, new: dict[str, Any]) -> Iterator[tuple[ModuleType, str, Any]]:
+def _abilities(calls: FileCalls, new: dict[str, Any]) -> Iterator[tuple[ModuleType, str, Any]]:
     """``os.supports_fd`` and its like are sets of functions."""
     for name in ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids"):
         able = getattr(os, name)
         yield os, name, able | {call for other, call in new.items() if calls.original[other] in able}
 
 
-def _kept_in_classes(calls: Calls, new: dict[str, Any]) -> Iterator[tuple[object, str, Any]]:
+def _kept_in_classes(calls: FileCalls, new: dict[str, Any]) -> Iterator[tuple[object, str, Any]]:
     """Functions that classes of pathlib (in Python 3.10) and glob (from 3.13) have taken when they were made."""
     known = {id(original): name for name, original in calls.original.items() if name != "open"}
     known[id(calls.original["io.open"])] = "open"

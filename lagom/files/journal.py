@@ -24,7 +24,7 @@ _FICLONE = 0x40049409  # of linux/fs.h
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """The last that is known of a path, and of what is below it unless that has an entry of its own."""
 
     kind: Kind
@@ -32,7 +32,7 @@ class Entry:
     """Another path, such as where the original is kept."""
 
 
-class Log:
+class PathLog:
     """Entries by path, in a file that processes append to; each sees at once what the others have added."""
 
     def __init__(self, path: str) -> None:
@@ -40,7 +40,7 @@ class Log:
         self.num_read = 0
         """Bytes; it grows with each entry."""
         self._lock = threading.Lock()
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, JournalEntry] = {}
         self.children: dict[str, set[str]] = {}
         """Names of the entries directly in a directory."""
         _logs.add(self)
@@ -62,7 +62,7 @@ class Log:
             lines = data[: data.rfind(b"\n") + 1]
             for line in lines.splitlines():
                 kind, path, other, over_tree = json.loads(line)
-                self._apply(path, Entry(kind, other), over_tree)
+                self._apply(path, JournalEntry(kind, other), over_tree)
             self.num_read += len(lines)
 
     def add(self, kind: Kind, path: str, other: str = "", over_tree: bool = False) -> None:
@@ -71,7 +71,7 @@ class Log:
         os.write(self._fd, json.dumps([kind, path, other, over_tree]).encode() + b"\n")
         self.fresh()
 
-    def nearest(self, path: str) -> tuple[str, Entry] | None:
+    def nearest(self, path: str) -> tuple[str, JournalEntry] | None:
         """The entry of ``path``, else that of the closest directory above it."""
         entries = self.entries
         if not entries:
@@ -84,7 +84,7 @@ class Log:
                 return None
             path = path[: path.rfind("/")] or "/"
 
-    def _apply(self, path: str, entry: Entry, over_tree: bool) -> None:
+    def _apply(self, path: str, entry: JournalEntry, over_tree: bool) -> None:
         if over_tree:
             below = path + "/"
             for other in [other for other in self.entries if other.startswith(below)]:
@@ -100,7 +100,7 @@ class Journal:
     def __init__(self, folder: str) -> None:
         """``folder`` is shared by the ranks of the host."""
         os.makedirs(folder + "/aside", mode=0o700, exist_ok=True)
-        self.log = Log(folder + "/journal")
+        self.log = PathLog(folder + "/journal")
         self._aside = folder + "/aside/"
         self._numbers = itertools.count()
         self._lock_path = folder + "/lock"
@@ -293,7 +293,7 @@ def _renew(key: str, fresh: str, keep_content: bool, num_links: int = 1) -> bool
     return True
 
 
-_logs: weakref.WeakSet[Log] = weakref.WeakSet()
+_logs: weakref.WeakSet[PathLog] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:

@@ -1,4 +1,4 @@
-"""``interposed``: files that C and Rust code opens by itself go where those go that Python opens."""
+"""``interpose_libraries``: files that C and Rust code opens by itself go where those go that Python opens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from lagom.files.calls import SYSTEM, Calls
+from lagom.files.calls import SYSTEM, FileCalls
 from lagom.files.symbols import Imports
 from lagom.patching.replace import replaced
 
@@ -37,7 +37,7 @@ _kept: list[object] = []
 
 
 @contextmanager
-def interposed(calls: Calls, *, reads: bool) -> Iterator[None]:
+def interpose_libraries(calls: FileCalls, *, reads: bool) -> Iterator[None]:
     """Have libraries call Python's functions of files, also those libraries that are loaded meanwhile.
 
     See Note [Files of C code]. With ``reads`` they look for files where ``calls`` finds them, too. The environment
@@ -77,7 +77,7 @@ def _then(original: Callable[..., Any], update: Callable[[], None]) -> Callable[
 class _Functions:
     """What libraries call instead of functions of libc; a word each for numbers and addresses."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: FileCalls) -> None:
         self._calls = calls
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.fdopen.restype = self._libc.malloc.restype = ctypes.c_size_t

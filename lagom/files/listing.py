@@ -37,7 +37,7 @@ class Scan:
         self._entries = iter(())
 
 
-class Entry:
+class ListedEntry:
     """What ``os.DirEntry`` is, which cannot be made."""
 
     def __init__(self, view: View, inside: Inside, directory: str, given: Any, name: str) -> None:

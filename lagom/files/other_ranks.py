@@ -1,4 +1,4 @@
-"""``CallsOfOthers``: a rank other than 0 sees the disk through its overlay."""
+"""``OtherRankCalls``: a rank other than 0 sees the disk through its overlay."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lagom.files.calls import CHANGE, READ, opens_to_read
-from lagom.files.seeing import ELSEWHERE, Seeing, name_in
+from lagom.files.seeing import ELSEWHERE, SeenFiles, name_in
 
 
-class CallsOfOthers(Seeing):
+class OtherRankCalls(SeenFiles):
     """Those of every rank that is not rank 0."""
 
     was_asked = False

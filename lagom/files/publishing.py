@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.collectives.group import TIMEOUT_S
 from lagom.errors import CollectiveError, LagomError
 from lagom.patching.object_reference import ObjectReference
-from lagom.run_state.random_streams import derived
+from lagom.run_state.random_streams import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from lagom.run_state.loader_pass import Pass
+    from lagom.run_state.loader_pass import LoaderPass
     from lagom.session.session import Session
 
 Result = TypeVar("Result")
@@ -110,7 +110,7 @@ class PassNames:
         self._made: dict[str, int] = {}
         self._loaders = WeakIdKeyDictionary(ref_type=ObjectReference)
         self._counts: dict[str, int] = {}
-        self._last: dict[str, tuple[weakref.ref[Pass], threading.Thread]] = {}
+        self._last: dict[str, tuple[weakref.ref[LoaderPass], threading.Thread]] = {}
         self._lock = threading.Lock()
 
     def made(self, loader: DataLoader[object]) -> None:
@@ -124,7 +124,7 @@ class PassNames:
         self._num_in_main += 1
         return str(self._num_in_main)
 
-    def in_thread(self, loader: DataLoader[object], current: Pass) -> str:
+    def in_thread(self, loader: DataLoader[object], current: LoaderPass) -> str:
         """Name the pass ``current`` that begins in another thread.
 
         Raises:
@@ -161,13 +161,13 @@ class Readers:
         finally:
             self._left[thread] = torch.default_generator.get_state()
 
-    def generator(self, current: Pass) -> torch.Generator | None:
+    def generator(self, current: LoaderPass) -> torch.Generator | None:
         """Make a generator for a pass that begins in this thread, if others draw from the global one meanwhile.
 
         Rank 0 decides. In a thread's first pass nobody does, as a rule: the main thread waits for its first batch.
         """
         name = current.publication().name
-        seed = derived("thread", torch.initial_seed(), name) if threading.current_thread() in self._mixed else 0
+        seed = derive_seed("thread", torch.initial_seed(), name) if threading.current_thread() in self._mixed else 0
         seed = int(current.publication().agree(str(seed).encode()))
         return torch.Generator().manual_seed(seed) if seed else None
 

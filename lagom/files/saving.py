@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lagom import files
-from lagom.patching.import_hooks import once_imported
+from lagom.patching.import_hooks import on_import
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def shared_files(session: Session) -> Iterator[None]:
         stack.enter_context(replaced(torch.UntypedStorage, "from_file", mapping))
         stack.enter_context(replaced(urllib.request, "urlretrieve", downloads.once(urllib.request.urlretrieve)))
         stack.enter_context(downloads.shared_datasets())
-        stack.enter_context(once_imported({"safetensors": lambda module: _place_safetensors(module, stack)}))
+        stack.enter_context(on_import({"safetensors": lambda module: _place_safetensors(module, stack)}))
         yield
 
 

@@ -1,4 +1,4 @@
-"""``Seeing``: how a rank other than 0 finds and reads what is on its disk."""
+"""``SeenFiles``: how a rank other than 0 finds and reads what is on its disk."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
-from lagom.files.calls import Calls
+from lagom.files.calls import FileCalls
 from lagom.files.journal import Journal
-from lagom.files.listing import Entry, Scan
+from lagom.files.listing import ListedEntry, Scan
 from lagom.files.overlay import Overlay
 
 ELSEWHERE = object()
 """What is on the disk at a path is not what the rank sees there."""
 
 
-class Seeing(Calls):
+class SeenFiles(FileCalls):
     """The half of a rank's calls that changes nothing."""
 
     def __init__(self, host_dir: str, folder: str, journal: Journal, by_name: bool) -> None:
@@ -181,7 +181,7 @@ class Seeing(Calls):
 
     def scandir(self) -> Callable[..., Any]:
         def own(key: str, path: Any, names: list[str]) -> Any:
-            return Scan([Entry(self.overlay, self.inside, key, path, name) for name in names])
+            return Scan([ListedEntry(self.overlay, self.inside, key, path, name) for name in names])
 
         def made(scan: Any) -> Any:
             with scan:  # to its end at once, so that what rank 0 does later is not in it

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lagom.files.journal import Journal, Log, copy, parent
+from lagom.files.journal import Journal, PathLog, copy, parent
 from lagom.files.overlay import clear
 
 _OF_A_PROCESS = re.compile(r"\d+")
@@ -26,7 +26,7 @@ def settle(host_dir: Path, ranks: Sequence[int], local_ranks: Sequence[int]) -> 
         own = f"{folder}/{rank}"
         if rank == 0 or not os.path.exists(own + "/log"):
             continue
-        journal, log = Journal(folder), Log(own + "/log")
+        journal, log = Journal(folder), PathLog(own + "/log")
         try:
             journal.log.fresh()
             log.fresh()
@@ -41,7 +41,7 @@ def settle(host_dir: Path, ranks: Sequence[int], local_ranks: Sequence[int]) -> 
 class _Remains:
     """What one rank has left."""
 
-    def __init__(self, folder: str, journal: Journal, log: Log, first_of_host: bool) -> None:
+    def __init__(self, folder: str, journal: Journal, log: PathLog, first_of_host: bool) -> None:
         self._upper = folder + "/files"
         self._journal = journal
         self._log = log

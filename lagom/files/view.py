@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from lagom.files.journal import Journal, Log, join, parent
+from lagom.files.journal import Journal, PathLog, join, parent
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class View:
         """``folder`` is the rank's own; what is ``left_alone`` is always the real disk, and ``downloads`` go there."""
         self.upper = folder + "/files"
         os.makedirs(self.upper, mode=0o700, exist_ok=True)
-        self.log = Log(folder + "/log")
+        self.log = PathLog(folder + "/log")
         self.journal = journal
         self.left_alone = left_alone
         self.downloads = downloads

@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import has_torch_function_unary
 
-from lagom.collectives.agreement_exchange import Frame, signature
+from lagom.collectives.agreement_exchange import AgreedExchange, signature
 from lagom.errors import DivergenceError
-from lagom.forward.batchnorm_statistics import Call, Normalise, combined, moments
+from lagom.forward.batchnorm_statistics import BatchNormCall, Normalise, combine_moments, moments
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lagom.row_split.probe import BatchStatistics
-    from lagom.run_state.loader_pass import Share
+    from lagom.run_state.loader_pass import BatchShare
     from lagom.session.session import Session
 
     Running: TypeAlias = tuple[Tensor | None, Tensor | None, float]
@@ -37,7 +37,7 @@ def whole_batch_statistics(session: Session) -> Iterator[None]:
     """
     _tell_dynamo()
     original = F.batch_norm
-    eager = Statistics(session, original).batch_norm
+    eager = WholeBatchStatistics(session, original).batch_norm
 
     @torch._disable_dynamo  # also where a frame that it could not compile runs as it is: it would go on inside
     def uncompiled(*args: Any) -> Tensor:
@@ -71,7 +71,7 @@ def _tell_dynamo() -> None:
         rules.get_torch_obj_rule_map()
 
 
-class Statistics:
+class WholeBatchStatistics:
     """Computes them, over the ranks."""
 
     def __init__(self, session: Session, original: Callable[..., Tensor]) -> None:
@@ -79,7 +79,7 @@ class Statistics:
         self._original = original
         self._session = session
         self._group = session.group
-        self._frame = Frame(self._group)
+        self._frame = AgreedExchange(self._group)
         self._signatures: dict[tuple[object, ...], bytes] = {}
         self._part: tuple[int, tuple[object, ...]] | None = None
         """The layer that was called last with less than the rank's share of a batch, and that share."""
@@ -102,12 +102,12 @@ class Statistics:
             self._part = id(share), identity
         with torch.no_grad():
             gathered = self._gathered(input.detach(), share, identity)
-            counts, mean, var, real_count = combined(gathered)
+            counts, mean, var, real_count = combine_moments(gathered)
             _check(input, real_count, share)
             self._update(running, mean, var, real_count)
         kind = torch.promote_types(input.dtype, torch.float32)
         backward = partial(self.sum, identity=("backward", *identity))
-        call = Call(backward, eps, share.num_mine > 0, counts)
+        call = BatchNormCall(backward, eps, share.num_mine > 0, counts)
         output: Tensor = Normalise.apply(input, weight, bias, mean.to(kind), var.to(kind), call)  # type: ignore[no-untyped-call]
         return output
 
@@ -145,7 +145,7 @@ class Statistics:
         self._session.watch.meet(f"the {direction} of {layer}")
         raise DivergenceError(f"other ranks ran another layer in place of {layer}")
 
-    def _gathered(self, input: Tensor, share: Share, identity: tuple[object, ...]) -> Tensor:
+    def _gathered(self, input: Tensor, share: BatchShare, identity: tuple[object, ...]) -> Tensor:
         """A row per rank: elements, those that count, whether as dealt, means, sums of squared deviations."""
         channels = input.shape[1]
         size = self._group.world_size
@@ -179,7 +179,7 @@ _OF_PARTS = (
 )
 
 
-def _check(input: Tensor, count: Tensor, share: Share) -> None:
+def _check(input: Tensor, count: Tensor, share: BatchShare) -> None:
     alone = input.numel() == input.shape[1] and share.num_all == 1
     # On a GPU, looking at the count would wait for all that is under way.
     if alone or (count.device.type == "cpu" and count.item() == 1):

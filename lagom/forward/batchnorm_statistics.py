@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Call:
+class BatchNormCall:
     """One forward, as its backward needs it."""
 
     all_reduce: Callable[[Tensor], None]
@@ -42,7 +42,7 @@ def moments(input: Tensor) -> tuple[Tensor, Tensor]:
     return mean, var
 
 
-def combined(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def combine_moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Elements that count, mean and biased variance over all ranks, and elements of what one machine would have.
 
     From means m_r, sums of squared deviations M_r and counts n_r: m = sum n_r m_r / n and
@@ -68,7 +68,13 @@ class Normalise(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, call: Call
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        call: BatchNormCall,
     ) -> Tensor:
         ctx.save_for_backward(input, weight, bias, mean, var)
         ctx.call = call
@@ -149,7 +155,7 @@ class _Sum(Function):
     """The sum over the ranks, whose gradient is the sum of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, numbers: Tensor, call: Call) -> Tensor:
+    def forward(ctx: Any, numbers: Tensor, call: BatchNormCall) -> Tensor:
         ctx.call = call
         return call.sum(numbers).to(numbers.dtype)
 

@@ -14,8 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.object_reference import ObjectReference
 from lagom.patching.replace import replaced
-from lagom.run_state.leaves import reached
-from lagom.zero.gradient_access import exchanged
+from lagom.run_state.leaves import reached_leaves
+from lagom.zero.gradient_access import exchange_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -143,7 +143,7 @@ class Precision:
         options: dict[str, Any],
     ) -> Any:
         repeated = self._session.repeated
-        found = {id(leaf): leaf for leaf in reached(outputs, args[3]) if leaf not in repeated}
+        found = {id(leaf): leaf for leaf in reached_leaves(outputs, args[3]) if leaf not in repeated}
         leaves = [leaf for key, leaf in found.items() if key not in self._scaled_leaves]
         # A backward inside another is given gradients that are scaled already.
         roots = args[0]
@@ -233,7 +233,7 @@ class _Scaling:
             return _are_finite(p.grad for p in graded)
         with gradients.parted():
             mine = _are_finite(p.grad for p in graded)
-        rows = exchanged(self._session, "optimizer.step() in fp16", [float(mine)])
+        rows = exchange_numbers(self._session, "optimizer.step() in fp16", [float(mine)])
         return all(row[0] for row in rows)
 
     def after(self, optimizer: Optimizer) -> None:

@@ -16,7 +16,7 @@ _CONTAINERS = "torch.nn.modules.container"
 """What is in torch's containers is of the layer that has them."""
 
 
-class RunningValues:
+class RunningValueDetector:
     """Looks at the second training forward of each outermost module: the first may make parameters.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lagom.errors import LagomError
-from lagom.gradients.backward_gradients import Pending
+from lagom.gradients.backward_gradients import BackwardGradients
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -95,13 +95,13 @@ class Accumulation:
         self.keep(leaves)
         self._over = True  # those of the next one could not be known beforehand either
 
-    def pending(self, *, runs: bool = True) -> Pending:
+    def pending(self, *, runs: bool = True) -> BackwardGradients:
         """What the next reduction begins with: the sums that are owed, which then are no more.
 
         Args:
             runs: a backward will, with whose gradients they are reduced.
         """
-        pending = Pending(list(self._owed.values()), self._count if self._owed else 1)
+        pending = BackwardGradients(list(self._owed.values()), self._count if self._owed else 1)
         if self._watches and not self._over:
             pending.habits = repr(tuple(self._lengths)).encode()
         self._owed = {}
@@ -114,7 +114,7 @@ class Accumulation:
         """So many backwards have; what is exchanged next will say so."""
         self._num_failed += number
 
-    def reduced(self, pending: Pending) -> None:
+    def reduced(self, pending: BackwardGradients) -> None:
         """``pending`` was."""
         if pending.accord:
             self._agreed = tuple(self._lengths)

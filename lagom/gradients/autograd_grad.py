@@ -1,4 +1,4 @@
-"""``Grads``: gradients that a program differentiates or gets returned, averaged over the ranks."""
+"""``AutogradGradAverager``: gradients that a program differentiates or gets returned, averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
 from lagom.gradients.averaging import real
 from lagom.gradients.checksum import digest
-from lagom.gradients.replicate import Reached
+from lagom.gradients.replicate import ReachedLeaves
 from lagom.run_state.leaves import ACCUMULATE, Likeness, variable
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
     from lagom.collectives.group import Group
-    from lagom.gradients.backward_gradients import Pending
-    from lagom.gradients.divergence import Watch
+    from lagom.gradients.backward_gradients import BackwardGradients
+    from lagom.gradients.divergence import DivergenceMonitor
     from lagom.gradients.replicate import Replicate
     from lagom.run_state.leaves import Leaves
 
@@ -31,10 +31,10 @@ PLACE = "torch.autograd.grad"
 _AGAIN = "a backward through gradients"
 
 
-class Grads:
+class AutogradGradAverager:
     """Averages gradients, differentiably. See Note [Gradients of gradients]."""
 
-    def __init__(self, group: Group, leaves: Leaves, watch: Watch, replicate: Replicate) -> None:
+    def __init__(self, group: Group, leaves: Leaves, watch: DivergenceMonitor, replicate: Replicate) -> None:
         self._group = group
         self._leaves = leaves
         self._watch = watch
@@ -67,7 +67,7 @@ class Grads:
                 found[i] = own if own is None or weight in (0, 1) else own / weight
         return found
 
-    def accumulated(self, pending: Pending) -> None:
+    def accumulated(self, pending: BackwardGradients) -> None:
         """As ``Replicate.reduce``, for gradients in leaves that are to be differentiated.
 
         Raises:
@@ -103,7 +103,7 @@ class Grads:
         present = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
         with torch.no_grad():
             averages = [gradient.detach().clone() for _, gradient in present]
-            reached = Reached([numbers[i] for i, _ in present], [real(average) for average in averages])
+            reached = ReachedLeaves([numbers[i] for i, _ in present], [real(average) for average in averages])
             if not self._replicate.average(kind, reached, besides, averages=True):
                 return None
         results: Any = averages
@@ -149,7 +149,7 @@ class Averaged(Function):
     """Gradients of this rank, replaced by their averages over the ranks; the gradient of an average is an average."""
 
     @staticmethod
-    def forward(ctx: Any, grads: Grads, averages: list[Tensor], *own: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, grads: AutogradGradAverager, averages: list[Tensor], *own: Tensor) -> tuple[Tensor, ...]:
         ctx.grads = grads
         return tuple(averages)
 

@@ -1,4 +1,4 @@
-"""``Averager``: tensors averaged over the ranks in place, if all ranks mean the same ones."""
+"""``TensorAverager``: tensors averaged over the ranks in place, if all ranks mean the same ones."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from lagom.collectives.plain_values import all_gather_values
-from lagom.gradients.reduction.layout import Entry, Layout, lies_plainly
+from lagom.gradients.reduction.layout import Layout, LayoutEntry, lies_plainly
 from lagom.gradients.reduction.mean import Mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lagom.collectives.agreement_exchange import Frame
+    from lagom.collectives.agreement_exchange import AgreedExchange
     from lagom.collectives.group import Group
     from lagom.gradients.reduction.mean import Reduction
 
 _MAX_LAYOUTS = 64
 
 
-class Averager:
+class TensorAverager:
     """Averages gradients; the small ones along with the signature by which ranks agree on what there is.
 
     Args:
@@ -29,7 +29,9 @@ class Averager:
         reduction: what becomes of the gradients of backwards.
     """
 
-    def __init__(self, group: Group, frame: Frame, forgotten: Callable[[], None], reduction: Reduction) -> None:
+    def __init__(
+        self, group: Group, frame: AgreedExchange, forgotten: Callable[[], None], reduction: Reduction
+    ) -> None:
         self._mean = Mean(group)
         self._reduction = reduction
         self._group = group
@@ -57,7 +59,7 @@ class Averager:
                 self._forgotten()
             reduction = self._mean if averages else self._reduction
             room = reduction.room(self._frame.room)
-            found = Layout(kind, [Entry(*parts) for parts in entries], room, reduction)
+            found = Layout(kind, [LayoutEntry(*parts) for parts in entries], room, reduction)
             self._layouts[kind, entries] = found
         return found
 

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from lagom.errors import DivergenceError
 from lagom.gradients.accumulation import Accumulation
-from lagom.gradients.autograd_grad import Grads, is_averaged
+from lagom.gradients.autograd_grad import AutogradGradAverager, is_averaged
 from lagom.gradients.backward_gradients import Hooks, beside_one, run_hooks
 from lagom.gradients.cached_backward import Steady
 from lagom.patching.replace import replaced
 from lagom.row_split.recorder import NotByRowsError
 from lagom.row_split.whole_batch import passes_gather
-from lagom.run_state.leaves import reached
+from lagom.run_state.leaves import reached_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
-    from lagom.gradients.backward_gradients import Pending
+    from lagom.gradients.backward_gradients import BackwardGradients
     from lagom.gradients.cached_backward import Course
     from lagom.session.session import Session
 
@@ -67,8 +67,8 @@ class _Backwards:
         self._original = original
         self.watch = session.watch
         self._replicate = session.replicate
-        self._grads = Grads(session.group, session.leaves, session.watch, session.replicate)
-        self._pending: Pending | None = None
+        self._grads = AutogradGradAverager(session.group, session.leaves, session.watch, session.replicate)
+        self._pending: BackwardGradients | None = None
         self._keeps = False
         self._steady = Steady()
         self._running: Sequence[Tensor] = ()
@@ -84,7 +84,7 @@ class _Backwards:
         if self._session.is_probing:
             raise NotByRowsError("runs a backward")
         # Now: the graph is freed by the backward.
-        leaves = reached(outputs, args[3])
+        leaves = reached_leaves(outputs, args[3])
         if not args[2] and self._may_be_steady() and (course := self._steady.begun(leaves)) is not None:
             return self._again(course, leaves, outputs, args, options)
         leaves = [leaf for leaf in leaves if leaf not in self._session.repeated]
@@ -183,7 +183,7 @@ class _Backwards:
         self._finish(pending, create_graph=False, differs=differs)
         return result
 
-    def _began(self, leaves: Sequence[Tensor]) -> Pending:
+    def _began(self, leaves: Sequence[Tensor]) -> BackwardGradients:
         pending = self.accumulation.pending()
         pending.began(leaves)
         return pending
@@ -220,7 +220,7 @@ class _Backwards:
             self._steady.note(pending.leaves, self._replicate.settled)
         return result
 
-    def _finish(self, pending: Pending, *, create_graph: bool, differs: bool = False) -> None:
+    def _finish(self, pending: BackwardGradients, *, create_graph: bool, differs: bool = False) -> None:
         self._session.began = self._session.began or "a backward ran"
         with torch.set_grad_enabled(create_graph):
             if any(leaf.grad is not None and leaf.grad.requires_grad for leaf in pending.leaves):

@@ -1,4 +1,4 @@
-"""``Pending``: what one backward adds to the gradients of leaves, kept apart until it has been averaged."""
+"""``BackwardGradients``: what one backward adds to the gradients of leaves, kept apart until it has been averaged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 
-class Pending:
+class BackwardGradients:
     """The leaves of one backward. See Note [Hooks of leaves].
 
     From ``expect`` on a leaf has no gradient; ``leaf.grad`` becomes that of this backward alone, and its hooks wait.

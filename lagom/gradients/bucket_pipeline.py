@@ -1,4 +1,4 @@
-"""``Running``: the buckets of a backward that is under way, from leaf to average. See Note [Overlap]."""
+"""``BucketPipeline``: the buckets of a backward that is under way, from leaf to average. See Note [Overlap]."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ import torch
 
 from lagom.errors import LagomError
 from lagom.gradients.averaging import real
-from lagom.gradients.reduction.buckets import Moving, Parting, land, land_parts, launch, launch_parts
+from lagom.gradients.reduction.buckets import (
+    AllReduceBucket,
+    ReduceScatterBucket,
+    finish_all_reduce,
+    finish_reduce_scatter,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lagom.collectives.group import Group
-    from lagom.gradients.reduction.buckets import Deal
+    from lagom.gradients.reduction.buckets import ShardMap
     from lagom.run_state.leaves import Leaves
 
 _MAX_MOVING = 2
@@ -25,10 +32,10 @@ _PATIENCE_S = 0.2
 _NAP_S = 2e-4
 
 
-class Parts(Protocol):
+class ScatterParts(Protocol):
     """Takes this rank's parts of averages, and leaves leaves without gradients; with ``zero_lvl=2``."""
 
-    def dealt(self, leaves: Sequence[torch.Tensor]) -> Deal | None:
+    def dealt(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
         """Which rank needs which part of their averages; None where one of them is to be whole."""
 
     def keep_part_early(self, leaf: torch.Tensor) -> None:
@@ -38,18 +45,18 @@ class Parts(Protocol):
         """As it came; None where this rank needs nothing of it."""
 
 
-class Running:
+class BucketPipeline:
     """The buckets of one backward."""
 
     def __init__(self, group: Group, leaves: Leaves, buckets: Sequence[Sequence[int]]) -> None:
         self.missing: list[torch.Tensor] = []
         """Leaves that got no gradient; they have zeros for one."""
-        self.moving: list[Moving | Parting | None] = []
+        self.moving: list[AllReduceBucket | ReduceScatterBucket | None] = []
         """None for those that have landed already."""
         self.is_launching = False
         self._early: set[int] = set()
-        self._parts: Parts | None = None
-        self._deals: Mapping[int, Deal] = {}
+        self._parts: ScatterParts | None = None
+        self._deals: Mapping[int, ShardMap] = {}
         self._num_landed = 0
         self._patience_s = _PATIENCE_S
         self._group = group
@@ -77,7 +84,7 @@ class Running:
                     )
                 self._num_left[place] = len(self._place) + 1
 
-    def part_early(self, plain: set[int], parts: Parts, deals: Mapping[int, Deal]) -> None:
+    def part_early(self, plain: set[int], parts: ScatterParts, deals: Mapping[int, ShardMap]) -> None:
         """Give ``parts`` the leaves of buckets that have been summed while the backward still runs.
 
         Args:
@@ -101,12 +108,14 @@ class Running:
             if id(leaf) in without:
                 leaf.grad = None
 
-    def _land(self, moving: Moving | Parting, bucket: Sequence[torch.Tensor], without: set[int]) -> None:
-        if isinstance(moving, Moving):
-            land(moving, self._group.wait, self._group.world_size)
+    def _land(
+        self, moving: AllReduceBucket | ReduceScatterBucket, bucket: Sequence[torch.Tensor], without: set[int]
+    ) -> None:
+        if isinstance(moving, AllReduceBucket):
+            finish_all_reduce(moving, self._group.wait, self._group.world_size)
             return
         assert self._parts is not None
-        for leaf, part in zip(bucket, land_parts(moving, self._group.wait, len(bucket)), strict=True):
+        for leaf, part in zip(bucket, finish_reduce_scatter(moving, self._group.wait, len(bucket)), strict=True):
             if id(leaf) not in without:
                 self._parts.take_part_early(leaf, part)
 
@@ -127,12 +136,12 @@ class Running:
             if not moving.work.is_completed() and not self._may_wait(moving):
                 return
             self._land(moving, bucket, set())
-            for leaf in bucket if isinstance(moving, Moving) else ():
+            for leaf in bucket if isinstance(moving, AllReduceBucket) else ():
                 self._parts.keep_part_early(leaf)
             self.moving[self._num_landed] = moving = None
             self._num_landed += 1
 
-    def _may_wait(self, moving: Moving | Parting) -> bool:
+    def _may_wait(self, moving: AllReduceBucket | ReduceScatterBucket) -> bool:
         """Wait for ``moving`` where too much is under way, but not for long; whether it has come."""
         if len(self.moving) - self._num_landed <= _MAX_MOVING:
             return False
@@ -156,8 +165,8 @@ class Running:
             gradients = [real(leaf.grad) for leaf in bucket if leaf.grad is not None]
             deal = self._deals.get(len(self.moving))
             if deal is None:
-                self.moving.append(launch(gradients, self._group.all_reduce_aside, self._group.world_size))
+                self.moving.append(start_all_reduce(gradients, self._group.all_reduce_aside, self._group.world_size))
             else:
                 reduce = self._group.reduce_parts_aside
-                self.moving.append(launch_parts(gradients, bucket, deal, self._group.rank, reduce))
+                self.moving.append(start_reduce_scatter(gradients, bucket, deal, self._group.rank, reduce))
         self.is_launching = False

@@ -1,4 +1,4 @@
-"""``Buffers``: those of the modules that are trained, over the ranks."""
+"""``BufferSync``: those of the modules that are trained, over the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Key = tuple[int, str]
 """The number of a parameter of the outermost module, and the buffer's path from there: equal on all ranks."""
 
 
-class Buffers:
+class BufferSync:
     """Finds buffers, and has those that lagom does not synchronise otherwise follow rank 0. See Note [Divergence]."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""``Watch``: finds out, now and then, whether what must be equal on all ranks is."""
+"""``DivergenceMonitor``: finds out, now and then, whether what must be equal on all ranks is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from lagom.collectives.agreement_exchange import signature
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError
-from lagom.gradients.buffers import Buffers
+from lagom.gradients.buffers import BufferSync
 from lagom.gradients.checksum import checksums
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from lagom.collectives.agreement_exchange import Frame
+    from lagom.collectives.agreement_exchange import AgreedExchange
     from lagom.collectives.group import Group
     from lagom.run_state.leaves import Leaves
 
@@ -41,7 +41,7 @@ class Row(NamedTuple):
     """Buffers that its forwards changed."""
 
 
-class Watch:
+class DivergenceMonitor:
     """Compares parameters and buffers over the ranks. See Note [Divergence].
 
     Args:
@@ -67,7 +67,7 @@ class Watch:
         self._group = group
         self._leaves = leaves
         self._name = name
-        self._buffers = Buffers(group, leaves, modules, synchronised)
+        self._buffers = BufferSync(group, leaves, modules, synchronised)
         self._due = False
         self._is_stale = True
         self._num_steps = 0
@@ -96,7 +96,7 @@ class Watch:
             self._next_step += min(self._num_steps, INTERVAL)
             self._due = self._is_stale = True
 
-    def batch(self, frame: Frame) -> None:
+    def batch(self, frame: AgreedExchange) -> None:
         """The program gets a training batch, on all ranks. Checks where batches come and go without a backward."""
         self._num_batches += 1
         if self._num_batches < self._next_batch:
@@ -107,7 +107,7 @@ class Watch:
             self._changed()
             self._check(frame, "the next batch of a data loader")
 
-    def at(self, frame: Frame, place: str) -> None:
+    def at(self, frame: AgreedExchange, place: str) -> None:
         """Make sure that all ranks are at ``place``, before an exchange there that could not tell.
 
         Raises:
@@ -116,7 +116,7 @@ class Watch:
         if not frame.exchange(signature(place.encode())):
             self.meet(place)
 
-    def end(self, frame: Frame) -> None:
+    def end(self, frame: AgreedExchange) -> None:
         """The program has ended, on all ranks.
 
         Raises:
@@ -195,7 +195,7 @@ class Watch:
         self._differentiated.update(number for number in now if self._seen.get(number, now[number]) != now[number])
         self._seen = now
 
-    def _check(self, frame: Frame, at: str) -> None:
+    def _check(self, frame: AgreedExchange, at: str) -> None:
         self._due = self._is_stale = True
         if frame.exchange(signature(at.encode() + self.identity())):
             self.agreed()

@@ -1,4 +1,4 @@
-"""``Verified``: which leaves began with equal values on all ranks."""
+"""``InitialValueCheck``: which leaves began with equal values on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lagom.run_state.leaves import Leaves
 
 
-class Verified:
+class InitialValueCheck:
     """Compares leaves that are seen for the first time.
 
     Args:

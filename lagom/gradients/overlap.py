@@ -1,4 +1,4 @@
-"""``Overlap``: the large gradients of a backward travel while it still runs."""
+"""``OverlappedBackward``: the large gradients of a backward travel while it still runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from lagom.collectives.agreement_exchange import signature
 from lagom.errors import CollectiveError
-from lagom.gradients.bucket_pipeline import Running
+from lagom.gradients.bucket_pipeline import BucketPipeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lagom.collectives.agreement_exchange import Frame
+    from lagom.collectives.agreement_exchange import AgreedExchange
     from lagom.collectives.group import Group
-    from lagom.gradients.bucket_pipeline import Parts
-    from lagom.gradients.divergence import Watch
-    from lagom.gradients.reduction.buckets import Deal, Moving, Parting
+    from lagom.gradients.bucket_pipeline import ScatterParts
+    from lagom.gradients.divergence import DivergenceMonitor
+    from lagom.gradients.reduction.buckets import AllReduceBucket, ReduceScatterBucket, ShardMap
     from lagom.gradients.reduction.layout import Layout
     from lagom.run_state.leaves import Leaves
 
@@ -32,13 +32,15 @@ _MAX_PATIENCE = 64
 Key = tuple[tuple[int, torch.dtype, torch.Size], ...]
 
 
-class Overlap:
+class OverlappedBackward:
     """Sums buckets of gradients as soon as a backward has them. See Note [Overlap].
 
     All methods are called on all ranks in the same order.
     """
 
-    def __init__(self, group: Group, leaves: Leaves, watch: Watch, frame: Frame, *, allowed: bool = True) -> None:
+    def __init__(
+        self, group: Group, leaves: Leaves, watch: DivergenceMonitor, frame: AgreedExchange, *, allowed: bool = True
+    ) -> None:
         self._group = group
         self._allowed = allowed
         self._leaves = leaves
@@ -48,9 +50,9 @@ class Overlap:
         """Of what all ranks have had: signature and buckets."""
         self._pause = 0
         self._patience = 1
-        self._running: Running | None = None
-        self._abandoned: list[Moving | Parting | None] = []
-        self.parts: Parts | None = None
+        self._running: BucketPipeline | None = None
+        self._abandoned: list[AllReduceBucket | ReduceScatterBucket | None] = []
+        self.parts: ScatterParts | None = None
 
     @property
     def is_launching(self) -> bool:
@@ -98,13 +100,13 @@ class Overlap:
             self._pause, self._patience = self._patience, min(2 * self._patience, _MAX_PATIENCE)
         elif buckets:
             self._group.open_aside()
-            self._running = Running(self._group, self._leaves, buckets)
+            self._running = BucketPipeline(self._group, self._leaves, buckets)
             if self.parts is not None:
                 self._running.part_early(early, self.parts, deals)
 
-    def _deals(self, buckets: Sequence[Sequence[int]], early: set[int]) -> dict[int, Deal]:
+    def _deals(self, buckets: Sequence[Sequence[int]], early: set[int]) -> dict[int, ShardMap]:
         """Of buckets from which each rank needs its part only."""
-        found: dict[int, Deal] = {}
+        found: dict[int, ShardMap] = {}
         if self.parts is None or not self._group.reduces_parts:
             return found
         for i, bucket in enumerate(buckets):
@@ -118,7 +120,7 @@ class Overlap:
         if self._running is not None:
             self._running.hold_back(leaves)
 
-    def end(self) -> Running | None:
+    def end(self) -> BucketPipeline | None:
         """The backward ran; what it had of overlap, all of which is under way now."""
         running, self._running = self._running, None
         if running is not None:

@@ -9,21 +9,21 @@ import torch
 from lagom.collectives.agreement_exchange import signature
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError
-from lagom.gradients.averaging import Averager, real
-from lagom.gradients.initial_values import Verified
-from lagom.gradients.overlap import Overlap
-from lagom.gradients.reduction.layout import Entry, Layout
+from lagom.gradients.averaging import TensorAverager, real
+from lagom.gradients.initial_values import InitialValueCheck
+from lagom.gradients.overlap import OverlappedBackward
+from lagom.gradients.reduction.layout import Layout, LayoutEntry
 from lagom.gradients.reduction.mean import Mean
 from lagom.run_state.leaves import Likeness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from lagom.collectives.agreement_exchange import Frame
+    from lagom.collectives.agreement_exchange import AgreedExchange
     from lagom.collectives.group import Group
-    from lagom.gradients.backward_gradients import Pending
-    from lagom.gradients.bucket_pipeline import Running
-    from lagom.gradients.divergence import Watch
+    from lagom.gradients.backward_gradients import BackwardGradients
+    from lagom.gradients.bucket_pipeline import BucketPipeline
+    from lagom.gradients.divergence import DivergenceMonitor
     from lagom.gradients.reduction.mean import Reduction
     from lagom.run_state.leaves import Leaves
 
@@ -34,7 +34,7 @@ _TAIL = 8
 """Bytes at the end of a signature that may be what they stand for; those before them tell layouts apart."""
 
 
-class Reached(NamedTuple):
+class ReachedLeaves(NamedTuple):
     """The gradients of one backward on this rank, side by side with the numbers of their leaves."""
 
     numbers: list[int]
@@ -59,8 +59,8 @@ class Replicate:
         self,
         group: Group,
         leaves: Leaves,
-        watch: Watch,
-        frame: Frame,
+        watch: DivergenceMonitor,
+        frame: AgreedExchange,
         likeness: Callable[[torch.Tensor], Likeness],
         name: Callable[[torch.Tensor | None], str],
         reduction: Reduction | None = None,
@@ -70,14 +70,14 @@ class Replicate:
         self._group = group
         self._leaves = leaves
         self._likeness = likeness
-        self._verified = Verified(group, leaves, name)
-        self._averager = Averager(group, frame, self._forget, self.reduction)
-        self.overlap = Overlap(group, leaves, watch, frame, allowed=self.reduction.overlaps)
+        self._verified = InitialValueCheck(group, leaves, name)
+        self._averager = TensorAverager(group, frame, self._forget, self.reduction)
+        self.overlap = OverlappedBackward(group, leaves, watch, frame, allowed=self.reduction.overlaps)
         self._inputs: set[int] = set()
         self.settled: Layout | None = None
         """Of the last reduction, where the ranks agreed at once."""
 
-    def start(self, pending: Pending) -> None:
+    def start(self, pending: BackwardGradients) -> None:
         """A backward is about to run, and the large ones among its gradients may travel while it does.
 
         Raises:
@@ -89,7 +89,7 @@ class Replicate:
         self.overlap.start([n for n, _ in shared], [leaf for _, leaf in shared], plain)
 
     @torch.no_grad()
-    def reduce(self, pending: Pending, *, differs: bool = False) -> None:
+    def reduce(self, pending: BackwardGradients, *, differs: bool = False) -> None:
         """Average ``leaf.grad`` over the ranks, in place; a collective unless nothing was reached.
 
         Args:
@@ -101,7 +101,7 @@ class Replicate:
         """
         self.settled = None
         running = self.overlap.end()
-        reached = Reached([], [])
+        reached = ReachedLeaves([], [])
         for leaf in pending.leaves:
             if leaf.grad is not None and not (running is not None and running.has(leaf)):
                 number = self._leaves.known(leaf)
@@ -137,7 +137,7 @@ class Replicate:
         self._watch.agreed()
         return True
 
-    def _reduce_rest(self, reached: Reached, running: Running, pending: Pending) -> None:
+    def _reduce_rest(self, reached: ReachedLeaves, running: BucketPipeline, pending: BackwardGradients) -> None:
         """What did not travel during the backward."""
         missing = sorted(self._leaves.number(leaf) for leaf in running.missing)
         kind = _place(_REST, pending)
@@ -148,7 +148,7 @@ class Replicate:
         pending.agreed()
         running.land({id(leaf) for leaf in running.missing if self._leaves.known(leaf) in missing})
 
-    def average(self, kind: str, reached: Reached, besides: bytes = b"", *, averages: bool = False) -> bool:
+    def average(self, kind: str, reached: ReachedLeaves, besides: bytes = b"", *, averages: bool = False) -> bool:
         """Reduce in place, if all ranks mean the same ``kind`` of exchange and reached the same.
 
         Args:
@@ -205,16 +205,16 @@ class Replicate:
         unseen = [self._leaves.tensor(number) for number in sorted(layout.unseen)]
         return signature(layout.signature + besides + b"".join(digest(leaf) for leaf in unseen if leaf is not None))
 
-    def _union(self, kind: str, reached: Reached, pending: Pending) -> Reached:
+    def _union(self, kind: str, reached: ReachedLeaves, pending: BackwardGradients) -> ReachedLeaves:
         """Agree on what any rank reached; what this one did not reach counts as zero and gets the result."""
         self._watch.meet(kind + _told(pending.batches))
         layout = self._averager.layout(kind, *reached)
         mine = pending.habits, [(entry, entry.number in self._inputs) for entry in layout.entries]
         parts = all_gather_values(self._group, mine)
-        rows = [[(Entry(*entry), is_input) for entry, is_input in row] for _, row in parts]
+        rows = [[(LayoutEntry(*entry), is_input) for entry, is_input in row] for _, row in parts]
         if len({habits for habits, _ in parts}) > 1:
             pending.differed()
-        entries: dict[int, list[Entry]] = {}
+        entries: dict[int, list[LayoutEntry]] = {}
         inputs: dict[int, list[bool]] = {}
         for row in rows:
             for entry, is_input in row:
@@ -225,9 +225,9 @@ class Replicate:
         maybe_local = {n for n in numbers if len(inputs[n]) == world_size and all(inputs[n])}
         self._verified.verify(self._verified.without(numbers), maybe_local)
         numbers = [n for n in numbers if n not in self._verified.local]
-        return Reached(numbers, [self._gradient(n, entries[n], pending) for n in numbers])
+        return ReachedLeaves(numbers, [self._gradient(n, entries[n], pending) for n in numbers])
 
-    def _gradient(self, number: int, entries: list[Entry], pending: Pending) -> torch.Tensor:
+    def _gradient(self, number: int, entries: list[LayoutEntry], pending: BackwardGradients) -> torch.Tensor:
         leaf = self._leaves.tensor(number)
         if leaf is None:
             raise DivergenceError(f"a tensor that other ranks train (number {number}) is gone on this rank")
@@ -248,7 +248,7 @@ def _resolved(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.grad
 
 
-def _place(kind: str, pending: Pending) -> str:
+def _place(kind: str, pending: BackwardGradients) -> str:
     number = pending.num_backwards
     if number > 1:
         kind += f", the {number}. one since gradients were used"

@@ -47,7 +47,7 @@ def fork_host(function: Callable[[], None]) -> int:
         for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.setpgid(0, 0)  # what ends the group of the process above comes by that one's end
-        adopt(True)
+        adopt_orphans(True)
         _raise_at_end_of(parent)
         function()
         code = 0
@@ -84,7 +84,7 @@ def _leave(code: int) -> NoReturn:
 _adopts = False
 
 
-def adopt(whether: bool) -> None:
+def adopt_orphans(whether: bool) -> None:
     """Have what is orphaned below this process become a child of it, rather than of the system's first process."""
     global _adopts  # of this process
     if sys.platform == "linux":

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lagom.errors import PlanError, RankError
-from lagom.host.descendants import adopt, end_descendants, fork_host
-from lagom.host.rank_host import hold
-from lagom.host.workspace import ground, pack_files, sweep
+from lagom.host.descendants import adopt_orphans, end_descendants, fork_host
+from lagom.host.rank_host import hold_ranks
+from lagom.host.workspace import host_workspace, pack_files, remove_leftovers
 from lagom.monitor.stalls import ranks_of
-from lagom.wire.client import Link, Message, deliver, dial
+from lagom.wire.client import DriverClient, Message, deliver, dial
 from lagom.wire.failure_text import failure_text
 from lagom.wire.rendezvous import Stopped
 from lagom.wire.server import anonymous_file
-from lagom.wire.spec import Spec
+from lagom.wire.spec import RunSpec
 from lagom.worker.network_interfaces import own_address
 from lagom.worker.process_tree import children
 
@@ -35,7 +35,7 @@ _MAX_FAILURE = 1 << 20  # bytes of an exception that rides in an error text
 _MAX_TIMELINE = 1 << 16  # of a timeline: Spark logs such a text, and a long one several times
 
 
-def attend(spec: Spec) -> Iterator[Any]:
+def attend(spec: RunSpec) -> Iterator[Any]:
     """Hold this task's ranks, in a process of their own; gives the rows with what became of them.
 
     Raises:
@@ -61,7 +61,7 @@ def attend(spec: Spec) -> Iterator[Any]:
         return _rows(parts, files.pop_all())
 
 
-def _ranks(spec: Spec, task: int) -> Sequence[int]:
+def _ranks(spec: RunSpec, task: int) -> Sequence[int]:
     first = task * spec.plan.ranks_per_slot
     return range(first, min(first + spec.plan.ranks_per_slot, spec.plan.world_size))
 
@@ -69,19 +69,19 @@ def _ranks(spec: Spec, task: int) -> Sequence[int]:
 def _run_below(function: Callable[[], None]) -> str:
     """Run ``function`` in a host process; returns how that ended. See Note [Descendants] in descendants.py."""
     before = children(os.getpid())
-    adopt(True)
+    adopt_orphans(True)
     try:
         pid = fork_host(function)
         _, status = os.waitpid(pid, 0)
         if status != 0:
             end_descendants(before)
-            sweep()
+            remove_leftovers()
         return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "ended"
     finally:
-        adopt(False)
+        adopt_orphans(False)
 
 
-def _tell(told_fd: int, spec: Spec, context: Any, fds: Mapping[str, int]) -> None:
+def _tell(told_fd: int, spec: RunSpec, context: Any, fds: Mapping[str, int]) -> None:
     """Leave in ``told_fd`` which files there are now, with what is to be said of them, or what is to be raised."""
     told: Any
     task = context.partitionId()
@@ -111,14 +111,14 @@ _Told = tuple[int, str, str, "Message"]
 """Rank, what it is for the driver, the name of the file, and what is said of it."""
 
 
-def _attend(spec: Spec, task: int, context: Any, link: Link | None, fds: Mapping[str, int]) -> list[_Told]:
+def _attend(spec: RunSpec, task: int, context: Any, link: DriverClient | None, fds: Mapping[str, int]) -> list[_Told]:
     ranks = _ranks(spec, task)
     gather = (lambda text: context.allGather(text)) if spec.plan.barrier else None
     outcomes = [fds[f"outcome-{rank}"] for rank in ranks]
     ip = link.socket.getsockname()[0] if link else context.getTaskInfos()[task].address.rsplit(":", 1)[0]
     ip = own_address(ip, spec.env)
-    with ground(spec) as place:
-        reports = hold(spec, task, place, link, gather, outcomes, ip, _gpus(spec, context))
+    with host_workspace(spec) as place:
+        reports = hold_ranks(spec, task, place, link, gather, outcomes, ip, _gpus(spec, context))
         failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
         # A driver that has a link to this task ends the run itself, and quietly: a task that raises fills Spark's log,
         # and what other tasks have to tell, which may be the cause, would be lost with the job.
@@ -166,7 +166,7 @@ def _that_fit(reports: Sequence[Message]) -> list[Message]:
     return found
 
 
-def _delivered(spec: Spec, rank: int, name: str, fd: int, report: Message) -> Message:
+def _delivered(spec: RunSpec, rank: int, name: str, fd: int, report: Message) -> Message:
     """``report``, with the digest of the file when it is large and the driver has taken it beside the job."""
     if os.fstat(fd).st_size <= _INLINE or spec.address is None:
         return report
@@ -200,7 +200,7 @@ def _row(rank: int, name: str, part: int, data: bytes, report: Message) -> Any:
     return pyarrow.RecordBatch.from_pydict(columns, schema=schema)
 
 
-def _check(spec: Spec, context: Any) -> None:
+def _check(spec: RunSpec, context: Any) -> None:
     python = ".".join(platform.python_version_tuple()[:2])
     if python != spec.python:
         raise PlanError(
@@ -235,7 +235,7 @@ def _quiet_sockets() -> Iterator[None]:
             del os.environ[name]
 
 
-def _gpus(spec: Spec, context: Any) -> Sequence[str]:
+def _gpus(spec: RunSpec, context: Any) -> Sequence[str]:
     """One GPU address per rank of this task, as CUDA_VISIBLE_DEVICES wants it."""
     if not spec.plan.gpu:
         return []

@@ -12,10 +12,10 @@ import sys
 import time
 
 from lagom.errors import LagomError
-from lagom.host.descendants import adopt, end_descendants, fork_host
-from lagom.host.rank_host import hold
-from lagom.host.workspace import ground, sweep
-from lagom.wire.client import Link, LinkClosed
+from lagom.host.descendants import adopt_orphans, end_descendants, fork_host
+from lagom.host.rank_host import hold_ranks
+from lagom.host.workspace import host_workspace, remove_leftovers
+from lagom.wire.client import DriverClient, LinkClosed
 from lagom.wire.rendezvous import Stopped
 
 MAX_FDS = 250  # of one message; the kernel allows 253
@@ -28,7 +28,7 @@ def serve(connection: socket.socket) -> None:
     import lagom.host.preload  # noqa: F401  (what makes a fresh interpreter slow; forked processes have it)
 
     connection.sendall(b"r")
-    adopt(True)
+    adopt_orphans(True)
     hosts = _Hosts()
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
@@ -72,7 +72,7 @@ class _Hosts:
         del self._pids[pidfd]
         os.close(pidfd)
         end_descendants(self._pids.values())
-        sweep()
+        remove_leftovers()
 
     def leave(self) -> None:
         """The driver is gone, which host processes hear as well."""
@@ -85,17 +85,17 @@ class _Hosts:
                     selector.unregister(key.fileobj)
                     del self._pids[key.fd]
         end_descendants()
-        sweep()
+        remove_leftovers()
 
 
 def _attend(data: bytes, fds: list[int]) -> None:
     """Be the host process of one run; the first file is its link, the second its payload, the others for outcomes."""
     try:
-        link = Link(socket.socket(fileno=fds[0]))
+        link = DriverClient(socket.socket(fileno=fds[0]))
         spec, gpus = pickle.loads(data)
         try:
-            with ground(spec, payload_fd=fds[1]) as place:
-                reports = hold(spec, 0, place, link, None, fds[2:], "127.0.0.1", gpus)
+            with host_workspace(spec, payload_fd=fds[1]) as place:
+                reports = hold_ranks(spec, 0, place, link, None, fds[2:], "127.0.0.1", gpus)
             link.send({"type": "done", "reports": reports})
         except (LagomError, OSError) as error:
             link.send({"type": "lost", "message": f"{type(error).__name__}: {error}"})

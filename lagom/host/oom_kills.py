@@ -39,7 +39,7 @@ def _of_groups(root: Path, proc: Path) -> list[int]:
     return []
 
 
-def told(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+def oom_kill_text(before: Mapping[str, int], after: Mapping[str, int]) -> str:
     """Why a process was killed by SIGKILL that nobody of ours sent, as the end of a sentence."""
     more = {where for where in before if after.get(where, 0) > before[where]}
     if "container" in more:

@@ -13,21 +13,21 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lagom.host.supervisor import Forked, Watch
-from lagom.host.workspace import Ground
+from lagom.host.supervisor import ForkedRank, RankSupervisor
+from lagom.host.workspace import HostWorkspace
 from lagom.monitor.stalls import Pulse
-from lagom.wire.client import Link, Message
+from lagom.wire.client import DriverClient, Message
 from lagom.wire.rendezvous import meet
 from lagom.wire.server import anonymous_file
-from lagom.wire.spec import Seat, Spec
-from lagom.worker.rank_process import become
+from lagom.wire.spec import RankSpec, RunSpec
+from lagom.worker.rank_process import run_rank
 
 
-def hold(
-    spec: Spec,
+def hold_ranks(
+    spec: RunSpec,
     task: int,
-    ground: Ground,
-    link: Link | None,
+    ground: HostWorkspace,
+    link: DriverClient | None,
     gather: Callable[[str], Sequence[str]] | None,
     outcome_fds: Sequence[int],
     ip: str,
@@ -51,7 +51,7 @@ def hold(
         table = meet(link, gather, _join(task, ranks, ground, ip, store, gpus), one_host=spec.plan.one_host)
         if door is not None and table["store"] is not None:
             door.listen(1024)
-        watch = Watch(link, spec.plan)
+        watch = RankSupervisor(link, spec.plan)
         stack.callback(watch.end_all)
         local_ranks = list[int]()
         for rank, outcome_fd in zip(ranks, outcome_fds, strict=True):
@@ -70,7 +70,7 @@ def hold(
         return watch.with_unsaid(reports)
 
 
-def _join(task: int, ranks: Sequence[int], ground: Ground, ip: str, store: Any, gpus: Sequence[str]) -> Message:
+def _join(task: int, ranks: Sequence[int], ground: HostWorkspace, ip: str, store: Any, gpus: Sequence[str]) -> Message:
     return {
         "type": "join",
         "task": task,
@@ -85,15 +85,21 @@ def _join(task: int, ranks: Sequence[int], ground: Ground, ip: str, store: Any, 
 
 
 def _seat(
-    table: Message, rank: int, spec: Spec, ground: Ground, outcome_fd: int, store_fd: int | None, gpu: str | None
-) -> Seat:
+    table: Message,
+    rank: int,
+    spec: RunSpec,
+    ground: HostWorkspace,
+    outcome_fd: int,
+    store_fd: int | None,
+    gpu: str | None,
+) -> RankSpec:
     own = table["ranks"][rank]
     here = [other["rank"] for other in table["ranks"] if other["host"] == own["host"]]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     chosen = spec.env.get("OMP_NUM_THREADS", "").partition(",")[0]
     alone = spec.whole_env and len(here) == 1  # then torch's own default, which a plain run has too
     gpu, gpu_index = _visible(table, rank, here, gpu) if spec.plan.already_distributed else (gpu, 0)
-    return Seat(
+    return RankSpec(
         rank=rank,
         local_rank=here.index(rank),
         local_world_size=len(here),
@@ -125,7 +131,7 @@ def _visible(table: Message, rank: int, here: Sequence[int], gpu: str | None) ->
     return ",".join(masks), here.index(rank)
 
 
-def _fork(spec: Spec, seat: Seat, ground: Ground) -> Forked:
+def _fork(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> ForkedRank:
     ours, theirs = socket.socketpair()
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
@@ -137,7 +143,7 @@ def _fork(spec: Spec, seat: Seat, ground: Ground) -> Forked:
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
-        become(spec, seat, ground, out_write, err_write, parent)
+        run_rank(spec, seat, ground, out_write, err_write, parent)
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)  # in both processes, for whichever comes first
     theirs.close()
@@ -150,4 +156,4 @@ def _fork(spec: Spec, seat: Seat, ground: Ground) -> Forked:
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(pid)
     pulse = Pulse(spec.plan.stall_timeout_s)
-    return Forked(seat.rank, pid, pidfd, Link(ours), out_read, err_read, stacks_fd, pulse)
+    return ForkedRank(seat.rank, pid, pidfd, DriverClient(ours), out_read, err_read, stacks_fd, pulse)

@@ -1,4 +1,4 @@
-"""``Watch``: a host process over its ranks: carries what they say to the driver, tells of their ends, ends them."""
+"""``RankSupervisor``: carries the messages of a host's ranks to the driver, reports their ends, ends them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lagom.host.descendants import end_rank, reap_adopted
 from lagom.monitor import stalls
 from lagom.monitor.stalls import Pulse
 from lagom.plan import Plan
-from lagom.wire.client import Link, LinkClosed, Message
+from lagom.wire.client import DriverClient, LinkClosed, Message
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S
 from lagom.worker import stack_dump
 
@@ -27,13 +27,13 @@ _POLL_S = 0.02  # where the kernel does not tell of a child's end
 
 
 @dataclass(slots=True)
-class Forked:
+class ForkedRank:
     """A forked rank, seen from its host process."""
 
     rank: int
     pid: int
     pidfd: int | None
-    control: Link
+    control: DriverClient
     stdout: int
     stderr: int
     stacks: int
@@ -44,13 +44,13 @@ class Forked:
     ended: bool = False
 
 
-class Watch:
+class RankSupervisor:
     """The loop of a host process over its ranks and its link to the driver."""
 
-    def __init__(self, link: Link | None, plan: Plan) -> None:
+    def __init__(self, link: DriverClient | None, plan: Plan) -> None:
         self._plan = plan
         self._look_s = min([plan.stall_timeout_s / 4, *([plan.timeout_s / 4] if plan.timeout_s else []), 1.0])
-        self._ranks: list[Forked] = []
+        self._ranks: list[ForkedRank] = []
         self._link = link
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
@@ -62,7 +62,7 @@ class Watch:
         if link is not None:
             self._selector.register(link, selectors.EVENT_READ, lambda: self._hear(link))
 
-    def add(self, rank: Forked) -> None:
+    def add(self, rank: ForkedRank) -> None:
         """Watch ``rank`` too."""
         self._ranks.append(rank)
         self._selector.register(rank.control, selectors.EVENT_READ, lambda: self._listen(rank))
@@ -122,7 +122,7 @@ class Watch:
         left = self._look_s if self._deadline is None else self._deadline - time.monotonic()
         return max(0.0, min(left, self._look_s))
 
-    def _hear(self, link: Link) -> None:
+    def _hear(self, link: DriverClient) -> None:
         try:
             messages = link.poll()
         except LinkClosed:  # the driver is gone, or has given this process up
@@ -133,7 +133,7 @@ class Watch:
             self._deadline = 0.0
             self._tell({"type": "stopping"})  # what is left to do may take a while: files may have to be written
 
-    def _listen(self, rank: Forked) -> None:
+    def _listen(self, rank: ForkedRank) -> None:
         try:
             messages = rank.control.poll()
         except LinkClosed:
@@ -153,7 +153,7 @@ class Watch:
                 rank.pulse.heard(int(message["ticks"]))
                 self._tell(message | {"rank": rank.rank})
 
-    def _feel(self, rank: Forked) -> None:
+    def _feel(self, rank: ForkedRank) -> None:
         """See whether ``rank`` still gets anywhere."""
         pulse, quiet_s = rank.pulse, rank.pulse.quiet_s
         over = self._plan.timeout_s is not None and quiet_s >= self._plan.timeout_s
@@ -165,18 +165,18 @@ class Watch:
             if self._link is not None:
                 self._tell(now | {"type": "stalled"})
             else:
-                self.say(f"[lagom] {stalls.told({rank.rank: now}, self._plan.world_size)}\n")
+                self.say(f"[lagom] {stalls.stall_text({rank.rank: now}, self._plan.world_size)}\n")
         if over:
             rank.report = _stuck(rank, now)
             self._tell_failure(rank)
 
-    def _doing(self, rank: Forked) -> Message:
+    def _doing(self, rank: ForkedRank) -> Message:
         """What ``rank`` said last of it; where it says nothing, as in C code that keeps Python to itself, its stack."""
         pulse = rank.pulse
         if pulse.doing is not None and time.monotonic() - pulse.heard_at < 2 * self._look_s + self._plan.hb_interval:
             return {**pulse.doing, "state": stack_dump.state(rank.pid)}
         state = stack_dump.state(rank.pid)
-        stack = "" if state else stack_dump.told(rank.pid, rank.stacks)
+        stack = "" if state else stack_dump.read_stack(rank.pid, rank.stacks)
         return {"stack": stack, "line": "", "waits": False, "state": state}
 
     def _keep_block(self, block: Message) -> None:
@@ -185,7 +185,7 @@ class Watch:
         else:
             self._blocks.setdefault(block["rank"], []).append(block)
 
-    def _read(self, rank: Forked, stream: str) -> bool:
+    def _read(self, rank: ForkedRank, stream: str) -> bool:
         fd = rank.stdout if stream == "stdout" else rank.stderr
         try:
             data = os.read(fd, 1 << 16)
@@ -215,7 +215,7 @@ class Watch:
         elif sum(len(kept["data"]) for kept in self.unsaid) < _UNSAID:
             self.unsaid.append(message)
 
-    def _reap(self, rank: Forked) -> None:
+    def _reap(self, rank: ForkedRank) -> None:
         pid, status = os.waitpid(rank.pid, os.WNOHANG)
         if pid == 0:
             return
@@ -228,11 +228,11 @@ class Watch:
             self._tell_failure(rank)
         self._kill(rank)  # what it has left behind
 
-    def _kill(self, rank: Forked) -> None:
+    def _kill(self, rank: ForkedRank) -> None:
         """End ``rank``, and what it has started."""
         end_rank(rank.pid, [other.pid for other in self._ranks if not other.ended and other is not rank])
 
-    def _drain(self, rank: Forked) -> None:
+    def _drain(self, rank: ForkedRank) -> None:
         with contextlib.suppress(OSError):
             if rank.report is None:
                 self._listen(rank)
@@ -241,7 +241,7 @@ class Watch:
                 while self._read(rank, stream):
                     pass
 
-    def _tell_failure(self, rank: Forked) -> None:
+    def _tell_failure(self, rank: ForkedRank) -> None:
         assert rank.report is not None
         consequence = bool(rank.report.get("consequence"))
         if _has_left(rank.report):
@@ -257,7 +257,7 @@ class Watch:
         deadline = time.monotonic() + patience_s
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
-    def _flush(self, link: Link) -> None:
+    def _flush(self, link: DriverClient) -> None:
         try:
             link.flush()
         except LinkClosed:
@@ -284,7 +284,7 @@ def _stopped(rank: int) -> Message:
     return {"type": "outcome", "rank": rank, "ok": False, "stopped": True, "consequence": True}
 
 
-def _stuck(rank: Forked, now: Message) -> Message:
+def _stuck(rank: ForkedRank, now: Message) -> Message:
     """The report of a rank that got nowhere for too long; it may only have waited for another."""
     what = "waited for other ranks" if now["waits"] else "made no progress"
     state = f"; {now['state']}" if now.get("state") else ""
@@ -304,14 +304,14 @@ def _stuck(rank: Forked, now: Message) -> Message:
     }
 
 
-def _died(rank: Forked, status: int, kills: Mapping[str, int]) -> Message:
+def _died(rank: ForkedRank, status: int, kills: Mapping[str, int]) -> Message:
     """The report of a rank that ended without one."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         named = number in set(signal.Signals)  # the real-time signals are not
         how = f"was killed by {signal.Signals(number).name if named else f'signal {number}'}"
         if number == signal.SIGKILL:
-            how += oom_kills.told(kills, oom_kills.num_kills())
+            how += oom_kills.oom_kill_text(kills, oom_kills.num_kills())
     else:
         how = f"ended by itself with exit status {os.WEXITSTATUS(status)} before the function returned"
     tail = rank.tail.decode(errors="replace")

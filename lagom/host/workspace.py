@@ -19,14 +19,14 @@ from pathlib import Path
 
 from lagom.wire.client import fetch
 from lagom.wire.server import anonymous_file
-from lagom.wire.spec import Spec
+from lagom.wire.spec import RunSpec
 
 _UNUSED_S = 7 * 24 * 3600.0  # after which a version of lagom that travelled here is removed
 _FETCH_S = 60.0  # without a byte
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ground:
+class HostWorkspace:
     """Where the ranks of one host stand."""
 
     host_dir: Path
@@ -44,7 +44,7 @@ class Ground:
 
 
 @contextmanager
-def ground(spec: Spec, payload_fd: int | None = None) -> Iterator[Ground]:
+def host_workspace(spec: RunSpec, payload_fd: int | None = None) -> Iterator[HostWorkspace]:
     """Prepare this host for ``spec``, together with other host processes of the run here; the last one clears up."""
     with contextlib.ExitStack() as stack:
         host_dir = stack.enter_context(_shared_folder(spec.run_id))
@@ -59,10 +59,10 @@ def ground(spec: Spec, payload_fd: int | None = None) -> Iterator[Ground]:
             cwd.mkdir(exist_ok=True)
         sys_path = list(spec.sys_path) if driver_here else [str(_modules(spec, host_dir))]
         scratch = scratch and spec.plan.rehearsal is None  # whose files go nowhere
-        yield Ground(host_dir=host_dir, cwd=cwd, scratch=scratch, payload_fd=payload_fd, sys_path=sys_path)
+        yield HostWorkspace(host_dir=host_dir, cwd=cwd, scratch=scratch, payload_fd=payload_fd, sys_path=sys_path)
 
 
-def sweep() -> None:
+def remove_leftovers() -> None:
     """Remove what runs have left here whose processes were all killed."""
     for path in base_dir().glob("code-*"):
         with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ def base_dir() -> Path:
     return path
 
 
-def pack_files(ground: Ground, fd: int) -> bool:
+def pack_files(ground: HostWorkspace, fd: int) -> bool:
     """Put what was written under the scratch working directory into ``fd``, as a tar; False: there is nothing."""
     if not ground.scratch or not any(ground.cwd.iterdir()):
         return False
@@ -99,7 +99,7 @@ def pack_files(ground: Ground, fd: int) -> bool:
 
 @contextmanager
 def _shared_folder(run_id: str) -> Iterator[Path]:
-    sweep()
+    remove_leftovers()
     path = base_dir() / f"run-{run_id}"
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -121,7 +121,7 @@ def _shared_folder(run_id: str) -> Iterator[Path]:
         os.close(lock)
 
 
-def _is_drivers_host(spec: Spec) -> bool:
+def _is_drivers_host(spec: RunSpec) -> bool:
     """Whether the driver's files are these files: only there does its process's own file open by this path."""
     try:
         with open(spec.token, "rb") as file:
@@ -130,7 +130,7 @@ def _is_drivers_host(spec: Spec) -> bool:
         return False
 
 
-def _payload(spec: Spec, host_dir: Path, driver_here: bool) -> int:
+def _payload(spec: RunSpec, host_dir: Path, driver_here: bool) -> int:
     if spec.payload is not None:
         fd = anonymous_file("payload")
         with os.fdopen(os.dup(fd), "wb") as file:
@@ -154,7 +154,7 @@ def _payload(spec: Spec, host_dir: Path, driver_here: bool) -> int:
     return os.open(path, os.O_RDWR)
 
 
-def _modules(spec: Spec, host_dir: Path) -> Path:
+def _modules(spec: RunSpec, host_dir: Path) -> Path:
     path = host_dir / "modules"
     with open(host_dir / ".modules-lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -41,7 +41,7 @@ def is_frame(value: object) -> bool:
     )
 
 
-def handed_over(provided: Mapping[str, Any]) -> dict[str, Any]:
+def write_frame(provided: Mapping[str, Any]) -> dict[str, Any]:
     """``provided``, with something that ranks can make data sets of in place of DataFrames.
 
     Raises:
@@ -63,7 +63,7 @@ def _handed_over(frame: Any, name: str, in_use: list[_Kept]) -> Any:
     folder = _folder(frame.sparkSession)
     if folder is None:
         return _collected(frame, name)
-    from lagom.data.parquet.dataframe_ref import Written
+    from lagom.data.parquet.dataframe_ref import WrittenFrame
 
     with _lock:
         kept = _known(frame)
@@ -76,7 +76,7 @@ def _handed_over(frame: Any, name: str, in_use: list[_Kept]) -> Any:
         for old in [one for one in _frames if one not in in_use][: max(0, len(_frames) - _KEPT)]:
             _frames.remove(old)
             _delete(old.url)
-    return Written(kept.url)
+    return WrittenFrame(kept.url)
 
 
 @dataclass(eq=False)
@@ -160,13 +160,13 @@ def _collected(frame: Any, name: str) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from lagom.data.parquet.dataframe_ref import Collected
+    from lagom.data.parquet.dataframe_ref import CollectedFrame
 
     sink = pa.BufferOutputStream()
     table = frame.toArrow()
     pq.write_table(table, sink, row_group_size=max(1, -(-len(table) // 32)), compression="none")
     content = np.frombuffer(sink.getvalue(), np.uint8)
-    return Collected(content, hashlib.blake2b(content.data, digest_size=16).hexdigest())
+    return CollectedFrame(content, hashlib.blake2b(content.data, digest_size=16).hexdigest())
 
 
 def _estimate(frame: Any) -> int | None:
@@ -242,7 +242,7 @@ def _clean_up(pid: int = os.getpid()) -> None:
 
 
 @contextlib.contextmanager
-def nothing_kept() -> Iterator[None]:
+def forget_frames() -> Iterator[None]:
     """Have no frame's files at the end."""
     try:
         yield

@@ -14,10 +14,10 @@ from lagom.errors import PlanError
 from lagom.launchers.protocol import Outcome
 from lagom.monitor.spans import Spans
 from lagom.plan import Plan
-from lagom.records.run_dir import Records
+from lagom.records.run_dir import RunRecords
 
 
-def _keep_timeline(spans: Spans, records: Records) -> None:
+def _keep_timeline(spans: Spans, records: RunRecords) -> None:
     for block in spans.blocks():
         records.timed(block | {"rank": 0})
 
@@ -36,7 +36,7 @@ class InlineLauncher:
         """For a reader."""
         return "this process"
 
-    def run(self, plan: Plan, call: Mapping[str, Any], records: Records | None = None) -> list[Outcome]:
+    def run(self, plan: Plan, call: Mapping[str, Any], records: RunRecords | None = None) -> list[Outcome]:
         """See ``Launcher.run``; an exception of the function's climbs as it is, for a debugger to stop at."""
         from lagom.worker import bootstrap
         from lagom.world import Place, world_size

@@ -24,12 +24,12 @@ from typing import Any
 from lagom.cluster import Cluster, visible_gpus
 from lagom.errors import LagomError
 from lagom.launchers.protocol import Outcome
-from lagom.launchers.run import Run
+from lagom.launchers.run import RunView
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import Plan
-from lagom.records.run_dir import Records
+from lagom.records.run_dir import RunRecords
 from lagom.wire.server import anonymous_file
-from lagom.wire.spec import Spec
+from lagom.wire.spec import RunSpec
 
 _MAX_RANKS = 248  # files that one message to the server carries, less link and payload
 _PATIENCE_S = 4.0
@@ -62,7 +62,7 @@ class LocalLauncher:
         """For a reader."""
         return "this machine"
 
-    def run(self, plan: Plan, call: Mapping[str, Any], records: Records | None = None) -> list[Outcome]:
+    def run(self, plan: Plan, call: Mapping[str, Any], records: RunRecords | None = None) -> list[Outcome]:
         """See ``Launcher.run``."""
         if plan.world_size > _MAX_RANKS:
             raise LagomError(f"world_size is {plan.world_size}; the local launcher holds at most {_MAX_RANKS} ranks")
@@ -84,8 +84,8 @@ class LocalLauncher:
                 for rank in range(plan.world_size)
             ]
 
-    def _attempt(self, plan: Plan, request: bytes, files: list[int], records: Records | None) -> Run:
-        with Run(plan, self.where(), can_gather=False, records=records) as run:
+    def _attempt(self, plan: Plan, request: bytes, files: list[int], records: RunRecords | None) -> RunView:
+        with RunView(plan, self.where(), can_gather=False, records=records) as run:
             ours, theirs = socket.socketpair()
             with theirs:
                 run.adopt(ours)
@@ -107,8 +107,8 @@ def _file(stack: contextlib.ExitStack, name: str) -> int:
     return fd
 
 
-def _spec(plan: Plan, payload_size: int) -> Spec:
-    return Spec(
+def _spec(plan: Plan, payload_size: int) -> RunSpec:
+    return RunSpec(
         run_id=secrets.token_hex(8),
         # All ranks are held by one process.
         plan=dataclasses.replace(plan, ranks_per_slot=plan.world_size),

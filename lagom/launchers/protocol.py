@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from lagom.cluster import Cluster
 from lagom.plan import Plan
-from lagom.records.run_dir import Records
+from lagom.records.run_dir import RunRecords
 from lagom.wire.client import Message
 
 
@@ -32,7 +32,7 @@ class Launcher(Protocol):
     def where(self) -> str:
         """The place, for a reader: "Spark local[2]", "this machine"."""
 
-    def run(self, plan: Plan, call: Mapping[str, Any], records: Records | None = None) -> list[Outcome]:
+    def run(self, plan: Plan, call: Mapping[str, Any], records: RunRecords | None = None) -> list[Outcome]:
         """Run ``call`` on all ranks; returns their outcomes in rank order, failures among them.
 
         What ranks write and do is kept in ``records``.

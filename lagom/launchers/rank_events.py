@@ -1,4 +1,4 @@
-"""``Events``: what ranks say, on its way from the channel's thread to the one that shows it, in bounded memory."""
+"""``RankEvents``: what ranks say, on its way from the channel's thread to the one that shows it, in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_BYTES = 64 << 20
 _PROGRESS = 1000  # bytes that one takes, about
 
 
-class Events:
+class RankEvents:
     """First in, first out. Above the limit output is dropped and counted, and progress dropped; all else is kept."""
 
     def __init__(self, limit: int = _MAX_BYTES) -> None:

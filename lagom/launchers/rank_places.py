@@ -1,4 +1,4 @@
-"""``Places``: which ranks a task holds, and on which host; and what to say of one that is silent or gone."""
+"""``RankPlaces``: which ranks a task holds, and on which host; and what to say of one that is silent or gone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lagom.wire.client import Message
 _SILENT_S = 3.5  # without a sign of life from a machine, before it is named; looked for once a second
 
 
-class Places:
+class RankPlaces:
     """Of the tasks that have joined; see Note [Silence] in wire/peer_silence.py.
 
     Args:

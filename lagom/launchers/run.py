@@ -9,16 +9,16 @@ import threading
 import time
 
 from lagom.errors import LagomError, PlanError, RankError
-from lagom.launchers.rank_events import Events
-from lagom.launchers.rank_places import Places
+from lagom.launchers.rank_events import RankEvents
+from lagom.launchers.rank_places import RankPlaces
 from lagom.monitor.output import Output
 from lagom.monitor.progress import Progress
-from lagom.monitor.stalls import told
+from lagom.monitor.stalls import stall_text
 from lagom.plan import Plan
-from lagom.records.run_dir import Records
+from lagom.records.run_dir import RunRecords
 from lagom.wire.client import Message
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S, peers
-from lagom.wire.server import Channel
+from lagom.wire.server import DriverServer
 
 GATHER_S = 1.5
 """How long after the first task the last may come before all are sent to gather without the driver."""
@@ -29,7 +29,7 @@ _ANSWER_S = 3.0  # that a task has to answer when it is told to stop; one that d
 _LOST_S = 20.0  # without a sign of life from a machine, until it is given up
 
 
-class Run:
+class RunView:
     """Serves the channel of one run, and shows the run to the user from the calling thread."""
 
     def __init__(
@@ -39,16 +39,16 @@ class Run:
         *,
         can_gather: bool,
         payload_fd: int | None = None,
-        records: Records | None = None,
+        records: RunRecords | None = None,
     ) -> None:
         self.plan = plan
         lost_s = min(_LOST_S, plan.timeout_s or _LOST_S)
-        self.channel = Channel(self._take, self._close, payload_fd, self._hush, lost_s)
+        self.channel = DriverServer(self._take, self._close, payload_fd, self._hush, lost_s)
         self.reports: dict[int, Message] = {}
         self._can_gather = can_gather
         self._num_tasks = 1 if plan.launcher == "local" else plan.num_slots
         self._joins: dict[int, Message] = {}
-        self._places = Places(self._joins, lost_s)
+        self._places = RankPlaces(self._joins, lost_s)
         self._gathering = False
         self._hears = True
         self._stopping = False
@@ -57,7 +57,7 @@ class Run:
         self._answered: set[int] = set()
         self._connected: set[int] = set()
         self._done: set[int] = set()
-        self._events = Events()
+        self._events = RankEvents()
         self._failures: list[Message] = []
         self._lost: list[LagomError] = []
         self._refused: PlanError | None = None
@@ -67,7 +67,7 @@ class Run:
         self._progress = Progress(plan, where, records.said if records is not None else None)
         self._output = Output(plan.log == "all", self._progress.make_room)
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> RunView:
         self.channel.__enter__()
         return self
 
@@ -200,7 +200,7 @@ class Run:
         elif event["type"] == "stalls":
             stalled, self._stalled = self._stalled, {}
             if stalled:
-                self._progress.warn(told(stalled, self.plan.world_size))
+                self._progress.warn(stall_text(stalled, self.plan.world_size))
         else:
             self._progress.show(event)
             if self._records is not None and event["type"] == "progress":

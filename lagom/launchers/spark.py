@@ -23,19 +23,19 @@ from lagom.cluster import Cluster
 from lagom.errors import LagomError, PlanError
 from lagom.launchers import spark_task as task_module
 from lagom.launchers.protocol import Outcome
-from lagom.launchers.run import Run
-from lagom.launchers.spark_failure import whole_text, why_it_failed
-from lagom.launchers.spark_job import Job
+from lagom.launchers.run import RunView
+from lagom.launchers.spark_failure import full_text, why_it_failed
+from lagom.launchers.spark_job import SparkJob
 from lagom.launchers.spark_master import check_packages, start_session
-from lagom.launchers.spark_results import Homecoming, digest_of
-from lagom.launchers.spark_session import SparkFacts, facts
+from lagom.launchers.spark_results import OutcomeCollector, digest_of
+from lagom.launchers.spark_session import SparkFacts, session_facts
 from lagom.payload import Parcel
 from lagom.plan import Plan
 from lagom.program.sources import is_installed, lagom_zip, modules_zip
-from lagom.records.run_dir import Records
+from lagom.records.run_dir import RunRecords
 from lagom.wire.failure_text import failure_in
 from lagom.wire.server import anonymous_file
-from lagom.wire.spec import Spec
+from lagom.wire.spec import RunSpec
 from lagom.wire.tls import NoCertificate, certificate_of_a_run
 
 log = logging.getLogger("lagom")
@@ -49,7 +49,7 @@ class SparkLauncher:
 
     def __init__(self, session: Any = None) -> None:
         check_packages()
-        self._facts: SparkFacts = facts(session if session is not None else start_session())
+        self._facts: SparkFacts = session_facts(session if session is not None else start_session())
 
     def cluster(self) -> Cluster:
         """Task slots as Spark counts them."""
@@ -59,11 +59,11 @@ class SparkLauncher:
         """For a reader."""
         return self._facts.name
 
-    def run(self, plan: Plan, call: Mapping[str, Any], records: Records | None = None) -> list[Outcome]:
+    def run(self, plan: Plan, call: Mapping[str, Any], records: RunRecords | None = None) -> list[Outcome]:
         """See ``Launcher.run``."""
         with contextlib.ExitStack() as stack:
             payload = stack.enter_context(_Payload(call))
-            run = Run(plan, self.where(), can_gather=plan.barrier, payload_fd=payload.fd, records=records)
+            run = RunView(plan, self.where(), can_gather=plan.barrier, payload_fd=payload.fd, records=records)
             stack.enter_context(run)
             tls, certificate = _encryption(self._facts) if plan.encrypted else (None, "")
             address = self._listen(run, tls)
@@ -73,7 +73,7 @@ class SparkLauncher:
             spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self._facts.one_machine)
             spec = dataclasses.replace(spec, certificate=certificate)
             rows = self._job(run, plan, spec, stack)
-            home = Homecoming(rows, run)
+            home = OutcomeCollector(rows, run)
             home.unpack_files(spec.cwd)
             return home.outcomes()
 
@@ -83,7 +83,7 @@ class SparkLauncher:
 
         return survey(self._facts, plan, driver)
 
-    def _listen(self, run: Run, tls: ssl.SSLContext | None) -> tuple[str, int] | None:
+    def _listen(self, run: RunView, tls: ssl.SSLContext | None) -> tuple[str, int] | None:
         if self._facts.bind is None:
             return None
         try:
@@ -92,17 +92,17 @@ class SparkLauncher:
             return None
         return (self._facts.advertise or bound[0], bound[1])
 
-    def _job(self, run: Run, plan: Plan, spec: Spec, stack: contextlib.ExitStack) -> Sequence[Any]:
+    def _job(self, run: RunView, plan: Plan, spec: RunSpec, stack: contextlib.ExitStack) -> Sequence[Any]:
         """Run the job in a thread of its own while this one shows it; Ctrl-C and failures end it."""
         group = f"lagom-{spec.run_id}"
-        function = travelling(task_module.spark_task(lagom_zip(), _pickled(spec)))
+        function = task_by_value(task_module.spark_task(lagom_zip(), _pickled(spec)))
 
         def job() -> Sequence[Any]:
             self._facts.tag(group, f"lagom: {plan.name} on {plan.world_size} ranks")
             return self._facts.map_tasks(function, task_module.SCHEMA, plan)
 
         stack.enter_context(plain_interrupt())
-        running = Job(job, self._facts.thread_class(), run.finish)
+        running = SparkJob(job, self._facts.thread_class(), run.finish)
         try:
             run.watch()
             if run.stopped:
@@ -124,7 +124,7 @@ class SparkLauncher:
                 raise lost from error
             return _rows_of_failure(error, run)
 
-    def _end(self, running: Job, run: Run, group: str) -> None:
+    def _end(self, running: SparkJob, run: RunView, group: str) -> None:
         """Let tasks return that have been told to stop, and cancel what is left: that ends Spark's Python workers."""
         try:
             running.wait(_CANCEL_S if run.has_tasks else 0.0)
@@ -167,13 +167,13 @@ class _Payload:
 
     def spec(
         self, plan: Plan, address: tuple[str, int] | None, secret: bytes, modules: bytes, *, one_machine: bool
-    ) -> Spec:
+    ) -> RunSpec:
         run_id = secrets.token_hex(8)
         here = f"/proc/{os.getpid()}/fd"
         os.pwrite(self._token, f"{run_id}\n{here}/{self.fd}\n".encode(), 0)
         size = self._parcel.size
         inline = size <= _INLINE or (address is None and not one_machine)
-        return Spec(
+        return RunSpec(
             run_id=run_id,
             plan=plan,
             env=changed_environment(),
@@ -192,13 +192,13 @@ class _Payload:
         )
 
 
-def _pickled(spec: Spec) -> bytes:
+def _pickled(spec: RunSpec) -> bytes:
     import pickle
 
     return pickle.dumps(spec)
 
 
-def travelling(function: Callable[..., Any]) -> Callable[..., Any]:
+def task_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` and its module by value: executors need no lagom to unpickle it."""
     from pyspark import cloudpickle as untyped
 
@@ -212,9 +212,9 @@ def travelling(function: Callable[..., Any]) -> Callable[..., Any]:
     return travelling
 
 
-def _rows_of_failure(error: Exception, run: Run) -> Sequence[Any]:
+def _rows_of_failure(error: Exception, run: RunView) -> Sequence[Any]:
     """The failure that Spark's error text carries, as the row that its task could not return."""
-    text = whole_text(error)
+    text = full_text(error)
     found = failure_in(text)
     if found is not None:
         report, data = json.loads(found[0]), found[1]

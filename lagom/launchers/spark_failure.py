@@ -20,8 +20,8 @@ _KNOWN = (
 def why_it_failed(error: BaseException) -> str:
     """What Spark says of ``error``, without its stack traces; one line with the remedy where the cause is known."""
     if isinstance(error, ImportError):
-        return of_missing_package(error)
-    text = whole_text(error)
+        return missing_package_text(error)
+    text = full_text(error)
     for pattern, meaning in _KNOWN:
         if found := re.search(pattern, text):
             return (
@@ -31,7 +31,7 @@ def why_it_failed(error: BaseException) -> str:
     return _reason(text)
 
 
-def of_missing_package(error: ImportError) -> str:
+def missing_package_text(error: ImportError) -> str:
     """What to do where this very process lacks a package that PySpark needs."""
     said = str(error).strip().splitlines()[0]
     if error.name == "distutils":
@@ -39,7 +39,7 @@ def of_missing_package(error: ImportError) -> str:
     return f"this process's Python ({sys.executable}) lacks a package: {said} Remedy: pip install 'lagom-spark[spark]'"
 
 
-def whole_text(error: BaseException) -> str:
+def full_text(error: BaseException) -> str:
     """All that Spark's exceptions carry as text."""
     texts = [str(error)]
     for name in ("desc", "stackTrace", "java_exception"):

@@ -1,4 +1,4 @@
-"""``Job``: something that Spark does, in a thread of its own, so that this one can show the run meanwhile."""
+"""``SparkJob``: something that Spark does, in a thread of its own, so that this one can show the run meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Job:
+class SparkJob:
     """``function``, begun in a thread of the class that Spark wants; ``over`` is called there at its end."""
 
     def __init__(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lagom.errors import LagomError
-from lagom.launchers.spark_failure import of_missing_package, why_it_failed
+from lagom.launchers.spark_failure import missing_package_text, why_it_failed
 
 _REACH_S = 2.5
 _MIN_JAVA = 17
@@ -65,7 +65,7 @@ def check_packages() -> None:
         require_minimum_pandas_version()
         require_minimum_pyarrow_version()
     except ImportError as error:
-        raise LagomError(f"{of_missing_package(error)}, or use launcher='local'") from error
+        raise LagomError(f"{missing_package_text(error)}, or use launcher='local'") from error
 
 
 def addresses_of(master: str) -> list[tuple[str, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lagom.errors import LagomError
 from lagom.launchers.protocol import Outcome
-from lagom.launchers.run import Run
+from lagom.launchers.run import RunView
 from lagom.payload import unpack
 from lagom.wire.client import Message
 from lagom.wire.server import anonymous_file
@@ -22,10 +22,10 @@ from lagom.wire.server import anonymous_file
 log = logging.getLogger("lagom")
 
 
-class Homecoming:
+class OutcomeCollector:
     """The rows of a finished job, and what went to the driver beside them."""
 
-    def __init__(self, rows: Sequence[Any], run: Run) -> None:
+    def __init__(self, rows: Sequence[Any], run: RunView) -> None:
         self._run = run
         self._reports: dict[int, Message] = {}
         self._parts: dict[str, dict[int, bytes]] = {}

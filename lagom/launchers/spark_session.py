@@ -29,7 +29,7 @@ _ENCRYPTION = (
 _SETTLED_S = 1.5  # without another executor, where nothing says how many there will be
 
 
-def facts(session: Any) -> SparkFacts:
+def session_facts(session: Any) -> SparkFacts:
     """The facts of ``session``."""
     if type(session).__module__.startswith("pyspark.sql.connect"):
         return ConnectFacts(session)

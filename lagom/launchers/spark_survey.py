@@ -10,9 +10,9 @@ from typing import Any
 
 from lagom.errors import LagomError
 from lagom.launchers import spark_task as task_module
-from lagom.launchers.spark import changed_environment, plain_interrupt, travelling
+from lagom.launchers.spark import changed_environment, plain_interrupt, task_by_value
 from lagom.launchers.spark_failure import why_it_failed
-from lagom.launchers.spark_job import Job
+from lagom.launchers.spark_job import SparkJob
 from lagom.launchers.spark_session import SparkFacts
 from lagom.plan import Plan
 from lagom.program.sources import lagom_zip
@@ -25,7 +25,7 @@ def survey(facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Seq
         LagomError: when a task's Python cannot even say this, with what Spark says of it and what to do.
     """
     group = f"lagom-survey-{secrets.token_hex(4)}"
-    function = travelling(task_module.spark_survey(lagom_zip(), driver, plan.barrier, changed_environment()))
+    function = task_by_value(task_module.spark_survey(lagom_zip(), driver, plan.barrier, changed_environment()))
 
     def job() -> Sequence[Any]:
         facts.tag(group, f"lagom: a survey of {plan.num_slots} tasks")
@@ -33,7 +33,7 @@ def survey(facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Seq
 
     with plain_interrupt():
         try:
-            rows = Job(job, facts.thread_class()).result()
+            rows = SparkJob(job, facts.thread_class()).result()
         except KeyboardInterrupt:
             facts.cancel(group)
             raise

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lagom.loaders.iterable import Dealt, is_iterable
-from lagom.loaders.sample_digest import Comparison, digest
-from lagom.loaders.self_sharded import Sharded
+from lagom.loaders.iterable import ShardedBatch, is_iterable
+from lagom.loaders.sample_digest import SampleComparison, digest
+from lagom.loaders.self_sharded import SelfShardedSource
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from lagom.run_state.loader_pass import Pass, Share
+    from lagom.run_state.loader_pass import BatchShare, LoaderPass
     from lagom.session.session import Session
 
 
@@ -20,10 +20,10 @@ Fetch = Callable[[Any], Any]
 """The next batch of a loader's iterator."""
 
 
-class Taker(Protocol):
+class BatchSource(Protocol):
     """Takes the batches of one pass."""
 
-    def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share | None]:
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, BatchShare | None]:
         """The next batch, ``fetch(source)``, and this rank's share of it; None where every rank has all of it.
 
         Raises:
@@ -31,10 +31,10 @@ class Taker(Protocol):
         """
 
 
-def taker(session: Session, loader: DataLoader[Any], current: Pass) -> Taker:
+def batch_source(session: Session, loader: DataLoader[Any], current: LoaderPass) -> BatchSource:
     """The one for the pass ``current`` over ``loader``."""
     if current.own and current.training:
-        return Sharded(session)
+        return SelfShardedSource(session)
     if is_iterable(loader) and current.sharded:
         return _Streamed(session, current)
     if current.sharded:
@@ -45,7 +45,7 @@ def taker(session: Session, loader: DataLoader[Any], current: Pass) -> Taker:
     return _Whole()
 
 
-def _must_be_equal(session: Session, current: Pass) -> bool:
+def _must_be_equal(session: Session, current: LoaderPass) -> bool:
     """Whether forwards take rows of batches that are then taken to be the same on all ranks."""
     return session.plan.batches == "whole" if current.training else session.plan.evaluation == "gathered"
 
@@ -58,11 +58,11 @@ class _Whole:
 class _Dealt:
     """From a data set with indices: the sampler told the shares, in order, ahead of the batches."""
 
-    def __init__(self, current: Pass) -> None:
+    def __init__(self, current: LoaderPass) -> None:
         self._shares = current.shares
         self._training = current.training
 
-    def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share | None]:
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, BatchShare | None]:
         data = fetch(source)
         if not self._training:
             return data, None
@@ -79,11 +79,11 @@ class _Recounted:
     One exchange for each batch, as for a data set that shards itself, tells how many rows all ranks have.
     """
 
-    def __init__(self, session: Session, current: Pass) -> None:
+    def __init__(self, session: Session, current: LoaderPass) -> None:
         self._dealt = _Dealt(current)
-        self._sharded = Sharded(session)
+        self._sharded = SelfShardedSource(session)
 
-    def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share | None]:
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, BatchShare | None]:
         data, share = self._dealt.take(fetch, source)
         return data, share and self._sharded.recounted(data, share)
 
@@ -91,15 +91,15 @@ class _Recounted:
 class _Streamed:
     """From an iterable data set: the share comes with the batch."""
 
-    def __init__(self, session: Session, current: Pass) -> None:
-        self._comparison = Comparison(session, current)
+    def __init__(self, session: Session, current: LoaderPass) -> None:
+        self._comparison = SampleComparison(session, current)
         self._training = current.training
         self._compares = True
 
-    def take(self, fetch: Fetch, source: Any) -> tuple[Any, Share]:
+    def take(self, fetch: Fetch, source: Any) -> tuple[Any, BatchShare]:
         while True:
             try:
-                dealt: Dealt = fetch(source)
+                dealt: ShardedBatch = fetch(source)
             except StopIteration:
                 if self._compares:
                     self._comparison.end()
@@ -115,8 +115,8 @@ class _Streamed:
 class _Compared:
     """From an iterable data set, whole: it must be the same on all ranks."""
 
-    def __init__(self, session: Session, current: Pass) -> None:
-        self._comparison = Comparison(session, current)
+    def __init__(self, session: Session, current: LoaderPass) -> None:
+        self._comparison = SampleComparison(session, current)
 
     def take(self, fetch: Fetch, source: Any) -> tuple[Any, None]:
         try:

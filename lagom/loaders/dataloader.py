@@ -16,19 +16,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
 from lagom.files.publishing import PassNames, Publication, Readers
-from lagom.loaders.batch_source import taker
-from lagom.loaders.evaluation_passes import start
-from lagom.loaders.fetching import PASS, fetcher_made, fetching
-from lagom.loaders.index_sampler import Dealer, StatefulDealer, num_samples
-from lagom.loaders.iterable import Dealing, Turns, is_iterable
-from lagom.loaders.permutation import shuffled
+from lagom.loaders.batch_source import batch_source
+from lagom.loaders.evaluation_passes import first_use
+from lagom.loaders.fetching import PASS, fetching, make_fetcher
+from lagom.loaders.index_sampler import ResumableIndexSampler, ShardedIndexSampler, num_samples
+from lagom.loaders.iterable import GroupedBatchSampler, ShardedCollate, is_iterable
+from lagom.loaders.permutation import shuffle_order
 from lagom.loaders.sampler_sync import has_state, synchronise
-from lagom.loaders.self_sharded import Placed, shards_itself
+from lagom.loaders.self_sharded import PlacedDataset, shards_itself
 from lagom.patching.object_reference import ObjectReference
 from lagom.patching.replace import replaced
-from lagom.run_state.cuda_device import moved
-from lagom.run_state.loader_pass import LEFT_OUT, Pass, leaves_out
-from lagom.run_state.random_streams import DRAWING, OwnStreams, derived
+from lagom.run_state.cuda_device import move_to_device
+from lagom.run_state.loader_pass import LEFT_OUT, LoaderPass, leaves_out
+from lagom.run_state.random_streams import DRAWING, OwnStreams, derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +39,7 @@ _TAKER = "_lagom_taker"
 
 
 @contextmanager
-def dealt_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
+def sharded_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
     """Have loaders yield this rank's share, and count what they yield."""
     loaders = _Loaders(session, streams)
     with ExitStack() as stack:
@@ -53,8 +53,8 @@ def dealt_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
             stack.enter_context(replaced(DataLoader, "__len__", _counted(loaders)))
             stack.enter_context(replaced(DataLoader, "__init__", _numbered(loaders)))
             stack.enter_context(replaced(threading, "excepthook", loaders.readers.excepthook()))
-            stack.enter_context(replaced(RandomSampler, "__iter__", shuffled(session)))
-            fetcher = staticmethod(fetcher_made(session, streams))
+            stack.enter_context(replaced(RandomSampler, "__iter__", shuffle_order(session)))
+            fetcher = staticmethod(make_fetcher(session, streams))
             stack.enter_context(replaced(_DatasetKind, "create_fetcher", fetcher))
         yield
 
@@ -69,11 +69,11 @@ class _Loaders:
         self.readers = Readers(session)
         self._were_dealt = WeakIdKeyDictionary(ref_type=ObjectReference)
 
-    def begin(self, loader: DataLoader[Any]) -> Pass:
+    def begin(self, loader: DataLoader[Any]) -> LoaderPass:
         """A pass over ``loader`` begins."""
         session = self.session
         session.settle()  # the iterator draws from the common stream
-        current = start(session, can_share(session, loader), loader)
+        current = first_use(session, can_shard(session, loader), loader)
         current.own = session.distributed and shards_itself(loader.dataset)
         if current.own and session.plan.batches == "whole":
             raise LagomError(_OWN_IN_WHOLE)
@@ -110,7 +110,7 @@ class _Loaders:
         kinds = self._were_dealt.get(loader, set()) if loader is not None else set()
         if session.starting is None and len(kinds) == 1:
             return session.world_size if True in kinds else 1
-        current = session.starting or start(session, can_share)
+        current = session.starting or first_use(session, can_share)
         return session.world_size if current.training and current.sharded else 1
 
 
@@ -124,7 +124,7 @@ _ALL_OF_IT = (
 )
 
 
-def can_share(session: Session, loader: DataLoader[Any]) -> bool:
+def can_shard(session: Session, loader: DataLoader[Any]) -> bool:
     """Whether the loader's batches can be dealt out."""
     return session.distributed and loader._auto_collation and not shards_itself(loader.dataset)
 
@@ -140,16 +140,16 @@ def _index_sampler(loaders: _Loaders) -> Any:
         if is_iterable(loader) and not loader._auto_collation:
             return source
         # Without the loader: it holds its iterator, which holds this, and workers must end when both are dropped.
-        ref, shared = weakref.ref(loader), can_share(session, loader)
+        ref, shared = weakref.ref(loader), can_shard(session, loader)
 
         def wide() -> int:
             return loaders.wide(ref(), shared)
 
         if is_iterable(loader):
-            return Turns(source, wide)
+            return GroupedBatchSampler(source, wide)
         drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
-        kind = StatefulDealer if has_state(source) else Dealer
-        return kind(session, source, lambda: start(session, shared), wide, drop_last=drop_last)
+        kind = ResumableIndexSampler if has_state(source) else ShardedIndexSampler
+        return kind(session, source, lambda: first_use(session, shared), wide, drop_last=drop_last)
 
     return index_sampler
 
@@ -161,7 +161,7 @@ def _counted(loaders: _Loaders) -> Any:
         found: int = original(loader)
         if not is_iterable(loader) or loader.batch_size is None:
             return found
-        wide = loaders.wide(loader, can_share(loaders.session, loader))
+        wide = loaders.wide(loader, can_shard(loaders.session, loader))
         count, size = loader._IterableDataset_len_called, loader.batch_size * wide
         if wide == 1 or count is None:
             return found
@@ -186,10 +186,10 @@ def _made(loaders: _Loaders) -> Any:
     original = vars(_BaseDataLoaderIter)["__init__"]
     session = loaders.session
 
-    def begin(self: Any, loader: DataLoader[Any]) -> Pass:
+    def begin(self: Any, loader: DataLoader[Any]) -> LoaderPass:
         current = session.starting = loaders.begin(loader)
         self.__dict__[PASS] = current
-        self.__dict__[_TAKER] = taker(session, loader, current)
+        self.__dict__[_TAKER] = batch_source(session, loader, current)
         generator = loader.generator or current.generator
         try:
             with ExitStack() as stack:
@@ -213,15 +213,15 @@ def _made(loaders: _Loaders) -> Any:
         if not session.distributed:
             return
         if shards_itself(loader.dataset):
-            self._collate_fn = Placed(session, self._collate_fn)
-            self._base_seed = derived(self._base_seed, session.rank)
+            self._collate_fn = PlacedDataset(session, self._collate_fn)
+            self._base_seed = derive_seed(self._base_seed, session.rank)
         elif is_iterable(loader):
-            if can_share(session, loader) and (current.sharded or loader.persistent_workers):
-                self._collate_fn = Dealing(session, loader, loaders.streams)
+            if can_shard(session, loader) and (current.sharded or loader.persistent_workers):
+                self._collate_fn = ShardedCollate(session, loader, loaders.streams)
                 self._collate_fn.begin(current, session.plan.batches)
         elif current.training and current.sharded:
             # Workers of different ranks augment differently. They start after this.
-            self._base_seed = derived(self._base_seed, session.rank)
+            self._base_seed = derive_seed(self._base_seed, session.rank)
 
     return init
 
@@ -238,8 +238,8 @@ def _begun_again(loaders: _Loaders) -> Any:
         if not first_iter:
             session.ended(current)
             current = self.__dict__[PASS] = loaders.begin(loader)
-            self.__dict__[_TAKER] = taker(session, loader, current)
-            if isinstance(self._collate_fn, Dealing):
+            self.__dict__[_TAKER] = batch_source(session, loader, current)
+            if isinstance(self._collate_fn, ShardedCollate):
                 self._collate_fn.begin(current, session.plan.batches)
         if current.sharded:
             self._in_order = True  # shares are matched to batches by their order
@@ -286,7 +286,7 @@ def _yielding(session: Session, readers: Readers) -> Any:
             raise
         session.data_s += perf_counter() - start
         if on_cuda:
-            data = moved(data, session.device)
+            data = move_to_device(data, session.device)
         if current.training:
             if share is not None:
                 if not current.own:

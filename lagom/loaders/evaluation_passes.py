@@ -1,4 +1,4 @@
-"""``DealtPasses``: finds passes whose rows were dealt out, and that turn out to be no training.
+"""``EvaluationPassDetector``: finds passes whose rows were dealt out, and that turn out to be no training.
 
 See Note [Dealt passes].
 """
@@ -14,7 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
-from lagom.run_state.loader_pass import Pass, Share, is_there, tensors
+from lagom.run_state.loader_pass import BatchShare, LoaderPass, is_there, tensors
 from lagom.run_state.loss_terms import metadata, nodes_below, nodes_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class _Mark:
     """Kept in the metadata of a node, and so as long as the graph."""
 
 
-def start(session: Session, can_share: bool, loader: DataLoader[Any] | None = None) -> Pass:
+def first_use(session: Session, can_share: bool, loader: DataLoader[Any] | None = None) -> LoaderPass:
     """Decide what a pass that begins now, over ``loader``, is: training or evaluation, shared out or not."""
     grad = torch.is_grad_enabled()
     by_mode = grad and session.world_size > 1 and session.evaluates_by_mode()
@@ -41,14 +41,14 @@ def start(session: Session, can_share: bool, loader: DataLoader[Any] | None = No
     training = grad and not by_mode
     shares = session.plan.batches != "whole" if training else session.plan.evaluation == "sharded"
     sharded = can_share and shares
-    return Pass(training=training, sharded=sharded, by_mode=by_mode)
+    return LoaderPass(training=training, sharded=sharded, by_mode=by_mode)
 
 
 @dataclass(eq=False)
 class Use:
     """What the program does with the rows of one pass."""
 
-    reading: weakref.ref[Pass]
+    reading: weakref.ref[LoaderPass]
     place: str
     """Where the program reads, as ``file:line``."""
     serial: int
@@ -91,7 +91,7 @@ class Use:
                 metadata(node)[_KEY] = mark
 
 
-class DealtPasses:
+class EvaluationPassDetector:
     """Follows passes whose rows were dealt out because they seemed to be training.
 
     Args:
@@ -99,7 +99,7 @@ class DealtPasses:
         say_once: tells the user something, the first time.
     """
 
-    def __init__(self, share_of: Callable[[Any], Share | None], say_once: Callable[[str], None]) -> None:
+    def __init__(self, share_of: Callable[[Any], BatchShare | None], say_once: Callable[[str], None]) -> None:
         self._share_of = share_of
         self._say_once = say_once
         self._pending: list[Use] = []
@@ -117,7 +117,7 @@ class DealtPasses:
         use = self._last.get(_key(loader), {}).get(_stack()[0])
         return use is not None and use.trains and use.serial < self._last_evaluation
 
-    def began(self, loader: DataLoader[Any], current: Pass, *, follows: bool) -> None:
+    def began(self, loader: DataLoader[Any], current: LoaderPass, *, follows: bool) -> None:
         """The pass ``current`` over ``loader`` begins; with ``follows`` its rows are dealt out.
 
         Raises:
@@ -134,7 +134,7 @@ class DealtPasses:
         self._last.setdefault(_key(loader), {})[stack] = current.use
         self._pending.append(current.use)
 
-    def yielded(self, current: Pass, share: Share | None, num_rows: int) -> None:
+    def yielded(self, current: LoaderPass, share: BatchShare | None, num_rows: int) -> None:
         """The program sees a batch of ``current``."""
         if (use := current.use) is not None and share is not None:
             share.use = use
@@ -160,7 +160,7 @@ class DealtPasses:
             use.trains = use.is_open or not use.has_forwards or id(use.mark) in marks & found
         self._pending = [use for use in self._pending if not use.trains]
 
-    def ended(self, current: Pass) -> None:
+    def ended(self, current: LoaderPass) -> None:
         """The pass is exhausted.
 
         Raises:

@@ -10,7 +10,7 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 
 from lagom.loaders.iterable import is_iterable
 from lagom.loaders.self_sharded import shards_itself
-from lagom.loaders.tensor_dataset_fetch import at_once
+from lagom.loaders.tensor_dataset_fetch import fetch_at_once
 from lagom.run_state.random_streams import DRAWING
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def fetching(session: Session, streams: OwnStreams) -> Any:
         original(self, loader)
         current = self.__dict__.get(PASS)
         if session.live and current is not None:
-            self._dataset_fetcher = at_once(self._dataset_fetcher)
+            self._dataset_fetcher = fetch_at_once(self._dataset_fetcher)
         if not session.live or current is None or _is_plain(loader.dataset):
             return
         if current.training and current.sharded and not is_iterable(loader):
@@ -42,7 +42,7 @@ def fetching(session: Session, streams: OwnStreams) -> Any:
     return patched_init
 
 
-def fetcher_made(session: Session, streams: OwnStreams) -> Any:
+def make_fetcher(session: Session, streams: OwnStreams) -> Any:
     """``_DatasetKind.create_fetcher`` that keeps what a data set of the rank's own draws from the common streams."""
     original: Any = _DatasetKind.create_fetcher
 

@@ -10,7 +10,7 @@ import torch
 
 from lagom.data.parquet.shard import Positions
 from lagom.loaders.sampler_sync import common_order, resumable
-from lagom.run_state.loader_pass import Pass, Share
+from lagom.run_state.loader_pass import BatchShare, LoaderPass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 
-def split(batch: Any, rank: int, world_size: int) -> tuple[Any, Share]:
+def split_batch(batch: Any, rank: int, world_size: int) -> tuple[Any, BatchShare]:
     """The positions of ``rank`` in a batch: every position once over all ranks.
 
     A rank that gets none, in a batch shorter than the world, gets a copy of the first position that
@@ -29,23 +29,23 @@ def split(batch: Any, rank: int, world_size: int) -> tuple[Any, Share]:
         batch = list(batch)
     mine = batch.deal(rank, world_size) if isinstance(batch, Positions) else batch[rank::world_size]
     even = len(batch) % world_size == 0
-    return (mine if len(mine) else batch[:1]), Share(len(mine), len(batch), even)
+    return (mine if len(mine) else batch[:1]), BatchShare(len(mine), len(batch), even)
 
 
-def per_rank(batches: list[Any], rank: int, world_size: int, *, drop_last: bool) -> tuple[Any, Share] | None:
+def per_rank(batches: list[Any], rank: int, world_size: int, *, drop_last: bool) -> tuple[Any, BatchShare] | None:
     """The share of ``rank`` in ``world_size`` batches that make one global batch.
 
     Its own batch, whole; of a tail that has not a batch for everyone, its positions; None where that is dropped.
     """
     if batches and isinstance(batches[0], Positions):
         full = len(batches) == world_size or not drop_last
-        return split(Positions.together(batches), rank, world_size) if full else None
+        return split_batch(Positions.together(batches), rank, world_size) if full else None
     if len(batches) == world_size:
         sizes = [len(batch) for batch in batches]
-        return batches[rank], Share(sizes[rank], sum(sizes), len(set(sizes)) == 1)
+        return batches[rank], BatchShare(sizes[rank], sum(sizes), len(set(sizes)) == 1)
     if not batches or drop_last:
         return None
-    return split(list(chain.from_iterable(batches)), rank, world_size)
+    return split_batch(list(chain.from_iterable(batches)), rank, world_size)
 
 
 def num_samples(data: Any) -> int:
@@ -73,7 +73,7 @@ def num_rows(data: Any) -> int | None:
     return None
 
 
-class Dealer:
+class ShardedIndexSampler:
     """Stands for a loader's batch sampler, or its sampler, wherever the loader is used.
 
     Args:
@@ -82,14 +82,20 @@ class Dealer:
     """
 
     def __init__(
-        self, session: Session, source: Any, start: Callable[[], Pass], wide: Callable[[], int], *, drop_last: bool
+        self,
+        session: Session,
+        source: Any,
+        start: Callable[[], LoaderPass],
+        wide: Callable[[], int],
+        *,
+        drop_last: bool,
     ) -> None:
         self._session = session
         self._source = source
         self._start = start
         self._wide = wide
         self._drop_last = drop_last
-        self._current: Pass | None = None
+        self._current: LoaderPass | None = None
 
     def __len__(self) -> int:
         length, wide = len(self._source), self._wide()
@@ -111,13 +117,13 @@ class Dealer:
             return resumable(self._dealt_per_rank(batches, current), batches)
         return resumable(self._dealt(batches, current), batches)
 
-    def _dealt(self, batches: Iterator[Any], current: Pass) -> Iterator[Any]:
+    def _dealt(self, batches: Iterator[Any], current: LoaderPass) -> Iterator[Any]:
         for batch in batches:
-            mine, share = split(batch, self._session.rank, self._session.world_size)
+            mine, share = split_batch(batch, self._session.rank, self._session.world_size)
             current.shares.append(share)
             yield mine
 
-    def _dealt_per_rank(self, batches: Iterator[Any], current: Pass) -> Iterator[Any]:
+    def _dealt_per_rank(self, batches: Iterator[Any], current: LoaderPass) -> Iterator[Any]:
         rank, world_size = self._session.rank, self._session.world_size
         while group := list(islice(batches, world_size)):
             dealt = per_rank(group, rank, world_size, drop_last=self._drop_last)
@@ -128,13 +134,13 @@ class Dealer:
 
     def _dealt_for_evaluation(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            mine, share = split(batch, self._session.rank, self._session.world_size)
+            mine, share = split_batch(batch, self._session.rank, self._session.world_size)
             if share.num_mine:
                 yield mine
 
 
-class StatefulDealer(Dealer):
-    """A ``Dealer`` for a source that has a state."""
+class ResumableIndexSampler(ShardedIndexSampler):
+    """A ``ShardedIndexSampler`` for a source that has a state."""
 
     def state_dict(self) -> Any:
         """Give the state of the source."""

@@ -11,31 +11,31 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from torch.utils.data.dataloader import _DatasetKind, default_collate
 
-from lagom.loaders.index_sampler import per_rank, split
+from lagom.loaders.index_sampler import per_rank, split_batch
 from lagom.loaders.sample_digest import digest
-from lagom.run_state.loader_pass import Share
+from lagom.run_state.loader_pass import BatchShare
 from lagom.run_state.random_streams import OwnStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from lagom.run_state.loader_pass import Pass
+    from lagom.run_state.loader_pass import LoaderPass
     from lagom.session.session import Session
 
 _WHOLE, _SPLIT, _PER_RANK = range(3)
 
 
-class Dealt(NamedTuple):
+class ShardedBatch(NamedTuple):
     """What a loader's iterator gives in place of a batch of an iterable data set."""
 
     data: Any
     """The share, collated; None for one that would count nowhere, in an evaluation."""
-    share: Share
+    share: BatchShare
     digest: bytes
     """Of the whole batch."""
 
 
-class Dealing:
+class ShardedCollate:
     """Stands for a loader's ``collate_fn``, here or in its workers: collates this rank's share of the samples."""
 
     def __init__(self, session: Session, loader: DataLoader[Any], streams: OwnStreams) -> None:
@@ -51,14 +51,14 @@ class Dealing:
         if loader.persistent_workers:
             self._how.share_memory_()
 
-    def begin(self, current: Pass, batches: str) -> None:
+    def begin(self, current: LoaderPass, batches: str) -> None:
         """What is collated from now on belongs to the pass ``current``."""
         how = _PER_RANK if current.training and batches == "per_rank" else _SPLIT
         self._how[0] = how if current.sharded else _WHOLE
         self._how[1] = int(current.training)
 
     def __call__(self, samples: list[Any]) -> Any:
-        """``samples`` collated, or this rank's share of them as a ``Dealt``."""
+        """``samples`` collated, or this rank's share of them as a ``ShardedBatch``."""
         how, training = self._how.tolist()
         if how == _WHOLE:
             return self._collate(samples)
@@ -69,11 +69,11 @@ class Dealing:
             assert dealt is not None
             mine, share = dealt
         else:
-            mine, share = split(samples, self._rank, self._world_size)
+            mine, share = split_batch(samples, self._rank, self._world_size)
         data = self._collated(mine) if training or share.num_mine else None
         # One sample may be the same by chance where they are few or simple, such as labels.
         some = samples[0], samples[len(samples) // 2], samples[-1]
-        return Dealt(data, share, digest((len(samples), *some)))
+        return ShardedBatch(data, share, digest((len(samples), *some)))
 
     def _collated(self, samples: list[Any]) -> Any:
         if self._collate is default_collate:
@@ -94,7 +94,7 @@ class Dealing:
         return {**self.__dict__, "_streams": None}
 
 
-class Turns:
+class GroupedBatchSampler:
     """Stands for the batch sampler of such a loader, which tells only how many samples make a batch."""
 
     def __init__(self, source: Any, wide: Callable[[], int]) -> None:

@@ -1,4 +1,4 @@
-"""``shuffled``: ``shuffle=True`` over very many samples, whose order is never written down."""
+"""``shuffle_order``: ``shuffle=True`` over very many samples, whose order is never written down."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _ALL = (1 << 64) - 1
 
 
-def shuffled(session: Session) -> Any:
+def shuffle_order(session: Session) -> Any:
     """``RandomSampler.__iter__`` that takes no memory from ``MANY`` samples on; below, and alone, it is torch's."""
     original = vars(RandomSampler)["__iter__"]
 
@@ -48,12 +48,12 @@ def _orders(sampler: RandomSampler) -> Iterator[int]:
         start = 0
         while start < min(n, left):
             count = min(_BLOCKS[start > 0], n - start, left - start)
-            yield from permuted(n, key, start, count).tolist()
+            yield from permute(n, key, start, count).tolist()
             start += count
         left -= start
 
 
-def permuted(n: int, key: int, start: int, count: int) -> torch.Tensor:
+def permute(n: int, key: int, start: int, count: int) -> torch.Tensor:
     """What stands at places ``start`` to ``start + count`` in the order of [0, n) that ``key`` chooses; int64.
 
     See Note [Order on the fly]. 25 ns each, or some microseconds without the compiled part.
@@ -61,13 +61,13 @@ def permuted(n: int, key: int, start: int, count: int) -> torch.Tensor:
     if not 0 <= start <= start + count <= n <= 1 << 62:
         raise ValueError(f"there are no places {start} to {start + count} in an order of {n}")
     if native() is None:
-        return permuted_by_torch(n, key, start, count)
+        return permute_by_torch(n, key, start, count)
     found = torch.empty(count, dtype=torch.int64, device="cpu")
     native().permute(n, key & _ALL, start, found.data_ptr(), count)
     return found
 
 
-def permuted_by_torch(n: int, key: int, start: int, count: int) -> torch.Tensor:
+def permute_by_torch(n: int, key: int, start: int, count: int) -> torch.Tensor:
     """The same without the compiled part."""
     bits = max((n - 1).bit_length(), 1)
     low = bits // 2

@@ -12,7 +12,7 @@ from lagom.collectives.agreement_exchange import signature
 from lagom.errors import DivergenceError
 
 if TYPE_CHECKING:
-    from lagom.run_state.loader_pass import Pass
+    from lagom.run_state.loader_pass import LoaderPass
     from lagom.session.session import Session
 
 _ELEMENTS = 256
@@ -35,10 +35,10 @@ def digest(sample: Any) -> bytes:
     return found.digest()
 
 
-class Comparison:
+class SampleComparison:
     """Compares what the ranks see in a pass over an iterable data set, after 1, 2, 4, ... 64 and every 100 batches."""
 
-    def __init__(self, session: Session, current: Pass) -> None:
+    def __init__(self, session: Session, current: LoaderPass) -> None:
         self._session = session
         self._current = current
         self._seen = hashlib.blake2b(digest_size=8)

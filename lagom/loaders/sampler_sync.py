@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from lagom.files.publishing import Result
-    from lagom.run_state.loader_pass import Pass
+    from lagom.run_state.loader_pass import LoaderPass
     from lagom.session.session import Session
 
 _OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -33,7 +33,7 @@ _MADE_AHEAD: tuple[type, ...] = tuple(type(iter(kind())) for kind in (list, tupl
 _AHEAD = 64
 
 
-def common_order(session: Session, source: Any, current: Pass) -> Iterator[Any]:
+def common_order(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
     """Iterate over ``source``, a sampler or a batch sampler, in the order that rank 0 draws in the pass ``current``.
 
     torch's own samplers draw from generators that are equal on all ranks, in the main thread; the orders of others
@@ -44,9 +44,9 @@ def common_order(session: Session, source: Any, current: Pass) -> Iterator[Any]:
     if getattr(source, "lagom_common", False):
         return _same(session, source, current)
     if type(source) is BatchSampler:
-        following = _Following(session, source.sampler, source.batch_size, current, eager=False)
+        following = RankZeroOrder(session, source.sampler, source.batch_size, current, eager=False)
         return iter(BatchSampler(following, source.batch_size, source.drop_last))
-    following = _Following(session, source, 1, current, eager=True)
+    following = RankZeroOrder(session, source, 1, current, eager=True)
     return resumable(following, following.mine)
 
 
@@ -99,7 +99,7 @@ def synchronise(session: Session, loader: DataLoader[Any], *, own_order: bool = 
         generator.set_state(state.clone())
 
 
-def _own(session: Session, source: Any, current: Pass) -> Iterator[Any]:
+def _own(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
     """What a sampler of torch's yields; in another thread the main one may draw from its generator, too."""
     is_sequential = type(getattr(source, "sampler", source)) is SequentialSampler
     if is_sequential or session.may_meet:
@@ -107,7 +107,7 @@ def _own(session: Session, source: Any, current: Pass) -> Iterator[Any]:
     elif current.generator is not None:
         yield from _drawing_from(source, current.generator)
     else:
-        yield from _Following(session, source, 1, current, eager=False)
+        yield from RankZeroOrder(session, source, 1, current, eager=False)
 
 
 def _drawing_from(source: Any, generator: torch.Generator) -> Any:
@@ -120,7 +120,7 @@ def _drawing_from(source: Any, generator: torch.Generator) -> Any:
     return found
 
 
-def _same(session: Session, source: Any, current: Pass) -> Iterator[Any]:
+def _same(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
     """What ``source`` yields, which is the same on all ranks: made sure of once, not batch by batch."""
     items = iter(source)
     place = f"a pass over the data set {items.fingerprint}"
@@ -131,13 +131,13 @@ def _same(session: Session, source: Any, current: Pass) -> Iterator[Any]:
     yield from items
 
 
-class _Following:
+class RankZeroOrder:
     """Yields what rank 0's sampler yields. The others draw as well, for the sake of what their samplers remember.
 
     One item at a time, since a sampler may look at the training so far; ahead only from what has been drawn.
     """
 
-    def __init__(self, session: Session, source: Iterable[Any], step: int, current: Pass, *, eager: bool) -> None:
+    def __init__(self, session: Session, source: Iterable[Any], step: int, current: LoaderPass, *, eager: bool) -> None:
         self._session = session
         self._current = current
         self._source = source
@@ -150,7 +150,7 @@ class _Following:
         if eager:
             self._start()
 
-    def __iter__(self) -> _Following:
+    def __iter__(self) -> RankZeroOrder:
         return self
 
     def __len__(self) -> int:
@@ -249,7 +249,7 @@ def _differ(drawn: list[Any], items: list[Any]) -> bool:
     return False
 
 
-def _is_dealt(session: Session, current: Pass) -> bool:
+def _is_dealt(session: Session, current: LoaderPass) -> bool:
     return session.plan.batches != "whole" and current.training and current.sharded
 
 

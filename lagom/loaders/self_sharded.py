@@ -11,7 +11,7 @@ import torch
 from lagom.collectives.agreement_exchange import signature
 from lagom.errors import DivergenceError
 from lagom.loaders.index_sampler import num_rows, num_samples
-from lagom.run_state.loader_pass import Share, tensors
+from lagom.run_state.loader_pass import BatchShare, tensors
 from lagom.world import Place, standing_at
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def shards_itself(dataset: object) -> bool:
     return bool(getattr(dataset, "lagom_sharded", False))
 
 
-class Placed:
+class PlacedDataset:
     """A loader's ``collate_fn`` that takes the rank along to workers that are started anew.
 
     ``lagom.rank()``, by which the data set finds its part, knows of the run in this process and in forked ones only.
@@ -54,7 +54,7 @@ def _arrived(collate: Any, place: Place) -> Any:
     return collate
 
 
-class Sharded:
+class SelfShardedSource:
     """Takes batches of such a data set: those that the ranks have at the same time make one batch.
 
     One exchange for each (1 to 2 ms over gloo) tells how many samples that has. A rank that has come to its
@@ -68,7 +68,7 @@ class Sharded:
         self._has_last = False
         self._ended = False
 
-    def take(self, fetch: Callable[[Any], Any], source: Any) -> tuple[Any, Share | None]:
+    def take(self, fetch: Callable[[Any], Any], source: Any) -> tuple[Any, BatchShare | None]:
         """The next batch, ``fetch(source)``, and how it counts.
 
         Raises:
@@ -98,7 +98,7 @@ class Sharded:
         self._last, self._has_last = first_sample(data, num_mine), True
         return data, share
 
-    def recounted(self, data: Any, share: Share) -> Share:
+    def recounted(self, data: Any, share: BatchShare) -> BatchShare:
         """How a batch of ``share`` counts, of which ``data`` came: with the rows that there are, on all ranks.
 
         Raises:
@@ -111,7 +111,7 @@ class Sharded:
         found, _ = self._agreed(share.num_mine if count is None else count)
         return share if found is None or not found.num_all else found
 
-    def _agreed(self, num_mine: int) -> tuple[Share | None, int]:
+    def _agreed(self, num_mine: int) -> tuple[BatchShare | None, int]:
         """How this rank's batch counts, None when there is none on any rank; and how many ranks never had one."""
         session = self._session
         assert session.frame is not None
@@ -125,7 +125,7 @@ class Sharded:
         total, squares, num_alive, num_without = (int(number) for number in numbers.tolist())
         if not num_alive:
             return None, 0
-        return Share(num_mine, total, session.world_size * squares == total * total), num_without
+        return BatchShare(num_mine, total, session.world_size * squares == total * total), num_without
 
 
 _IN_A_THREAD = (

@@ -24,7 +24,7 @@ _INT = {int}
 _TORCHS = [vars(owner)[name] for owner, name in _METHODS]
 
 
-def at_once(fetcher: Any) -> Any:
+def fetch_at_once(fetcher: Any) -> Any:
     """``fetcher``, or one in its place that gives the same batches, bit for bit, in less time."""
     if type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation:
         return fetcher

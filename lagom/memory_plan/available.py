@@ -1,4 +1,4 @@
-"""``room``: bytes that each rank of this machine may take."""
+"""``available_memory``: bytes that each rank of this machine may take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Room(NamedTuple):
+class AvailableMemory(NamedTuple):
     """A limit, and where it comes from."""
 
     num_bytes: int
@@ -19,17 +19,17 @@ class Room(NamedTuple):
     """A limit of what is mapped, and not of what is used."""
 
 
-def room(num_ranks: int, *, gpus: bool = True) -> Room:
+def available_memory(num_ranks: int, *, gpus: bool = True) -> AvailableMemory:
     """For one of ``num_ranks`` on this machine: a GPU's memory where torch would use one, else its part of the host's.
 
     CUDA is not touched: a process that has been can no longer be forked.
     """
     if gpus and (sizes := _gpu_sizes()):
-        return Room(min(sizes), "of its GPU")
+        return AvailableMemory(min(sizes), "of its GPU")
     total, what = _host()
-    found = Room(total // num_ranks, _part(num_ranks) + what)
+    found = AvailableMemory(total // num_ranks, _part(num_ranks) + what)
     own = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return found if own == resource.RLIM_INFINITY else min(found, Room(own, "what ulimit -v allows", True))
+    return found if own == resource.RLIM_INFINITY else min(found, AvailableMemory(own, "what ulimit -v allows", True))
 
 
 def _gpu_sizes() -> list[int]:

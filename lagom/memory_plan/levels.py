@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from lagom.memory_plan.needs import Level
-from lagom.memory_plan.optimizer_state_bytes import Stepped
+from lagom.memory_plan.optimizer_state_bytes import SteppedOptimizer
 from lagom.zero.optimizer_probe import Kind
 from lagom.zero.parameters.shards import LEAST
-from lagom.zero.partition import Piece, by_element, by_parameter
+from lagom.zero.partition import ParameterPiece, by_element, by_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 def levels_of(
-    found: Sequence[Stepped], parameters: Sequence[torch.Tensor], num_ranks: int, buffers: int = 0
+    found: Sequence[SteppedOptimizer], parameters: Sequence[torch.Tensor], num_ranks: int, buffers: int = 0
 ) -> list[Level]:
     """Each level, of the rank that holds most; docs/zero.md says what is cut at which.
 
@@ -29,7 +29,7 @@ def levels_of(
 
 
 def _level(
-    zero_lvl: int, found: Sequence[Stepped], parameters: Sequence[torch.Tensor], num_ranks: int, buffers: int
+    zero_lvl: int, found: Sequence[SteppedOptimizer], parameters: Sequence[torch.Tensor], num_ranks: int, buffers: int
 ) -> Level:
     shared = {id(p) for one in found for p in one.parameters}
     held = sum(_part(p, num_ranks) if zero_lvl > 2 else p.nbytes for p in parameters)
@@ -55,11 +55,11 @@ def _part(p: torch.Tensor, num_ranks: int) -> int:
     return -(-p.numel() // num_ranks) * p.element_size() if p.numel() >= LEAST else p.nbytes
 
 
-def _dealt(one: Stepped, zero_lvl: int, num_ranks: int) -> list[list[Piece]]:
+def _dealt(one: SteppedOptimizer, zero_lvl: int, num_ranks: int) -> list[list[ParameterPiece]]:
     """What each rank steps."""
     sizes = [p.numel() for p in one.parameters]
     if not zero_lvl or one.kind is Kind.COUPLED:
-        return [[Piece(i, 0, size) for i, size in enumerate(sizes)]] * num_ranks
+        return [[ParameterPiece(i, 0, size) for i, size in enumerate(sizes)]] * num_ranks
     if one.kind is Kind.BY_PARAMETER:
         return by_parameter(sizes, num_ranks)
     if zero_lvl < 3:
@@ -69,14 +69,14 @@ def _dealt(one: Stepped, zero_lvl: int, num_ranks: int) -> list[list[Piece]]:
         if size >= LEAST:  # each of these is cut by itself
             chunk = -(-size // num_ranks)
             for rank, mine in enumerate(dealt):
-                mine.append(Piece(i, min(rank * chunk, size), min((rank + 1) * chunk, size)))
+                mine.append(ParameterPiece(i, min(rank * chunk, size), min((rank + 1) * chunk, size)))
     return dealt
 
 
-def _bytes(piece: Piece, one: Stepped) -> int:
+def _bytes(piece: ParameterPiece, one: SteppedOptimizer) -> int:
     return (piece.end - piece.start) * one.parameters[piece.param].element_size()
 
 
-def _state(piece: Piece, one: Stepped) -> int:
+def _state(piece: ParameterPiece, one: SteppedOptimizer) -> int:
     kept = one.kept[piece.param]
     return kept.like * (piece.end - piece.start) // max(one.parameters[piece.param].numel(), 1) + kept.rest

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def built(module: nn.Module | Callable[[], Any]) -> nn.Module:
+def build_module(module: nn.Module | Callable[[], Any]) -> nn.Module:
     """``module``, or what the class or factory gives on the meta device: no memory, no random numbers drawn.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``stepped``: what an optimizer keeps for each parameter, found by stepping a copy of it that has no numbers."""
+"""``step_meta_copy``: finds what an optimizer keeps per parameter by stepping a copy on the meta device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lagom.memory_plan.meta_modules import like, on_meta
-from lagom.zero.optimizer_probe import Kind, nature_of
+from lagom.zero.optimizer_probe import Kind, probe_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 """Sides of small parameters, so that the shape of a state tells what of the parameter's it follows."""
 
 
-class Kept(NamedTuple):
+class KeptState(NamedTuple):
     """Bytes of an optimizer's state for one parameter."""
 
     like: int
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
     """Of others: counts of steps, factors."""
 
 
-class Stepped(NamedTuple):
+class SteppedOptimizer(NamedTuple):
     """What an optimizer steps, and keeps for that."""
 
     name: str
@@ -45,13 +45,13 @@ class Stepped(NamedTuple):
     """What of it can be stepped apart."""
     parameters: list[torch.Tensor]
     """In its order, those that have gradients."""
-    kept: list[Kept]
+    kept: list[KeptState]
     """For each of them."""
     whole: int
     """Bytes that belong to no parameter."""
 
 
-def stepped(optimizer: Optimizer | Make, parameters: Sequence[torch.Tensor]) -> Stepped:
+def step_meta_copy(optimizer: Optimizer | Make, parameters: Sequence[torch.Tensor]) -> SteppedOptimizer:
     """What ``optimizer`` keeps for ``parameters``; nothing of their size is allocated, and none of them changes.
 
     Args:
@@ -73,11 +73,11 @@ def stepped(optimizer: Optimizer | Make, parameters: Sequence[torch.Tensor]) -> 
         origin = {id(p): p for p in every}
     graded = [p for p in every if p.requires_grad]
     if isinstance(original, LBFGS):
-        kept, whole = [Kept(0, 0)] * len(graded), _of_lbfgs(original, graded)
+        kept, whole = [KeptState(0, 0)] * len(graded), _of_lbfgs(original, graded)
     else:
         kept, whole = _kept(original, graded)
-    nature = nature_of(_clone(original, _hollow), _step_of(original), closure=_wants_closure(original))
-    return Stepped(type(original).__name__, nature.kind, [origin[id(p)] for p in graded], kept, whole)
+    nature = probe_optimizer(_clone(original, _hollow), _step_of(original), closure=_wants_closure(original))
+    return SteppedOptimizer(type(original).__name__, nature.kind, [origin[id(p)] for p in graded], kept, whole)
 
 
 def _made(make: Make, twins: list[torch.Tensor]) -> Optimizer:
@@ -96,7 +96,7 @@ def _made(make: Make, twins: list[torch.Tensor]) -> Optimizer:
     return found
 
 
-def _kept(optimizer: Optimizer, graded: Sequence[torch.Tensor]) -> tuple[list[Kept], int]:
+def _kept(optimizer: Optimizer, graded: Sequence[torch.Tensor]) -> tuple[list[KeptState], int]:
     try:
         return _run(optimizer, graded, on_meta, lambda shape, _: shape)
     except Exception:  # it looks at numbers, or wants them to be somewhere
@@ -116,7 +116,7 @@ def _run(
     graded: Sequence[torch.Tensor],
     place: Place,
     grown: Callable[[torch.Size, torch.Tensor], Sequence[int]],
-) -> tuple[list[Kept], int]:
+) -> tuple[list[KeptState], int]:
     """Step a copy whose parameters are what ``place`` gives; ``grown`` gives the shape of a state at full size."""
     memo: dict[int, torch.Tensor] = {}
     clone = _clone(optimizer, place, memo)
@@ -136,7 +136,7 @@ def _run(
                 same += p.numel() * tensor.element_size()
             else:
                 rest += math.prod(grown(tensor.shape, p)) * tensor.element_size()
-        kept.append(Kept(same, rest))
+        kept.append(KeptState(same, rest))
     others = [value for key, value in vars(clone).items() if key not in ("param_groups", "state")]
     others += [value for key, value in vars(clone)["state"].items()]
     return kept, sum(tensor.nbytes for tensor in _tensors(others, counted))
@@ -174,7 +174,7 @@ def _cheap(place: Place) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _hollow(p: torch.Tensor) -> torch.Tensor:
-    """Of the shape of ``p``, on the CPU, and one element in memory: ``nature_of`` looks at nothing else."""
+    """Of the shape of ``p``, on the CPU, and one element in memory: ``probe_optimizer`` looks at nothing else."""
     return like(p, torch.zeros((), dtype=p.dtype).expand(p.shape))
 
 

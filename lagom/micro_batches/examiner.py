@@ -1,4 +1,4 @@
-"""``Examiner``: whether a forward may run in micro-batches, and in how many it fits. See Note [Micro-batches]."""
+"""``MicroBatchExaminer``: decides whether a forward may run in micro-batches, and in how many it fits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from lagom.micro_batches.oom_errors import wanted_bytes
 from lagom.row_split.draws import Draws, UnsupportedDrawError
 from lagom.row_split.module_tree import numbers_of
-from lagom.row_split.probe import UNIFORM, BatchStatistics, ChangedError, check, examine
+from lagom.row_split.probe import UNIFORM, BatchStatistics, ChangedError, check_probe, examine
 from lagom.row_split.recorder import NotByRowsError
-from lagom.row_split.restore import SMALL, as_it_was, buffers_of
-from lagom.row_split.split_candidate import Candidate, Finding, is_batch
+from lagom.row_split.restore import SMALL, buffers_of, restored_state
+from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch
 from lagom.row_split.whole_batch import Block
 from lagom.run_state.random_streams import equal_states, states
 
@@ -33,10 +33,10 @@ _slot: Any = vars(torch._C.TensorBase)["grad"]
 
 
 @dataclass
-class Examined:
+class MicroBatchFinding:
     """What is known of a module's forward on inputs of one kind."""
 
-    finding: Finding
+    finding: SplitFinding
     """Its ``reason`` is why it does not run in micro-batches."""
     repeats: bool = False
     """It leaves nothing behind, so that it can be run again."""
@@ -48,15 +48,15 @@ class Examined:
     """States of the generators after each run."""
 
 
-class Examiner:
+class MicroBatchExaminer:
     """Looks at forwards, and leaves everything as it was."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def look(self, candidate: Candidate, num: int) -> Examined:
+    def look(self, candidate: SplitCandidate, num: int) -> MicroBatchFinding:
         """Whether ``num`` micro-batches are exact: run the forward whole and in parts, and compare."""
-        found = Examined(Finding(candidate.rows))
+        found = MicroBatchFinding(SplitFinding(candidate.rows))
         try:
             self._find(candidate, found, num)
         except (NotByRowsError, UnsupportedDrawError) as error:
@@ -70,7 +70,7 @@ class Examiner:
             found.passing = short
         return found
 
-    def _find(self, candidate: Candidate, found: Examined, num: int) -> None:
+    def _find(self, candidate: SplitCandidate, found: MicroBatchFinding, num: int) -> None:
         if (weights := self._session.weights) is not None and any(
             weights.parts(p) is not None and float(p.detach().abs().max()) <= SMALL
             for p in candidate.module.parameters()
@@ -89,7 +89,9 @@ class Examiner:
             raise NotByRowsError("draws other amounts of random numbers for a part of its batch")
         found.gains = not torch.is_grad_enabled() or self._gains(candidate, num)
 
-    def _compared_whole(self, watched: Candidate, found: Examined, num: int, noted: list[BatchStatistics]) -> bool:
+    def _compared_whole(
+        self, watched: SplitCandidate, found: MicroBatchFinding, num: int, noted: list[BatchStatistics]
+    ) -> bool:
         """Compare on all rows; False where memory does not suffice for that, and some of them will do."""
         try:
             self._compare(watched, found.finding, num, noted)
@@ -102,7 +104,9 @@ class Examiner:
             return False
         return True
 
-    def _compare(self, candidate: Candidate, finding: Finding, num: int, noted: list[BatchStatistics]) -> None:
+    def _compare(
+        self, candidate: SplitCandidate, finding: SplitFinding, num: int, noted: list[BatchStatistics]
+    ) -> None:
         def statistics(of_whole: BatchStatistics) -> Any:
             noted.append(of_whole)
             return self._session.statistics(of_whole)
@@ -110,7 +114,7 @@ class Examiner:
         with torch.no_grad():
             examine(candidate, finding, num, statistics)
 
-    def _watched(self, candidate: Candidate, found: Examined, leaves: list[Any]) -> Any:
+    def _watched(self, candidate: SplitCandidate, found: MicroBatchFinding, leaves: list[Any]) -> Any:
         """A run that may leave nothing behind."""
         before = numbers_of(candidate.inside), _held(candidate.inside)
         buffers = buffers_of(candidate.inside)
@@ -134,7 +138,7 @@ class Examiner:
         finally:
             torch.set_autocast_cache_enabled(before)
 
-    def _gains(self, candidate: Candidate, num: int) -> bool:
+    def _gains(self, candidate: SplitCandidate, num: int) -> bool:
         """Whether a part keeps anything for its backward that would not be kept of micro-batches too."""
         saved: dict[int, int] = {}
 
@@ -153,14 +157,14 @@ class Examiner:
             return bool(saved)
 
     @contextmanager
-    def _tried(self, candidate: Candidate) -> Iterator[BatchStatistics]:
+    def _tried(self, candidate: SplitCandidate) -> Iterator[BatchStatistics]:
         """Around a run of a part, with gradients: everything is as it was afterwards."""
         said = io.StringIO()
-        kept = as_it_was(candidate.module, candidate.inside, candidate.device, opens=False)
+        kept = restored_state(candidate.module, candidate.inside, candidate.device, opens=False)
         with self._aside(), kept, redirect_stdout(said), redirect_stderr(said):
             yield BatchStatistics()
 
-    def number(self, candidate: Candidate, least: int) -> int | None:
+    def number(self, candidate: SplitCandidate, least: int) -> int | None:
         """Of micro-batches, from ``least`` on: twice the first of its doubles that fits; None: none does.
 
         The forward and backward of one is tried, beside room for the outputs of all and their gradients. Gradients of
@@ -169,7 +173,7 @@ class Examiner:
         Raises:
             NotByRowsError: where a part cannot be tried.
         """
-        check(candidate)
+        check_probe(candidate)
         num = min(least, candidate.rows)
         while True:
             try:
@@ -185,7 +189,7 @@ class Examiner:
                 return None
             num = min(2 * num, candidate.rows)
 
-    def _try(self, candidate: Candidate, num: int) -> None:
+    def _try(self, candidate: SplitCandidate, num: int) -> None:
         block = Block(0, num, candidate.rows)
         with self._tried(candidate) as noted, self._session.statistics(noted):
             with Draws(block, {}):
@@ -219,7 +223,7 @@ def backward_has_room(module: nn.Module, outputs: Any, device: torch.device) -> 
     return True
 
 
-def narrowed(candidate: Candidate, rows: int) -> Candidate:
+def narrowed(candidate: SplitCandidate, rows: int) -> SplitCandidate:
     """The same call with the first ``rows`` only."""
     leaves = [leaf[:rows] if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
     return replace(candidate, leaves=leaves, rows=rows)

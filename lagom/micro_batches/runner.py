@@ -1,4 +1,4 @@
-"""``InParts``: a forward, one micro-batch after the other, each checkpointed. See Note [Micro-batches]."""
+"""``MicroBatchRunner``: a forward, one micro-batch after the other, each checkpointed. See Note [Micro-batches]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lagom.errors import LagomError
 from lagom.row_split.draws import Draws
 from lagom.row_split.restore import random_numbers
-from lagom.row_split.split_candidate import Candidate, Finding, is_batch
+from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch
 from lagom.row_split.whole_batch import Block
 from lagom.run_state.random_streams import equal_states, states
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _REMEDY = "drop micro_batches for this program"
 
 
-class InParts:
+class MicroBatchRunner:
     """Runs forwards that have been found to compute their rows one by one.
 
     Args:
@@ -37,7 +37,7 @@ class InParts:
         self._session = session
         self._left_alone = left_alone
 
-    def outputs(self, candidate: Candidate, finding: Finding, num: int) -> Any:
+    def outputs(self, candidate: SplitCandidate, finding: SplitFinding, num: int) -> Any:
         """The outputs of all micro-batches, put together."""
         begun = [*random_numbers(candidate.device)]
         parts: list[Sequence[Any]] = []
@@ -85,9 +85,9 @@ class _Part:
 
     def __init__(
         self,
-        owner: InParts,
-        candidate: Candidate,
-        finding: Finding,
+        owner: MicroBatchRunner,
+        candidate: SplitCandidate,
+        finding: SplitFinding,
         block: Block,
         begun: Sequence[Callable[[], object]],
     ) -> None:
@@ -103,11 +103,11 @@ class _Part:
         return tuple(self._owner.run(self, list(leaves)))
 
 
-def _marked(candidate: Candidate) -> list[tuple[Any, bool]]:
+def _marked(candidate: SplitCandidate) -> list[tuple[Any, bool]]:
     return [(leaf, is_batch(leaf, candidate.rows)) for leaf in candidate.leaves]
 
 
-def _together(parts: Sequence[Sequence[Any]], finding: Finding, candidate: Candidate) -> list[Any]:
+def _together(parts: Sequence[Sequence[Any]], finding: SplitFinding, candidate: SplitCandidate) -> list[Any]:
     found = []
     for outputs, factor in zip(zip(*parts, strict=True), finding.factors, strict=True):
         if factor is None:
@@ -132,5 +132,5 @@ def _together(parts: Sequence[Sequence[Any]], finding: Finding, candidate: Candi
     return found
 
 
-def _name(candidate: Candidate) -> str:
+def _name(candidate: SplitCandidate) -> str:
     return type(candidate.module).__name__

@@ -11,15 +11,15 @@ import torch
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.micro_batches.examiner import Examined, Examiner, backward_has_room
+from lagom.micro_batches.examiner import MicroBatchExaminer, MicroBatchFinding, backward_has_room
 from lagom.micro_batches.oom_errors import wanted_bytes
-from lagom.micro_batches.runner import InParts
+from lagom.micro_batches.runner import MicroBatchRunner
 from lagom.patching.object_reference import ObjectReference
-from lagom.row_split.module_tree import Insides, kind_of, run_with
+from lagom.row_split.module_tree import ModuleTree, kind_of, run_with
 from lagom.row_split.recorder import NotByRowsError
 from lagom.row_split.restore import random_numbers
-from lagom.row_split.split_candidate import Candidate
-from lagom.run_state.malloc_trim import map_what_is_large
+from lagom.row_split.split_candidate import SplitCandidate
+from lagom.run_state.malloc_trim import map_large_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,9 +52,9 @@ class MicroBatches:
         """Whether what is called inside of the module under way may run in micro-batches by itself."""
         self._forced = 1
         """While so: how many, at least."""
-        self._examiner = Examiner(session)
-        self._in_parts = InParts(session, self._left_alone)
-        self._insides = Insides(lambda _: None)
+        self._examiner = MicroBatchExaminer(session)
+        self._in_parts = MicroBatchRunner(session, self._left_alone)
+        self._insides = ModuleTree(lambda _: None)
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """Of modules: what is known of them, by kinds of input."""
         self._learnt: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
@@ -97,15 +97,15 @@ class MicroBatches:
 
     def _candidate(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Candidate, TreeSpec]:
+    ) -> tuple[SplitCandidate, TreeSpec]:
         leaves, spec = tree_flatten((args, kwargs))
         inside = self._insides.of(module)
         rows = next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
         run = run_with(partial(self._original, module), args, kwargs, leaves, spec)
-        return Candidate(module, inside, run, leaves, rows if inside else 0, self._session.device), spec
+        return SplitCandidate(module, inside, run, leaves, rows if inside else 0, self._session.device), spec
 
-    def _examined(self, candidate: Candidate, spec: TreeSpec, num: int) -> Examined | None:
-        known: dict[object, Examined] = self._known.setdefault(candidate.module, {})
+    def _examined(self, candidate: SplitCandidate, spec: TreeSpec, num: int) -> MicroBatchFinding | None:
+        known: dict[object, MicroBatchFinding] = self._known.setdefault(candidate.module, {})
         kind = kind_of(candidate, spec, self._insides.surroundings(candidate.module))
         found = known.get(kind)
         if found is None and len(known) < _MAX_KINDS:
@@ -148,7 +148,7 @@ class MicroBatches:
             if self._session.device.type == "cuda":
                 torch.cuda.empty_cache()
             else:
-                map_what_is_large()
+                map_large_blocks()
             for restore in begun:
                 restore()
             num = self._more(module, args, kwargs, num, short)

@@ -1,4 +1,4 @@
-"""``Table``: how far each rank is, in a notebook: a table that renews itself, and stays where it stood at the end."""
+"""``NotebookTable``: a table in a notebook of how far each rank is; it stays after the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def notebook() -> Any:
     return ipython.display if shell is not None and hasattr(shell, "kernel") else None
 
 
-class Table:
+class NotebookTable:
     """One display of a notebook's cell.
 
     Front ends that show no HTML get the text.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from lagom.monitor.notebook_table import Table, left, notebook
+from lagom.monitor.notebook_table import NotebookTable, left, notebook
 from lagom.monitor.stragglers import straggler
 from lagom.wire.client import Message
 
@@ -34,7 +34,7 @@ class Progress:
         self._hosts: dict[str, list[int]] = {}
         self._said_waiting = False
         display = notebook()
-        self._table = Table(display, max if plan.batches == "whole" else sum) if display is not None else None
+        self._table = NotebookTable(display, max if plan.batches == "whole" else sum) if display is not None else None
         self._live = sys.stderr.isatty() or self._table is not None
         self._shown_at = time.monotonic() if not self._live else 0.0
         self._began = time.monotonic()

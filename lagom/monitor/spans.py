@@ -162,7 +162,7 @@ class Spans:
         return base64.b64encode(zlib.compress(text.encode(), 1)).decode()
 
 
-def unpacked(data: str, most: int = 16 << 20) -> str:
+def unpack_spans(data: str, most: int = 16 << 20) -> str:
     """The text of a block, of ``most`` bytes.
 
     Raises:

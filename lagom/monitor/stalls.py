@@ -44,7 +44,7 @@ class Pulse:
         return time.monotonic() - self.moved_at
 
 
-def told(stalled: Mapping[int, Message], world_size: int) -> str:
+def stall_text(stalled: Mapping[int, Message], world_size: int) -> str:
     """What to say of ranks that stall, by rank: which, for how long, where they stand and who waits for whom.
 
     Each message has ``quiet_s`` and what ``lagom.worker.stack_dump.doing`` gives.

@@ -27,7 +27,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 @contextmanager
-def quick_steps(session: Session) -> Iterator[None]:
+def fast_steps(session: Session) -> Iterator[None]:
     """Have torch's Adam and AdamW step parameters on the CPU at once; the bits are those of torch.
 
     And have ``step`` and ``zero_grad`` make no entry for a profiler where none looks, which takes 10 us.

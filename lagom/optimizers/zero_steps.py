@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from lagom.optimizers.step_patches import replaced_steps
 from lagom.patching.replace import replaced
-from lagom.zero.gradient_access import parted_gradients
-from lagom.zero.optimizer_group import Optimizers
-from lagom.zero.parameters.sharded_parameters import sharded_weights
+from lagom.zero.gradient_access import sharded_gradients
+from lagom.zero.optimizer_group import OptimizerGroup
+from lagom.zero.parameters.sharded_parameters import sharded_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,13 +31,13 @@ def sharded_steps(session: Session) -> Iterator[None]:
     assert session.replicate is not None
     with ExitStack() as stack:
         if session.plan.zero_lvl > 1:
-            session.gradients = stack.enter_context(parted_gradients(session))
+            session.gradients = stack.enter_context(sharded_gradients(session))
             session.replicate.overlap.parts = session.gradients
         if session.plan.zero_lvl > 2:
             assert session.gradients is not None
-            weights = stack.enter_context(sharded_weights(session))
+            weights = stack.enter_context(sharded_parameters(session))
             session.gradients.parts_of = weights.parts
-        optimizers = session.optimizers = Optimizers(
+        optimizers = session.optimizers = OptimizerGroup(
             session.group,
             session.frame,
             session.watch,
@@ -63,7 +63,7 @@ def sharded_steps(session: Session) -> Iterator[None]:
             optimizers.end()
 
 
-def _state(session: Session, optimizers: Optimizers) -> property:
+def _state(session: Session, optimizers: OptimizerGroup) -> property:
     def get(self: Optimizer) -> Any:
         if "state" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute 'state'")

@@ -1,4 +1,4 @@
-"""``once_imported``: what is done with a package's modules when the program imports them, and only then."""
+"""``on_import``: what is done with a package's modules when the program imports them, and only then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def once_imported(changes: Mapping[str, Change]) -> Iterator[None]:
+def on_import(changes: Mapping[str, Change]) -> Iterator[None]:
     """Call ``changes[name]`` with the module of that name: now if it has been imported, else when it is meanwhile."""
     finder = _Finder(changes)
     for name, change in changes.items():

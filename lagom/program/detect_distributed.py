@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lagom.program.script import Script
-from lagom.program.sources import codes, is_foreign, own_root, reached, used_modules
+from lagom.program.sources import codes, is_foreign, own_root, reachable_modules, used_modules
 
 _STARTS = frozenset({"init_process_group", "init_device_mesh"})
 """What a program calls to have a process group of its own."""
@@ -50,7 +50,7 @@ def needs_nccl(*values: Any) -> bool:
 def _found(*values: Any) -> tuple[bool, set[str]]:
     """Whether code starts a process group, and the names and words that it writes."""
     starts, names, imports = False, set[str](), list[str]()
-    for value in reached(*values):
+    for value in reachable_modules(*values):
         if isinstance(value, (types.FunctionType, Script)):
             if not isinstance(value, Script) and is_foreign(value):
                 starts |= value.__name__ in _STARTS

@@ -89,7 +89,7 @@ def _python_places() -> tuple[str, ...]:
 
 def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
     """Names that ``function`` imports when it runs, or that functions it uses do."""
-    for value in reached(function):
+    for value in reachable_modules(function):
         if isinstance(value, types.FunctionType):
             yield from (name for code in codes(value.__code__) for name in _imports_of_code(code))
         elif isinstance(value, Script):
@@ -97,7 +97,7 @@ def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
             yield from (name for code in codes(*value.parts) for name in _imports_of_code(code))
 
 
-def reached(*values: Any) -> Iterator[Any]:
+def reachable_modules(*values: Any) -> Iterator[Any]:
     """``values``, and what their code uses by globals, closures and attributes; not into what is installed."""
     waiting: list[Any] = list(values)
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""``chart``: lines over time, as SVG."""
+"""``line_chart``: lines over time, as SVG."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Points = Sequence[tuple[float, float]]
 """Seconds and values."""
 
 
-def chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero: bool = False) -> str:
+def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero: bool = False) -> str:
     """An SVG element with a line for each of ``lines``, of a colour by its place; nothing where there are no points."""
     drawn = {name: _thinned([one for one in points if math.isfinite(one[1])]) for name, points in lines.items()}
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(drawn)}

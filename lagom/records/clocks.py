@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lagom.monitor.spans import Span
-from lagom.records.rank_trace import Recorded, exchanges
+from lagom.records.rank_trace import RankTrace, exchanges
 
 _TOGETHER_NS = 2_000_000_000
 """Exchanges within so long bound one offset: clocks drift apart by some 10 microseconds in that time."""
@@ -34,7 +34,7 @@ class Offset:
         return self.ahead[right - 1] * (1 - part) + self.ahead[right] * part
 
 
-def offsets(found: Sequence[Recorded]) -> dict[str, Offset]:
+def offsets(found: Sequence[RankTrace]) -> dict[str, Offset]:
     """By clock; of the first rank's it is 0."""
     clocks = {one.rank: one.clock for one in found}
     first = found[0].clock
@@ -46,7 +46,7 @@ def offsets(found: Sequence[Recorded]) -> dict[str, Offset]:
     return known
 
 
-def _bounds(found: Sequence[Recorded], first: str, clock: str) -> list[tuple[int, int, int]]:
+def _bounds(found: Sequence[RankTrace], first: str, clock: str) -> list[tuple[int, int, int]]:
     """A time of ``clock``, the least and the most that it may be ahead of ``first`` by then, of each exchange."""
     clocks = {one.rank: one.clock for one in found}
     bounds = []
@@ -84,7 +84,7 @@ def _joined(bounds: Sequence[tuple[int, int, int]]) -> Offset:
     return found
 
 
-def _by_time_of_day(found: Sequence[Recorded], first: str, clock: str) -> Offset:
+def _by_time_of_day(found: Sequence[RankTrace], first: str, clock: str) -> Offset:
     here = next(one for one in found if one.clock == first)
     there = next(one for one in found if one.clock == clock)
     ahead = (there.clock_ns - there.wall_ns) - (here.clock_ns - here.wall_ns)

@@ -1,4 +1,4 @@
-"""``Checkout``: what git has checked out where the program lies, and what has been changed there since."""
+"""``GitCheckout``: what git has checked out where the program lies, and what has been changed there since."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PATIENCE_S = 2.0
 """How long the end of a run waits for git, which has had the time of the run."""
 
 
-class Checkout:
+class GitCheckout:
     """Of a folder, as it was when this was made; git itself takes longer than a launch, and is asked beside the run."""
 
     def __init__(self, folder: Path) -> None:

@@ -1,10 +1,10 @@
-"""``short``: a run in two small charts, for a notebook; ``report`` has the rest."""
+"""``notebook_chart``: a run in two small charts, for a notebook; ``report`` has the rest."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from lagom.records.chart import chart
+from lagom.records.chart import line_chart
 from lagom.records.report import events_of, series
 from lagom.records.run_dir import PROGRESS
 
@@ -12,13 +12,15 @@ _LEAST = 3
 """Reports of a rank from which on a line says anything."""
 
 
-def short(folder: Path) -> str:
+def notebook_chart(folder: Path) -> str:
     """HTML of the loss and the samples per second over time; empty where little is known of the run."""
     events = events_of(folder / PROGRESS)
     if max((len(own) for own in events.values()), default=0) < _LEAST:
         return ""
     charts = [
-        chart(title, {f"rank {rank}": series(own, key, 1.0) for rank, own in events.items()}, from_zero=key == "rate")
+        line_chart(
+            title, {f"rank {rank}": series(own, key, 1.0) for rank, own in events.items()}, from_zero=key == "rate"
+        )
         for key, title in (("loss", "Loss"), ("rate", "Samples per second"))
     ]
     return "".join(

@@ -1,4 +1,4 @@
-"""``Recorded``: what one rank has noted of its time, as it lies in a run's folder."""
+"""``RankTrace``: what one rank has noted of its time, as it lies in a run's folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ APART = frozenset(("broadcast", "broadcast_object_list", "gather", "reduce", "sc
 
 
 @dataclass(slots=True)
-class Recorded:
+class RankTrace:
     """Times are nanoseconds of the clock ``clock``."""
 
     rank: int
@@ -31,7 +31,7 @@ class Recorded:
     spans: list[Span] = field(default_factory=list)
 
 
-def loaded(folder: Path, ranks: Sequence[int] | None = None) -> list[Recorded]:
+def load_traces(folder: Path, ranks: Sequence[int] | None = None) -> list[RankTrace]:
     """Of all ``*.jsonl`` in ``folder``, by rank; a line that was cut off is left out."""
     found = []
     for path in folder.glob("rank-*.jsonl"):
@@ -41,8 +41,8 @@ def loaded(folder: Path, ranks: Sequence[int] | None = None) -> list[Recorded]:
     return sorted(found, key=lambda one: one.rank)
 
 
-def _read(path: Path, rank: int) -> Recorded:
-    found = Recorded(rank)
+def _read(path: Path, rank: int) -> RankTrace:
+    found = RankTrace(rank)
     with path.open() as file:
         for line in file:
             try:
@@ -55,7 +55,7 @@ def _read(path: Path, rank: int) -> Recorded:
     return found
 
 
-def exchanges(found: Sequence[Recorded], *, together: bool = True) -> dict[tuple[str, int], dict[int, Span]]:
+def exchanges(found: Sequence[RankTrace], *, together: bool = True) -> dict[tuple[str, int], dict[int, Span]]:
     """Exchanges by stream and number, and in them the span of each rank that has one; with two ranks and more.
 
     Args:

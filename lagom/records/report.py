@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lagom.monitor.stragglers import straggler
-from lagom.records.chart import chart
+from lagom.records.chart import line_chart
 from lagom.records.run_dir import PROGRESS, RESULT, RUN
 from lagom.records.timeline_svg import timeline_section
 
@@ -43,7 +43,7 @@ def report(folder: Path) -> str:
     charts = ""
     for key, title, factor, unit in _CHARTS:
         lines = {f"rank {rank}": series(own, key, factor) for rank, own in events.items()}
-        charts += chart(title, lines, unit, from_zero=key != "loss")
+        charts += line_chart(title, lines, unit, from_zero=key != "loss")
     said = _tail(folder / "lagom.log")
     logs = sorted(folder.glob("rank-*.log"), key=lambda path: int(path.stem.partition("-")[2]))
     parts = [

@@ -51,14 +51,14 @@ class Retention:
         for folder in sorted(filter(_is_run, top.iterdir()), reverse=True)[1:]:
             size = _size(folder)
             if num_runs >= self.num_runs or num_bytes + size > self.num_mb * 1e6:
-                with contextlib.suppress(OSError), alone(folder):
+                with contextlib.suppress(OSError), lock_run(folder):
                     shutil.rmtree(folder)
                     continue
             num_runs, num_bytes = num_runs + 1, num_bytes + size
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def lock_run(folder: Path) -> Iterator[None]:
     """Hold the folder of a run as its only process.
 
     Raises:

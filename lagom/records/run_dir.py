@@ -1,4 +1,4 @@
-"""``Records``: what is kept of a run, as text in a folder of its own: what it was, what its ranks wrote and did."""
+"""``RunRecords``: what is kept of a run, as text in a folder of its own: what it was, what its ranks wrote and did."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import IO, Any, Concatenate, ParamSpec
 
 from lagom.errors import PlanError
-from lagom.monitor.spans import unpacked
-from lagom.records.git_info import Checkout
-from lagom.records.retention import Retention, alone
+from lagom.monitor.spans import unpack_spans
+from lagom.records.git_info import GitCheckout
+from lagom.records.retention import Retention, lock_run
 from lagom.records.secrets import HIDDEN, hide_in_command, hide_in_text, is_secret
 from lagom.records.timeline import TIMELINES, merge
 from lagom.records.upload import Upload, is_url, on_disk
@@ -47,11 +47,11 @@ log = logging.getLogger("lagom")
 P = ParamSpec("P")
 
 
-def _harmless(method: Callable[Concatenate[Records, P], None]) -> Callable[Concatenate[Records, P], None]:
+def _harmless(method: Callable[Concatenate[RunRecords, P], None]) -> Callable[Concatenate[RunRecords, P], None]:
     """A full disk is no reason for a run to fail: it is said, and nothing more is kept."""
 
     @functools.wraps(method)
-    def guarded(self: Records, /, *args: P.args, **options: P.kwargs) -> None:
+    def guarded(self: RunRecords, /, *args: P.args, **options: P.kwargs) -> None:
         if self.broken:
             return
         try:
@@ -63,7 +63,7 @@ def _harmless(method: Callable[Concatenate[Records, P], None]) -> Callable[Conca
     return guarded
 
 
-class Records:
+class RunRecords:
     """Writes as the run goes, so that what there is of a run that was killed can be read as well."""
 
     def __init__(
@@ -78,13 +78,13 @@ class Records:
         """On this machine."""
         self._retention = retention
         self._held = contextlib.ExitStack()
-        self._held.enter_context(alone(folder))
+        self._held.enter_context(lock_run(folder))
         self.upload = upload
         """To where it goes, where that is not its place."""
         self.broken = False
         self._started = time.monotonic()
         source = facts.get("source")
-        self._checkout = Checkout(Path(source).parent if source else Path.cwd())
+        self._checkout = GitCheckout(Path(source).parent if source else Path.cwd())
         self._facts = {
             **facts,
             "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -146,7 +146,7 @@ class Records:
         """A rank says what it has done, from when to when."""
         (self.folder / TIMELINES).mkdir(exist_ok=True)
         with open(self.folder / TIMELINES / f"rank-{int(event['rank'])}.jsonl", "a") as file:
-            file.write(unpacked(event["data"]) + "\n")
+            file.write(unpack_spans(event["data"]) + "\n")
 
     def showed(self, png: str) -> Path | None:
         """The program showed a picture, as base64; returns the file that has it, if it could be kept."""
@@ -203,7 +203,7 @@ class Records:
         partial.replace(self.folder / name)
 
 
-def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Mapping[str, Any]) -> Records | None:
+def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Mapping[str, Any]) -> RunRecords | None:
     """A new folder under ``run_dir``, and what writes into it; None where nothing is to be kept.
 
     Raises:
@@ -221,7 +221,7 @@ def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Map
     retention = Retention.from_environment() if is_default else None
     try:
         folder.mkdir(parents=True, mode=0o700)
-        return Records(folder.resolve(), facts, retention=retention)
+        return RunRecords(folder.resolve(), facts, retention=retention)
     except OSError as error:
         text = f"run_dir is {os.fspath(run_dir)!r}, and nothing can be written there: {error}"
         if is_default:
@@ -230,10 +230,10 @@ def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Map
         raise PlanError(f"{text}; name another folder, or None to keep nothing") from error
 
 
-def _elsewhere(url: str, name: str, facts: Mapping[str, Any]) -> Records:
+def _elsewhere(url: str, name: str, facts: Mapping[str, Any]) -> RunRecords:
     try:
         upload = Upload(url, name)
-        return Records(upload.folder, facts, upload)
+        return RunRecords(upload.folder, facts, upload)
     except Exception as error:  # of any file system
         kind = url.partition(":")[0]
         raise PlanError(

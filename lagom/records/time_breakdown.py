@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lagom.monitor.spans import COLLECTIVE, PHASES, STEP, Span
-from lagom.records.rank_trace import Recorded
+from lagom.records.rank_trace import RankTrace
 
 Key = tuple[str, int]
 """Of an exchange: its stream, and its number there."""
@@ -31,7 +31,7 @@ class Wait(NamedTuple):
         return min(max(self.at - start, 0.0), float(length))
 
 
-def summary(found: Sequence[Recorded], waits: Mapping[Key, Wait]) -> dict[str, Any]:
+def summary(found: Sequence[RankTrace], waits: Mapping[Key, Wait]) -> dict[str, Any]:
     """By rank, of the steps that are kept but the first: their number and length, shares of that time, came last.
 
     Shares are those of the program's thread, each phase without those inside of it; exchanges are parted into waiting
@@ -57,7 +57,7 @@ def summary(found: Sequence[Recorded], waits: Mapping[Key, Wait]) -> dict[str, A
     return {"ranks": ranks}
 
 
-def _steps(one: Recorded) -> list[tuple[int, int]]:
+def _steps(one: RankTrace) -> list[tuple[int, int]]:
     """From when to when; of a program that takes no steps all there is."""
     kept = [span for span in one.spans if span.kind == STEP]
     steps = [(span.start, span.end) for span in kept if span.number > 1] or [(span.start, span.end) for span in kept]
@@ -67,7 +67,7 @@ def _steps(one: Recorded) -> list[tuple[int, int]]:
 
 
 def _shares(
-    one: Recorded, steps: Sequence[tuple[int, int]], waits: Mapping[Key, Wait], length: int
+    one: RankTrace, steps: Sequence[tuple[int, int]], waits: Mapping[Key, Wait], length: int
 ) -> dict[str, float]:
     times = dict.fromkeys((*PHASES, "waiting"), 0.0)
     begins = [start for start, _ in steps]

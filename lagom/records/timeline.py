@@ -10,7 +10,7 @@ from typing import Any
 from lagom.monitor import spans as kinds
 from lagom.monitor.spans import Span
 from lagom.records.clocks import Offset, offsets
-from lagom.records.rank_trace import Recorded, exchanges, loaded
+from lagom.records.rank_trace import RankTrace, exchanges, load_traces
 from lagom.records.time_breakdown import Wait, summary
 
 TIMELINES = "timelines"
@@ -34,11 +34,11 @@ def merge(folder: Path, target: Path | None = None, ranks: Sequence[int] | None 
     Raises:
         ValueError: when there is nothing to make it from.
     """
-    found = loaded(folder / TIMELINES, ranks)
+    found = load_traces(folder / TIMELINES, ranks)
     if not found:
         raise ValueError(f"{folder} holds no timeline: run with timeline=True")
     clocks = offsets(found)
-    waits = waited(found, clocks)
+    waits = mark_waits(found, clocks)
     told = summary(found, waits)
     path = target or folder / TRACE
     if target is None:
@@ -51,7 +51,7 @@ def merge(folder: Path, target: Path | None = None, ranks: Sequence[int] | None 
     return path
 
 
-def _told(one: Recorded, offset: Offset) -> dict[str, Any]:
+def _told(one: RankTrace, offset: Offset) -> dict[str, Any]:
     known = None if offset.within is None else round(offset.within / 1000, 3)
     return {
         "rank": one.rank,
@@ -61,7 +61,7 @@ def _told(one: Recorded, offset: Offset) -> dict[str, Any]:
     }
 
 
-def waited(found: Sequence[Recorded], clocks: dict[str, Offset]) -> dict[tuple[str, int], Wait]:
+def mark_waits(found: Sequence[RankTrace], clocks: dict[str, Offset]) -> dict[tuple[str, int], Wait]:
     """Who came last to each exchange, and when, by the common clock."""
     offset_of = {one.rank: clocks[one.clock] for one in found}
     waits = {}
@@ -119,7 +119,7 @@ class _Rows:
         return self.names.index(name)
 
 
-def _events(found: Sequence[Recorded], clocks: dict[str, Offset], waits: dict[tuple[str, int], Wait]) -> Iterator[str]:
+def _events(found: Sequence[RankTrace], clocks: dict[str, Offset], waits: dict[tuple[str, int], Wait]) -> Iterator[str]:
     began = min((span.start - clocks[one.clock].of(span.start) for one in found for span in one.spans), default=0.0)
     for one in found:
         rows, offset = _Rows(), clocks[one.clock]

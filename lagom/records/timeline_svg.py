@@ -1,4 +1,4 @@
-"""``picture``: some steps of a run's trace, as SVG; ``share_table``: where the time of each rank has gone."""
+"""``timeline_svg``: some steps of a run's trace, as SVG; ``share_table``: where the time of each rank has gone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def timeline_section(folder: Path) -> str:
         return ""
     drawn = ""
     if (folder / TRACE).stat().st_size <= _LARGEST:
-        drawn = picture(json.loads((folder / TRACE).read_text())["traceEvents"])
+        drawn = timeline_svg(json.loads((folder / TRACE).read_text())["traceEvents"])
     told = json.loads((folder / SUMMARY).read_text())
     return f"<details open><summary>Where the time has gone</summary>{drawn}{share_table(told)}</details>"
 
@@ -64,7 +64,7 @@ def share_table(summary: Mapping[str, Any]) -> str:
     return f"<table>{head}{rows}</table><p>Of the steps that the trace has, but for the first.</p>"
 
 
-def picture(events: Events) -> str:
+def timeline_svg(events: Events) -> str:
     """Some steps of all ranks, as SVG; empty where there are none."""
     begin, end = _part(events)
     ranks = sorted({event["pid"] for event in events})[:_MAX_RANKS]

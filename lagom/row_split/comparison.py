@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lagom.row_split.probe import BatchStatistics
-    from lagom.row_split.split_candidate import Candidate, Finding
+    from lagom.row_split.split_candidate import SplitCandidate, SplitFinding
 
 
-def compare(finding: Finding, outputs: list[Any], parts: list[list[Any]], tolerance: float) -> None:
+def compare(finding: SplitFinding, outputs: list[Any], parts: list[list[Any]], tolerance: float) -> None:
     """Compare outputs with those of the ``parts``.
 
     Raises:
@@ -45,7 +45,7 @@ def are_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
-def tolerance_for(candidate: Candidate) -> float:
+def tolerance_for(candidate: SplitCandidate) -> float:
     """Relative, for sums in another order in the least exact numbers in use."""
     kinds = {p.dtype for p in candidate.module.parameters() if p.is_floating_point()}
     if torch.is_autocast_enabled(candidate.device.type):

@@ -12,14 +12,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.object_reference import ObjectReference
 from lagom.row_split.recorder import NotByRowsError
-from lagom.row_split.split_candidate import Candidate, is_batch
+from lagom.row_split.split_candidate import SplitCandidate, is_batch
 from lagom.row_split.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class Insides:
+class ModuleTree:
     """Remembers the modules inside of modules.
 
     Args:
@@ -93,7 +93,7 @@ def _structure(modules: list[nn.Module]) -> object:
     return [tuple(map(id, module.__dict__["_modules"].values())) for module in modules]
 
 
-def kind_of(candidate: Candidate, spec: TreeSpec, surroundings: Surroundings) -> object:
+def kind_of(candidate: SplitCandidate, spec: TreeSpec, surroundings: Surroundings) -> object:
     """Equal for calls that the same finding holds for."""
     leaves = tuple(
         (leaf.dim(), leaf.dtype, leaf.requires_grad, is_batch(leaf, candidate.rows))

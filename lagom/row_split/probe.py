@@ -18,8 +18,8 @@ from lagom.errors import LagomError
 from lagom.row_split.comparison import are_close, compare, compare_buffers, tolerance_for
 from lagom.row_split.draws import UnsupportedDrawError
 from lagom.row_split.recorder import BlockRecorder, NotByRowsError, Recorder
-from lagom.row_split.restore import as_it_was, buffers_of, marks_of
-from lagom.row_split.split_candidate import Candidate, Finding, is_batch, is_dense
+from lagom.row_split.restore import buffers_of, marks_of, restored_state
+from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense
 from lagom.row_split.whole_batch import Block
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class BatchStatistics:
 
 
 def probe(
-    candidate: Candidate,
-    finding: Finding,
+    candidate: SplitCandidate,
+    finding: SplitFinding,
     world_size: int,
     statistics: Callable[[BatchStatistics], Any],
 ) -> None:
@@ -89,8 +89,8 @@ def probe(
 
 
 def examine(
-    candidate: Candidate,
-    finding: Finding,
+    candidate: SplitCandidate,
+    finding: SplitFinding,
     num_blocks: int,
     statistics: Callable[[BatchStatistics], Any],
 ) -> None:
@@ -101,8 +101,8 @@ def examine(
         UnsupportedDrawError: when random numbers cannot be drawn for the whole batch.
         ChangedError: when a forward has changed parameters, of which no second copy is kept.
     """
-    check(candidate)
-    with as_it_was(candidate.module, candidate.inside, candidate.device) as begin_again:
+    check_probe(candidate)
+    with restored_state(candidate.module, candidate.inside, candidate.device) as begin_again:
         before = marks_of(candidate.module)
         try:
             _look(candidate, finding, num_blocks, statistics, begin_again)
@@ -116,7 +116,7 @@ def examine(
                 )
 
 
-def check(candidate: Candidate) -> None:
+def check_probe(candidate: SplitCandidate) -> None:
     """Whether anything would see a part of the batch that is not known to do without.
 
     Raises:
@@ -145,8 +145,8 @@ def _is_torchs(hook: object) -> bool:
 
 
 def _look(
-    candidate: Candidate,
-    finding: Finding,
+    candidate: SplitCandidate,
+    finding: SplitFinding,
     world_size: int,
     statistics: Callable[[BatchStatistics], Any],
     begin_again: Callable[[], None],
@@ -183,7 +183,7 @@ def _look(
     finding.sliced = True
 
 
-def _spoil(candidate: Candidate, outputs: list[Any], factors: list[int | None]) -> None:
+def _spoil(candidate: SplitCandidate, outputs: list[Any], factors: list[int | None]) -> None:
     """Make sure that a row that is no number spoils no other one: it would by a weight of zero, too."""
     leaves, row = list(candidate.leaves), candidate.rows // 2
     for index, leaf in enumerate(leaves):
@@ -214,7 +214,7 @@ def _silent() -> Iterator[io.StringIO]:
 
 
 def _run(
-    candidate: Candidate, recorder: Recorder, leaves: list[Any], rows: int, noted: BatchStatistics
+    candidate: SplitCandidate, recorder: Recorder, leaves: list[Any], rows: int, noted: BatchStatistics
 ) -> tuple[list[Any], list[int | None], TreeSpec]:
     """Outputs, cut off from their graph; of each the rows per row of the input; and their structure."""
     with _silent() as said, recorder, recorder.refused_reads():

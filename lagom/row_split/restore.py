@@ -1,4 +1,4 @@
-"""``as_it_was``: what a forward that is only looked at has changed is put back."""
+"""``restored_state``: what a forward that is only looked at has changed is put back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = 1e-3
 
 
 @contextmanager
-def as_it_was(
+def restored_state(
     module: nn.Module, inside: Sequence[nn.Module], device: torch.device, *, opens: bool = True
 ) -> Iterator[Callable[[], None]]:
     """Puts back what a forward changes: random numbers, buffers, attributes. Gives a function that does so at once.

@@ -16,12 +16,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.errors import LagomError
 from lagom.patching.object_reference import ObjectReference
 from lagom.row_split.draws import Draws
-from lagom.row_split.module_tree import Insides, kind_of, numbers_of, run_with
+from lagom.row_split.module_tree import ModuleTree, kind_of, numbers_of, run_with
 from lagom.row_split.probe import UNIFORM, probe
 from lagom.row_split.restore import marks_of
-from lagom.row_split.split_candidate import Candidate, Finding, is_batch, is_dense, measured
+from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense, measured
 from lagom.row_split.whole_batch import Block, Exchange, Gatherer, UnequalInputError, gathered, pays, sliced
-from lagom.run_state.loader_pass import Share
+from lagom.run_state.loader_pass import BatchShare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,10 +34,10 @@ _MAX_KINDS = 64
 
 
 @dataclass(eq=False)
-class Region:
+class SlicedForward:
     """A sliced forward under way."""
 
-    share: Share
+    share: BatchShare
     draws: Draws | None
 
     @contextmanager
@@ -86,7 +86,7 @@ class Slicer:
         self._gatherer = Gatherer(session.group, session.watch.meet)
         self._original = original
         self._outside = outside
-        self._insides = Insides(session.say_once)
+        self._insides = ModuleTree(session.say_once)
         self._findings: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         self._small: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         self._counting: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
@@ -107,8 +107,8 @@ class Slicer:
             return self._original(module, *args, **kwargs)
 
         run = run_with(partial(self._original, module), args, kwargs, leaves, spec)
-        candidate = Candidate(module, inside, run, leaves, rows, self._session.device)
-        known: dict[object, Finding] = self._findings.setdefault(module, {})
+        candidate = SplitCandidate(module, inside, run, leaves, rows, self._session.device)
+        known: dict[object, SplitFinding] = self._findings.setdefault(module, {})
         around = self._insides.surroundings(module)
         # Blocks of a single row are looked at by themselves: a squeeze() makes something else of them.
         kind = kind_of(candidate, spec, around), rows < 2 * self._group.world_size
@@ -138,7 +138,7 @@ class Slicer:
             self._probe(candidate, finding)
         return self._sliced(candidate, finding) if finding.sliced else self._descend(module, args, kwargs)
 
-    def _changes(self, module: nn.Module, known: dict[object, Finding], kind: object, what: str) -> None:
+    def _changes(self, module: nn.Module, known: dict[object, SplitFinding], kind: object, what: str) -> None:
         del known[kind]
         if module in self._changing:
             self._counting[module] = None
@@ -167,7 +167,7 @@ class Slicer:
         finally:
             self._depth -= 1
 
-    def _probe(self, candidate: Candidate, finding: Finding) -> None:
+    def _probe(self, candidate: SplitCandidate, finding: SplitFinding) -> None:
         with self._session.probing():
             probe(candidate, finding, self._group.world_size, self._session.statistics)
         name = type(candidate.module).__name__
@@ -186,7 +186,7 @@ class Slicer:
                 f"{type(module).__name__} runs whole on every rank, which is right but not faster: it {reason}"
             )
 
-    def _pays(self, finding: Finding, candidate: Candidate) -> bool:
+    def _pays(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
         return pays(
             finding.flops * candidate.rows / finding.rows,
             finding.num_bytes * candidate.rows / finding.rows,
@@ -196,15 +196,15 @@ class Slicer:
             shares_memory=self._group.shares_memory,
         )
 
-    def _sliced(self, candidate: Candidate, finding: Finding) -> Any:
+    def _sliced(self, candidate: SplitCandidate, finding: SplitFinding) -> Any:
         session = self._session
         session.has_sliced = True
         block = Block(self._group.rank, self._group.world_size, candidate.rows)
         exchange = Exchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
         leaves = [sliced(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
         watches_draws = bool(finding.axes) or session.reads_in_threads
-        region = Region(
-            Share(block.num_mine, block.num_all, block.even), Draws(block, finding.axes) if watches_draws else None
+        region = SlicedForward(
+            BatchShare(block.num_mine, block.num_all, block.even), Draws(block, finding.axes) if watches_draws else None
         )
         before = torch.default_generator.get_state() if region.draws is None else None
         with region.entered(session):
@@ -227,7 +227,9 @@ class Slicer:
             finding.reason = "was called with other inputs on other ranks"
             return candidate.run(candidate.leaves)
 
-    def _gathered(self, outputs: list[Any], finding: Finding, exchange: Exchange, candidate: Candidate) -> list[Any]:
+    def _gathered(
+        self, outputs: list[Any], finding: SplitFinding, exchange: Exchange, candidate: SplitCandidate
+    ) -> list[Any]:
         indices = [i for i, factor in enumerate(finding.factors) if factor is not None]
         factors = [factor for factor in finding.factors if factor is not None]
         blocks = [outputs[i] for i in indices]

@@ -1,4 +1,4 @@
-"""``Candidate`` and ``Finding``: a call whose rows might be shared out, and what is known of such calls."""
+"""``SplitCandidate`` and ``SplitFinding``: a call whose rows might be shared out, and what is known of such calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SplitCandidate:
     """A call of a module that might be sliced."""
 
     module: nn.Module
@@ -44,7 +44,7 @@ class Candidate:
 
 
 @dataclass
-class Finding:
+class SplitFinding:
     """What is known of a module's forward on inputs of one kind."""
 
     rows: int
@@ -75,10 +75,10 @@ def is_dense(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested
 
 
-def measured(candidate: Candidate, call: Callable[[], Any]) -> tuple[Any, Finding]:
+def measured(candidate: SplitCandidate, call: Callable[[], Any]) -> tuple[Any, SplitFinding]:
     """Make the ``call``; its output, and how much work it was."""
     with Work() as work:
         output = call()
     own = sum(parameter.numel() for parameter in candidate.module.parameters())
     num_bytes = sum(o.numel() * o.element_size() for o in tree_flatten(output)[0] if isinstance(o, torch.Tensor))
-    return output, Finding(candidate.rows, max(work.flops, 2.0 * own * candidate.rows), num_bytes)
+    return output, SplitFinding(candidate.rows, max(work.flops, 2.0 * own * candidate.rows), num_bytes)

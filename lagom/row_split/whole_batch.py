@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
-from lagom.collectives.agreement_exchange import Frame, memory, signature
+from lagom.collectives.agreement_exchange import AgreedExchange, memory, signature
 from lagom.errors import DivergenceError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Gatherer:
     def __init__(self, group: Group, meet: Callable[[str], None]) -> None:
         self._group = group
         self._meet = meet
-        self._frame = Frame(group)
+        self._frame = AgreedExchange(group)
 
     def gather(
         self, tensors: Sequence[Tensor], factors: Sequence[int], block: Block, place: str, signed: bytes = b""

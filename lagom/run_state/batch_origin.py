@@ -1,4 +1,4 @@
-"""``Provenance``: which tensors come from which batch, and which only look like it."""
+"""``BatchTracker``: which tensors come from which batch, and which only look like it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import DivergenceError, LagomError
 from lagom.run_state.leaves import Leaves, Likeness, multiplied
-from lagom.run_state.loader_pass import Share, is_there, tensors
+from lagom.run_state.loader_pass import BatchShare, is_there, tensors
 from lagom.run_state.loss_terms import share_behind
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _FEW = 256
 """Tensors that may be remembered before it is looked which of them are still there."""
 
 
-class Provenance:
+class BatchTracker:
     """Knows the tensors of the batches that the program has seen.
 
     Args:
@@ -31,7 +31,7 @@ class Provenance:
     def __init__(self, world_size: int, leaves: Leaves) -> None:
         self._world_size = world_size
         self._leaves = leaves
-        self._shares: dict[int, tuple[weakref.ref[torch.Tensor], Share]] = {}
+        self._shares: dict[int, tuple[weakref.ref[torch.Tensor], BatchShare]] = {}
         """By id, of the batches that the program has seen; tensors that are gone are dropped now and then."""
         self._max_shares = _FEW
         self._weights = WeakIdKeyDictionary()
@@ -44,13 +44,13 @@ class Provenance:
         self._shapes: set[torch.Size] = set()
         """Of these tensors; without those of one number a row, such as labels, whose shape a bias may have."""
 
-    def batch(self, share: Share | None) -> None:
+    def batch(self, share: BatchShare | None) -> None:
         """The program sees another batch, of which this rank has ``share``; None where that is all of it."""
         self._num_batches += 1
         if share is not None:
             self._sizes[share.num_mine] = share.weight(self._world_size)
 
-    def remember(self, data: Any, share: Share) -> None:
+    def remember(self, data: Any, share: BatchShare) -> None:
         """Keep in mind whose share the tensors of a batch are: it may be trained on later, and more than once."""
         # No callbacks: to be told of each tensor that goes takes longer than all else here.
         if len(self._shares) >= self._max_shares:
@@ -63,7 +63,7 @@ class Provenance:
             if is_new and tensor.is_floating_point() and tensor.numel() > len(tensor):
                 self._shapes.add(shape)
 
-    def share(self, data: Any) -> Share | None:
+    def share(self, data: Any) -> BatchShare | None:
         """The share of the batch that ``data`` comes from, directly, as a view, or through a model."""
         for tensor in tensors(data):
             share = self._known(tensor)
@@ -73,7 +73,7 @@ class Provenance:
                 return share
         return None
 
-    def _known(self, tensor: torch.Tensor) -> Share | None:
+    def _known(self, tensor: torch.Tensor) -> BatchShare | None:
         # It first: a batch may itself be a view, even of one that was a batch before.
         entry = self._shares.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
@@ -82,7 +82,7 @@ class Provenance:
         entry = None if base is None else self._shares.get(id(base))
         return entry[1] if entry is not None and entry[0]() is base else None
 
-    def check_rows(self, data: Any, share: Share | None) -> None:
+    def check_rows(self, data: Any, share: BatchShare | None) -> None:
         """Make sure that ``data``, made of who knows what, can come from the batch of ``share``.
 
         Raises:
@@ -104,7 +104,7 @@ class Provenance:
                 "or use batches='whole'"
             )
 
-    def tell_weights(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor], share: Share | None) -> None:
+    def tell_weights(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor], share: BatchShare | None) -> None:
         """A backward from ``roots`` is about to reach ``leaves``: find those that only look like samples of ``share``.
 
         Raises:
@@ -122,7 +122,7 @@ class Provenance:
             self._weights.update(dict.fromkeys(multiplied(roots, doubtful)))
             self._perturbations.update({leaf: self._num_batches for leaf in doubtful if leaf not in self._weights})
 
-    def likeness(self, leaf: torch.Tensor, share: Share | None) -> Likeness:
+    def likeness(self, leaf: torch.Tensor, share: BatchShare | None) -> Likeness:
         """How much ``leaf`` is like ``share`` of a batch, and not like something to be trained."""
         if share is None or not leaf.dim() or leaf.shape[0] != max(share.num_mine, 1) or leaf in self._weights:
             return Likeness.NONE

@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def moved(data: Any, device: torch.device) -> Any:
+def move_to_device(data: Any, device: torch.device) -> Any:
     """``data`` with its tensors on ``device``; containers keep their types, other objects are themselves."""
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=data.device.type == "cpu" and data.is_pinned())
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(moved(part, device) for part in data))
+        return type(data)(*(move_to_device(part, device) for part in data))
     if type(data) in (list, tuple):
-        return type(data)(moved(part, device) for part in data)
+        return type(data)(move_to_device(part, device) for part in data)
     if type(data) is dict:
-        return {key: moved(part, device) for key, part in data.items()}
+        return {key: move_to_device(part, device) for key, part in data.items()}
     return data
 
 

@@ -89,7 +89,7 @@ class Leaves:
         return [leaf for leaf in found if leaf is not None]
 
 
-def reached(
+def reached_leaves(
     roots: Sequence[torch.Tensor | GradientEdge], inputs: Iterable[torch.Tensor | GradientEdge] = ()
 ) -> list[torch.Tensor]:
     """The leaves that a backward from ``roots`` accumulates into; with ``inputs``, those among them.
@@ -127,7 +127,7 @@ def multiplied(roots: Sequence[torch.Tensor | GradientEdge], leaves: Iterable[to
     """Those of ``leaves`` that samples or activations are multiplied with, as weights are.
 
     That is the second matrix of a product, or a convolution's kernel. The first matrix of a product may be either. Like
-    ``reached``, to be asked before the backward.
+    ``reached_leaves``, to be asked before the backward.
     """
     wanted = {id(leaf): leaf for leaf in leaves}
     found: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""``Pass``, ``Share``, ``Passes``: iterations over loaders, and what of a batch is this rank's."""
+"""``LoaderPass``, ``BatchShare``, ``PassTracker``: iterations over loaders, and what of a batch is this rank's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)  # not frozen: there is one for each batch, and to make it would take four times as long
-class Share:
+class BatchShare:
     """What of a batch is this rank's."""
 
     num_mine: int
@@ -37,7 +37,7 @@ class Share:
 
 
 @dataclass(eq=False)
-class Pass:
+class LoaderPass:
     """One iteration over a loader."""
 
     training: bool
@@ -48,9 +48,9 @@ class Pass:
     """Gradients are on; it is no training because the model is in eval mode."""
     steps: int | None = None
     step: int = 0
-    shares: deque[Share | None] = field(default_factory=deque)
+    shares: deque[BatchShare | None] = field(default_factory=deque)
     """Of the batches that the sampler has given and the user has not seen yet: workers fetch ahead."""
-    current: Share | None = None
+    current: BatchShare | None = None
     failed: bool = False
     """Its next batch could not be loaded."""
     ended: bool = False
@@ -76,30 +76,30 @@ _NO_NAME = (
     "the sampler of a data loader is read in a thread of the program's, past the loader: other ranks cannot tell which "
     "pass it belongs to; read the loader itself, or do so in the main thread"
 )
-_NONE = weakref.ref(Pass(training=False, sharded=False))
+_NONE = weakref.ref(LoaderPass(training=False, sharded=False))
 """To no pass: it is gone at once."""
 
 
-class Passes:
+class PassTracker:
     """Those that the program is in, as far as it has got, and the share of the batch that it is at."""
 
     def __init__(self) -> None:
-        self.used: Share | None = None
+        self.used: BatchShare | None = None
         """Of the batch that a model was called with since the last one was seen."""
-        self.evaluation: weakref.ref[Pass] = _NONE
+        self.evaluation: weakref.ref[LoaderPass] = _NONE
         """The pass of the batch seen last, if that is an evaluation."""
-        self.by_mode: weakref.ref[Pass] = _NONE
+        self.by_mode: weakref.ref[LoaderPass] = _NONE
         """The last evaluation, as long as it goes on, that is one because the model is in eval mode."""
         self.progress: dict[str, int | None] = {"epoch": 0, "step": 0, "steps": None}
         """Of training; another one for each batch, so that another thread may read it."""
-        self._training: list[weakref.ref[Pass]] = []
+        self._training: list[weakref.ref[LoaderPass]] = []
         """That go on, the one that went on last at the end."""
-        self._last: Share | None = None
+        self._last: BatchShare | None = None
         self._epoch = 0
         self.have_read = False
         """A loader has given a batch that may be trained on."""
 
-    def yielded(self, current: Pass, share: Share | None) -> None:
+    def yielded(self, current: LoaderPass, share: BatchShare | None) -> None:
         """The program sees a training batch; its share holds until another one's or the end of its pass."""
         self.evaluation = _NONE
         self.used = None
@@ -111,7 +111,7 @@ class Passes:
         self._last = share
         self.progress = {"epoch": self._epoch, "step": current.step, "steps": current.steps}
 
-    def _goes_on(self, current: Pass) -> None:
+    def _goes_on(self, current: LoaderPass) -> None:
         """A pass that is not the last one that went on."""
         ref = next((ref for ref in self._training if ref() is current), None)
         if ref is None:
@@ -121,14 +121,14 @@ class Passes:
             self._training.remove(ref)
         self._training.append(ref)
 
-    def evaluating(self, current: Pass) -> None:
+    def evaluating(self, current: LoaderPass) -> None:
         """The program sees a batch of a pass that is evaluation."""
         self.evaluation = weakref.ref(current)
         self.have_read = self.have_read or current.by_mode
         if current.by_mode and self.by_mode() is not current:
             self.by_mode = self.evaluation
 
-    def ended(self, current: Pass) -> None:
+    def ended(self, current: LoaderPass) -> None:
         """The pass is exhausted."""
         current.ended = True
         self._training = [ref for ref in self._training if ref() is not current]
@@ -142,7 +142,7 @@ class Passes:
         return any(ref() is not None for ref in self._training)
 
     @property
-    def share(self) -> Share | None:
+    def share(self) -> BatchShare | None:
         """Of the batch that a model was called with since the last one was seen; where that is not known, of the
         batch most recently seen in a pass that is still going on, else in the last one.
 
@@ -208,7 +208,7 @@ LEFT_OUT = (
 )
 
 
-def leaves_out(data: Any, share: Share) -> bool:
+def leaves_out(data: Any, share: BatchShare) -> bool:
     """Whether ``data`` seems to be of fewer samples than the ``share``: all its tensors have as few rows."""
     if data is None:
         return share.num_mine > 0

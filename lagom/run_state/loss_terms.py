@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
-    from lagom.run_state.loader_pass import Share
+    from lagom.run_state.loader_pass import BatchShare
 
 _KEY = "lagom_share"
 _SUMS = ("AddBackward0", "SubBackward0", "StackBackward0")
@@ -26,7 +26,7 @@ _SUMS = ("AddBackward0", "SubBackward0", "StackBackward0")
 Gradients = Sequence["torch.Tensor | None"]
 
 
-class Terms:
+class LossTermWeights:
     """Knows which nodes of the autograd graph are outputs of a model for a batch, and weights by it.
 
     Args:
@@ -40,7 +40,7 @@ class Terms:
         self.may_be_uneven = False
         """Whether there may be terms with a weight other than 1."""
 
-    def note(self, outputs: Any, share: Share) -> None:
+    def note(self, outputs: Any, share: BatchShare) -> None:
         """A model gave ``outputs`` for a batch of which this rank has ``share``."""
         tag = _Tag(share, share.weight(self._world_size))
         if tag.weight != 1.0:
@@ -89,7 +89,7 @@ class Terms:
         return hook
 
 
-def share_behind(tensor: torch.Tensor) -> Share | None:
+def share_behind(tensor: torch.Tensor) -> BatchShare | None:
     """The share of the batch for which a model gave ``tensor``, where that is known."""
     node = tensor.grad_fn
     if node is None:
@@ -103,7 +103,7 @@ class _Tag:
 
     __slots__ = ("__weakref__", "share", "weight")
 
-    def __init__(self, share: Share, weight: float) -> None:
+    def __init__(self, share: BatchShare, weight: float) -> None:
         self.share = share
         self.weight = weight
 

@@ -1,4 +1,4 @@
-"""``give_back_memory``: what the C library keeps for later goes back to the system."""
+"""``trim_heap``: what the C library keeps for later goes back to the system."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 
-def give_back_memory() -> None:
+def trim_heap() -> None:
     """Have malloc return what is free; where it cannot, nothing happens.
 
     Parameters of one size, made one after another with smaller ones between them, leave holes that none of them fits
@@ -26,7 +26,7 @@ def _malloc_trim() -> Any:
         return None
 
 
-def map_what_is_large() -> None:
+def map_large_blocks() -> None:
     """Have malloc map what takes 1 MB and more by itself from now on, and return what is free.
 
     From its heap glibc gives aligned memory, as tensors have, hardly ever where some of the same size was freed. Steps
@@ -36,7 +36,7 @@ def map_what_is_large() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     except (OSError, AttributeError):
         return
-    give_back_memory()
+    trim_heap()
 
 
 _M_MMAP_THRESHOLD = -3

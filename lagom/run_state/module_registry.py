@@ -1,4 +1,4 @@
-"""``KnownModules``: all that the program has made, and what is asked of them together."""
+"""``ModuleRegistry``: all that the program has made, and what is asked of them together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lagom.run_state.leaves import Leaves
 
 
-class KnownModules(WeakIdKeyDictionary):
+class ModuleRegistry(WeakIdKeyDictionary):
     """Modules, in the order in which they were made, without those that are gone."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ def seed_everything(seed: int) -> None:
         np.random.seed(seed)  # the global generator is what programs use
 
 
-def derived(*parts: object) -> int:
+def derive_seed(*parts: object) -> int:
     """A seed of 63 bits, the same wherever the parts are."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
@@ -70,7 +70,7 @@ class CommonStreams:
             return
         self._num_restarts += 1
         origin = torch.initial_seed() if self._seed is None else self._seed
-        seed = derived("common", origin, self._num_restarts)
+        seed = derive_seed("common", origin, self._num_restarts)
         if "torch" in names or "cuda" in names:
             torch.manual_seed(seed)
         if "random" in names:
@@ -123,8 +123,8 @@ class OwnStreams:
         origin = self._seed_of_run
         if origin is None:
             # Equal on all ranks, and another one when the driver stood elsewhere.
-            origin = derived(bytes(torch.default_generator.get_state().tolist()))
-        self._seed = derived("own", origin, self._rank)
+            origin = derive_seed(bytes(torch.default_generator.get_state().tolist()))
+        self._seed = derive_seed("own", origin, self._rank)
         self._torch = torch.Generator().manual_seed(self._seed).get_state()
         self._random = random.Random(self._seed).getstate()
 

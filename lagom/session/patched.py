@@ -6,21 +6,21 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from lagom.deepspeed.engine_patches import driven_by_deepspeed
-from lagom.distributed.init_process_group import joinable
-from lagom.distributed.mp_spawn import spawned_ranks
+from lagom.distributed.init_process_group import own_init_process_group
+from lagom.distributed.mp_spawn import own_mp_spawn
 from lagom.files.saving import shared_files
 from lagom.forward.batchnorm import whole_batch_statistics
 from lagom.forward.module import own_forwards, reentrant_checkpoints, tracked_modules
 from lagom.forward.precision import Precision
 from lagom.gradients.backward import synchronised_backward
-from lagom.loaders.dataloader import dealt_loaders
-from lagom.optimizers.fast_step import quick_steps
+from lagom.loaders.dataloader import sharded_loaders
+from lagom.optimizers.fast_step import fast_steps
 from lagom.optimizers.lr_scaling import scaled_rates
 from lagom.optimizers.zero_steps import sharded_steps
 from lagom.run_state.random_streams import OwnStreams
 from lagom.timing.program_spans import timed
-from lagom.tracking.mlflow import tracked_once
-from lagom.tracking.tensorboard import events_once
+from lagom.tracking.mlflow import log_once_to_mlflow
+from lagom.tracking.tensorboard import write_events_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +39,7 @@ def patched(session: Session) -> Iterator[None]:
     distributed = session.world_size > 1
     streams = OwnStreams(session.plan.seed, session.rank, session.device)
     with ExitStack() as stack:
-        stack.enter_context(joinable(session))
+        stack.enter_context(own_init_process_group(session))
         asked = session.plan.mixed_precision
         precision = Precision(session, asked) if asked else None
         if precision is not None:
@@ -48,13 +48,13 @@ def patched(session: Session) -> Iterator[None]:
             if not distributed:
                 stack.enter_context(reentrant_checkpoints(session))
         if distributed:
-            stack.enter_context(spawned_ranks(session))
-            end_tracking = stack.enter_context(tracked_once(session))
-            stack.enter_context(events_once(session))
+            stack.enter_context(own_mp_spawn(session))
+            end_tracking = stack.enter_context(log_once_to_mlflow(session))
+            stack.enter_context(write_events_once(session))
             stack.enter_context(tracked_modules(session))
             if session.plan.backend == "torch":
                 stack.enter_context(synchronised_backward(session))
-                stack.enter_context(quick_steps(session))
+                stack.enter_context(fast_steps(session))
                 if session.plan.zero_lvl:
                     stack.enter_context(sharded_steps(session))
             if session.plan.lr_scaling is not None and not session.plan.already_distributed:
@@ -72,7 +72,7 @@ def patched(session: Session) -> Iterator[None]:
             if not distributed:
                 stack.enter_context(tracked_modules(session))
             stack.enter_context(driven_by_deepspeed(session))
-        stack.enter_context(dealt_loaders(session, streams))
+        stack.enter_context(sharded_loaders(session, streams))
         if session.spans is not None:
             stack.enter_context(timed(session, session.spans, forwards=has_forwards))
         yield

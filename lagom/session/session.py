@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.collectives.agreement_exchange import FRAME, Frame
+from lagom.collectives.agreement_exchange import FRAME, AgreedExchange
 from lagom.collectives.run_store import SealedStore
 from lagom.collectives.torch_backend.shared_group import whole_groups
-from lagom.forward.running_values import RunningValues
+from lagom.forward.running_values import RunningValueDetector
 from lagom.gradients.criteria import caveats
-from lagom.gradients.divergence import Watch
+from lagom.gradients.divergence import DivergenceMonitor
 from lagom.gradients.reduction.mean import reduction
 from lagom.gradients.replicate import Replicate
-from lagom.loaders.evaluation_passes import DealtPasses
-from lagom.run_state.batch_origin import Provenance
+from lagom.loaders.evaluation_passes import EvaluationPassDetector
+from lagom.run_state.batch_origin import BatchTracker
 from lagom.run_state.leaves import Leaves, Likeness
-from lagom.run_state.loader_pass import NOT_SHARED, Pass, Passes, Share
-from lagom.run_state.loss_terms import Terms
-from lagom.run_state.module_registry import KnownModules
+from lagom.run_state.loader_pass import NOT_SHARED, BatchShare, LoaderPass, PassTracker
+from lagom.run_state.loss_terms import LossTermWeights
+from lagom.run_state.module_registry import ModuleRegistry
 from lagom.run_state.random_streams import CommonStreams
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from lagom.monitor.spans import Spans
     from lagom.plan import Plan
     from lagom.row_split.probe import BatchStatistics
-    from lagom.row_split.slicer import Region
-    from lagom.zero.gradient_shards import Gradients
-    from lagom.zero.optimizer_group import Optimizers
-    from lagom.zero.parameters.shards import Weights
+    from lagom.row_split.slicer import SlicedForward
+    from lagom.zero.gradient_shards import GradientShards
+    from lagom.zero.optimizer_group import OptimizerGroup
+    from lagom.zero.parameters.shards import ParameterShards
 
 log = logging.getLogger("lagom")
 
@@ -100,34 +100,34 @@ class Session:
     """Of nested backwards; recomputed forwards must find the random numbers of the first time."""
     common: CommonStreams = field(init=False)
     """The random numbers that are equal on all ranks."""
-    terms: Terms = field(init=False)
+    terms: LossTermWeights = field(init=False)
     """Of losses, and their weights."""
-    passes: Passes = field(default_factory=Passes, init=False)
-    dealt: DealtPasses = field(init=False)
+    passes: PassTracker = field(default_factory=PassTracker, init=False)
+    dealt: EvaluationPassDetector = field(init=False)
     """Passes whose rows were dealt out because they seemed to be training."""
-    running: RunningValues = field(init=False)
+    running: RunningValueDetector = field(init=False)
     """What forwards keep of the rows that they are called with."""
     _starting: threading.local = field(default_factory=threading.local, init=False)
-    modules: KnownModules = field(default_factory=KnownModules, init=False)
+    modules: ModuleRegistry = field(default_factory=ModuleRegistry, init=False)
     leaves: Leaves = field(default_factory=Leaves, init=False)
     synchronised: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """Buffers that are equal on all ranks because of what lagom does in the forward."""
     repeated: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """Inputs of forwards that a backward repeats: leaves whose gradients stay the rank's own."""
-    provenance: Provenance = field(init=False)
+    provenance: BatchTracker = field(init=False)
     """Of tensors: which batches they come from."""
-    region: Region | None = field(default=None, init=False)
+    region: SlicedForward | None = field(default=None, init=False)
     """The sliced forward under way."""
     probed: BatchStatistics | None = field(default=None, init=False)
     """Statistics for BatchNorm while a forward is only looked at."""
-    frame: Frame | None = field(default=None, init=False)
-    watch: Watch | None = field(default=None, init=False)
+    frame: AgreedExchange | None = field(default=None, init=False)
+    watch: DivergenceMonitor | None = field(default=None, init=False)
     replicate: Replicate | None = field(default=None, init=False)
-    optimizers: Optimizers | None = field(default=None, init=False)
+    optimizers: OptimizerGroup | None = field(default=None, init=False)
     """With ``zero_lvl``."""
-    gradients: Gradients | None = field(default=None, init=False)
+    gradients: GradientShards | None = field(default=None, init=False)
     """With ``zero_lvl=2``."""
-    weights: Weights | None = field(default=None, init=False)
+    weights: ParameterShards | None = field(default=None, init=False)
     """With ``zero_lvl=3``."""
     fail: Callable[[BaseException], None] | None = field(default=None, init=False)
     """Ends the run with an error of another thread than the main one; None where nobody is to be told."""
@@ -152,13 +152,15 @@ class Session:
         if self.store is not None:
             self.notes = SealedStore(self.store, self.key)
         self.common = CommonStreams(self.plan.seed)
-        self.terms = Terms(self.world_size, self.say_once)
-        self.provenance = Provenance(self.world_size, self.leaves)
-        self.running = RunningValues(self.synchronised, self.say_once)
-        self.dealt = DealtPasses(self.provenance.share, self.say_once)
+        self.terms = LossTermWeights(self.world_size, self.say_once)
+        self.provenance = BatchTracker(self.world_size, self.leaves)
+        self.running = RunningValueDetector(self.synchronised, self.say_once)
+        self.dealt = EvaluationPassDetector(self.provenance.share, self.say_once)
         if self.group is not None:
-            self.frame = Frame(self.group, 0 if self.device.type == "cuda" else FRAME)
-            self.watch = Watch(self.group, self.leaves, self.modules.made, self.synchronised, self.modules.name_of)
+            self.frame = AgreedExchange(self.group, 0 if self.device.type == "cuda" else FRAME)
+            self.watch = DivergenceMonitor(
+                self.group, self.leaves, self.modules.made, self.synchronised, self.modules.name_of
+            )
             reduced = reduction(self.group, self.plan.gradient_compression, self.plan.reduction == "adasum")
             self.replicate = Replicate(
                 self.group, self.leaves, self.watch, self.frame, self.likeness, self.modules.name_of, reduced
@@ -171,12 +173,12 @@ class Session:
         return self.live and self.world_size > 1
 
     @property
-    def starting(self) -> Pass | None:
+    def starting(self) -> LoaderPass | None:
         """The pass whose iterator this thread is making."""
         return getattr(self._starting, "current", None)
 
     @starting.setter
-    def starting(self, current: Pass | None) -> None:
+    def starting(self, current: LoaderPass | None) -> None:
         self._starting.current = current
 
     @property
@@ -194,7 +196,7 @@ class Session:
         if self.watch is not None and self.frame is not None:
             self.watch.at(self.frame, place)
 
-    def yielded(self, current: Pass, share: Share | None, num_samples: int) -> None:
+    def yielded(self, current: LoaderPass, share: BatchShare | None, num_samples: int) -> None:
         """The program sees a training batch; its share holds until another one's or the end of its pass."""
         self.ticks += 1
         self.passes.yielded(current, share)
@@ -208,7 +210,7 @@ class Session:
             assert self.frame is not None
             self.watch.batch(self.frame)
 
-    def ended(self, current: Pass) -> None:
+    def ended(self, current: LoaderPass) -> None:
         """The pass is exhausted."""
         self.passes.ended(current)
         self.settle()
@@ -218,7 +220,7 @@ class Session:
         if self.may_meet:
             self.common.settle()
 
-    def evaluating(self, current: Pass) -> None:
+    def evaluating(self, current: LoaderPass) -> None:
         """The program sees a batch of a pass that is evaluation."""
         self.ticks += 1
         self.passes.evaluating(current)
@@ -232,7 +234,7 @@ class Session:
                 "its batches, which is right but not faster; call model.train() before the loop"
             )
 
-    def uses(self, data: Any) -> Share | None:
+    def uses(self, data: Any) -> BatchShare | None:
         """A model is called with ``data``: the share of the batch it comes from holds until another is seen.
 
         None where it is not known to come from one: not directly, as a view, or through another model.
@@ -288,7 +290,7 @@ class Session:
             self.probed = None
 
     @property
-    def share_in_forward(self) -> Share | None:
+    def share_in_forward(self) -> BatchShare | None:
         """Of the batch that a forward sees, if the other ranks run it as well.
 
         They do not while they evaluate: every rank has whole batches, or the numbers of batches differ.

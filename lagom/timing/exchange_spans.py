@@ -63,7 +63,7 @@ def _timed(spans: Spans, name: str, size: int, stream: str, function: Callable[[
 
 
 @contextmanager
-def timed_group(group: Group, spans: Spans) -> Iterator[None]:
+def time_group(group: Group, spans: Spans) -> Iterator[None]:
     """Note the exchanges of ``group``."""
     with ExitStack() as stack:
         for name in ("broadcast", "all_gather", "all_gather_into", "all_to_all", "barrier"):

@@ -14,7 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lagom.loaders import dataloader
 from lagom.monitor import spans as kinds
 from lagom.patching.replace import replaced
-from lagom.timing.exchange_spans import timed_collectives, timed_group
+from lagom.timing.exchange_spans import time_group, timed_collectives
 from lagom.timing.forward_spans import timed_forwards
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def timed(session: Session, spans: Spans, *, forwards: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(kinds.current(spans))
         if session.group is not None:
-            stack.enter_context(timed_group(session.group, spans))
+            stack.enter_context(time_group(session.group, spans))
         stack.enter_context(timed_collectives(spans))
         stack.enter_context(_timed_loaders(spans))
         if not forwards:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lagom import files
 from lagom.errors import LagomError
-from lagom.patching.import_hooks import once_imported
+from lagom.patching.import_hooks import on_import
 from lagom.patching.replace import replaced
 from lagom.tracking.rank0_answers import Answer, Answers, digest
 
@@ -41,7 +41,7 @@ _GIVEN_BACK = ("start_trace", "log_spans")
 
 
 @contextmanager
-def tracked_once(session: Session) -> Iterator[Callable[[], None]]:
+def log_once_to_mlflow(session: Session) -> Iterator[Callable[[], None]]:
     """Have MLflow's stores of other ranks than 0 answer as rank 0's, and change nothing. See Note [Stores].
 
     What is yielded is to be called when the program has ended, before ranks wait for each other.
@@ -54,7 +54,7 @@ def tracked_once(session: Session) -> Iterator[Callable[[], None]]:
                 for owner, name, value in stores.replacements(module):
                     stack.enter_context(replaced(owner, name, value))
 
-        with once_imported(dict.fromkeys((_TRACKING, _MODELS, _ARTIFACTS), change)):
+        with on_import(dict.fromkeys((_TRACKING, _MODELS, _ARTIFACTS), change)):
             try:
                 yield stores.end
             finally:

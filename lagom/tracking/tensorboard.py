@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lagom import files
-from lagom.patching.import_hooks import once_imported
+from lagom.patching.import_hooks import on_import
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @contextmanager
-def events_once(session: Session) -> Iterator[None]:
+def write_events_once(session: Session) -> Iterator[None]:
     """Have the writers of other ranks than 0 write to a folder that goes with the run, where theirs is a URL.
 
     Those that a program makes after it has asked for its rank write where it says: it may mean the ranks apart.
@@ -34,7 +34,7 @@ def events_once(session: Session) -> Iterator[None]:
             writer = vars(module)["EventFileWriter"]
             stack.enter_context(replaced(writer, "__init__", _aside(session, vars(writer)["__init__"])))
 
-        with once_imported(dict.fromkeys(_MODULES, change)):
+        with on_import(dict.fromkeys(_MODULES, change)):
             yield
 
 

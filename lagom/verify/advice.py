@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lagom.verify.comparison_row import Row
+from lagom.verify.comparison_row import ComparisonRow
 
 
-def told(verdict: str, rows: Sequence[Row], better: str | None, is_shared: bool) -> str:
+def advise(verdict: str, rows: Sequence[ComparisonRow], better: str | None, is_shared: bool) -> str:
     """Say what was found and what to do.
 
     Args:
@@ -35,7 +35,7 @@ def _right(better: str | None, is_shared: bool) -> str:
     return "Right, but no faster than one process: every rank does all the work." + faster
 
 
-def _not_compared(rows: Sequence[Row]) -> str:
+def _not_compared(rows: Sequence[ComparisonRow]) -> str:
     if any(row.what == "result" and row.one == "not reached" for row in rows):
         return "The rehearsal ended before the function returned: what it returns is not compared."
     return ""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from lagom.verify.closeness import both_bad, difference, distance, near, norm, tolerance
-from lagom.verify.comparison_row import Level, Row
-from lagom.verify.on_rank.record import Batch, Leaf, Record
-from lagom.verify.shown import end, numbers_read, printed, result
+from lagom.verify.closeness import both_bad, difference, distance, is_near, norm, tolerance
+from lagom.verify.comparison_row import AgreementLevel, ComparisonRow
+from lagom.verify.on_rank.record import Record, RecordedBatch, RecordedLeaf
+from lagom.verify.shown import compare_ends, compare_prints, compare_reads, compare_results
 
 
-def compare(one: Record, ranks: Sequence[Record], again: Record | None = None) -> list[Row]:
+def compare(one: Record, ranks: Sequence[Record], again: Record | None = None) -> list[ComparisonRow]:
     """Rows for all that a rehearsal shows.
 
     Args:
@@ -22,23 +22,23 @@ def compare(one: Record, ranks: Sequence[Record], again: Record | None = None) -
     epsilon = _epsilon(one)
     left_out = {number for rank in ranks for number in one.leaves if _is_own_data(number, one, rank)}
     rows = [_losses(one, ranks), _gradients(one, ranks, left_out), _parameters(one, ranks, left_out)]
-    trained = max(row.level for row in rows) < Level.DIFFERS
-    rows += [_samples(one, ranks, trained), _evaluations(ranks), numbers_read(one, ranks, again, epsilon)]
+    trained = max(row.level for row in rows) < AgreementLevel.DIFFERS
+    rows += [_samples(one, ranks, trained), _evaluations(ranks), compare_reads(one, ranks, again, epsilon)]
     rows += [
-        printed(one, ranks[0], again, epsilon),
-        result(one, ranks, again, epsilon),
-        end(one, ranks, again),
+        compare_prints(one, ranks[0], again, epsilon),
+        compare_results(one, ranks, again, epsilon),
+        compare_ends(one, ranks, again),
         _work(ranks),
     ]
     return rows
 
 
-def level(rows: Sequence[Row]) -> Level:
+def agreement_level(rows: Sequence[ComparisonRow]) -> AgreementLevel:
     """That of the worst row."""
-    return max((row.level for row in rows), default=Level.UNKNOWN)
+    return max((row.level for row in rows), default=AgreementLevel.UNKNOWN)
 
 
-def _losses(one: Record, ranks: Sequence[Record]) -> Row:
+def _losses(one: Record, ranks: Sequence[Record]) -> ComparisonRow:
     mine = [step.loss for step in one.steps]
     counts = [len(rank.steps) for rank in ranks]
     theirs: list[float] = []
@@ -47,17 +47,24 @@ def _losses(one: Record, ranks: Sequence[Record]) -> Row:
         # A rank without a sample counts nowhere, whatever its copy of one gave.
         theirs.append(sum(weight * loss for weight, loss in weights if weight) / len(ranks))
     if not mine and not any(counts):
-        return Row("losses", "no backward", "no backward", Level.UNKNOWN)
+        return ComparisonRow("losses", "no backward", "no backward", AgreementLevel.UNKNOWN)
     shown = _span(mine), _span(theirs)
     if set(counts) != {len(mine)}:
         told = " and ".join(str(count) for count in sorted(set(counts)))
-        return Row("losses", *shown, Level.DIFFERS, f"the ranks ran {told} backwards, one process {len(mine)}")
+        return ComparisonRow(
+            "losses", *shown, AgreementLevel.DIFFERS, f"the ranks ran {told} backwards, one process {len(mine)}"
+        )
     epsilon, largest = _epsilon(one), 0.0
     for i, (left, right) in enumerate(zip(mine, theirs, strict=True)):
         largest = max(largest, abs(left))
-        if not near(left, right, tolerance(i, epsilon), 0.1 * largest):
-            return Row("losses", *shown, Level.DIFFERS, _factor(left, right, len(ranks)) or f"from backward {i + 1} on")
-    return Row("losses", *shown, Level.AGREES, f"in {len(mine)} backwards")
+        if not is_near(left, right, tolerance(i, epsilon), 0.1 * largest):
+            return ComparisonRow(
+                "losses",
+                *shown,
+                AgreementLevel.DIFFERS,
+                _factor(left, right, len(ranks)) or f"from backward {i + 1} on",
+            )
+    return ComparisonRow("losses", *shown, AgreementLevel.AGREES, f"in {len(mine)} backwards")
 
 
 def _factor(left: float, right: float, world_size: int) -> str:
@@ -74,7 +81,7 @@ def _is_own_data(number: int, one: Record, rank: Record) -> bool:
     return theirs.is_data or mine.shape != theirs.shape or distance(mine.start, theirs.start) > 0
 
 
-def _gradients(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Row:
+def _gradients(one: Record, ranks: Sequence[Record], left_out: set[int]) -> ComparisonRow:
     epsilon, worst = _epsilon(one), 0.0
     count = min([len(one.steps), *(len(rank.steps) for rank in ranks)])
     for i in range(count):
@@ -88,14 +95,14 @@ def _gradients(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Row:
                 if not error <= tolerance(i, epsilon) * size + floor and not both_bad(left, right):
                     told = f"{error / size:.0%} off" if size else "not zero"
                     where = f"from backward {i + 1} on, first in {_name(number, ranks, one)}"
-                    return Row("gradients", "", told, Level.DIFFERS, where)
+                    return ComparisonRow("gradients", "", told, AgreementLevel.DIFFERS, where)
                 worst = max(worst, error / whole if whole else 0.0)
     if not count:
-        return Row("gradients", "none", "none", Level.UNKNOWN)
-    return Row("gradients", "", f"{worst:.0e} off at most", Level.AGREES)
+        return ComparisonRow("gradients", "none", "none", AgreementLevel.UNKNOWN)
+    return ComparisonRow("gradients", "", f"{worst:.0e} off at most", AgreementLevel.AGREES)
 
 
-def _parameters(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Row:
+def _parameters(one: Record, ranks: Sequence[Record], left_out: set[int]) -> ComparisonRow:
     worst, num_moved = 0.0, 0
     allowed = tolerance(len(one.steps), _epsilon(one))
     for number, leaf in one.leaves.items():
@@ -107,23 +114,27 @@ def _parameters(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Row
             other = rank.leaves.get(number)
             if other is None:
                 note = f"{leaf.name} is trained in one process and not on the ranks"
-                return Row("parameters", "", "", Level.DIFFERS, note)
+                return ComparisonRow("parameters", "", "", AgreementLevel.DIFFERS, note)
             if distance(leaf.start, other.start) > 1e-6 * norm(leaf.start) + 1e-12:
                 note = f"{_name(number, ranks, one)} starts from other values"
-                return Row("parameters", "", "", Level.DIFFERS, note)
+                return ComparisonRow("parameters", "", "", AgreementLevel.DIFFERS, note)
             error = distance(difference(leaf.end, leaf.start), difference(other.end, other.start))
             if not error <= allowed * moved + 64 * leaf.epsilon * norm(leaf.start) and not both_bad(
                 leaf.end, other.end
             ):
                 told = f"{error / moved:.0%} of their way off" if moved else "moved"
-                return Row("parameters", "", told, Level.DIFFERS, f"first {_name(number, ranks, one)}")
+                return ComparisonRow(
+                    "parameters", "", told, AgreementLevel.DIFFERS, f"first {_name(number, ranks, one)}"
+                )
             worst = max(worst, error / moved if moved else 0.0)
     if not num_moved:
-        return Row("parameters", "did not move", "did not move", Level.UNKNOWN)
-    return Row("parameters", f"{num_moved} tensors moved", f"{worst:.0e} of their way off at most", Level.AGREES)
+        return ComparisonRow("parameters", "did not move", "did not move", AgreementLevel.UNKNOWN)
+    return ComparisonRow(
+        "parameters", f"{num_moved} tensors moved", f"{worst:.0e} of their way off at most", AgreementLevel.AGREES
+    )
 
 
-def _is_noise(number: int, leaf: Leaf, one: Record) -> bool:
+def _is_noise(number: int, leaf: RecordedLeaf, one: Record) -> bool:
     """Whether its gradients are rounding errors, like those of a bias before BatchNorm; Adam makes steps of them."""
     found = False
     for step in one.steps:
@@ -135,9 +146,9 @@ def _is_noise(number: int, leaf: Leaf, one: Record) -> bool:
     return found
 
 
-def _samples(one: Record, ranks: Sequence[Record], trained: bool) -> Row:
+def _samples(one: Record, ranks: Sequence[Record], trained: bool) -> ComparisonRow:
     if not one.batches:
-        return Row("samples", "no data loader", "no data loader", Level.UNKNOWN)
+        return ComparisonRow("samples", "no data loader", "no data loader", AgreementLevel.UNKNOWN)
     numbered = [{batch.number: batch for batch in rank.batches} for rank in ranks]
     num_one = num_ranks = 0
     differs = ""
@@ -150,18 +161,20 @@ def _samples(one: Record, ranks: Sequence[Record], trained: bool) -> Row:
             differs = _how_samples_differ(batch, counted, theirs)
     shown = f"{num_one} in {len(one.batches)} batches", f"{num_ranks} in all"
     if not differs:
-        return Row("samples", *shown, Level.AGREES, "each as often as in one process")
+        return ComparisonRow("samples", *shown, AgreementLevel.AGREES, "each as often as in one process")
     # Training that agrees had the right samples: they only look different, as where time comes first.
-    return Row("samples", *shown, Level.UNKNOWN if trained and one.steps else Level.DIFFERS, differs)
+    return ComparisonRow(
+        "samples", *shown, AgreementLevel.UNKNOWN if trained and one.steps else AgreementLevel.DIFFERS, differs
+    )
 
 
-def _counted(batches: Sequence[Batch]) -> Counter[bytes]:
+def _counted(batches: Sequence[RecordedBatch]) -> Counter[bytes]:
     if batches and not batches[0].shared:
         return Counter(batches[0].rows)
     return Counter(row for batch in batches for row in batch.rows)
 
 
-def _how_samples_differ(batch: Batch, counted: Counter[bytes], theirs: Sequence[Batch]) -> str:
+def _how_samples_differ(batch: RecordedBatch, counted: Counter[bytes], theirs: Sequence[RecordedBatch]) -> str:
     if counted.total() != len(batch.rows):
         return f"batch {batch.number[1] + 1} of pass {batch.number[0] + 1} has other samples"
     if any(seen.shapes != batch.shapes for seen in theirs if seen.rows):
@@ -169,19 +182,19 @@ def _how_samples_differ(batch: Batch, counted: Counter[bytes], theirs: Sequence[
     return "as many, with other contents"
 
 
-def _evaluations(ranks: Sequence[Record]) -> Row:
+def _evaluations(ranks: Sequence[Record]) -> ComparisonRow:
     """Passes that ran no backward up to their end, and in which ranks saw their shares as in training."""
     for number, one in enumerate(ranks[0].passes):
         if one.is_dealt and one.num_after == one.num_before:
             note = f"pass {number + 1} over a loader runs no backward; where it begins, it looks like training"
-            return Row("evaluation", "whole batches", "shares of them", Level.DIFFERS, note)
-    return Row("evaluation", "", "", Level.UNKNOWN)
+            return ComparisonRow("evaluation", "whole batches", "shares of them", AgreementLevel.DIFFERS, note)
+    return ComparisonRow("evaluation", "", "", AgreementLevel.UNKNOWN)
 
 
-def _work(ranks: Sequence[Record]) -> Row:
+def _work(ranks: Sequence[Record]) -> ComparisonRow:
     told = "shared out" if any(rank.shared for rank in ranks) else "not shared out"
     notes = "; ".join(dict.fromkeys(note for rank in ranks for note in rank.notes))
-    return Row("work", "", told, Level.UNKNOWN, notes)
+    return ComparisonRow("work", "", told, AgreementLevel.UNKNOWN, notes)
 
 
 def _epsilon(one: Record) -> float:

@@ -18,7 +18,7 @@ def tolerance(step: int, epsilon: float) -> float:
     return min(base * 1.5**step, most)
 
 
-def near(left: float, right: float, relative: float, scale: float, absolute: float = 0.0) -> bool:
+def is_near(left: float, right: float, relative: float, scale: float, absolute: float = 0.0) -> bool:
     """Whether both are the same but for ``relative`` of their size and ``scale``, or no numbers in the same way."""
     if not (math.isfinite(left) and math.isfinite(right)):
         return repr(left) == repr(right)
@@ -53,4 +53,4 @@ def same_printed(left: str, right: str, allowed: float) -> bool:
         return True
     decimals = len(left.partition(".")[2].partition("e")[0]) if "e" not in left.lower() else 12
     unit = 10.0**-decimals if "." in left else 0.0
-    return near(float(left), float(right), allowed, 0.0, 1.01 * unit)
+    return is_near(float(left), float(right), allowed, 0.0, 1.01 * unit)

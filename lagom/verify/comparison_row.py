@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Level(enum.IntEnum):
+class AgreementLevel(enum.IntEnum):
     """How a comparison ended, the better the lower."""
 
     UNKNOWN = -1
@@ -17,13 +17,13 @@ class Level(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """One thing that was compared."""
 
     what: str
     one: str
     """As one process has it."""
     ranks: str
-    level: Level
+    level: AgreementLevel
     note: str = ""
     """What to make of it, where there is something to say."""

@@ -12,9 +12,9 @@ from lagom.config.torch_distributed import Batches, Evaluation
 from lagom.errors import VerificationError
 from lagom.launchers.protocol import Launcher
 from lagom.plan import Plan, Rehearsal
-from lagom.verify.advice import told
-from lagom.verify.agreement import compare, level
-from lagom.verify.comparison_row import Level, Row
+from lagom.verify.advice import advise
+from lagom.verify.agreement import agreement_level, compare
+from lagom.verify.comparison_row import AgreementLevel, ComparisonRow
 from lagom.verify.on_rank.record import Record
 from lagom.verify.verification import Verification
 
@@ -42,7 +42,7 @@ def verify(launcher: Launcher, plan: Plan, call: Mapping[str, Any]) -> Verificat
         rows=found.rows,
         verdict=found.verdict,
         may_run=_may_run(plan, found, better),
-        told=told(found.verdict, found.rows, None if better is None else _named(better, plan), found.is_shared),
+        told=advise(found.verdict, found.rows, None if better is None else _named(better, plan), found.is_shared),
         seconds=time.monotonic() - started,
     )
     if not verification.may_run:
@@ -53,7 +53,7 @@ def verify(launcher: Launcher, plan: Plan, call: Mapping[str, Any]) -> Verificat
 @dataclass(frozen=True, slots=True)
 class _Finding:
     verdict: str
-    rows: Sequence[Row]
+    rows: Sequence[ComparisonRow]
 
     @property
     def is_shared(self) -> bool:
@@ -83,7 +83,7 @@ def _is_better(other: _Finding, found: _Finding) -> bool:
 def _may_run(plan: Plan, found: _Finding, better: Plan | None) -> bool:
     """Whether the run is one to start: it gives what one process gives, or comes as near to it as there is a way."""
     if found.verdict in ("random", "own"):
-        is_shown = any(row.what == "printed" and row.level > Level.AGREES for row in found.rows)
+        is_shown = any(row.what == "printed" and row.level > AgreementLevel.AGREES for row in found.rows)
         return plan.batches == "per_rank" or (better is None and not is_shown)
     return found.verdict in ("agrees", "raises", "unlike")
 
@@ -118,23 +118,25 @@ class _Rehearsals:
             ),
         )
         if one.died:
-            row = Row("ends with", one.error, "an error" if isinstance(ranks, str) else "", Level.DIFFERS)
+            row = ComparisonRow(
+                "ends with", one.error, "an error" if isinstance(ranks, str) else "", AgreementLevel.DIFFERS
+            )
             return _Finding("dies", [row])
         if isinstance(ranks, str):
-            rows = [Row("ends with", one.error or "no error", "an error", Level.DIFFERS, ranks)]
+            rows = [ComparisonRow("ends with", one.error or "no error", "an error", AgreementLevel.DIFFERS, ranks)]
             again = self._one(rehearsal, again=True)
-            if level(repeated := compare(one, [again], again)) >= Level.DIFFERS:
+            if agreement_level(repeated := compare(one, [again], again)) >= AgreementLevel.DIFFERS:
                 return _Finding("unsteady", repeated)
             return _Finding("fails", rows)
         rows = compare(one, ranks)
         if any(rank.shards_itself for rank in ranks):
             return _Finding("unlike", rows)
-        if level(rows) > Level.AGREES:
+        if agreement_level(rows) > AgreementLevel.AGREES:
             again = self._one(rehearsal, again=True)
-            if level(repeated := compare(one, [again], again)) >= Level.DIFFERS:
+            if agreement_level(repeated := compare(one, [again], again)) >= AgreementLevel.DIFFERS:
                 return _Finding("unsteady", repeated)
             rows = compare(one, ranks, again)
-        verdict = _VERDICTS[level(rows)]
+        verdict = _VERDICTS[agreement_level(rows)]
         return _Finding("raises" if one.error and verdict == "agrees" else verdict, rows)
 
     def _one(self, rehearsal: Rehearsal, *, again: bool = False) -> Record:
@@ -168,7 +170,12 @@ def _num_steps(one: Record, rehearsal: Rehearsal) -> int:
     return rehearsal.num_backwards if ended else max(1, len(one.steps))
 
 
-_VERDICTS = {Level.UNKNOWN: "agrees", Level.AGREES: "agrees", Level.OWN: "own", Level.DIFFERS: "differs"}
+_VERDICTS = {
+    AgreementLevel.UNKNOWN: "agrees",
+    AgreementLevel.AGREES: "agrees",
+    AgreementLevel.OWN: "own",
+    AgreementLevel.DIFFERS: "differs",
+}
 
 
 def _alternatives(plan: Plan) -> Iterator[Plan]:

@@ -4,55 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lagom.verify.closeness import NUMBER, both_bad, distance, near, norm, tolerance
-from lagom.verify.comparison_row import Level, Row
-from lagom.verify.on_rank.record import Read, Record
+from lagom.verify.closeness import NUMBER, both_bad, distance, is_near, norm, tolerance
+from lagom.verify.comparison_row import AgreementLevel, ComparisonRow
+from lagom.verify.on_rank.record import Record, RecordedRead
 from lagom.verify.texts import difference
 
 
-def numbers_read(one: Record, ranks: Sequence[Record], again: Record | None, epsilon: float) -> Row:
+def compare_reads(one: Record, ranks: Sequence[Record], again: Record | None, epsilon: float) -> ComparisonRow:
     """Compare the numbers that the program took out of tensors, up to where ranks read at other places."""
     if not one.reads and not any(rank.reads for rank in ranks):
-        return Row("numbers read", "none", "none", Level.UNKNOWN)
-    differing: list[tuple[Read, Read]] = []
+        return ComparisonRow("numbers read", "none", "none", AgreementLevel.UNKNOWN)
+    differing: list[tuple[RecordedRead, RecordedRead]] = []
     for rank in ranks:
         for number, (left, right) in enumerate(zip(one.reads, rank.reads, strict=False)):
             if left.place != right.place:
                 break
             allowed = 10 * tolerance(left.step, epsilon)
-            if not near(left.value, right.value, allowed, 1e-6) and _repeats(left, number, again, allowed):
+            if not is_near(left.value, right.value, allowed, 1e-6) and _repeats(left, number, again, allowed):
                 differing.append((left, right))
     if not differing:
-        return Row("numbers read", f"{len(one.reads)}", f"{len(ranks[0].reads)}", Level.AGREES)
+        return ComparisonRow("numbers read", f"{len(one.reads)}", f"{len(ranks[0].reads)}", AgreementLevel.AGREES)
     decides = [pair for pair in differing if pair[0].decides or pair[1].decides]
     left, right = (decides or differing)[0]
     places = ", ".join(dict.fromkeys(pair[0].place for pair in decides or differing))
     if decides:
         note = f"the program decides by it ({places}), and each rank has that of its own share"
-        return Row("numbers read", f"{left.value:.6g}", f"{right.value:.6g}", Level.DIFFERS, note)
+        return ComparisonRow("numbers read", f"{left.value:.6g}", f"{right.value:.6g}", AgreementLevel.DIFFERS, note)
     note = f"each rank reads that of its own share ({places})"
-    return Row("numbers read", f"{left.value:.6g}", f"{right.value:.6g}", Level.OWN, note)
+    return ComparisonRow("numbers read", f"{left.value:.6g}", f"{right.value:.6g}", AgreementLevel.OWN, note)
 
 
-def _repeats(left: Read, number: int, again: Record | None, allowed: float) -> bool:
+def _repeats(left: RecordedRead, number: int, again: Record | None, allowed: float) -> bool:
     if again is None or number >= len(again.reads):
         return True
-    return again.reads[number].place == left.place and near(left.value, again.reads[number].value, allowed, 1e-6)
+    return again.reads[number].place == left.place and is_near(left.value, again.reads[number].value, allowed, 1e-6)
 
 
-def printed(one: Record, first: Record, again: Record | None, epsilon: float) -> Row:
+def compare_prints(one: Record, first: Record, again: Record | None, epsilon: float) -> ComparisonRow:
     """Compare what was written to standard output, but for what does not repeat itself in one process."""
     left, right = one.printed, first.printed
     if not left and not right:
-        return Row("printed", "nothing", "nothing", Level.UNKNOWN)
+        return ComparisonRow("printed", "nothing", "nothing", AgreementLevel.UNKNOWN)
     shown = _num_lines(left), _num_lines(right)
     repeat = left if again is None else again.printed
     if len(left.splitlines()) != len(repeat.splitlines()):
-        return Row("printed", *shown, Level.UNKNOWN, "differs between two runs of one process as well")
+        return ComparisonRow(
+            "printed", *shown, AgreementLevel.UNKNOWN, "differs between two runs of one process as well"
+        )
     line = difference(left, repeat, right, tolerance(len(one.steps), epsilon))
     if line is None:
-        return Row("printed", *shown, Level.AGREES)
-    return Row("printed", *shown, Level.OWN, f"first in {' '.join(line.split())[:60]!r}")
+        return ComparisonRow("printed", *shown, AgreementLevel.AGREES)
+    return ComparisonRow("printed", *shown, AgreementLevel.OWN, f"first in {' '.join(line.split())[:60]!r}")
 
 
 def _num_lines(text: str) -> str:
@@ -60,15 +62,15 @@ def _num_lines(text: str) -> str:
     return f"{count} line{'s' * (count != 1)}"
 
 
-def result(one: Record, ranks: Sequence[Record], again: Record | None, epsilon: float) -> Row:
+def compare_results(one: Record, ranks: Sequence[Record], again: Record | None, epsilon: float) -> ComparisonRow:
     """Compare the value that was returned with that which ``aggregate`` would make of the ranks'."""
     if not one.returned and not any(rank.returned for rank in ranks):
-        return Row("result", "not reached", "not reached", Level.UNKNOWN)
+        return ComparisonRow("result", "not reached", "not reached", AgreementLevel.UNKNOWN)
     if not (one.returned and all(rank.returned for rank in ranks)):
         here, there = ("returned", "not all did") if one.returned else ("went on", "returned")
-        return Row("result", here, there, Level.DIFFERS, "the ranks end elsewhere")
+        return ComparisonRow("result", here, there, AgreementLevel.DIFFERS, "the ranks end elsewhere")
     if any(len(rank.value) != len(one.value) for rank in ranks):
-        return Row("result", f"{len(one.value)} parts", "others", Level.DIFFERS)
+        return ComparisonRow("result", f"{len(one.value)} parts", "others", AgreementLevel.DIFFERS)
     allowed = tolerance(len(one.steps), epsilon)
     weights = [rank.num_samples for rank in ranks]
     weights = weights if any(weights) else [1] * len(ranks)
@@ -78,10 +80,12 @@ def result(one: Record, ranks: Sequence[Record], again: Record | None, epsilon: 
         place = left.decode() if isinstance(left, bytes) and left[:1] in (b"", b"[", b".") else place
         for right in _aggregates([rank.value[position] for rank in ranks], weights):
             if not _are_same(left, repeat[position], right, allowed):
-                return Row("result", _short(left), _short(right), Level.DIFFERS, f"in {place}" if place else "")
+                return ComparisonRow(
+                    "result", _short(left), _short(right), AgreementLevel.DIFFERS, f"in {place}" if place else ""
+                )
     numbers = [value for value in one.value if isinstance(value, (int, float))]
     shown = _short(numbers[0]) if numbers else "returned"
-    return Row("result", shown, shown, Level.AGREES)
+    return ComparisonRow("result", shown, shown, AgreementLevel.AGREES)
 
 
 def _aggregates(held: Sequence[object], weights: Sequence[int]) -> Sequence[object]:
@@ -101,22 +105,22 @@ def _are_same(left: object, repeat: object, right: object, allowed: float) -> bo
 
 def _are_near(left: object, right: object, allowed: float) -> bool:
     if isinstance(left, (int, float)) and isinstance(right, (int, float)):
-        return near(left, right, allowed, 1e-9)
+        return is_near(left, right, allowed, 1e-9)
     if isinstance(left, tuple) and isinstance(right, tuple):
         return distance(left, right) <= allowed * norm(left) + 1e-12 or both_bad(left, right)
     return left == right
 
 
-def end(one: Record, ranks: Sequence[Record], again: Record | None) -> Row:
+def compare_ends(one: Record, ranks: Sequence[Record], again: Record | None) -> ComparisonRow:
     """Compare the exceptions that ended the program."""
     errors = [one.error, *(rank.error for rank in ranks)]
     if not any(errors):
-        return Row("ends with", "", "", Level.UNKNOWN)
+        return ComparisonRow("ends with", "", "", AgreementLevel.UNKNOWN)
     shown = _short(errors[0] or "no error"), _short(next(filter(None, errors[1:]), "no error"))
     words = {NUMBER.sub("#", error) for error in errors}
     if len(words) == 1 or (again is not None and NUMBER.sub("#", again.error) != NUMBER.sub("#", one.error)):
-        return Row("ends with", *shown, Level.UNKNOWN, "the same error")
-    return Row("ends with", *shown, Level.DIFFERS)
+        return ComparisonRow("ends with", *shown, AgreementLevel.UNKNOWN, "the same error")
+    return ComparisonRow("ends with", *shown, AgreementLevel.DIFFERS)
 
 
 def _short(value: object) -> str:

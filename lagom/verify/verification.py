@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lagom.verify.comparison_row import Level, Row
+from lagom.verify.comparison_row import AgreementLevel, ComparisonRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,7 @@ class Verification:
     setting: str
     where: str
     world_size: int
-    rows: Sequence[Row]
+    rows: Sequence[ComparisonRow]
     verdict: str
     """"agrees"; "random", but for random numbers of the ranks' own; "own", but for numbers that the program shows;
     "raises", up to an error that one process ends with too; "unlike", each rank has batches that one process never has;
@@ -54,8 +54,8 @@ class Verification:
             f"<p>{html.escape(self.told)}</p>"
         )
 
-    def _shown(self) -> list[Row]:
-        return [row for row in self.rows if row.note or row.level > Level.UNKNOWN or row.one != row.ranks]
+    def _shown(self) -> list[ComparisonRow]:
+        return [row for row in self.rows if row.note or row.level > AgreementLevel.UNKNOWN or row.one != row.ranks]
 
     def _title(self) -> str:
         return f"{self.name}, rehearsed on {self.where} in {self.seconds:.1f} s"
@@ -65,7 +65,7 @@ class Verification:
         other += ", its draws fixed" if self.verdict == "random" else ""
         return ["", "one process", other, "verdict"]
 
-    def _cells(self, row: Row) -> list[str]:
+    def _cells(self, row: ComparisonRow) -> list[str]:
         verdict = _SIGNS[row.level] + (": " if _SIGNS[row.level] and row.note else "") + row.note
         return [row.what, row.one, row.ranks, verdict]
 
@@ -81,7 +81,12 @@ def _wrapped(cells: list[str]) -> Iterator[list[str]]:
         yield ["", "", "", part]
 
 
-_SIGNS = {Level.UNKNOWN: "", Level.AGREES: "agrees", Level.OWN: "DIFFERS", Level.DIFFERS: "DIFFERS"}
+_SIGNS = {
+    AgreementLevel.UNKNOWN: "",
+    AgreementLevel.AGREES: "agrees",
+    AgreementLevel.OWN: "DIFFERS",
+    AgreementLevel.DIFFERS: "DIFFERS",
+}
 
 
 def show(verification: Verification) -> None:

@@ -12,9 +12,9 @@ import socket
 import ssl
 import time
 
-from lagom.wire.framing import NONCE, PROOF, BadFrame, Decoder, Keys, Seals, body_of, framed
+from lagom.wire.framing import NONCE, PROOF, BadFrame, FrameDecoder, FrameKeys, FrameSeals, body_of, frame_of
 from lagom.wire.framing import Message as Message
-from lagom.wire.peer_silence import probe, silent_s
+from lagom.wire.peer_silence import probe_silence, silent_s
 
 _MAX_BACKLOG = 64 << 20  # bytes of log that may wait for a slow driver before lines are dropped
 _TRIES = 3
@@ -35,7 +35,7 @@ class LinkClosed(ConnectionError):
     """The other end is gone."""
 
 
-class Link:
+class DriverClient:
     """One end of a connection that carries messages both ways.
 
     Args:
@@ -45,11 +45,11 @@ class Link:
     """
 
     def __init__(
-        self, connection: socket.socket, incoming: Decoder | None = None, outgoing: Seals | None = None
+        self, connection: socket.socket, incoming: FrameDecoder | None = None, outgoing: FrameSeals | None = None
     ) -> None:
         connection.setblocking(False)
         self.socket = connection
-        self._incoming = incoming or Decoder()
+        self._incoming = incoming or FrameDecoder()
         self._seals = outgoing
         self._outgoing = bytearray()
         self._dropped = 0
@@ -138,7 +138,7 @@ class Link:
         self.socket.close()
 
     def _queue(self, message: Message) -> None:
-        self._outgoing += framed(body_of(message), self._seals)
+        self._outgoing += frame_of(body_of(message), self._seals)
 
     def _take(self, limit: int | None = None) -> list[Message]:
         try:
@@ -149,7 +149,7 @@ class Link:
 
 def dial(
     address: tuple[str, int], secret: bytes, hello: Message, timeout_s: float, certificate: str = ""
-) -> Link | None:
+) -> DriverClient | None:
     """Connect to the driver at ``address`` and introduce ourselves; None when it cannot be reached in time.
 
     Args:
@@ -163,7 +163,7 @@ def dial(
             return None
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            probe(connection, _LOST_AFTER_S)
+            probe_silence(connection, _LOST_AFTER_S)
             if certificate:
                 connection = _encrypted(connection, certificate)
             return _introduced(connection, secret, hello, deadline)
@@ -186,11 +186,11 @@ def _encrypted(connection: socket.socket, certificate: str) -> ssl.SSLSocket:
     return context.wrap_socket(connection)
 
 
-def _introduced(connection: socket.socket, secret: bytes, hello: Message, deadline: float) -> Link:
+def _introduced(connection: socket.socket, secret: bytes, hello: Message, deadline: float) -> DriverClient:
     """Prove ourselves, say ``hello``, and have the driver prove itself. See Note [Handshake] in framing.py."""
     nonce = secrets.token_bytes(NONCE)
-    keys = Keys(secret, _exactly(connection, NONCE, deadline), nonce)
-    link = Link(connection, Decoder(Seals(keys.from_driver)), Seals(keys.from_rank))
+    keys = FrameKeys(secret, _exactly(connection, NONCE, deadline), nonce)
+    link = DriverClient(connection, FrameDecoder(FrameSeals(keys.from_driver)), FrameSeals(keys.from_rank))
     connection.settimeout(max(0.01, deadline - time.monotonic()))
     connection.sendall(nonce + keys.rank_proof)
     connection.setblocking(False)

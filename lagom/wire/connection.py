@@ -1,4 +1,4 @@
-"""``Peer``: a connection at the driver's end: at first a stranger's, then that of one of ours."""
+"""``DriverConnection``: a connection at the driver's end: at first a stranger's, then that of one of ours."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from lagom.wire.framing import NONCE, PROOF, Decoder, Keys, Message, Seals, framed
+from lagom.wire.framing import NONCE, PROOF, FrameDecoder, FrameKeys, FrameSeals, Message, frame_of
 
 STRANGE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, asyncio.TimeoutError)
 """What a peer that is not one of ours, or one that talks nonsense, can cause."""
 
 
-class Peer(asyncio.BufferedProtocol):
+class DriverConnection(asyncio.BufferedProtocol):
     """Methods are for the thread of the event loop.
 
     Args:
@@ -36,8 +36,8 @@ class Peer(asyncio.BufferedProtocol):
         self._secret = secret
         self._nonce = secrets.token_bytes(NONCE)
         self._answer = b""
-        self._incoming = Decoder()
-        self._outgoing: Seals | None = None
+        self._incoming = FrameDecoder()
+        self._outgoing: FrameSeals | None = None
         self._take: Callable[[bytes], None] = self._introduce
         self._transport: Any = None
 
@@ -61,7 +61,7 @@ class Peer(asyncio.BufferedProtocol):
     def send(self, body: bytes) -> None:
         """Send a message, as ``body_of`` made it; to one that is gone, nothing."""
         if not self.gone:
-            self._transport.write(framed(body, self._outgoing))
+            self._transport.write(frame_of(body, self._outgoing))
 
     async def write(self, data: bytes) -> None:
         """Send bytes, when there is room for more."""
@@ -136,12 +136,12 @@ class Peer(asyncio.BufferedProtocol):
         self._answer += data[:wanted]
         if len(self._answer) < NONCE + PROOF:
             return
-        keys = Keys(self._secret, self._nonce, self._answer[:NONCE])
+        keys = FrameKeys(self._secret, self._nonce, self._answer[:NONCE])
         if not hmac.compare_digest(self._answer[NONCE:], keys.rank_proof):
             self.close()
             return
         self._transport.write(keys.driver_proof)
-        self._incoming, self._outgoing = Decoder(Seals(keys.from_rank)), Seals(keys.from_driver)
+        self._incoming, self._outgoing = FrameDecoder(FrameSeals(keys.from_rank)), FrameSeals(keys.from_driver)
         self._take = self._greet
         self._greet(data[wanted:])
 

@@ -31,13 +31,13 @@ def body_of(message: Message) -> bytes:
     return body
 
 
-def framed(body: bytes, seals: Seals | None = None) -> bytes:
+def frame_of(body: bytes, seals: FrameSeals | None = None) -> bytes:
     """A frame: 4 bytes of length, big-endian, then that many bytes: the seal if there are any, and the JSON."""
     seal = b"" if seals is None else seals.next(body)
     return struct.pack(">I", len(seal) + len(body)) + seal + body
 
 
-class Seals:
+class FrameSeals:
     """The seals of what goes one way over one connection.
 
     The first 16 bytes of HMAC-SHA256 over the number of the frame and its JSON, with a key of this way and connection
@@ -54,7 +54,7 @@ class Seals:
         return hmac.digest(self._key, struct.pack(">Q", self._number) + body, "sha256")[:_SEAL]
 
 
-class Keys:
+class FrameKeys:
     """What follows from the run's secret and the nonces of both ends of a connection; see Note [Handshake]."""
 
     def __init__(self, secret: bytes, driver_nonce: bytes, rank_nonce: bytes) -> None:
@@ -67,10 +67,10 @@ class Keys:
         self.from_driver = derived(b"seals of the driver")
 
 
-class Decoder:
+class FrameDecoder:
     """Makes messages of the bytes that come, in pieces of any size."""
 
-    def __init__(self, seals: Seals | None = None) -> None:
+    def __init__(self, seals: FrameSeals | None = None) -> None:
         self._seals = seals
         self._limit = MAX_FRAME + (0 if seals is None else _SEAL)
         self._bytes = bytearray()

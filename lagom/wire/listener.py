@@ -1,4 +1,4 @@
-"""``Door``: where the driver listens; who knocks there, and whom it lets in."""
+"""``DriverListener``: where the driver listens; who knocks there, and whom it lets in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
-from lagom.wire.connection import STRANGE, Peer
+from lagom.wire.connection import STRANGE, DriverConnection
 from lagom.wire.framing import Message
 
 _HELLO_S = 5.0
@@ -21,13 +21,13 @@ _FILES = 128  # that this process may want to open besides
 _BACKLOG = 1024
 
 
-class Door:
+class DriverListener:
     """Lets those in who know ``secret``; what others can do is told in Note [Strangers].
 
     ``admit(peer, hello)`` is called for each that is let in. All methods are for the thread of the event loop.
     """
 
-    def __init__(self, secret: bytes, admit: Callable[[Peer, Message], None], buffer: bytearray) -> None:
+    def __init__(self, secret: bytes, admit: Callable[[DriverConnection, Message], None], buffer: bytearray) -> None:
         self._secret = secret
         self._admit = admit
         self._buffer = buffer
@@ -64,7 +64,7 @@ class Door:
 
     async def _greet(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
         """A stranger: it proves that it knows the secret, or it is sent away unread."""
-        peer = Peer(self._secret, self._buffer)
+        peer = DriverConnection(self._secret, self._buffer)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             limit_s = None if tls is None else _HELLO_S

@@ -17,7 +17,7 @@ _INFO = struct.Struct("=2x2B48x2I")
 since data came last, and since something of ours was acknowledged last."""
 
 
-def probe(connection: Any, lost_after_s: float) -> None:
+def probe_silence(connection: Any, lost_after_s: float) -> None:
     """Have the system ask the other machine each second whether it is there; after so long without it is lost.
 
     Where data of ours is on its way the system asks by sending it again, for longer: see ``silent_s`` then.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lagom.errors import PlanError
-from lagom.wire.client import Link, LinkClosed, Message
+from lagom.wire.client import DriverClient, LinkClosed, Message
 
 WAIT_S = 600.0
 """Longest a task waits for the others to start."""
@@ -54,7 +54,7 @@ def peers(joins: Sequence[Message], one_host: bool = False) -> Message:
 
 
 def meet(
-    link: Link | None, gather: Callable[[str], Sequence[str]] | None, join: Message, *, one_host: bool = False
+    link: DriverClient | None, gather: Callable[[str], Sequence[str]] | None, join: Message, *, one_host: bool = False
 ) -> Message:
     """Join, and wait for the table: from the driver, or from ``gather`` when the driver says so or is out of reach.
 
@@ -74,7 +74,7 @@ def meet(
     return peers([json.loads(text) for text in gather(json.dumps(join))], one_host)
 
 
-def _reply(link: Link) -> Message:
+def _reply(link: DriverClient) -> Message:
     deadline = time.monotonic() + WAIT_S
     while (left := deadline - time.monotonic()) > 0:
         message: Any = link.receive(min(left, 10.0))

@@ -13,17 +13,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from lagom.wire.connection import Peer
+from lagom.wire.connection import DriverConnection
 from lagom.wire.framing import Message, body_of
-from lagom.wire.listener import Door, files_for, listening
-from lagom.wire.peer_silence import probe, silent_s
+from lagom.wire.listener import DriverListener, files_for, listening
+from lagom.wire.peer_silence import probe_silence, silent_s
 
 _BUFFER = 1 << 18  # bytes
 _LOOK_S = 1.0
 _LAST_TURNS, _TURN_S = 100, 0.01  # for the last messages to leave
 
 
-class Channel:
+class DriverServer:
     """Accepts the ranks of one run, hands their messages on and carries the driver's to them.
 
     ``on_message(task, message)``, ``on_close(task)`` and, each second, ``on_silence(task, seconds)`` are called in the
@@ -45,15 +45,15 @@ class Channel:
         self._on_silence = on_silence
         self._lost_after_s = lost_after_s
         self._payload_fd = payload_fd
-        self._peers: dict[int, Peer] = {}
-        self._open: set[Peer] = set()
+        self._peers: dict[int, DriverConnection] = {}
+        self._open: set[DriverConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._buffer = bytearray(_BUFFER)
         self._stack = contextlib.ExitStack()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="lagom-channel", daemon=True)
 
-    def __enter__(self) -> Channel:
+    def __enter__(self) -> DriverServer:
         self._thread.start()
         return self
 
@@ -71,7 +71,7 @@ class Channel:
         self._stack.enter_context(files_for(num_tasks))
         listener = listening(host)
         name = listener.getsockname()
-        self._wait(self._start(Door(self.secret, self._admit, self._buffer).accept(listener, tls)))
+        self._wait(self._start(DriverListener(self.secret, self._admit, self._buffer).accept(listener, tls)))
         self._wait(self._start(self._look()))
         return str(name[0]), int(name[1])
 
@@ -79,7 +79,7 @@ class Channel:
         """Serve a connection whose other end is known to be ours: an inherited pair of sockets."""
 
         async def start() -> None:
-            peer = Peer(None, self._buffer)
+            peer = DriverConnection(None, self._buffer)
             await self._loop.connect_accepted_socket(lambda: peer, connection)
             self._serve(task, peer)
 
@@ -143,7 +143,7 @@ class Channel:
             if not self._open:
                 break
 
-    def _admit(self, peer: Peer, hello: Message) -> None:
+    def _admit(self, peer: DriverConnection, hello: Message) -> None:
         """One of ours, and what it came for."""
         purpose = hello.get("purpose")
         if purpose not in ("fetch", "deliver"):
@@ -157,7 +157,7 @@ class Channel:
         else:
             self._take_in(str(hello["name"]), int(hello["size"]), peer)
 
-    def _keep(self, peer: Peer, over: Callable[[], None] = lambda: None) -> None:
+    def _keep(self, peer: DriverConnection, over: Callable[[], None] = lambda: None) -> None:
         """Know of ``peer`` until its connection has ended, and call ``over`` then."""
 
         def ended() -> None:
@@ -169,7 +169,7 @@ class Channel:
         if peer.lost:
             ended()
 
-    def _serve(self, task: int, peer: Peer) -> None:
+    def _serve(self, task: int, peer: DriverConnection) -> None:
         def over() -> None:
             if self._peers.get(task) is peer:
                 del self._peers[task]
@@ -177,11 +177,11 @@ class Channel:
 
         self._peers[task] = peer
         if not peer.gone:
-            probe(peer.connection, self._lost_after_s)
+            probe_silence(peer.connection, self._lost_after_s)
         peer.serve(lambda message: self._on_message(task, message))
         self._keep(peer, over)
 
-    async def _hand_out(self, peer: Peer) -> None:
+    async def _hand_out(self, peer: DriverConnection) -> None:
         # Several hosts fetch at once, so by position.
         position = 0
         while self._payload_fd is not None and not peer.gone:
@@ -192,7 +192,7 @@ class Channel:
             position += len(chunk)
         peer.end_writing()  # and it hangs up when it has what it wants
 
-    def _take_in(self, name: str, size: int, peer: Peer) -> None:
+    def _take_in(self, name: str, size: int, peer: DriverConnection) -> None:
         fd, left = anonymous_file(name), size
 
         def write(data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""``Spec``: everything the host process must know to hold its ranks of a run; small, and pickled by the driver."""
+"""``RunSpec``: everything the host process must know to hold its ranks of a run; small, and pickled by the driver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lagom.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spec:
+class RunSpec:
     """A run, as the driver describes it to the processes that hold its ranks."""
 
     run_id: str
@@ -45,7 +45,7 @@ class Spec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
+class RankSpec:
     """One rank's place and means, as its host process hands them to it."""
 
     rank: int

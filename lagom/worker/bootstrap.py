@@ -22,13 +22,13 @@ from lagom.run_state.random_streams import seed_everything
 from lagom.session.patched import patched
 from lagom.session.session import Session
 from lagom.verify.on_rank.rehearsal import numbered_parameters, rehearse
-from lagom.verify.on_rank.truncate import cut_short
-from lagom.wire.spec import Seat
+from lagom.verify.on_rank.truncate import truncated_passes
+from lagom.wire.spec import RankSpec
 from lagom.worker.compatible import compatible
 from lagom.worker.device import rank_device, threads
-from lagom.worker.disk_full_report import DiskFullTold
+from lagom.worker.disk_full_report import DiskFullReport
 from lagom.worker.figures import shown_pictures
-from lagom.worker.oom_report import OutOfMemoryTold
+from lagom.worker.oom_report import OutOfMemoryReport
 from lagom.worker.private_group import process_group
 from lagom.worker.process_settings import set_process_settings
 from lagom.worker.random_states import random_states, set_random_states, start_random_states
@@ -49,7 +49,7 @@ def run(
     place: Place,
     load: Callable[[], Call],
     host_dir: Path,
-    seat: Seat | None = None,
+    seat: RankSpec | None = None,
     watch: Callable[[Session], None] = lambda _: None,
 ) -> Returned:
     """Do the run of one rank."""
@@ -81,7 +81,7 @@ def run(
         )
         watch(session)
         if plan.rehearsal is not None:
-            stack.enter_context(cut_short(session))
+            stack.enter_context(truncated_passes(session))
             leaves = stack.enter_context(numbered_parameters())
         stack.enter_context(patched(session))
         stack.enter_context(compatible(plan.already_distributed))
@@ -93,13 +93,13 @@ def run(
             set_process_settings(call.get("settings", {}))
         stack.enter_context(seeded(plan.seed, call["random"]))
         provided = dict(call["provided"]) | {"reporter": Reporter(session)}
-        positional, named = arguments(call["function"], Made(provided))
+        positional, named = arguments(call["function"], MadeArguments(provided))
         if seat is not None:  # without, what the program forks is the caller's
-            stack.enter_context(forks_ended())
+            stack.enter_context(end_forks())
         if plan.rehearsal is not None:
             value = rehearse(session, leaves, lambda: call["function"](*positional, **named))
             return {"value": value, "samples": session.samples_trained}
-        with OutOfMemoryTold(session), DiskFullTold(session):
+        with OutOfMemoryReport(session), DiskFullReport(session):
             value = call["function"](*positional, **named)
         returned = {"value": value, "samples": session.samples_trained}
         if place.rank == 0 and call["random"] is not None:
@@ -108,7 +108,7 @@ def run(
 
 
 @contextmanager
-def forks_ended() -> Iterator[None]:
+def end_forks() -> Iterator[None]:
     """End a process that the function forked and that comes back from it, as Python does at the end of a program.
 
     It is no rank: what a rank says at its end, and to others, is not its to say.
@@ -127,7 +127,7 @@ def forks_ended() -> Iterator[None]:
         else:
             print(error.code, file=sys.stderr)
     if os.getpid() != rank:
-        last_rites(lambda: os._exit(code))
+        run_exit_handlers(lambda: os._exit(code))
         os._exit(code)
 
 
@@ -145,7 +145,7 @@ def seeded(seed: int | None, states: Mapping[str, Any] | None) -> Iterator[None]
         set_random_states(before)
 
 
-class Made(Mapping[str, Any]):
+class MadeArguments(Mapping[str, Any]):
     """What is provided to the function, data sets that are to be made on the rank made when it asks for them."""
 
     def __init__(self, provided: Mapping[str, Any]) -> None:
@@ -173,7 +173,7 @@ class Made(Mapping[str, Any]):
         return value() if name in ("train_set", "test_set") and makes_data(value) else value
 
 
-def last_rites(give_up: Callable[[], None], patience_s: float = 30.0) -> None:
+def run_exit_handlers(give_up: Callable[[], None], patience_s: float = 30.0) -> None:
     """What Python does at the end of a process, for a rank, which ends by ``os._exit``.
 
     Threads and processes that the function has left are waited for, as Python does; after ``patience_s`` seconds

@@ -21,7 +21,7 @@ _FULL = 16 << 20
 _WORDS = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed", "file write failed")
 
 
-class DiskFullTold:
+class DiskFullReport:
     """Around the program: an error of a full disk goes on with its type, and says whose disk is full."""
 
     def __init__(self, session: Session) -> None:

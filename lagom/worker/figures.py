@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lagom.patching.import_hooks import once_imported
+from lagom.patching.import_hooks import on_import
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def shown_pictures(session: Session) -> Iterator[None]:
         def change(pyplot: Any) -> None:
             stack.enter_context(replaced(pyplot, "show", _showing(pyplot, session)))
 
-        with once_imported({_PYPLOT: change}):
+        with on_import({_PYPLOT: change}):
             yield
             if _PYPLOT in sys.modules and _is_of_a_notebook():
                 sys.modules[_PYPLOT].show()

@@ -1,4 +1,4 @@
-"""``Heart``: a rank's thread that tells the host process how far the rank is, and what it does when that is nowhere."""
+"""``Heartbeat``: a thread that tells the host process how far the rank is, and where it is stuck."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 from typing import TYPE_CHECKING
 
 from lagom.worker import stack_dump
-from lagom.worker.resource_usage import Usage, processor_s_below
+from lagom.worker.resource_usage import ResourceUsage, processor_s_below
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lagom.plan import Plan
     from lagom.session.session import Session
-    from lagom.wire.client import Link, Message
+    from lagom.wire.client import DriverClient, Message
 
 
 _WORTH = 0.005
@@ -25,7 +25,7 @@ _COMPUTING = 0.05
 """Share of its time from which on a process that the program waits for gets somewhere."""
 
 
-class Heart:
+class Heartbeat:
     """Beats every ``hb_interval`` seconds, oftener where stalls are to be found sooner.
 
     Args:
@@ -33,7 +33,7 @@ class Heart:
         stacks_fd: file for the stacks of processes that the rank has started.
     """
 
-    def __init__(self, control: Link, plan: Plan, stacks_fd: int | None) -> None:
+    def __init__(self, control: DriverClient, plan: Plan, stacks_fd: int | None) -> None:
         self._control = control
         self._stall_s = plan.stall_timeout_s
         self._interval_s = min(plan.hb_interval, plan.stall_timeout_s / 4)
@@ -49,13 +49,13 @@ class Heart:
         self._children: str | None = None
         self._waited: list[int] = []
         self._below = (0.0, 0.0)
-        self._usage: Usage | None = None
+        self._usage: ResourceUsage | None = None
 
     def beat_for(self, session: Session) -> None:
         """Begin to beat."""
         self._session = session
         self._last = (time.monotonic(), 0.0, 0.0)
-        self._usage = Usage(session.device.type)
+        self._usage = ResourceUsage(session.device.type)
         threading.Thread(target=self._beat, name="lagom-heart", daemon=True).start()
 
     def last_word(self, report: Message) -> None:

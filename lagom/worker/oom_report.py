@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lagom.memory_plan.available import Room, room
+from lagom.memory_plan.available import AvailableMemory, available_memory
 from lagom.memory_plan.levels import levels_of
 from lagom.memory_plan.needs import Level, size
-from lagom.memory_plan.optimizer_state_bytes import stepped
+from lagom.memory_plan.optimizer_state_bytes import step_meta_copy
 from lagom.micro_batches.oom_errors import wanted_bytes
 from lagom.run_state.memory_layout import storage_of
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _slot: Any = vars(torch._C.TensorBase)["grad"]
 
 
-class OutOfMemoryTold:
+class OutOfMemoryReport:
     """Around the program: an error of a lack of memory goes on with its type, and says what this rank held."""
 
     def __init__(self, session: Session) -> None:
@@ -57,7 +57,7 @@ class OutOfMemoryTold:
             session.live = live
 
 
-class Held(NamedTuple):
+class HeldMemory(NamedTuple):
     """Bytes of a process."""
 
     parameters: int
@@ -70,7 +70,7 @@ class Held(NamedTuple):
         return sum(self)
 
 
-def held(session: Session) -> Held:
+def held_memory(session: Session) -> HeldMemory:
     """What this process holds of modules and optimizers that are alive; nothing is put together from other ranks."""
     alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
     optimizers = [one for one in alive if isinstance(one, Optimizer)]
@@ -79,7 +79,7 @@ def held(session: Session) -> Held:
     kept = sum(_state(session, one) for one in optimizers)
     parts = session.gradients.num_bytes() if session.gradients is not None else 0
     weights = session.weights.num_bytes() if session.weights is not None else 0
-    return Held(_bytes(parameters) + weights, _bytes(gradients) + parts, kept)
+    return HeldMemory(_bytes(parameters) + weights, _bytes(gradients) + parts, kept)
 
 
 def _parameters(alive: Iterable[Any]) -> list[torch.Tensor]:
@@ -108,7 +108,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def _told(session: Session, wanted: int) -> str:
     limit = _limit(session)
-    now = held(session)
+    now = held_memory(session)
     used = _used(session, limit)
     others = max(used - now.total, 0)
     asked = f"{size(wanted)} were wanted at once" if wanted else "more was wanted"
@@ -120,7 +120,7 @@ def _told(session: Session, wanted: int) -> str:
     )
 
 
-def _advice(session: Session, wanted: int, limit: Room, others: int) -> str:
+def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) -> str:
     if wanted > limit.num_bytes:
         return "That one tensor is larger than the memory: no level and no number of ranks would change it"
     smaller = "smaller batches (a loop that accumulates gradients over several keeps its meaning)"
@@ -151,7 +151,7 @@ def _levels(num_ranks: int) -> list[Level]:
     if not optimizers:
         return []
     every = _parameters(alive)
-    found = [stepped(one, [p for group in one.param_groups for p in group["params"]]) for one in optimizers]
+    found = [step_meta_copy(one, [p for group in one.param_groups for p in group["params"]]) for one in optimizers]
     return levels_of(found, every, num_ranks)
 
 
@@ -162,13 +162,13 @@ def _of(one: Level) -> str:
     )
 
 
-def _limit(session: Session) -> Room:
+def _limit(session: Session) -> AvailableMemory:
     if session.device.type == "cuda":
-        return Room(torch.cuda.get_device_properties(session.device).total_memory, "of its GPU")
-    return room(session.local_world_size, gpus=False)
+        return AvailableMemory(torch.cuda.get_device_properties(session.device).total_memory, "of its GPU")
+    return available_memory(session.local_world_size, gpus=False)
 
 
-def _used(session: Session, limit: Room) -> int:
+def _used(session: Session, limit: AvailableMemory) -> int:
     if session.device.type == "cuda":
         return torch.cuda.memory_allocated(session.device)
     pages = Path("/proc/self/statm").read_text().split()

@@ -16,7 +16,7 @@ from lagom.collectives.group import TIMEOUT_S, Group
 from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.config.torch_distributed import Collectives
 from lagom.errors import CollectiveError
-from lagom.wire.spec import Seat
+from lagom.wire.spec import RankSpec
 from lagom.worker.network_interfaces import interface_of
 
 TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
@@ -24,7 +24,7 @@ TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 
 @contextmanager
 def process_group(
-    seat: Seat, world_size: int, device: torch.device, collectives: Collectives = "auto"
+    seat: RankSpec, world_size: int, device: torch.device, collectives: Collectives = "auto"
 ) -> Iterator[tuple[Group, dist.Store]]:
     """Join the other ranks. The group is never registered with torch.distributed; see Note [Private world]."""
     try:
@@ -63,7 +63,7 @@ def process_group(
         nccl.shutdown()
 
 
-def _store(seat: Seat, world_size: int) -> dist.Store:
+def _store(seat: RankSpec, world_size: int) -> dist.Store:
     if seat.store is None:
         found = dist.FileStore(str(Path(seat.host_dir, "store")), -1)
         found.set_timeout(TIMEOUT)

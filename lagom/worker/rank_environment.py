@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lagom.wire.spec import Seat
+from lagom.wire.spec import RankSpec
 from lagom.worker.network_interfaces import interface_of
 from lagom.world import Place
 
@@ -29,7 +29,7 @@ _LAUNCHER_VARIABLES = (
 
 
 @contextmanager
-def environment(seat: Seat | None) -> Iterator[None]:
+def environment(seat: RankSpec | None) -> Iterator[None]:
     """Show the rank its own GPU and no launcher meanwhile; afterwards everything is as before."""
     before = dict(os.environ)
     if seat is not None:
@@ -45,7 +45,7 @@ def environment(seat: Seat | None) -> Iterator[None]:
 
 
 @contextmanager
-def torchrun_variables(place: Place, seat: Seat | None, notes: SealedStore | None) -> Iterator[None]:
+def torchrun_variables(place: Place, seat: RankSpec | None, notes: SealedStore | None) -> Iterator[None]:
     """Set what torchrun would, for a program that is distributed already. See Note [The master's port].
 
     Without a ``seat``, in the caller's own process, variables that are there stay as they are. They are put back by

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lagom.errors import CollectiveError, PayloadError
 from lagom.payload import InParts, Parcel, classes_received, unpack, unpack_file
-from lagom.wire.client import Link, Message
-from lagom.wire.spec import Seat, Spec
-from lagom.worker.heartbeat import Heart
-from lagom.worker.stack_dump import listen
+from lagom.wire.client import DriverClient, Message
+from lagom.wire.spec import RankSpec, RunSpec
+from lagom.worker.heartbeat import Heartbeat
+from lagom.worker.stack_dump import dump_on_signal
 from lagom.world import Place, hearing
 
 if TYPE_CHECKING:
-    from lagom.host.workspace import Ground
+    from lagom.host.workspace import HostWorkspace
     from lagom.session.session import Session
 
 _PR_SET_PDEATHSIG = 1
@@ -39,7 +39,7 @@ _MAX_SOCKET = 107  # characters of its path
 _MAX_TEXT = 200_000  # characters of a traceback; more does not fit a frame, and nobody reads it
 
 
-def become(spec: Spec, seat: Seat, ground: Ground, stdout: int, stderr: int, parent: int) -> NoReturn:
+def run_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, stdout: int, stderr: int, parent: int) -> NoReturn:
     """Be the rank of ``seat``; called in a process just forked from ``parent``, never returns."""
     code = 1
     try:
@@ -54,7 +54,7 @@ def become(spec: Spec, seat: Seat, ground: Ground, stdout: int, stderr: int, par
         os._exit(code)
 
 
-def _cut_loose(seat: Seat, ground: Ground, stdout: int, stderr: int, parent: int) -> None:
+def _cut_loose(seat: RankSpec, ground: HostWorkspace, stdout: int, stderr: int, parent: int) -> None:
     gc.disable()  # objects of the parent, such as its sockets, must not be finalised here
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -114,7 +114,7 @@ def _close_all_but(keep: set[int | None]) -> None:
         os.closerange(low + 1, high)
 
 
-def _settle(spec: Spec, seat: Seat, ground: Ground) -> None:
+def _settle(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> None:
     """Take on the driver's environment, working directory, module path and a ``__main__`` of this rank's own."""
     if spec.whole_env:
         os.environ.clear()
@@ -128,7 +128,7 @@ def _settle(spec: Spec, seat: Seat, ground: Ground) -> None:
     _keep_sockets(f"{seat.host_dir}/mp-{seat.rank}")
     faulthandler.enable(file=2)
     if seat.stacks_fd is not None:
-        listen(seat.stacks_fd)
+        dump_on_signal(seat.stacks_fd)
     _log_apart()
 
 
@@ -150,13 +150,13 @@ def _log_apart() -> None:
     logger.propagate = False
 
 
-def _run(spec: Spec, seat: Seat) -> int:
+def _run(spec: RunSpec, seat: RankSpec) -> int:
     from lagom.files import asked_for_rank, own_disk
     from lagom.worker import bootstrap
 
     place = Place(seat.rank, spec.plan.world_size, seat.local_rank, seat.local_world_size)
-    control = Link(socket.socket(fileno=seat.control_fd))
-    heart = Heart(control, spec.plan, seat.stacks_fd)
+    control = DriverClient(socket.socket(fileno=seat.control_fd))
+    heart = Heartbeat(control, spec.plan, seat.stacks_fd)
     at_home: dict[type, str] = {}
     # To the very end of the process: what runs at exit writes files as well.
     stack = contextlib.ExitStack()
@@ -190,7 +190,7 @@ def _run(spec: Spec, seat: Seat) -> int:
     parcel.write(seat.outcome_fd)
     if not report["ok"]:
         if "exit" in report:  # Python ends in order, and so do the threads and the atexit functions of the program
-            bootstrap.last_rites(lambda: heart.last_word(report))
+            bootstrap.run_exit_handlers(lambda: heart.last_word(report))
         bootstrap.flush_files()
         bootstrap.flush()
         # Say so first: at the end of this process its connections break, and others fail of that.
@@ -201,7 +201,7 @@ def _run(spec: Spec, seat: Seat) -> int:
         heart.last_word(report)
         os._exit(0)
 
-    bootstrap.last_rites(end)
+    bootstrap.run_exit_handlers(end)
     end()
     return 0
 

@@ -1,4 +1,4 @@
-"""``Usage``: what a rank uses of its machine: processors, memory, and its GPU."""
+"""``ResourceUsage``: what a rank uses of its machine: processors, memory, and its GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_CHILDREN = 64
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
-class Usage:
+class ResourceUsage:
     """Measured from call to call.
 
     Args:

@@ -54,7 +54,7 @@ _ANSWER_S = 0.3  # that a process has to write its stacks
 _MAX_CHILDREN = 8
 
 
-def listen(fd: int) -> None:
+def dump_on_signal(fd: int) -> None:
     """From now on this process, and those it forks, write their stacks to the file ``fd`` when told by ``SIGNAL``."""
     if SIGNAL is not None:
         faulthandler.register(SIGNAL, file=fd, all_threads=True)
@@ -87,16 +87,16 @@ def position(frame: types.FrameType | None) -> int:
 
 
 def of_children(fd: int) -> str:
-    """The stacks of processes that this one has started and that ``listen``, such as workers of a data loader."""
+    """Return the stacks of child processes that dump on a signal, such as workers of a data loader."""
     try:
         found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     except OSError:
         return ""
-    stacks = {pid: told(int(pid), fd) for pid in found[:_MAX_CHILDREN]}
+    stacks = {pid: read_stack(int(pid), fd) for pid in found[:_MAX_CHILDREN]}
     return "".join(f"process {pid}, which it started:\n{text}" for pid, text in stacks.items() if text)[-_MAX_TEXT:]
 
 
-def told(pid: int, fd: int) -> str:
+def read_stack(pid: int, fd: int) -> str:
     """Have the process ``pid`` write its stacks to ``fd``; empty when it does not listen, or not in time."""
     if SIGNAL is None or not _listens(pid):
         return ""

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from lagom.patching.replace import replaced
-from lagom.zero.gradient_shards import Gradients
+from lagom.zero.gradient_shards import GradientShards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def parted_gradients(session: Session) -> Iterator[Gradients]:
+def sharded_gradients(session: Session) -> Iterator[GradientShards]:
     """Have every rank keep its part of gradients, once their optimizers are shared out."""
     assert session.group is not None
-    gradients = Gradients(session.group, session.leaves, lambda: session.may_meet, session.say_once)
+    gradients = GradientShards(session.group, session.leaves, lambda: session.may_meet, session.say_once)
     with ExitStack() as stack:
         for name in ("grad", "_grad"):
             stack.enter_context(replaced(Tensor, name, _property(session, gradients)))
@@ -45,7 +45,7 @@ def parted_gradients(session: Session) -> Iterator[Gradients]:
         yield gradients
 
 
-def _property(session: Session, gradients: Gradients) -> property:
+def _property(session: Session, gradients: GradientShards) -> property:
     original = vars(torch._C.TensorBase)["grad"]
 
     def write(tensor: Tensor, value: Tensor | None) -> None:
@@ -62,7 +62,7 @@ def _property(session: Session, gradients: Gradients) -> property:
     return property(gradients.read, write, delete, original.__doc__)
 
 
-def _zeroed(session: Session, gradients: Gradients, owner: Any) -> Callable[..., None]:
+def _zeroed(session: Session, gradients: GradientShards, owner: Any) -> Callable[..., None]:
     original = vars(owner)["zero_grad"]
 
     @functools.wraps(original)
@@ -85,7 +85,7 @@ def _parameters(holder: Any) -> Iterator[Tensor]:
     return parameters
 
 
-def _unscaled(session: Session, gradients: Gradients) -> Callable[..., Any]:
+def _unscaled(session: Session, gradients: GradientShards) -> Callable[..., Any]:
     original = vars(GradScaler)["_unscale_grads_"]
 
     @functools.wraps(original)
@@ -100,7 +100,7 @@ def _unscaled(session: Session, gradients: Gradients) -> Callable[..., Any]:
         with gradients.parted():
             found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, *args, **kwargs)
         mine = [float(found[device]) if device in found else 0.0 for device in devices]
-        rows = exchanged(session, "GradScaler.unscale_()", mine)
+        rows = exchange_numbers(session, "GradScaler.unscale_()", mine)
         worst = [max(column) for column in zip(*rows, strict=True)]
         return {
             d: torch.full((), value, dtype=torch.float32, device=d) for d, value in zip(devices, worst, strict=True)
@@ -109,7 +109,7 @@ def _unscaled(session: Session, gradients: Gradients) -> Callable[..., Any]:
     return unscale
 
 
-def _clipped(session: Session, gradients: Gradients, original: Callable[..., Any]) -> Callable[..., Any]:
+def _clipped(session: Session, gradients: GradientShards, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip_grad_norm_(
         parameters: Tensor | Iterable[Tensor],
@@ -127,7 +127,7 @@ def _clipped(session: Session, gradients: Gradients, original: Callable[..., Any
             parts = [part for p in cut if (part := gradients.part(p)[1]) is not None]
             whole = [p.grad for p in every if not gradients.part(p)[0] and p.grad is not None]
             norms = [float(get_total_norm(some, norm_type, False, foreach)) for some in (parts, whole)]
-            rows = exchanged(session, "clip_grad_norm_()", norms[:1])
+            rows = exchange_numbers(session, "clip_grad_norm_()", norms[:1])
             total = _together([row[0] for row in rows] + norms[1:], float(norm_type))
             # As a norm of one number, for the error that torch has.
             norm = torch.full((), total, dtype=cut[0].dtype, device=cut[0].device)
@@ -139,7 +139,7 @@ def _clipped(session: Session, gradients: Gradients, original: Callable[..., Any
     return clip_grad_norm_
 
 
-def _clipped_by_value(session: Session, gradients: Gradients, original: Callable[..., Any]) -> Callable[..., Any]:
+def _clipped_by_value(session: Session, gradients: GradientShards, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip_grad_value_(*args: Any, **kwargs: Any) -> None:
         if session.live:
@@ -161,7 +161,7 @@ def _together(norms: list[float], order: float) -> float:
     return largest * found
 
 
-def exchanged(session: Session, place: str, mine: list[float]) -> list[list[float]]:
+def exchange_numbers(session: Session, place: str, mine: list[float]) -> list[list[float]]:
     """What all ranks have, if all are at ``place``."""
     assert session.group is not None
     session.at(place)
@@ -170,7 +170,7 @@ def exchanged(session: Session, place: str, mine: list[float]) -> list[list[floa
 
 
 @contextmanager
-def _until_something_compiles(session: Session, gradients: Gradients) -> Iterator[None]:
+def _until_something_compiles(session: Session, gradients: GradientShards) -> Iterator[None]:
     """Code that is compiled need not ask for gradients by their name."""
     from torch._dynamo.callback import callback_handler
 

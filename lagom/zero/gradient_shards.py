@@ -1,4 +1,4 @@
-"""``Gradients``: of a parameter whose optimizer is shared out, each rank keeps its part of the averaged gradient."""
+"""``GradientShards``: each rank keeps its part of the averaged gradients of sharded parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
-from lagom.gradients.reduction.buckets import Deal, dealt
+from lagom.gradients.reduction.buckets import ShardMap, shard_map
 from lagom.run_state.memory_layout import flat, flat_like, is_dense
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lagom.collectives.group import Group
     from lagom.run_state.leaves import Leaves
-    from lagom.zero.partition import Piece
+    from lagom.zero.partition import ParameterPiece
 
 ASK = b"gradient"
 _SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -54,7 +54,7 @@ class _Entry:
         """Whether the parts are those of the parameter, whatever optimizer steps it."""
 
 
-class Gradients:
+class GradientShards:
     """Cuts gradients, and puts them together when the program looks. See Note [Parts of gradients].
 
     Args:
@@ -84,7 +84,9 @@ class Gradients:
         shards = [entry.shard for entry in list(self._entries.values()) if entry.is_cut]
         return sum(shard.nbytes for shard in shards if shard is not None)
 
-    def assign(self, number: int, parameters: Sequence[torch.Tensor], pieces: Sequence[Sequence[Piece]]) -> None:
+    def assign(
+        self, number: int, parameters: Sequence[torch.Tensor], pieces: Sequence[Sequence[ParameterPiece]]
+    ) -> None:
         """Cut gradients of ``parameters`` like this from now on; none of them is in parts.
 
         Args:
@@ -142,7 +144,7 @@ class Gradients:
         if (entry := self._can_be_cut(leaf)) is not None:
             self._early.append((entry, self._cut(leaf, entry)))
 
-    def dealt(self, leaves: Sequence[torch.Tensor]) -> Deal | None:
+    def dealt(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
         """Which rank keeps which part of the averages of ``leaves``; None where one of them is to be whole.
 
         So are those of parameters that are shared out themselves: peaks came out a tenth higher with parts of sums.
@@ -155,7 +157,7 @@ class Gradients:
             if leaf.dtype not in _SUMMED or not is_dense(leaf):
                 return None
             rows.append(entry.parts)
-        return dealt(rows, self._group.rank, self._group.world_size)
+        return shard_map(rows, self._group.rank, self._group.world_size)
 
     def take_part_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
         """As ``keep_part_early``, of an average of which this rank got its ``part`` only."""

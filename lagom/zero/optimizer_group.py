@@ -1,4 +1,4 @@
-"""``Optimizers``: all of a run's, and what the ranks do when one of them steps or is looked at."""
+"""``OptimizerGroup``: all of a run's, and what the ranks do when one of them steps or is looked at."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lagom.gradients.checksum import checksums
 from lagom.gradients.divergence import INTERVAL
 from lagom.run_state.memory_layout import is_dense, overlapping
 from lagom.zero.gradient_shards import ASK
-from lagom.zero.optimizer_probe import Kind, Nature, nature_of
+from lagom.zero.optimizer_probe import Kind, OptimizerNature, probe_optimizer
 from lagom.zero.parameters.shards import WEIGHTS
-from lagom.zero.sharded_optimizer import Parted, Sharded, refuse
-from lagom.zero.step_mismatch import Step, refuse_step, settings_of
+from lagom.zero.sharded_optimizer import ShardedOptimizer, ShardedParameter, refuse
+from lagom.zero.step_mismatch import StepSignature, refuse_step, settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-    from lagom.collectives.agreement_exchange import Frame
+    from lagom.collectives.agreement_exchange import AgreedExchange
     from lagom.collectives.group import Group
-    from lagom.gradients.divergence import Watch
-    from lagom.zero.gradient_shards import Gradients
-    from lagom.zero.parameters.shards import Weights
+    from lagom.gradients.divergence import DivergenceMonitor
+    from lagom.zero.gradient_shards import GradientShards
+    from lagom.zero.parameters.shards import ParameterShards
 
 _FIRST = "the first optimizer.step()"
 _BEFORE = "optimizer.step()"
@@ -44,12 +44,12 @@ class _Found(NamedTuple):
     """What is known of an optimizer."""
 
     number: int
-    nature: Nature
+    nature: OptimizerNature
     parameters: tuple[int, ...]
     """Their ids, when it was found out."""
 
 
-class Optimizers:
+class OptimizerGroup:
     """Steps optimizers in parts, and puts their state together when the program looks at it.
 
     Args:
@@ -63,10 +63,10 @@ class Optimizers:
     def __init__(
         self,
         group: Group,
-        frame: Frame,
-        watch: Watch,
-        gradients: Gradients | None = None,
-        weights: Weights | None = None,
+        frame: AgreedExchange,
+        watch: DivergenceMonitor,
+        gradients: GradientShards | None = None,
+        weights: ParameterShards | None = None,
         *,
         is_own: Callable[[torch.Tensor], bool],
         say: Callable[[str], None],
@@ -83,8 +83,8 @@ class Optimizers:
         self._thread = threading.get_ident()
         self._busy = False
         self._found: weakref.WeakKeyDictionary[Optimizer, _Found] = weakref.WeakKeyDictionary()
-        self._sharded: weakref.WeakKeyDictionary[Optimizer, Sharded] = weakref.WeakKeyDictionary()
-        self._by_number: dict[int, Sharded] = {}
+        self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = weakref.WeakKeyDictionary()
+        self._by_number: dict[int, ShardedOptimizer] = {}
         """Also of optimizers that are gone here: another rank may be at a place where it still has them."""
         self._gone: list[int] = []
         self._overlapping: set[int] = set()
@@ -116,7 +116,7 @@ class Optimizers:
             return inner(optimizer, *args, **kwargs)
         self._meet(optimizer, sharded)
         state = vars(optimizer)["state"]
-        if not isinstance(state, Parted):
+        if not isinstance(state, ShardedParameter):
             sharded.take(state)
         args, kwargs = self._with_closure(optimizer, sharded, args, kwargs)
         sharded.clock += 1
@@ -129,11 +129,11 @@ class Optimizers:
     def state(self, optimizer: Optimizer) -> Any:
         """``optimizer.state``: whole, outside of a step."""
         state = vars(optimizer)["state"]
-        if not isinstance(state, Parted):
+        if not isinstance(state, ShardedParameter):
             return state
         if threading.get_ident() != self._thread:
             return state  # which raises when it is used
-        sharded: Sharded = vars(state)["sharded"]
+        sharded: ShardedOptimizer = vars(state)["sharded"]
         self._group.ask(b"state %d %d" % (sharded.number, sharded.clock))
         whole = sharded.whole()
         if vars(optimizer)["state"] is state:
@@ -152,7 +152,9 @@ class Optimizers:
         """
         if self._by_number:
             gc.collect()  # schedulers and optimizers hold each other
-        mine = {s.number: o for o, s in list(self._sharded.items()) if isinstance(vars(o).get("state"), Parted)}
+        mine = {
+            s.number: o for o, s in list(self._sharded.items()) if isinstance(vars(o).get("state"), ShardedParameter)
+        }
         rows = all_gather_values(self._group, sorted(mine))
         for number in sorted(set.intersection(*map(set, rows))):
             vars(mine[number])["state"] = self._sharded[mine[number]].whole()
@@ -161,7 +163,7 @@ class Optimizers:
 
     def _current(
         self, optimizer: Optimizer, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Sharded | None:
+    ) -> ShardedOptimizer | None:
         """The parts in which ``optimizer`` is to be stepped; None where it is stepped whole."""
         every = tuple(id(p) for group in optimizer.param_groups for p in group["params"])
         found = self._found.get(optimizer)
@@ -206,18 +208,18 @@ class Optimizers:
         number = self._num if before is None else before.number
         self._num += before is None
         known = not (set(kwargs) - {"closure"} or len(args) > 1) and "state" in vars(optimizer)
-        nature = Nature(Kind.COUPLED, False)
+        nature = OptimizerNature(Kind.COUPLED, False)
         if known and len(set(every)) == len(every):
             closure = args[0] if args else kwargs.get("closure")
             with self._stepping():
-                nature = nature_of(optimizer, inner, closure=closure is not None)
+                nature = probe_optimizer(optimizer, inner, closure=closure is not None)
         if not self._frame.exchange(signature(f"{_FIRST} {number} {nature}".encode())):
             self._apart(_FIRST)
         self._tell(type(optimizer).__name__, nature)
         found = self._found[optimizer] = _Found(number, nature, every)
         return found
 
-    def _tell(self, name: str, nature: Nature) -> None:
+    def _tell(self, name: str, nature: OptimizerNature) -> None:
         """Say what becomes of an optimizer that is not stepped element by element."""
         if nature.kind is Kind.COUPLED:
             self._say(
@@ -243,12 +245,12 @@ class Optimizers:
     def _has_gradient(self, p: torch.Tensor) -> bool:
         return p.grad is not None if self._gradients is None else self._gradients.is_there(p)
 
-    def _share(self, optimizer: Optimizer, found: _Found, before: Sharded | None) -> Sharded:
+    def _share(self, optimizer: Optimizer, found: _Found, before: ShardedOptimizer | None) -> ShardedOptimizer:
         """Share out what has gradients; the second time all, since more of it may have some later."""
         state, weights = self.state(optimizer), self._weights
         every = [p for group in optimizer.param_groups for p in group["params"]]
         able = [p for p in every if self._can_be(p) and (self._has_gradient(p) or before is not None or p in state)]
-        sharded = Sharded(
+        sharded = ShardedOptimizer(
             self._group, self._frame, found.number, found.nature, optimizer, able, self._gradients, weights
         )
         # A parameter that no backward has reached has been compared with the other ranks' nowhere.
@@ -270,7 +272,7 @@ class Optimizers:
         finally:
             self._busy = before
 
-    def _meet(self, optimizer: Optimizer, sharded: Sharded) -> None:
+    def _meet(self, optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
         """All ranks are about to step ``optimizer``; now and then, by equal gradients."""
         self._num_steps += 1
         sums: dict[int, tuple[str, int]] | None = None
@@ -284,14 +286,14 @@ class Optimizers:
         if not self._frame.exchange(
             signature(repr((_BEFORE, sharded.steps(), sharded.clock, sums, settings)).encode())
         ):
-            self._apart(_BEFORE, Step(sharded.identity, sharded.parameters, sums, settings))
+            self._apart(_BEFORE, StepSignature(sharded.identity, sharded.parameters, sums, settings))
         for number in gone:
             self._by_number.pop(number, None)
         if self._weights is not None:
             self._weights.forget(gone_units)
 
     def _with_closure(
-        self, optimizer: Optimizer, sharded: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, sharded: ShardedOptimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         closure = args[0] if args else kwargs.get("closure")
         if closure is None:
@@ -304,11 +306,11 @@ class Optimizers:
 
         return ((evaluated,), kwargs) if args else (args, kwargs | {"closure": evaluated})
 
-    def _publish(self, sharded: Sharded, place: str) -> None:
+    def _publish(self, sharded: ShardedOptimizer, place: str) -> None:
         if not sharded.publish(place):
             self._apart(place)
 
-    def _apart(self, place: str, step: Step | None = None) -> NoReturn:
+    def _apart(self, place: str, step: StepSignature | None = None) -> NoReturn:
         """Raise the DivergenceError that ranks which disagree get."""
         self._watch.meet(place)
         refuse_step(self._group, step, self._name)

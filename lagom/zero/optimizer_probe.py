@@ -1,4 +1,4 @@
-"""``nature_of``: how an optimizer can be shared out, found by stepping small copies of it."""
+"""``probe_optimizer``: how an optimizer can be shared out, found by stepping small copies of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Kind(Enum):
     COUPLED = "not at all"
 
 
-class Nature(NamedTuple):
+class OptimizerNature(NamedTuple):
     """What is found out of an optimizer."""
 
     kind: Kind
@@ -46,10 +46,10 @@ class Nature(NamedTuple):
     """In place, as ``SGD(nesterov=True, foreach=True)`` does: a program that does not zero them sees it."""
 
 
-_COUPLED = Nature(Kind.COUPLED, False)
+_COUPLED = OptimizerNature(Kind.COUPLED, False)
 
 
-def nature_of(optimizer: Optimizer, step: Callable[..., Any], *, closure: bool) -> Nature:
+def probe_optimizer(optimizer: Optimizer, step: Callable[..., Any], *, closure: bool) -> OptimizerNature:
     """Whether halves of parameters, or else parameters, can be stepped apart with the result of stepping all.
 
     See Note [Probe]. The optimizer, its parameters and all random numbers stay as they are.
@@ -68,7 +68,7 @@ def nature_of(optimizer: Optimizer, step: Callable[..., Any], *, closure: bool) 
                 probe = _Probe(optimizer, step, dtype, closure=closure)
                 kind = probe.kind()
                 same = _equal(states, _random_states())
-                return Nature(kind, probe.changes_gradients) if same and kind is not Kind.COUPLED else _COUPLED
+                return OptimizerNature(kind, probe.changes_gradients) if same and kind is not Kind.COUPLED else _COUPLED
             _set_random_states(states)
     finally:
         _set_random_states(states)

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from lagom.collectives.group import Group
-    from lagom.zero.partition import Piece
+    from lagom.zero.partition import ParameterPiece
 
 _INLINE = 1 << 14
 """Bytes of a tensor that travels along with what is told of it."""
 
 
-class Held(NamedTuple):
+class HeldState(NamedTuple):
     """One entry of a piece's state, as its holder tells the others."""
 
     value: Any
@@ -34,7 +34,7 @@ class Held(NamedTuple):
     """It is where the parameter is, and not on the CPU as counts of steps are."""
 
 
-def cut(state: Mapping[str, Any], parameter: torch.Tensor, piece: Piece) -> dict[str, Any]:
+def cut(state: Mapping[str, Any], parameter: torch.Tensor, piece: ParameterPiece) -> dict[str, Any]:
     """The ``piece``'s part of what an optimizer holds for ``parameter``."""
     return {
         key: flat_like(value, parameter)[piece.start : piece.end].clone() if _is_like(value, parameter) else value
@@ -49,8 +49,8 @@ def _is_like(value: Any, parameter: torch.Tensor) -> bool:
 def gather(
     group: Group,
     parameters: Sequence[torch.Tensor],
-    pieces: Sequence[Sequence[Piece]],
-    mine: Mapping[Piece, Mapping[str, Any]] | None,
+    pieces: Sequence[Sequence[ParameterPiece]],
+    mine: Mapping[ParameterPiece, Mapping[str, Any]] | None,
     *,
     keep: bool,
 ) -> list[dict[str, Any] | None]:
@@ -82,7 +82,7 @@ def gather(
     for owner, piece in _in_order(pieces):
         own = mine.get(piece, {}) if owner == group.rank else {}
         for key, fields in rows[owner][piece].items():
-            held = Held(*fields)
+            held = HeldState(*fields)
             value = _value(group, held, own.get(key), owner, (piece, parameters[piece.param]))
             if keep:
                 entries = found[piece.param]
@@ -92,33 +92,33 @@ def gather(
     return found
 
 
-def _in_order(pieces: Sequence[Sequence[Piece]]) -> Iterator[tuple[int, Piece]]:
+def _in_order(pieces: Sequence[Sequence[ParameterPiece]]) -> Iterator[tuple[int, ParameterPiece]]:
     every = [(piece, owner) for owner, part in enumerate(pieces) for piece in part]
     return ((owner, piece) for piece, owner in sorted(every))
 
 
-def _told(state: Mapping[str, Any], piece: Piece, parameters: Sequence[torch.Tensor]) -> dict[str, Held]:
+def _told(state: Mapping[str, Any], piece: ParameterPiece, parameters: Sequence[torch.Tensor]) -> dict[str, HeldState]:
     told = {}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
-            told[key] = Held(value, None, (), False, False)
+            told[key] = HeldState(value, None, (), False, False)
             continue
         line = _line(value, piece, parameters[piece.param])
         sent = value if line is None else line
         follows = sent.layout == torch.strided and sent.nbytes > _INLINE
         inline = None if follows else sent.detach().cpu().clone()
-        told[key] = Held(inline, value.dtype, tuple(sent.shape), line is not None, value.device.type != "cpu")
+        told[key] = HeldState(inline, value.dtype, tuple(sent.shape), line is not None, value.device.type != "cpu")
     return told
 
 
-def _line(value: torch.Tensor, piece: Piece, parameter: torch.Tensor) -> torch.Tensor | None:
+def _line(value: torch.Tensor, piece: ParameterPiece, parameter: torch.Tensor) -> torch.Tensor | None:
     """The elements of ``value``, if it has one for each of the ``piece``."""
     if piece.end - piece.start < parameter.numel():
         return value if value.shape == (piece.end - piece.start,) else None
     return flat_like(value, parameter) if _is_like(value, parameter) else None
 
 
-def _value(group: Group, held: Held, mine: Any, owner: int, place: tuple[Piece, torch.Tensor]) -> Any:
+def _value(group: Group, held: HeldState, mine: Any, owner: int, place: tuple[ParameterPiece, torch.Tensor]) -> Any:
     piece, parameter = place
     if held.dtype is None:
         return held.value
@@ -135,7 +135,9 @@ def _value(group: Group, held: Held, mine: Any, owner: int, place: tuple[Piece, 
     return value
 
 
-def _put(entries: dict[str, Any], key: str, held: Held, value: Any, piece: Piece, parameter: torch.Tensor) -> None:
+def _put(
+    entries: dict[str, Any], key: str, held: HeldState, value: Any, piece: ParameterPiece, parameter: torch.Tensor
+) -> None:
     if not held.cut:
         entries.setdefault(key, value)
         return

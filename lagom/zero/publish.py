@@ -1,4 +1,4 @@
-"""``Publisher``: what each rank has changed of the parameters reaches the others."""
+"""``ParameterPublisher``: what each rank has changed of the parameters reaches the others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lagom.run_state.memory_layout import flat
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lagom.collectives.agreement_exchange import Frame
+    from lagom.collectives.agreement_exchange import AgreedExchange
     from lagom.collectives.group import Group
-    from lagom.zero.partition import Piece
+    from lagom.zero.partition import ParameterPiece
 
 _ALONE = 1 << 18
 """Bytes from which a piece is sent from, and received in, the parameter's own memory."""
@@ -31,7 +31,7 @@ class _Packed(NamedTuple):
     """Where they are from, and go to."""
 
 
-class Publisher:
+class ParameterPublisher:
     """Sends each rank's pieces of some parameters to all others, in place.
 
     Args:
@@ -40,7 +40,11 @@ class Publisher:
     """
 
     def __init__(
-        self, group: Group, frame: Frame, parameters: Sequence[torch.Tensor], pieces: Sequence[Sequence[Piece]]
+        self,
+        group: Group,
+        frame: AgreedExchange,
+        parameters: Sequence[torch.Tensor],
+        pieces: Sequence[Sequence[ParameterPiece]],
     ) -> None:
         self._group = group
         self._frame = frame

@@ -1,4 +1,4 @@
-"""``Sharded``: one optimizer, of which each rank steps a part and holds the state of that part."""
+"""``ShardedOptimizer``: one optimizer, of which each rank steps a part and holds the state of that part."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import LagomError
 from lagom.run_state.memory_layout import flat, flat_like
 from lagom.zero.optimizer_state import cut, gather
-from lagom.zero.publish import Publisher
-from lagom.zero.stand_ins import StandIns
+from lagom.zero.publish import ParameterPublisher
+from lagom.zero.stand_ins import OptimizerShards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from lagom.collectives.agreement_exchange import Frame
+    from lagom.collectives.agreement_exchange import AgreedExchange
     from lagom.collectives.group import Group
-    from lagom.zero.gradient_shards import Gradients
-    from lagom.zero.optimizer_probe import Nature
-    from lagom.zero.parameters.shards import Weights
-    from lagom.zero.partition import Piece
+    from lagom.zero.gradient_shards import GradientShards
+    from lagom.zero.optimizer_probe import OptimizerNature
+    from lagom.zero.parameters.shards import ParameterShards
+    from lagom.zero.partition import ParameterPiece
 
 
-class Parted:
+class ShardedParameter:
     """Stands for the state of an optimizer while each rank has a part of it."""
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: ShardedOptimizer) -> None:
         vars(self)["sharded"] = sharded
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -55,7 +55,7 @@ _GONE = (
 )
 
 
-class Sharded:
+class ShardedOptimizer:
     """The parts of an optimizer. See Note [Stepping a part].
 
     Args:
@@ -69,13 +69,13 @@ class Sharded:
     def __init__(
         self,
         group: Group,
-        frame: Frame,
+        frame: AgreedExchange,
         number: int,
-        nature: Nature,
+        nature: OptimizerNature,
         optimizer: Optimizer,
         parameters: list[torch.Tensor],
-        gradients: Gradients | None = None,
-        weights: Weights | None = None,
+        gradients: GradientShards | None = None,
+        weights: ParameterShards | None = None,
     ) -> None:
         self.number = number
         self.parameters = parameters
@@ -88,7 +88,7 @@ class Sharded:
         self._weights = weights
         self._given = {} if weights is None else {i: x for i, p in enumerate(parameters) if (x := weights.parts(p))}
         """Parts of what is shared out already, by place."""
-        self._stand_ins = StandIns(optimizer, parameters, self._given, nature, group)
+        self._stand_ins = OptimizerShards(optimizer, parameters, self._given, nature, group)
         self.pieces = self._stand_ins.pieces
         """Of each rank."""
         self.idle = self._stand_ins.idle
@@ -100,7 +100,7 @@ class Sharded:
         """Equal on ranks that have the same parts of the same parameters."""
         self._order: list[int] = []
         """Ids of the parameters that had state first: a state_dict() tells."""
-        self._publisher: Publisher | None = None
+        self._publisher: ParameterPublisher | None = None
         self._gradients = gradients
         self._lent: list[torch.Tensor] = []
         """Parameters that are this rank's alone, whose part is their gradient while they are stepped."""
@@ -181,7 +181,7 @@ class Sharded:
                     stand_in.grad = lent
         vars(optimizer)["state"] = self.part
 
-    def _line(self, piece: Piece, parameter: torch.Tensor) -> torch.Tensor:
+    def _line(self, piece: ParameterPiece, parameter: torch.Tensor) -> torch.Tensor:
         if self._weights is not None and piece.param in self._given:
             return self._weights.line(parameter, piece)
         return flat(parameter)[piece.start : piece.end]
@@ -194,7 +194,7 @@ class Sharded:
 
     def _swap_back(self, optimizer: Optimizer) -> None:
         self.part = vars(optimizer)["state"]
-        vars(optimizer)["state"] = Parted(self)
+        vars(optimizer)["state"] = ShardedParameter(self)
         for _, stand_in in self._stand_ins.partial:
             stand_in.grad = None
         with self._raw():
@@ -215,7 +215,7 @@ class Sharded:
             whole = [i for i in range(len(self.parameters)) if i not in self._given]
             number = {i: number for number, i in enumerate(whole)}
             pieces = [[p._replace(param=number[p.param]) for p in part] for part in self._stand_ins.dealt]
-            self._publisher = Publisher(self._group, self._frame, [self.parameters[i] for i in whole], pieces)
+            self._publisher = ParameterPublisher(self._group, self._frame, [self.parameters[i] for i in whole], pieces)
         signed = self._published.get(place)
         if signed is None:
             signed = self._published[place] = signature(place.encode() + self.identity)
@@ -235,7 +235,7 @@ class Sharded:
         pieces = [[p._replace(param=place[p.param]) for p in part if p.param in place] for part in self.pieces]
         gradients = list(present.values())
         torch.autograd.graph.increment_version(gradients)
-        return Publisher(self._group, self._frame, gradients, pieces).publish(signed)
+        return ParameterPublisher(self._group, self._frame, gradients, pieces).publish(signed)
 
     def take(self, whole: Any) -> None:
         """Keep of an optimizer's ``whole`` state what is this rank's."""

@@ -1,4 +1,4 @@
-"""``StandIns``: what a rank steps in place of an optimizer's parameters."""
+"""``OptimizerShards``: what a rank steps in place of an optimizer's parameters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lagom.run_state.memory_layout import flat
-from lagom.zero.optimizer_probe import Kind, Nature
-from lagom.zero.partition import Piece, by_element, by_parameter
+from lagom.zero.optimizer_probe import Kind, OptimizerNature
+from lagom.zero.partition import ParameterPiece, by_element, by_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lagom.collectives.group import Group
 
 
-class StandIns:
+class OptimizerShards:
     """Tensors for this rank's pieces of an optimizer's parameters, whose groups have them while it steps.
 
     Args:
@@ -33,7 +33,7 @@ class StandIns:
         optimizer: Optimizer,
         parameters: Sequence[torch.Tensor],
         given: Mapping[int, Sequence[tuple[int, int]]],
-        nature: Nature,
+        nature: OptimizerNature,
         group: Group,
     ) -> None:
         deal = by_element if nature.kind is Kind.ELEMENTWISE else by_parameter
@@ -41,7 +41,7 @@ class StandIns:
         self.dealt = deal(sizes, group.world_size)
         """Pieces of what is whole, of each rank."""
         self.pieces = [
-            sorted([*dealt, *(Piece(i, *x[r]) for i, x in given.items() if x[r][0] < x[r][1])])
+            sorted([*dealt, *(ParameterPiece(i, *x[r]) for i, x in given.items() if x[r][0] < x[r][1])])
             for r, dealt in enumerate(self.dealt)
         ]
         """All, of each rank."""
@@ -63,7 +63,7 @@ class StandIns:
         """Of each group of the optimizer, what this rank steps."""
 
 
-def _stand_in(piece: Piece, parameter: torch.Tensor, *, given: bool) -> torch.Tensor:
+def _stand_in(piece: ParameterPiece, parameter: torch.Tensor, *, given: bool) -> torch.Tensor:
     if not given and (piece.start, piece.end) == (0, parameter.numel()):
         return parameter
     # What is shared out already gets its memory when it is stepped.

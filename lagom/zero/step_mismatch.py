@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lagom.collectives.group import Group
 
 
-class Step(NamedTuple):
+class StepSignature(NamedTuple):
     """What a rank was about to step, and by what."""
 
     identity: bytes
@@ -44,7 +44,7 @@ def _setting(value: object) -> object:
     return value if isinstance(value, (int, float, tuple)) else None
 
 
-def refuse_step(group: Group, step: Step | None, name: Callable[[torch.Tensor | None], str]) -> NoReturn:
+def refuse_step(group: Group, step: StepSignature | None, name: Callable[[torch.Tensor | None], str]) -> NoReturn:
     """Find out what of the ranks' steps differs; a collective.
 
     Args:

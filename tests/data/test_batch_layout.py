@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lagom.collectives.native import native
 from lagom.data import ParquetDataset, ParquetLoader
-from lagom.data.decoders.batch_layout import Batchwise
+from lagom.data.decoders.batch_layout import BatchLayout
 from lagom.data.parquet import streams
 from lagom.errors import DataError
 
@@ -54,15 +54,15 @@ def laid(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of blocks that lie batch by batch, as they are made, and two threads that decode."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     seen: list[int] = []
-    original = Batchwise.tensors
+    original = BatchLayout.tensors
 
-    def tensors(self: Batchwise, start: int, stop: int) -> dict[str, torch.Tensor] | None:
+    def tensors(self: BatchLayout, start: int, stop: int) -> dict[str, torch.Tensor] | None:
         found = original(self, start, stop)
         if found is not None:
             seen.append(stop - start)
         return found
 
-    monkeypatch.setattr(Batchwise, "tensors", tensors)
+    monkeypatch.setattr(BatchLayout, "tensors", tensors)
     return seen
 
 

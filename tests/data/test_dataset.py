@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Subset, random_split
 
 from lagom.data import ParquetDataset, ParquetLoader
 from lagom.data.parquet import streams
-from lagom.data.parquet.cursor import Cursor
+from lagom.data.parquet.cursor import RowGroupCursor
 from lagom.data.parquet.shard import Positions
 from lagom.errors import DataError
 from tests.data.tables import numbers, written
@@ -438,17 +438,17 @@ def test_ranks_read_row_groups_of_their_own(tmp_path: Path) -> None:
     """Where their number divides the streams: about once all that is there, not once each."""
     dataset = ParquetDataset(numbers(tmp_path, [[10] * 8, [10] * 8]), window_bytes=2000)
     read: list[set[int]] = []
-    original = Cursor._begin
+    original = RowGroupCursor._begin
     for rank in range(4):
         copy = pickle.loads(pickle.dumps(dataset))
         groups: set[int] = set()
 
-        def counting(self: Cursor, group: int, groups: set[int] = groups) -> None:
+        def counting(self: RowGroupCursor, group: int, groups: set[int] = groups) -> None:
             groups.add(group)
             original(self, group)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Cursor, "_begin", counting)
+            patch.setattr(RowGroupCursor, "_begin", counting)
             for batch in dataset.batches(6, shuffle=True, seed=5):
                 copy.__getitems__(batch.deal(rank, 4)).batch()
             copy.close()

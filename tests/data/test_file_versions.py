@@ -15,7 +15,7 @@ from pyarrow import fs
 
 from lagom.data import ParquetDataset, ParquetLoader
 from lagom.data.sources import file_versions
-from lagom.data.sources.file_versions import Stamps
+from lagom.data.sources.file_versions import FileVersions
 from lagom.errors import DataError
 
 
@@ -56,7 +56,7 @@ def test_a_bit_that_has_flipped_in_a_page_is_an_error_where_there_are_checksums(
 def test_times_of_files_travel_on_their_host_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, home = tmp_path / "file", fs.LocalFileSystem()
     path.touch()
-    kept = Stamps()
+    kept = FileVersions()
     kept.check(home, str(path))
     packed = pickle.dumps(kept)
     os.utime(path, ns=(1, 1))

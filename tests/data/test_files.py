@@ -39,12 +39,12 @@ def test_what_pyarrow_does_not_know_goes_to_fsspec() -> None:
     assert isinstance(found.handler.fs, type(fsspec.filesystem("memory")))
     assert path.strip("/") == "folder/table"
     with pytest.raises(DataError, match=r"nobody://x cannot be opened: .*nobody"):
-        files.located(["nobody://x"])
+        files.locate(["nobody://x"])
 
 
 def test_hdfs_without_hadoop_is_told_what_it_needs() -> None:
     with pytest.raises(DataError, match=r"hdfs://somewhere:1/table cannot be .*HADOOP_HOME"):
-        files.located(["hdfs://somewhere:1/table"])
+        files.locate(["hdfs://somewhere:1/table"])
 
 
 def test_an_error_of_a_store_says_where_credentials_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,4 +55,4 @@ def test_an_error_of_a_store_says_where_credentials_come_from(monkeypatch: pytes
     home = fs.PyFileSystem(Refusing(fsspec.filesystem("memory")))
     monkeypatch.setattr(files, "_place", lambda source, filesystem: (home, "container/table"))
     with pytest.raises(DataError, match=r"abfss://x@y/t cannot be reached: .*AuthenticationException \(.*az login"):
-        files.located(["abfss://x@y/t"])
+        files.locate(["abfss://x@y/t"])

@@ -16,8 +16,8 @@ from PIL import Image
 
 from lagom.collectives import native
 from lagom.data.columns.images import Size, image, pngs
-from lagom.data.columns.petastorm_codecs import Decoder, Slow, codec
-from lagom.data.columns.unischema import Field
+from lagom.data.columns.petastorm_codecs import CellByCell, Decoder, codec
+from lagom.data.columns.unischema import UnischemaField
 
 needs_native = pytest.mark.skipif(native.native() is None, reason="lagom was built without a compiler")
 
@@ -148,8 +148,8 @@ def test_nulls_and_photographs_come_between() -> None:
     # What lies under a null may be anything.
     valid = np.packbits(np.arange(40) != 1, bitorder="little")
     array = pa.Array.from_buffers(pa.large_binary(), 40, [pa.py_buffer(valid), *whole.buffers()[1:]])
-    found = codec(Field("x", np.dtype(np.uint8), (8, 8, 3), "CompressedImageCodec", True), "error")
-    assert isinstance(found, Slow)
+    found = codec(UnischemaField("x", np.dtype(np.uint8), (8, 8, 3), "CompressedImageCodec", True), "error")
+    assert isinstance(found, CellByCell)
     nowhere: Any = None
     made = Decoder(found, ("x",), nowhere)(array.slice(1), np.arange(39))
     assert made.cells[0] is None

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from lagom.collectives.native import native
 from lagom.data import ParquetDataset, ParquetLoader
-from lagom.data.columns.unischema import Field
+from lagom.data.columns.unischema import UnischemaField
 from lagom.data.decoders import fast_columns, page_decoder
-from lagom.data.parquet.cursor import Cursor, Part
+from lagom.data.parquet.cursor import RowGroupCursor, RowGroupPart
 from lagom.errors import DataError
 
 pytestmark = pytest.mark.skipif(native() is None, reason="lagom was built without a compiler")
@@ -79,7 +79,7 @@ def test_pages_of_any_layout_are_what_was_written(data: st.DataObject) -> None:
     file = pa.BufferReader(sink.getvalue())
     metadata = pq.ParquetFile(file).metadata
     places = page_decoder.places(metadata)
-    reading = page_decoder.Pages()
+    reading = page_decoder.PageDecoder()
     at = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page_decoder, "PAGE_BYTES", draw(st.sampled_from([1, 300, 1 << 20])))
@@ -128,19 +128,19 @@ def petastorm(folder: Path, groups: list[list[Any]], **options: Any) -> Path:
     return folder
 
 
-def read(folder: Path, field: Field, by_arrow: bool, **options: Any) -> tuple[list[dict[str, Any]], int]:
+def read(folder: Path, field: UnischemaField, by_arrow: bool, **options: Any) -> tuple[list[dict[str, Any]], int]:
     """Batches of an epoch, and how often a row group turned out not to be plain."""
     times: list[int] = []
 
-    def noted(self: Cursor) -> Part:
+    def noted(self: RowGroupCursor) -> RowGroupPart:
         times.append(self._group)
         return original(self)
 
     with pytest.MonkeyPatch.context() as patch:
         if by_arrow:
             patch.setattr(fast_columns, "is_there", lambda: False)
-        original = Cursor._by_arrow
-        patch.setattr(Cursor, "_by_arrow", noted)
+        original = RowGroupCursor._by_arrow
+        patch.setattr(RowGroupCursor, "_by_arrow", noted)
         patch.setattr("lagom.data.columns.unischema.found", lambda home, where: {"x": field})
         dataset = ParquetDataset(folder, **options)
         try:
@@ -152,11 +152,11 @@ def read(folder: Path, field: Field, by_arrow: bool, **options: Any) -> tuple[li
             dataset.close()
 
 
-def field(shape: tuple[int | None, ...]) -> Field:
-    return Field("x", np.dtype(np.int16), shape, "NdarrayCodec", True)
+def field(shape: tuple[int | None, ...]) -> UnischemaField:
+    return UnischemaField("x", np.dtype(np.int16), shape, "NdarrayCodec", True)
 
 
-def alike(folder: Path, field: Field, **options: Any) -> int:
+def alike(folder: Path, field: UnischemaField, **options: Any) -> int:
     found, times = read(folder, field, False, **options)
     wanted, _ = read(folder, field, True, **options)
     assert len(found) == len(wanted)

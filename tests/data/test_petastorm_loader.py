@@ -26,7 +26,7 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.data import ParquetDataset, ParquetLoader, TransformSpec
 from lagom.data.columns import images, petastorm_codecs, tensor_columns, unischema
-from lagom.data.columns.unischema import Field, loads
+from lagom.data.columns.unischema import UnischemaField, loads
 from lagom.errors import DataError
 from lagom.session.session import Session
 from tests.data.tables import numbers, written
@@ -132,8 +132,8 @@ def test_nulls_and_shapes_that_differ_are_the_programs_choice() -> None:
 
 @pytest.mark.parametrize(("nulls", "stands_in"), [(-1, -1.0), ("nan", float("nan")), ("mask", 0.0)])
 def test_nulls_of_scalars_are_what_the_program_puts_there(nulls: Any, stands_in: float) -> None:
-    codec = petastorm_codecs.codec(Field("a", np.dtype(np.float32), (), "ScalarCodec", True), "error")
-    leaf = tensor_columns.Leaf(("a",), pa.float32(), nulls, "error", codec)
+    codec = petastorm_codecs.codec(UnischemaField("a", np.dtype(np.float32), (), "ScalarCodec", True), "error")
+    leaf = tensor_columns.ColumnLeaf(("a",), pa.float32(), nulls, "error", codec)
     found = leaf.convert(pa.array([1.5, None, 2.5], pa.float32()), anywhere())
     assert torch.equal(found["a",].batch().nan_to_num(7), torch.tensor([1.5, stands_in, 2.5]).nan_to_num(7))
 
@@ -148,7 +148,10 @@ def test_numbers_that_torch_has_no_type_for_are_an_error(order: str, is_zipped: 
         return file.getvalue()
 
     codec = petastorm_codecs.codec(
-        Field("a", np.dtype(np.uint64), (2,), "CompressedNdarrayCodec" if is_zipped else "NdarrayCodec", False), "error"
+        UnischemaField(
+            "a", np.dtype(np.uint64), (2,), "CompressedNdarrayCodec" if is_zipped else "NdarrayCodec", False
+        ),
+        "error",
     )
     assert codec is not None
     fine = codec.convert(pa.array([saved([1, 2**63 - 1])] * 3), ("a",), anywhere()).batch()
@@ -158,7 +161,7 @@ def test_numbers_that_torch_has_no_type_for_are_an_error(order: str, is_zipped: 
 
 
 def test_scalars_that_do_not_fit_into_the_schemas_type_are_an_error() -> None:
-    codec = petastorm_codecs.codec(Field("a", np.dtype(np.uint8), (), "ScalarCodec", False), "error")
+    codec = petastorm_codecs.codec(UnischemaField("a", np.dtype(np.uint8), (), "ScalarCodec", False), "error")
     assert codec is not None
     assert codec.convert(pa.array([0, 255], pa.int16()), ("a",), anywhere()).batch().dtype == torch.uint8
     with pytest.raises(DataError, match=r"row 1: 256 does not fit into uint8"):
@@ -279,7 +282,7 @@ def test_a_cell_that_does_not_decode_is_named(tmp_path: Path, column: str) -> No
 
 
 def test_an_array_of_another_shape_than_the_schema_says_is_named() -> None:
-    field = Field("a", np.dtype(np.float32), (2,), "NdarrayCodec", False)
+    field = UnischemaField("a", np.dtype(np.float32), (2,), "NdarrayCodec", False)
 
     def cells(*arrays: Any) -> Any:
         made = []
@@ -301,7 +304,7 @@ def test_an_array_of_another_shape_than_the_schema_says_is_named() -> None:
     assert converted(cells(one, one * 2).slice(1)).tolist() == [[2, 4]]
     assert converted(cells(one, one.astype(">f4"))).tolist() == [[1, 2], [1, 2]]  # another header
     square = np.arange(6, dtype=np.float32).reshape(2, 3)
-    field = Field("a", np.dtype(np.float32), (2, 3), "NdarrayCodec", False)
+    field = UnischemaField("a", np.dtype(np.float32), (2, 3), "NdarrayCodec", False)
     assert converted(cells(np.asfortranarray(square), np.asfortranarray(square + 1))).tolist() == [
         square.tolist(),
         (square + 1).tolist(),
@@ -350,10 +353,10 @@ def test_schemas_of_older_petastorms_are_read() -> None:
         b"ccopy_reg\n_reconstructor\n(cav.ml.dataset_toolkit.codecs\nNdarrayCodec\nc__builtin__\nobject\nNtR"
         b"I01\nttRaatRsS'_name'\nS'S'\nsb."
     )
-    assert loads(old, "here") == {"x": Field("x", np.dtype(np.str_), (2, None), "NdarrayCodec", True)}
+    assert loads(old, "here") == {"x": UnischemaField("x", np.dtype(np.str_), (2, None), "NdarrayCodec", True)}
     fields = unischema.found(LocalFileSystem(), str(WRITTEN))
     assert fields is not None
-    assert fields["ragged"] == Field("ragged", np.dtype(np.int16), (None, 2), "NdarrayCodec", False)
+    assert fields["ragged"] == UnischemaField("ragged", np.dtype(np.int16), (None, 2), "NdarrayCodec", False)
     assert fields["price"].dtype is None
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from lagom.data.decoders.reused_arrays import Memory
-from lagom.data.parquet.prefetch import Ahead
+from lagom.data.decoders.reused_arrays import ReusedArrays
+from lagom.data.parquet.prefetch import Prefetcher
 
 
 def test_memory_is_used_again_when_the_last_view_is_gone() -> None:
-    memory = Memory()
+    memory = ReusedArrays()
     shape, dtype = (1000,), np.dtype(np.float32)
     first = memory.empty(shape, dtype)
     address = first.ctypes.data
@@ -37,7 +37,7 @@ def test_memory_is_used_again_when_the_last_view_is_gone() -> None:
 
 
 def test_memory_that_is_much_too_large_is_given_back() -> None:
-    memory = Memory()
+    memory = ReusedArrays()
     memory.empty((100_000,), np.dtype(np.int64))
     memory.empty((10,), np.dtype(np.int64))
     assert [owner.nbytes for owner in memory._owners] == [80]
@@ -48,7 +48,7 @@ def test_what_is_drawn_ahead_comes_in_order_and_so_does_an_error() -> None:
         yield from range(5)
         raise KeyError("six")
 
-    ahead = Ahead(items(), 2)
+    ahead = Prefetcher(items(), 2)
     assert [next(ahead) for _ in range(5)] == list(range(5))
     for _ in range(2):
         with pytest.raises(KeyError, match="six"):
@@ -65,7 +65,7 @@ def test_a_thread_ends_when_nobody_draws_any_more() -> None:
             yield number
 
     before = threading.active_count()
-    ahead = Ahead(items(), 3)
+    ahead = Prefetcher(items(), 3)
     assert next(ahead) == 0
     thread = ahead._thread
     del ahead

@@ -9,18 +9,22 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lagom.data.parquet.shard import Epoch, Lane, Order, Positions, lane
+from lagom.data.parquet.shard import Epoch, EpochOrder, Positions, RankLane, rank_lane
 
 LAYOUTS = st.lists(st.integers(0, 9), max_size=12).map(tuple)
 ORDERS = st.builds(
-    Order, counts=LAYOUTS, seed=st.none() | st.integers(0, 2**63), streams=st.integers(1, 9), window=st.integers(1, 11)
+    EpochOrder,
+    counts=LAYOUTS,
+    seed=st.none() | st.integers(0, 2**63),
+    streams=st.integers(1, 9),
+    window=st.integers(1, 11),
 )
 EPOCH = Epoch(0, 0, 0, 0, 1, 1)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(ORDERS)
-def test_every_row_has_one_position(order: Order) -> None:
+def test_every_row_has_one_position(order: EpochOrder) -> None:
     rows = [order.row(position) for position in range(order.num_rows)]
     assert sorted(rows) == [(group, row) for group, count in enumerate(order.counts) for row in range(count)]
     assert sum(order.length(stream) for stream in range(order.streams)) == order.num_rows
@@ -28,7 +32,7 @@ def test_every_row_has_one_position(order: Order) -> None:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(ORDERS)
-def test_windows_read_each_row_of_a_stream_once_and_groups_in_one_go(order: Order) -> None:
+def test_windows_read_each_row_of_a_stream_once_and_groups_in_one_go(order: EpochOrder) -> None:
     for stream in range(order.streams):
         length = order.length(stream)
         bounds = [*range(0, length, order.window), length]
@@ -55,18 +59,18 @@ def test_shares_of_a_batch_are_even_and_keep_to_their_streams(start: int, size: 
 
 
 def test_ranks_whose_number_divides_the_streams_read_only_their_own() -> None:
-    assert [lane(range(rank, 64, 4), 8) for rank in range(4)] == [Lane(rank, 4) for rank in range(4)]
-    assert lane(range(64), 8) == Lane(0, 1)
-    assert lane(range(5, 64, 3), 8) == Lane(0, 1)
-    assert lane(range(5, 64, 6), 8) == Lane(1, 2)
-    assert lane(range(13, 14, 4), 8) == Lane(1, 4)
+    assert [rank_lane(range(rank, 64, 4), 8) for rank in range(4)] == [RankLane(rank, 4) for rank in range(4)]
+    assert rank_lane(range(64), 8) == RankLane(0, 1)
+    assert rank_lane(range(5, 64, 3), 8) == RankLane(0, 1)
+    assert rank_lane(range(5, 64, 6), 8) == RankLane(1, 2)
+    assert rank_lane(range(13, 14, 4), 8) == RankLane(1, 4)
 
 
 def test_the_order_differs_between_epochs_and_is_that_of_the_table_without_a_seed() -> None:
-    orders = [Order((50, 50, 7), seed, 4, 16) for seed in (1, 2)]
+    orders = [EpochOrder((50, 50, 7), seed, 4, 16) for seed in (1, 2)]
     first, second = ([order.row(position) for position in range(107)] for order in orders)
     assert first != second
-    plain = Order((3, 0, 2), None, 1, 2)
+    plain = EpochOrder((3, 0, 2), None, 1, 2)
     assert [plain.row(position) for position in range(5)] == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]
 
 
@@ -75,7 +79,7 @@ def test_the_shuffle_mixes_as_its_window_says() -> None:
     counts = (1000,) * 64
     spreads = []
     for seed in range(3):
-        order = Order(counts, seed, 8, 2000)
+        order = EpochOrder(counts, seed, 8, 2000)
         starts = np.concatenate([[0], np.cumsum(counts)])
         inside = [
             starts[piece.group] + np.arange(piece.start, piece.stop)

@@ -11,8 +11,8 @@ import torch
 
 from lagom.data import ParquetDataset, ParquetLoader
 from lagom.data.columns.values import Dense
-from lagom.data.decoders.reused_arrays import Memory
-from lagom.data.parquet.shuffle_window import Round
+from lagom.data.decoders.reused_arrays import ReusedArrays
+from lagom.data.parquet.shuffle_window import ShuffleWindow
 
 ROWS = 3000
 
@@ -50,7 +50,7 @@ def test_wide_narrow_and_text_columns_stay_together(tmp_path: Path) -> None:
 def test_rows_that_lie_apart_are_put_in_place() -> None:
     """As cells do that are viewed in what Arrow read, behind a header each."""
     read = np.arange(6 * 200, dtype=np.uint8).reshape(6, 200)
-    made = Round(np.array([5, 0, 3, 1, 4, 2]), Memory())
+    made = ShuffleWindow(np.array([5, 0, 3, 1, 4, 2]), ReusedArrays())
     for first in (4, 0, 2):
         assert made.put({("x",): Dense(read[first : first + 2, 8:].reshape(2, 3, 64))}, first) == {}
     found = made._wide["x",]

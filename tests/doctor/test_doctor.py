@@ -11,7 +11,7 @@ from lagom import cli
 from lagom.config import TorchDistributedConfig
 from lagom.doctor import visit as module
 from lagom.doctor.findings import Finding, findings
-from lagom.doctor.visit import shown, visit
+from lagom.doctor.visit import print_findings, visit
 from lagom.errors import CollectiveError, PlanError
 from lagom.launchers import choose
 
@@ -141,7 +141,7 @@ def test_what_keeps_a_run_from_starting_is_a_line_too(
     found = visit(TorchDistributedConfig(launcher="spark", world_size=1))
     assert (found[-1].level, found[-1].what) == ("fail", fails)
     assert "PlanError: " in found[-1].found
-    assert f"FAIL  {fails}" in shown(found)
+    assert f"FAIL  {fails}" in print_findings(found)
 
 
 def test_ranks_that_do_not_reach_each_other_are_told_what_to_open(monkeypatch: pytest.MonkeyPatch) -> None:

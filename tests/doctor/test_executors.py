@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from lagom.doctor.executors import of_executors
+from lagom.doctor.executors import executor_findings
 from lagom.host.executor_survey import _dial_all, _others
 
 
@@ -16,14 +16,14 @@ def task(number: int, host: str = "a", **more: Any) -> dict[str, Any]:
 
 
 def test_healthy_executors_are_one_line() -> None:
-    found = of_executors([task(0), task(1), task(2, "b")])
+    found = executor_findings([task(0), task(1), task(2, "b")])
     assert [(one.level, one.found) for one in found] == [
         ("pass", "3 tasks on 2 hosts: Python 3.11.7 (/usr/bin/python3)")
     ]
 
 
 def test_an_executor_without_torch_is_named_with_its_python() -> None:
-    found = of_executors([task(0), task(1, "b", torch=None, executable="/opt/py/bin/python3")])
+    found = executor_findings([task(0), task(1, "b", torch=None, executable="/opt/py/bin/python3")])
     assert found[0].found == (
         "2 tasks on 2 hosts: Python 3.11.7 (/usr/bin/python3) on a; Python 3.11.7 (/opt/py/bin/python3) on b"
     )
@@ -36,8 +36,8 @@ def test_an_executor_without_torch_is_named_with_its_python() -> None:
 
 
 def test_versions_of_torch_that_differ_fail_and_builds_do_not() -> None:
-    assert len(of_executors([task(0), task(1, torch="2.13.0")])) == 1
-    found = of_executors([task(0), task(1, "b", torch="2.12.1")])[1]
+    assert len(executor_findings([task(0), task(1, torch="2.13.0")])) == 1
+    found = executor_findings([task(0), task(1, "b", torch="2.12.1")])[1]
     assert (found.level, found.found) == ("fail", "several versions: 2.13.0 on a, 2.12.1 on b")
 
 
@@ -45,16 +45,16 @@ def test_who_cannot_reach_whom_is_said_by_address_and_port() -> None:
     def lost(host: str) -> list[dict[str, Any]]:
         return [{"host": host, "address": "10.0.0.1:4711", "why": "no answer within 3 s"}]
 
-    found = of_executors([task(0, "a"), task(1, "b", unreached=lost("a")), task(2, "b", unreached=lost("a"))])[1]
+    found = executor_findings([task(0, "a"), task(1, "b", unreached=lost("a")), task(2, "b", unreached=lost("a"))])[1]
     assert (found.level, found.what) == ("fail", "network")
     assert found.found == "b does not reach a at 10.0.0.1:4711 (no answer within 3 s)"
     assert "all ports" in found.remedy
-    many = of_executors([task(number, f"h{number}", unreached=lost("a")) for number in range(9)])[1]
+    many = executor_findings([task(number, f"h{number}", unreached=lost("a")) for number in range(9)])[1]
     assert many.found.endswith("; and 5 more")
 
 
 def test_an_interface_that_is_not_there_is_said() -> None:
-    found = of_executors([task(0), task(1, "b", no_address="GLOO_SOCKET_IFNAME is 'ib7', and b has no such")])[1]
+    found = executor_findings([task(0), task(1, "b", no_address="GLOO_SOCKET_IFNAME is 'ib7', and b has no such")])[1]
     assert (found.level, found.found) == (
         "fail",
         "b has no address for the others: GLOO_SOCKET_IFNAME is 'ib7', and b has no such",

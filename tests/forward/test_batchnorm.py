@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.collectives.agreement_exchange import Frame
+from lagom.collectives.agreement_exchange import AgreedExchange
 from lagom.collectives.group import Group
 from lagom.errors import DivergenceError
 from lagom.patching.replace import replaced
@@ -415,12 +415,12 @@ def test_a_rank_whose_rows_are_all_filtered_out_takes_part() -> None:
 @contextmanager
 def as_on_gpus(session: Session) -> Iterator[None]:
     """The patches, with statistics that cannot travel along with a message, as those on GPUs."""
-    init = Frame.__init__
+    init = AgreedExchange.__init__
 
-    def without_room(self: Frame, group: Group, size: int = 0) -> None:
+    def without_room(self: AgreedExchange, group: Group, size: int = 0) -> None:
         init(self, group, 0)
 
-    with replaced(Frame, "__init__", without_room), patched(session):
+    with replaced(AgreedExchange, "__init__", without_room), patched(session):
         yield
 
 

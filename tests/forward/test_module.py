@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.config.torch_distributed import Batches
-from lagom.run_state.cuda_device import follow_input, moved
+from lagom.run_state.cuda_device import follow_input, move_to_device
 from lagom.session.session import Session
 from tests.ranks import alone, run_ranks
 
@@ -114,7 +114,7 @@ def test_moved_keeps_containers_and_other_objects() -> None:
     point = namedtuple("point", "x y")  # as programs write it
     other, mine = object(), Mine([torch.zeros(1)])
     data = {"a": [torch.zeros(1), 3], "b": (point(torch.zeros(2), "text"), other), "c": mine, 4: None}
-    there = moved(data, torch.device("meta"))
+    there = move_to_device(data, torch.device("meta"))
     assert list(there) == ["a", "b", "c", 4]
     assert there["a"][0].device.type == there["b"][0].x.device.type == "meta"
     assert type(there["b"][0]) is point

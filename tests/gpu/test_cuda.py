@@ -13,16 +13,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom import experiment
 from lagom.cluster import visible_gpus
-from lagom.collectives.agreement_exchange import Frame
+from lagom.collectives.agreement_exchange import AgreedExchange
 from lagom.collectives.group import Group
 from lagom.config import TorchDistributedConfig
-from lagom.gradients.backward_gradients import Pending
-from lagom.gradients.divergence import Watch
+from lagom.gradients.backward_gradients import BackwardGradients
+from lagom.gradients.divergence import DivergenceMonitor
 from lagom.gradients.replicate import Replicate
 from lagom.run_state.leaves import Leaves, Likeness
 from lagom.run_state.memory_layout import storage_of
-from lagom.zero.parameters.dispatch import Uses
-from lagom.zero.parameters.shards import Weights
+from lagom.zero.parameters.dispatch import ParameterUses
+from lagom.zero.parameters.shards import ParameterShards
 from tests.programs import scaled
 
 pytestmark = pytest.mark.gpu
@@ -106,14 +106,16 @@ def test_gradients_on_the_gpu_are_averaged_by_nccl() -> None:
     nccl: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), 0, 1, dist.ProcessGroupNCCL.Options())
     try:
         parameters = [torch.nn.Parameter(torch.ones(3, device="cuda")) for _ in range(2)]
-        pending = Pending()
+        pending = BackwardGradients()
         pending.expect(parameters)
         for parameter in parameters:
             parameter.grad = torch.full((3,), 2.0, device="cuda")
         group = Group(0, 1, lambda data: [data], lambda *_: gloo, nccl=nccl)
         leaves = Leaves()
-        watch = Watch(group, leaves, list, {}, str)
-        Replicate(group, leaves, watch, Frame(group, 0), likeness=lambda _: Likeness.NONE, name=str).reduce(pending)
+        watch = DivergenceMonitor(group, leaves, list, {}, str)
+        Replicate(group, leaves, watch, AgreedExchange(group, 0), likeness=lambda _: Likeness.NONE, name=str).reduce(
+            pending
+        )
         assert all(parameter.grad is not None and parameter.grad.tolist() == [2, 2, 2] for parameter in parameters)
     finally:
         nccl.shutdown()
@@ -126,19 +128,19 @@ def test_parameters_on_the_gpu_are_let_go_of_and_gathered_by_nccl() -> None:
     nccl: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), 0, 1, dist.ProcessGroupNCCL.Options())
     group = Group(0, 1, lambda data: [data], lambda *_: gloo, nccl=nccl)
     try:
-        look_at_weights(Weights(group, Leaves(), lambda: True, print), "cuda")
+        look_at_weights(ParameterShards(group, Leaves(), lambda: True, print), "cuda")
     finally:
         nccl.shutdown()
 
 
-def look_at_weights(weights: Weights, device: str) -> None:
+def look_at_weights(weights: ParameterShards, device: str) -> None:
     parameter = torch.nn.Parameter(torch.randn(512, 512, device=device))
     kept = parameter.detach().clone()
     weights.adopt(parameter)
     weights.rest()
     assert storage_of(parameter).nbytes() == 0
     x = torch.randn(8, 512, device=device)
-    with Uses(weights):
+    with ParameterUses(weights):
         found = torch.nn.functional.linear(x, parameter)
         weights.rest()
         assert storage_of(parameter).nbytes() == 0

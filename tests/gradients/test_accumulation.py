@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import LagomError
 from lagom.gradients import overlap
-from lagom.gradients.averaging import Averager
+from lagom.gradients.averaging import TensorAverager
 from lagom.session.session import Session
 from tests.ranks import RankFailedError, alone, run_ranks
 
@@ -36,13 +36,13 @@ class _Count:
 
     def __init__(self) -> None:
         self.each: list[int] = [0]
-        original = Averager.average
+        original = TensorAverager.average
 
-        def average(averager: Averager, *args: Any, **options: Any) -> bool:
+        def average(averager: TensorAverager, *args: Any, **options: Any) -> bool:
             self.each[-1] += 1
             return original(averager, *args, **options)
 
-        Averager.average = average  # type: ignore[method-assign,assignment]  # in a forked process
+        TensorAverager.average = average  # type: ignore[method-assign,assignment]  # in a forked process
 
     def next(self) -> None:
         self.each.append(0)

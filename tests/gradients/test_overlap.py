@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.collectives.agreement_exchange import Frame
+from lagom.collectives.agreement_exchange import AgreedExchange
 from lagom.errors import DivergenceError
 from lagom.gradients import overlap
 from lagom.gradients.reduction.buckets import _is_sole_owner
@@ -298,13 +298,13 @@ def test_ranks_that_keep_reaching_different_leaves_stop_to_ask(monkeypatch: pyte
     def run(session: Session) -> Any:
         assert session.replicate is not None
         asked = []
-        exchange = Frame.exchange
+        exchange = AgreedExchange.exchange
 
-        def note(self: Frame, signed: bytes) -> bool:
+        def note(self: AgreedExchange, signed: bytes) -> bool:
             asked.append(signed)
             return exchange(self, signed)
 
-        monkeypatch.setattr(Frame, "exchange", note)
+        monkeypatch.setattr(AgreedExchange, "exchange", note)
         experts = [parameter() for _ in range(2)]
         for _ in range(2):
             experts[0].sum().backward()

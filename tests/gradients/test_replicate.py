@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import DivergenceError
 from lagom.gradients.checksum import digest
-from lagom.gradients.reduction.layout import Entry, Layout
-from lagom.run_state.leaves import Leaves, reached
+from lagom.gradients.reduction.layout import Layout, LayoutEntry
+from lagom.run_state.leaves import Leaves, reached_leaves
 from lagom.session.session import Session
 from tests.ranks import run_ranks
 
@@ -171,10 +171,10 @@ def test_leaves_forget_the_dead_and_never_reuse_a_number() -> None:
 def test_reached_finds_every_leaf_once() -> None:
     a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
     loss = (a * b + a.exp() * c.detach()).sum()
-    assert {id(leaf) for leaf in reached([loss])} == {id(a), id(b)}
-    assert len(reached([loss])) == 2
-    assert reached([loss], [b]) == [b]
-    assert reached([c]) == [c]
+    assert {id(leaf) for leaf in reached_leaves([loss])} == {id(a), id(b)}
+    assert len(reached_leaves([loss])) == 2
+    assert reached_leaves([loss], [b]) == [b]
+    assert reached_leaves([c]) == [c]
 
 
 def test_digest_is_of_the_bits() -> None:
@@ -186,7 +186,7 @@ def test_digest_is_of_the_bits() -> None:
 
 def test_layout_places_every_gradient_once() -> None:
     shapes = [(3, 2), (20_000,), (), (4,), (300, 300)]
-    entries = [Entry(9 - i, torch.float32, torch.Size(shape), i == 3, False) for i, shape in enumerate(shapes)]
+    entries = [LayoutEntry(9 - i, torch.float32, torch.Size(shape), i == 3, False) for i, shape in enumerate(shapes)]
     layout = Layout("a backward", entries, room=65536)
     placed = layout.framed + layout.sparse + [i for bucket in layout.buckets for i in bucket.indices]
     assert sorted(placed) == list(range(5))

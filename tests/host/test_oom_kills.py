@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lagom.host.oom_kills import num_kills, told
+from lagom.host.oom_kills import num_kills, oom_kill_text
 
 GROUPS = Path("/sys/fs/cgroup")
 
@@ -40,10 +40,10 @@ def test_kills_are_counted_in_both_versions_of_control_groups(tmp_path: Path, gr
 
 def test_what_is_said_of_it() -> None:
     none = {"container": 1, "machine": 4}
-    assert "limit of this container" in told(none, {"container": 2, "machine": 5})
-    assert "this machine's memory ran out" in told(none, {"container": 1, "machine": 5})
-    assert "not by the system" in told(none, none)
-    assert told({}, none) == told({}, {}) == ", as the system does when memory runs out"
+    assert "limit of this container" in oom_kill_text(none, {"container": 2, "machine": 5})
+    assert "this machine's memory ran out" in oom_kill_text(none, {"container": 1, "machine": 5})
+    assert "not by the system" in oom_kill_text(none, none)
+    assert oom_kill_text({}, none) == oom_kill_text({}, {}) == ", as the system does when memory runs out"
 
 
 @pytest.fixture

@@ -21,16 +21,16 @@ import lagom
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.host import descendants
-from lagom.host.rank_host import _seat, hold
-from lagom.host.supervisor import Forked, _died
-from lagom.host.workspace import ground
+from lagom.host.rank_host import _seat, hold_ranks
+from lagom.host.supervisor import ForkedRank, _died
+from lagom.host.workspace import host_workspace
 from lagom.monitor.stalls import Pulse
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import plan
-from lagom.wire.client import Link, Message
+from lagom.wire.client import DriverClient, Message
 from lagom.wire.rendezvous import Stopped, peers
 from lagom.wire.server import anonymous_file
-from lagom.wire.spec import Spec
+from lagom.wire.spec import RunSpec
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +39,9 @@ def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
 
 
-def spec(world_size: int, **env: str) -> Spec:
+def spec(world_size: int, **env: str) -> RunSpec:
     cluster = Cluster(launcher="spark", slots=1, gpus_per_slot=world_size)
-    return Spec(
+    return RunSpec(
         run_id="test",
         plan=_without_gpus(plan(TorchDistributedConfig(), cluster)),
         env=env,
@@ -62,7 +62,7 @@ def _without_gpus(the_plan: Any) -> Any:
 
 
 def held(
-    function: Callable[[], Any], world_size: int = 2, link: Link | None = None, **env: str
+    function: Callable[[], Any], world_size: int = 2, link: DriverClient | None = None, **env: str
 ) -> tuple[list[Message], list[Any]]:
     """Reports and outcomes of the ranks of one task."""
     call = {"function": function, "provided": {"hparams": {}}, "random": None}
@@ -70,9 +70,9 @@ def held(
     payload = anonymous_file("payload")
     try:
         Parcel(call).write(payload)
-        with ground(spec(world_size), payload_fd=payload) as place:
+        with host_workspace(spec(world_size), payload_fd=payload) as place:
             gather = None if link else lambda text: [text]
-            reports = hold(spec(world_size, **env), 0, place, link, gather, files, "127.0.0.1")
+            reports = hold_ranks(spec(world_size, **env), 0, place, link, gather, files, "127.0.0.1")
         return reports, [unpack_file(fd) if os.fstat(fd).st_size else None for fd in files]
     finally:
         for fd in [payload, *files]:
@@ -84,7 +84,7 @@ class Driver:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.link, self.theirs = Link(ours), Link(theirs)
+        self.link, self.theirs = DriverClient(ours), DriverClient(theirs)
         self.messages: list[Message] = []
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -217,7 +217,7 @@ def test_a_driver_that_goes_away_takes_the_ranks_along(driver: Driver) -> None:
 
 
 def test_a_run_that_is_over_before_it_began_starts_no_rank() -> None:
-    ours, theirs = (Link(end) for end in socket.socketpair())
+    ours, theirs = (DriverClient(end) for end in socket.socketpair())
     ours.send({"type": "stop"})
     with pytest.raises(Stopped):
         held(lambda: None, link=theirs)
@@ -244,7 +244,7 @@ def test_the_environment_of_the_driver_is_added_to_the_ranks(driver: Driver) -> 
 
 
 def dead(status: int, tail: bytes = b"") -> Message:
-    rank = Forked(3, 1, None, Link(socket.socket()), -1, -1, -1, Pulse(60.0), tail=bytearray(tail))
+    rank = ForkedRank(3, 1, None, DriverClient(socket.socket()), -1, -1, -1, Pulse(60.0), tail=bytearray(tail))
     rank.control.close()
     return _died(rank, status, {})
 
@@ -272,7 +272,7 @@ def test_a_rank_gets_its_share_of_the_cores(
     env: dict[str, str], num_here: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
-    with ground(spec(1), payload_fd=0) as place:
+    with host_workspace(spec(1), payload_fd=0) as place:
         ranks = [{"rank": rank, "host": "here", "ip": "1.2.3.4", "gpu": None} for rank in range(num_here)]
         table = {"ranks": [*ranks, {"rank": num_here, "host": "there"}], "store": ["1.2.3.4", 5], "nccl": False}
         seat = _seat(table, num_here - 1, spec(1, **env), place, 0, None, None)
@@ -282,7 +282,7 @@ def test_a_rank_gets_its_share_of_the_cores(
 
 
 def test_the_first_of_openmps_list_of_numbers_counts() -> None:
-    with ground(spec(1), payload_fd=0) as place:
+    with host_workspace(spec(1), payload_fd=0) as place:
         table = {"ranks": [{"rank": 0, "host": "here", "ip": "1.2.3.4"}], "store": ["1.2.3.4", 5], "nccl": False}
         assert _seat(table, 0, spec(1, OMP_NUM_THREADS="4,3"), place, 0, None, None).threads == 4
 
@@ -302,7 +302,7 @@ def test_a_program_for_torchrun_sees_the_gpus_of_its_host_in_the_order_of_its_ra
     masks: list[str | None], nccl: bool, already_distributed: bool, wanted: tuple[str | None, int]
 ) -> None:
     its = dataclasses.replace(spec(2), plan=dataclasses.replace(spec(2).plan, already_distributed=already_distributed))
-    with ground(its, payload_fd=0) as place:
+    with host_workspace(its, payload_fd=0) as place:
         here = [{"rank": rank, "host": "here", "ip": "1.2.3.4", "gpu": gpu} for rank, gpu in enumerate(masks)]
         there = {"rank": 2, "host": "there", "ip": "1.2.3.5", "gpu": "0"}
         table = {"ranks": [*here, there], "store": ["1.2.3.4", 5], "nccl": nccl}

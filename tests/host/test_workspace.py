@@ -15,11 +15,11 @@ import pytest
 
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
-from lagom.host.workspace import base_dir, ground, pack_files, sweep
+from lagom.host.workspace import base_dir, host_workspace, pack_files, remove_leftovers
 from lagom.payload import Parcel
 from lagom.plan import plan
 from lagom.wire.server import anonymous_file
-from lagom.wire.spec import Spec
+from lagom.wire.spec import RunSpec
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def spec(run_id: str = "abc", **more: Any) -> Spec:
+def spec(run_id: str = "abc", **more: Any) -> RunSpec:
     settings: dict[str, Any] = {
         "run_id": run_id,
         "plan": plan(TorchDistributedConfig(), Cluster(launcher="spark", slots=1)),
@@ -45,7 +45,7 @@ def spec(run_id: str = "abc", **more: Any) -> Spec:
         "payload_size": 1,
         "payload": b"payload",
     }
-    return Spec(**settings | more)
+    return RunSpec(**settings | more)
 
 
 def runs() -> list[str]:
@@ -53,8 +53,8 @@ def runs() -> list[str]:
 
 
 def test_the_last_one_out_clears_up() -> None:
-    with ground(spec()) as first:
-        with ground(spec()) as second:
+    with host_workspace(spec()) as first:
+        with host_workspace(spec()) as second:
             assert first.host_dir == second.host_dir
             (first.host_dir / "file").write_text("x")
         assert (first.host_dir / "file").exists()
@@ -67,14 +67,14 @@ def test_a_run_in_another_process_keeps_the_folder() -> None:
     ours, theirs = context.Pipe()
 
     def stay() -> None:
-        with ground(spec()):
+        with host_workspace(spec()):
             theirs.send("in")
             theirs.recv()
 
     process = context.Process(target=stay)
     process.start()
     assert ours.recv() == "in"
-    with ground(spec()) as place:
+    with host_workspace(spec()) as place:
         pass
     assert place.host_dir.exists()
     ours.send("out")
@@ -86,7 +86,7 @@ def test_a_run_in_another_process_keeps_the_folder() -> None:
 
 def test_the_folder_goes_after_an_exception_too() -> None:
     def fail() -> None:
-        with ground(spec()):
+        with host_workspace(spec()):
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -99,19 +99,19 @@ def test_what_killed_runs_left_is_swept_and_what_lives_is_not() -> None:
     (stale / "files").mkdir(parents=True)
     (stale / ".alive").write_text("")
     (stale / "files" / "big").write_text("x")
-    with ground(spec("lives")):
-        sweep()
+    with host_workspace(spec("lives")):
+        remove_leftovers()
         assert runs() == ["run-lives"]
 
 
 def test_a_folder_that_is_being_made_is_not_swept_away() -> None:
     (base_dir() / "run-new").mkdir()  # its lock does not exist yet
-    sweep()
+    remove_leftovers()
     assert runs() == ["run-new"]
 
 
 def test_nobody_else_may_enter(own_tmp: Path) -> None:
-    with ground(spec()) as place:
+    with host_workspace(spec()) as place:
         assert place.host_dir.stat().st_mode & 0o077 == 0
         assert base_dir().stat().st_mode & 0o077 == 0
 
@@ -148,7 +148,7 @@ def test_away_from_the_driver_ranks_stand_in_a_folder_of_the_run_with_the_users_
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         archive.writestr("mine/__init__.py", "x = 1")
-    with ground(spec(modules_zip=stream.getvalue())) as place:
+    with host_workspace(spec(modules_zip=stream.getvalue())) as place:
         assert place.scratch
         assert place.cwd.parent == place.host_dir
         assert Path(place.sys_path[0], "mine/__init__.py").read_text() == "x = 1"
@@ -160,7 +160,7 @@ def test_on_the_drivers_host_ranks_stand_where_the_driver_stands(tmp_path: Path)
     payload.write_bytes(Parcel([1]).tobytes())
     token = tmp_path / "token"
     token.write_text(f"abc\n{payload}\n")
-    with ground(spec(cwd=str(tmp_path), token=str(token), payload=None)) as place:
+    with host_workspace(spec(cwd=str(tmp_path), token=str(token), payload=None)) as place:
         assert not place.scratch
         assert place.cwd == tmp_path
         assert place.sys_path == ["/a", "/b"]
@@ -171,21 +171,21 @@ def test_on_the_drivers_host_ranks_stand_where_the_driver_stands(tmp_path: Path)
 def test_a_token_of_another_run_is_no_token(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("another\n/etc/passwd\n")
-    with ground(spec(cwd=str(tmp_path), token=str(token))) as place:
+    with host_workspace(spec(cwd=str(tmp_path), token=str(token))) as place:
         assert place.scratch
 
 
 def test_a_payload_that_cannot_be_had_is_an_error_that_says_why() -> None:
     with (
         pytest.raises(ConnectionError, match="cannot reach the driver"),
-        ground(spec(payload=None)),
+        host_workspace(spec(payload=None)),
     ):
         pass
     assert runs() == []
 
 
 def test_files_that_were_written_come_as_a_tar() -> None:
-    with ground(spec()) as place:
+    with host_workspace(spec()) as place:
         (place.cwd / "deep").mkdir()
         (place.cwd / "deep" / "model.pt").write_bytes(b"weights")
         fd = anonymous_file("files")
@@ -199,18 +199,18 @@ def test_files_that_were_written_come_as_a_tar() -> None:
 
 
 def test_no_files_are_no_tar() -> None:
-    with ground(spec()) as place:
+    with host_workspace(spec()) as place:
         assert not pack_files(place, -1)
 
 
 def test_the_file_of_the_payload_is_closed_afterwards() -> None:
-    with ground(spec()) as place:
+    with host_workspace(spec()) as place:
         pass
     with pytest.raises(OSError, match="descriptor"):
         os.fstat(place.payload_fd)
 
 
 def test_containers_of_one_host_name_are_hosts_of_their_own() -> None:
-    with ground(spec("one")) as one, ground(spec("two")) as two, ground(spec("one")) as again:
+    with host_workspace(spec("one")) as one, host_workspace(spec("two")) as two, host_workspace(spec("one")) as again:
         assert one.host != two.host
         assert one.host == again.host

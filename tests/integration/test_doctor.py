@@ -11,7 +11,7 @@ import pytest
 
 from lagom.config import TorchDistributedConfig
 from lagom.doctor.findings import Finding
-from lagom.doctor.visit import shown, visit
+from lagom.doctor.visit import print_findings, visit
 
 
 def on(kind: str, soak: bool = False) -> pytest.MarkDecorator:
@@ -23,7 +23,7 @@ def on(kind: str, soak: bool = False) -> pytest.MarkDecorator:
 def found_on(world_size: int) -> dict[str, Finding]:
     """What ``visit`` finds, by what it is about."""
     found = visit(TorchDistributedConfig(launcher="spark", world_size=world_size))
-    print(shown(found))
+    print(print_findings(found))
     return {one.what: one for one in found}
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import DataError
 from lagom.launchers import dataframes
-from lagom.launchers.dataframes import handed_over, nothing_kept
+from lagom.launchers.dataframes import forget_frames, write_frame
 from tests.integration import programs
 
 KINDS = pytest.mark.parametrize("spark", ["local[2]", "standalone", "connect"], indirect=True, scope="session")
@@ -40,7 +40,7 @@ def train(module: Any, train_set: Any, test_set: Any) -> Any:
 @KINDS
 def test_a_frame_trains_as_its_rows_do(spark: Any) -> None:
     columns = ("array(id / 37, 1 - id / 37) x", "cast(id % 7 as double) y")
-    with nothing_kept():
+    with forget_frames():
         result = programs.run(
             train,
             2,
@@ -64,9 +64,9 @@ def test_files_are_used_again_for_the_same_plan_over_the_same_files(spark: Any, 
     spark.range(0, 10, 1, 1).write.parquet(source)
 
     def url(frame: Any) -> str:
-        return str(handed_over({"train_set": frame, "hparams": {}})["train_set"].url)
+        return str(write_frame({"train_set": frame, "hparams": {}})["train_set"].url)
 
-    with nothing_kept():
+    with forget_frames():
         first = url(spark.read.parquet(source).where("id > 3"))
         assert url(spark.read.parquet(source).where("id > 3")) == first
         assert url(spark.read.parquet(source).where("id > 4")) != first
@@ -90,8 +90,8 @@ def test_both_spellings_of_the_data_sets_are_handed_over(spark: Any, tmp_path: P
     spark.conf.set(dataframes.CACHE, f"file://{tmp_path}/cache")
     frame = spark.range(5)
     try:
-        with nothing_kept():
-            found = handed_over({"train_set": frame, "test_set": "a path", "dataset": [frame, "a path"]})
+        with forget_frames():
+            found = write_frame({"train_set": frame, "test_set": "a path", "dataset": [frame, "a path"]})
             assert found["dataset"] == [found["train_set"], "a path"]
             assert found["train_set"].url.startswith(f"file://{tmp_path}/cache/lagom-")
             assert len(found["train_set"]()) == 5
@@ -113,10 +113,10 @@ def test_what_cannot_be_handed_over_is_said_before_anything_is_written(
         ("null", "void"),
     ):
         with pytest.raises(ValueError, match=rf"train_set is a DataFrame whose column 'm' has the type {kind}.*drop"):
-            handed_over({"train_set": spark.range(3).selectExpr("id", f"{column} m")})
+            write_frame({"train_set": spark.range(3).selectExpr("id", f"{column} m")})
     monkeypatch.setattr(dataframes, "_folder", lambda session: None)
     monkeypatch.setattr(dataframes, "_COLLECTED_BYTES", 100)
     with pytest.raises(DataError, match=r"test_set is a DataFrame of 0 MB by Spark's estimate.*spark.lagom.cacheDir"):
-        handed_over({"test_set": spark.range(1000)})
+        write_frame({"test_set": spark.range(1000)})
     assert not dataframes._frames
-    assert len(handed_over({"test_set": spark.range(3)})["test_set"]()) == 3
+    assert len(write_frame({"test_set": spark.range(3)})["test_set"]()) == 3

@@ -18,8 +18,8 @@ import torch
 import lagom
 from lagom.errors import RankError
 from lagom.monitor.progress import Progress
-from lagom.wire.connection import Peer
-from lagom.wire.server import Channel
+from lagom.wire.connection import DriverConnection
+from lagom.wire.server import DriverServer
 from tests.integration import programs
 
 pytestmark = pytest.mark.parametrize("spark", ["foreign"], indirect=True, scope="session")
@@ -35,18 +35,18 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ranks came to the driver for, beside their links."""
     seen: list[str] = []
-    hand_out, take_in = Channel._hand_out, Channel._take_in
+    hand_out, take_in = DriverServer._hand_out, DriverServer._take_in
 
-    async def counted_out(self: Channel, peer: Peer) -> None:
+    async def counted_out(self: DriverServer, peer: DriverConnection) -> None:
         seen.append("fetch")
         await hand_out(self, peer)
 
-    def counted_in(self: Channel, name: str, size: int, peer: Peer) -> None:
+    def counted_in(self: DriverServer, name: str, size: int, peer: DriverConnection) -> None:
         seen.append(f"deliver {name}")
         take_in(self, name, size, peer)
 
-    monkeypatch.setattr(Channel, "_hand_out", counted_out)
-    monkeypatch.setattr(Channel, "_take_in", counted_in)
+    monkeypatch.setattr(DriverServer, "_hand_out", counted_out)
+    monkeypatch.setattr(DriverServer, "_take_in", counted_in)
     return seen
 
 

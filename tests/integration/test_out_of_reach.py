@@ -18,7 +18,7 @@ import lagom.launchers.spark
 import lagom.launchers.spark_session
 from lagom.errors import LagomError, RankError
 from lagom.launchers import spark_task
-from lagom.wire.server import Channel
+from lagom.wire.server import DriverServer
 from tests.integration import programs
 
 pytestmark = pytest.mark.parametrize("spark", ["local[2]", "standalone"], indirect=True, scope="session")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.parametrize("spark", ["local[2]", "standalone"], indire
 @pytest.fixture
 def out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver has no address that executors could know."""
-    facts = lagom.launchers.spark_session.facts
+    facts = lagom.launchers.spark_session.session_facts
 
     def without_address(session: Any) -> Any:
         found = facts(session)
@@ -40,7 +40,7 @@ def out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def behind_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver advertises an address where nobody answers."""
-    facts = lagom.launchers.spark_session.facts
+    facts = lagom.launchers.spark_session.session_facts
 
     def elsewhere(session: Any) -> Any:
         found = facts(session)
@@ -174,13 +174,13 @@ def test_a_late_rank_is_gathered_without_the_driver(
     spark: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sent: list[str] = []
-    send: Callable[..., None] = Channel.send
+    send: Callable[..., None] = DriverServer.send
 
     def counted(self: Any, to: int, message: Any) -> None:
         sent.append(message["type"])
         send(self, to, message)
 
-    monkeypatch.setattr(Channel, "send", counted)
+    monkeypatch.setattr(DriverServer, "send", counted)
 
     def speak() -> int:
         print("heard at once")

@@ -19,7 +19,7 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, RankError
 from lagom.launchers.spark_session import SparkFacts
-from lagom.wire.server import Channel
+from lagom.wire.server import DriverServer
 from tests.doors import listening
 
 _WORD = "a word that nobody else is to read"
@@ -29,13 +29,13 @@ _WORD = "a word that nobody else is to read"
 def secret(monkeypatch: pytest.MonkeyPatch) -> bytes:
     """That of the next run."""
     known = secrets.token_bytes(32)
-    begin = Channel.__init__
+    begin = DriverServer.__init__
 
-    def made(self: Channel, *args: Any, **more: Any) -> None:
+    def made(self: DriverServer, *args: Any, **more: Any) -> None:
         begin(self, *args, **more)
         self.secret = known
 
-    monkeypatch.setattr(Channel, "__init__", made)
+    monkeypatch.setattr(DriverServer, "__init__", made)
     return known
 
 
@@ -63,7 +63,7 @@ def tap(monkeypatch: pytest.MonkeyPatch) -> Iterator[bytearray]:
     """All that goes through the driver's address, by way of an address in between that ranks are told."""
     seen, threads, servers = bytearray(), [], []
     sockets: list[socket.socket] = []
-    listen = Channel.listen
+    listen = DriverServer.listen
 
     def carry(source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ def tap(monkeypatch: pytest.MonkeyPatch) -> Iterator[bytearray]:
                     threads.append(threading.Thread(target=carry, args=pair))
                     threads[-1].start()
 
-    def tapped(self: Channel, *args: Any, **more: Any) -> tuple[str, int]:
+    def tapped(self: DriverServer, *args: Any, **more: Any) -> tuple[str, int]:
         address = listen(self, *args, **more)
         servers.append(socket.create_server(("127.0.0.1", 0)))
         threads.append(threading.Thread(target=accept, args=(servers[-1], address)))
@@ -94,7 +94,7 @@ def tap(monkeypatch: pytest.MonkeyPatch) -> Iterator[bytearray]:
         name: tuple[str, int] = servers[-1].getsockname()
         return name
 
-    monkeypatch.setattr(Channel, "listen", tapped)
+    monkeypatch.setattr(DriverServer, "listen", tapped)
     yield seen
     for server in servers:
         server.shutdown(socket.SHUT_RDWR)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from lagom.launchers.rank_events import Events
+from lagom.launchers.rank_events import RankEvents
 
 
 def line(text: str) -> dict[str, Any]:
     return {"type": "log", "rank": 0, "stream": 1, "data": text}
 
 
-def drained(events: Events) -> list[dict[str, Any]]:
+def drained(events: RankEvents) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     with contextlib.suppress(queue.Empty):
         while True:
@@ -25,7 +25,7 @@ def drained(events: Events) -> list[dict[str, Any]]:
 
 
 def test_output_that_nobody_takes_is_dropped_and_counted_and_all_else_is_kept() -> None:
-    events = Events(limit=100)
+    events = RankEvents(limit=100)
     for number in range(20):
         events.put(line(f"{number:09}"))
         events.put({"type": "failed", "rank": number})
@@ -38,7 +38,7 @@ def test_output_that_nobody_takes_is_dropped_and_counted_and_all_else_is_kept() 
 
 
 def test_what_was_dropped_is_said_where_it_is_missing() -> None:
-    events = Events(limit=100)
+    events = RankEvents(limit=100)
     for _ in range(12):
         events.put(line("x" * 9))
     assert events.get()["type"] == "log"
@@ -47,7 +47,7 @@ def test_what_was_dropped_is_said_where_it_is_missing() -> None:
 
 
 def test_a_wait_ends_with_what_comes_or_with_its_time() -> None:
-    events = Events()
+    events = RankEvents()
     with pytest.raises(queue.Empty):
         events.get(timeout=0.01)
     thread = threading.Timer(0.05, lambda: events.put({"type": "over"}))

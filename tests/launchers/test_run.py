@@ -19,7 +19,7 @@ import lagom.launchers.run
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
-from lagom.launchers.run import Run
+from lagom.launchers.run import RunView
 from lagom.plan import Plan, plan
 from tests.integration import hosts
 
@@ -50,10 +50,10 @@ def plan_of(num_tasks: int) -> Plan:
 
 
 @contextmanager
-def run_with(tasks: list[tuple[list[str], bool]], address: str = "127.0.0.1") -> Iterator[tuple[Run, list[Any]]]:
+def run_with(tasks: list[tuple[list[str], bool]], address: str = "127.0.0.1") -> Iterator[tuple[RunView, list[Any]]]:
     """A run whose tasks, each begun by a command and answering or not, have all joined; and their processes."""
     started: list[subprocess.Popen[str]] = []
-    with Run(plan_of(len(tasks)), "Spark", can_gather=False) as run:
+    with RunView(plan_of(len(tasks)), "Spark", can_gather=False) as run:
         host, port = run.channel.listen(address, len(tasks))
         try:
             for number, (prefix, answers) in enumerate(tasks):
@@ -145,7 +145,7 @@ def test_waiting_for_this_machine_is_no_alarm(
 ) -> None:
     monkeypatch.setattr(lagom.launchers.run, "_IMPATIENT_S", 0.1)
     cluster = Cluster(launcher=launcher, slots=2)
-    with Run(plan(TorchDistributedConfig(world_size=2), cluster), "there", can_gather=False) as run:
+    with RunView(plan(TorchDistributedConfig(world_size=2), cluster), "there", can_gather=False) as run:
         timer = threading.Timer(1.0, run.finish)
         timer.start()
         run.watch()

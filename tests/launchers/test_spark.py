@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from lagom.errors import LagomError
-from lagom.launchers.run import Run
+from lagom.launchers.run import RunView
 from lagom.launchers.spark import SparkLauncher, _rows_of_failure
 from lagom.launchers.spark_session import ClassicFacts, SparkFacts
 
@@ -48,7 +48,7 @@ class _NothingFailed:
     ],
 )
 def test_executors_whose_python_will_not_do_are_one_line_with_what_to_do(said: str, meant: str) -> None:
-    run: Run = _NothingFailed()  # type: ignore[assignment]
+    run: RunView = _NothingFailed()  # type: ignore[assignment]
     with pytest.raises(LagomError) as raised:
         _rows_of_failure(RuntimeError(f"Job aborted due to stage failure: {said}\n\tat org.apache.spark"), run)
     told = str(raised.value)
@@ -58,7 +58,7 @@ def test_executors_whose_python_will_not_do_are_one_line_with_what_to_do(said: s
 
 
 def test_another_failure_is_told_as_it_is() -> None:
-    run: Run = _NothingFailed()  # type: ignore[assignment]
+    run: RunView = _NothingFailed()  # type: ignore[assignment]
     with pytest.raises(LagomError, match=r"^Spark's job failed: the disk is full$"):
         _rows_of_failure(RuntimeError("the disk is full\n\tat org.apache.spark"), run)
 
@@ -145,7 +145,7 @@ def test_a_job_that_spark_does_not_end_is_left_where_failures_say_why(monkeypatc
     spec: Any = SimpleNamespace(run_id="x")
     the_plan: Any = SimpleNamespace(name="x", world_size=2)
     with ExitStack() as stack:
-        assert launcher._job(cast(Run, run), the_plan, spec, stack) == []
+        assert launcher._job(cast(RunView, run), the_plan, spec, stack) == []
     assert time.monotonic() - begin < 20
     assert cancelled == ["lagom-x"]
     never.set()

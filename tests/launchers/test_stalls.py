@@ -20,7 +20,7 @@ import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import StallError
-from lagom.monitor.stalls import Pulse, told
+from lagom.monitor.stalls import Pulse, stall_text
 
 # Longer than a busy machine keeps from its turn a rank that is not stuck.
 LIMITS: dict[str, Any] = {"stall_timeout_s": 1.5, "timeout_s": 3.2}
@@ -191,7 +191,7 @@ def test_one_that_is_always_slow_is_named_once() -> None:
 def test_what_is_said_of_many_ranks() -> None:
     stuck = {"quiet_s": 60.2, "line": "a.py:3, in load: read()", "waits": False, "stack": "  File ...\n"}
     waits = {"quiet_s": 59.9, "line": "a.py:9, in train: loss.backward()", "waits": True, "stack": ""}
-    text = told({rank: stuck if rank in (2, 5) else waits for rank in range(8)}, 8)
+    text = stall_text({rank: stuck if rank in (2, 5) else waits for rank in range(8)}, 8)
     assert text.splitlines() == [
         "ranks 2, 5 made no progress for 60 s; ranks 0, 1, 3, 4, 6, 7 wait for it",
         "ranks 0, 1, 3, 4, 6, 7 at a.py:9, in train: loss.backward()",
@@ -199,18 +199,20 @@ def test_what_is_said_of_many_ranks() -> None:
         "the stack of rank 2:",
         "  File ...",
     ]
-    assert told({0: waits, 1: waits}, 3).startswith("ranks 0, 1 waited for other ranks for 60 s; rank 2 did not come\n")
+    assert stall_text({0: waits, 1: waits}, 3).startswith(
+        "ranks 0, 1 waited for other ranks for 60 s; rank 2 did not come\n"
+    )
 
 
 def test_the_exchange_is_named_with_its_number_and_who_has_not_come() -> None:
     waits = {"quiet_s": 60.0, "waits": True, "exchange": "all_reduce (sum) of 8 int8", "number": 4711, "missing": [1]}
     first = "rank 1 made no progress for 60 s; ranks 0, 2 wait for it in all_reduce 4711 (sum) of 8 int8 (gradients)\n"
     gradients = waits | {"purpose": "gradients"}
-    assert told({0: gradients, 1: {"quiet_s": 60.0}, 2: gradients}, 3).startswith(first)
-    assert told({0: waits, 2: waits}, 4).startswith(
+    assert stall_text({0: gradients, 1: {"quiet_s": 60.0}, 2: gradients}, 3).startswith(first)
+    assert stall_text({0: waits, 2: waits}, 4).startswith(
         "ranks 0, 2 waited for other ranks for 60 s in all_reduce 4711 (sum) of 8 int8; rank 1 did not come\n"
     )
-    apart = told({0: waits, 2: waits | {"number": 4712, "missing": [0]}}, 3)
+    apart = stall_text({0: waits, 2: waits | {"number": 4712, "missing": [0]}}, 3)
     assert "rank 0 in all_reduce 4711 (sum) of 8 int8\nrank 2 in all_reduce 4712 (sum) of 8 int8\n" in apart
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lagom.loaders.index_sampler import per_rank, split
-from lagom.run_state.loader_pass import Share
+from lagom.loaders.index_sampler import per_rank, split_batch
+from lagom.run_state.loader_pass import BatchShare
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("length", [1, 2, 4, 7, 9])
 def test_split_deals_every_position_once(length: int, world_size: int) -> None:
-    dealt = [split(list(range(length)), rank, world_size) for rank in range(world_size)]
+    dealt = [split_batch(list(range(length)), rank, world_size) for rank in range(world_size)]
     assert sorted(position for mine, share in dealt for position in mine[: share.num_mine]) == list(range(length))
     assert sum(share.weight(world_size) for _, share in dealt) == pytest.approx(world_size)
     assert all(mine for mine, _ in dealt)
@@ -20,11 +20,11 @@ def test_split_deals_every_position_once(length: int, world_size: int) -> None:
 
 
 def test_split_takes_tensors_and_iterables() -> None:
-    assert split(torch.arange(5), 1, 2)[0].tolist() == [1, 3]
-    assert split(iter(range(5)), 0, 2)[0] == [0, 2, 4]
+    assert split_batch(torch.arange(5), 1, 2)[0].tolist() == [1, 3]
+    assert split_batch(iter(range(5)), 0, 2)[0] == [0, 2, 4]
 
 
 def test_per_rank_keeps_whole_batches_and_deals_out_a_tail() -> None:
-    assert per_rank([[1, 2], [3]], 1, 2, drop_last=False) == ([3], Share(1, 3, False))
-    assert per_rank([[1, 2, 3]], 1, 2, drop_last=False) == ([2], Share(1, 3, False))
+    assert per_rank([[1, 2], [3]], 1, 2, drop_last=False) == ([3], BatchShare(1, 3, False))
+    assert per_rank([[1, 2, 3]], 1, 2, drop_last=False) == ([2], BatchShare(1, 3, False))
     assert per_rank([[1, 2, 3]], 1, 2, drop_last=True) is None

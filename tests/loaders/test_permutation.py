@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lagom.collectives.native import native
 from lagom.loaders import permutation
-from lagom.loaders.permutation import permuted, permuted_by_torch
+from lagom.loaders.permutation import permute, permute_by_torch
 from tests.ranks import run_ranks
 
 KEYS = range(400)
@@ -22,29 +22,29 @@ KEYS = range(400)
 
 @given(n=st.integers(1, 3000), key=st.integers(-(2**63), 2**63 - 1))
 def test_every_number_stands_there_once(n: int, key: int) -> None:
-    assert sorted(permuted(n, key, 0, n).tolist()) == list(range(n))
+    assert sorted(permute(n, key, 0, n).tolist()) == list(range(n))
 
 
 @given(n=st.integers(1, 2**62), key=st.integers(-(2**63), 2**63 - 1), part=st.floats(0, 1))
 def test_both_ways_of_evaluating_give_the_same(n: int, key: int, part: float) -> None:
     start = min(int(n * part), n - 1)
     count = min(500, n - start)
-    found = permuted(n, key, start, count)
-    assert found.tolist() == permuted_by_torch(n, key, start, count).tolist()
+    found = permute(n, key, start, count)
+    assert found.tolist() == permute_by_torch(n, key, start, count).tolist()
     assert ((found >= 0) & (found < n)).all()
     assert len(found.unique()) == count
 
 
 def test_blocks_are_parts_of_one_order() -> None:
-    whole = permuted(10_007, 5, 0, 10_007)
-    parts = [permuted(10_007, 5, start, min(1000, 10_007 - start)) for start in range(0, 10_007, 1000)]
+    whole = permute(10_007, 5, 0, 10_007)
+    parts = [permute(10_007, 5, start, min(1000, 10_007 - start)) for start in range(0, 10_007, 1000)]
     assert torch.equal(torch.cat(parts), whole)
     with pytest.raises(ValueError, match="no places 9 to 11 in an order of 10"):
-        permuted(10, 5, 9, 2)
+        permute(10, 5, 9, 2)
 
 
 def test_the_order_itself_never_changes() -> None:
-    assert permuted(10**9, 12345, 777, 3).tolist() == FIRST
+    assert permute(10**9, 12345, 777, 3).tolist() == FIRST
 
 
 FIRST = [75635466, 782387540, 469284624]
@@ -54,7 +54,7 @@ FIRST = [75635466, 782387540, 469284624]
 def test_fixed_points_and_neighbours_are_as_many_as_by_chance(n: int) -> None:
     fixed = neighbours = 0
     for key in KEYS:
-        order = permuted(n, key, 0, n)
+        order = permute(n, key, 0, n)
         fixed += int((order == torch.arange(n)).sum())
         neighbours += int((order.diff().abs() == 1).sum())
     # Both are sums of rare things: of mean and variance 1 and 2 for each order. Five deviations.
@@ -67,7 +67,7 @@ def test_places_and_what_stands_there_have_nothing_to_do_with_each_other(n: int)
     """Chi-square of 16 x 16 cells: a stretch of places against values, and of values against those behind them."""
     for key in range(20):
         count = min(n, 200_000)
-        order = permuted(n, key, 0, count)
+        order = permute(n, key, 0, count)
         values = order * 16 // n
         places = torch.arange(count) * 16 // count
         for first, second in ((places, values), (values[:-1], values[1:])):
@@ -79,7 +79,7 @@ def test_places_and_what_stands_there_have_nothing_to_do_with_each_other(n: int)
 
 def test_orders_of_different_keys_have_nothing_in_common() -> None:
     n = 4096
-    first = [permuted(n, key, 0, n) for key in range(100)]
+    first = [permute(n, key, 0, n) for key in range(100)]
     agreeing = sum(int((first[i] == first[j]).sum()) for i in range(100) for j in range(i))
     assert abs(agreeing - 4950) < 5 * 4950**0.5
 
@@ -146,4 +146,4 @@ def test_with_fewer_samples_the_order_is_torchs_and_more_than_there_are_begin_ag
 def test_this_was_compiled() -> None:
     if native() is None:
         pytest.skip("lagom was installed without its compiled part")
-    assert permuted(7, 1, 0, 7).tolist() == permuted_by_torch(7, 1, 0, 7).tolist()
+    assert permute(7, 1, 0, 7).tolist() == permute_by_torch(7, 1, 0, 7).tolist()

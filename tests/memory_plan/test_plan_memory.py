@@ -14,7 +14,7 @@ from torch import nn
 
 import lagom
 from lagom.memory_plan.activations import activations, by_steps
-from lagom.memory_plan.available import cgroup_limits, room
+from lagom.memory_plan.available import available_memory, cgroup_limits
 from lagom.memory_plan.needs import MemoryPlan
 from lagom.memory_planner import plan_memory
 from lagom.run_state.memory_layout import storage_of
@@ -236,7 +236,7 @@ def test_limits_of_control_groups_hold_from_the_innermost_out(tmp_path: Path) ->
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert room(4).num_bytes == room(1).num_bytes // 4
+    assert available_memory(4).num_bytes == available_memory(1).num_bytes // 4
 
 
 def test_it_is_a_public_name() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lagom.monitor.notebook_table import Table, left, table
+from lagom.monitor.notebook_table import NotebookTable, left, table
 
 
 def rank(**more: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def test_the_cell_has_one_display_that_is_renewed() -> None:
             self.updates.append(bundle)
 
     display = Display()
-    shown = Table(display)
+    shown = NotebookTable(display)
     for step in range(3):
         shown.show("train", {0: rank(step=step)}, f"step {step}")
     assert [bundle["text/plain"] for bundle in display.shown] == ["step 0"]

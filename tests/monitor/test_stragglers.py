@@ -18,7 +18,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Collectives
 from lagom.monitor.stragglers import held_up, straggler
 from lagom.records.report import report
-from lagom.worker.resource_usage import Usage
+from lagom.worker.resource_usage import ResourceUsage
 
 
 def says(waits: float, **waits_for: float) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_processors_and_memory_are_told(tmp_path: Path) -> None:
 def test_the_use_of_a_gpu_is_told_where_nvidias_library_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5 << 20)
     monkeypatch.setattr(torch.cuda, "utilization", lambda: 87)
-    usage = Usage("cuda")
+    usage = ResourceUsage("cuda")
     assert (usage.now()["gpu"], usage.now()["memory"]) == (0.87, 5 << 20)
 
     def missing() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lagom.records.git_info import Checkout
+from lagom.records.git_info import GitCheckout
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def test_commit_branch_and_changes_are_those_of_the_folder(tmp_path: Path) -> No
     top = tmp_path / "project"
     (top / "inner").mkdir(parents=True)
     git(top, "init", "-q")
-    first = Checkout(top / "inner")
+    first = GitCheckout(top / "inner")
     first.finish()
     assert first.facts() == {"folder": str(top), "branch": "main", "commit": None, "changes": []}
     (top / "train.py").write_text("1\n")
@@ -39,7 +39,7 @@ def test_commit_branch_and_changes_are_those_of_the_folder(tmp_path: Path) -> No
     git(top, "pack-refs", "--all")
     (top / "train.py").write_text("2\n")
     (top / "new.py").write_text("")
-    changed = Checkout(top / "inner")
+    changed = GitCheckout(top / "inner")
     facts = changed.facts()
     assert facts is not None
     assert facts["changes"] is None
@@ -48,7 +48,7 @@ def test_commit_branch_and_changes_are_those_of_the_folder(tmp_path: Path) -> No
     expected = {"folder": str(top), "branch": "feature/new", "commit": commit}
     assert changed.facts() == {**expected, "changes": [" M train.py", "?? new.py"]}
     git(top, "worktree", "add", "-q", "--detach", str(tmp_path / "beside"))
-    beside = Checkout(tmp_path / "beside")
+    beside = GitCheckout(tmp_path / "beside")
     beside.finish()
     assert beside.facts() == {"folder": str(tmp_path / "beside"), "branch": None, "commit": commit, "changes": []}
 
@@ -57,7 +57,7 @@ def test_many_changes_are_kept_in_part(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     for number in range(150):
         (tmp_path / f"{number}.py").write_text("")
-    checkout = Checkout(tmp_path)
+    checkout = GitCheckout(tmp_path)
     checkout.finish()
     facts = checkout.facts()
     assert facts is not None
@@ -68,9 +68,9 @@ def test_many_changes_are_kept_in_part(tmp_path: Path) -> None:
 def test_a_folder_that_git_does_not_know_and_a_machine_without_git(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Checkout(tmp_path).facts() is None
+    assert GitCheckout(tmp_path).facts() is None
     git(tmp_path, "init", "-q")
     monkeypatch.setenv("PATH", str(tmp_path))
-    checkout = Checkout(tmp_path)
+    checkout = GitCheckout(tmp_path)
     checkout.finish()
     assert checkout.facts() == {"folder": str(tmp_path), "branch": "main", "commit": None, "changes": None}

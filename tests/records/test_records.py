@@ -25,9 +25,9 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, RankError
 from lagom.records import run_dir as module
-from lagom.records.chart import chart
+from lagom.records.chart import line_chart
 from lagom.records.report import report
-from lagom.records.run_dir import Records, as_json, records
+from lagom.records.run_dir import RunRecords, as_json, records
 from lagom.result import Result
 
 
@@ -283,7 +283,7 @@ def test_a_notebook_shows_a_report_as_a_link(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_run_that_was_cut_short_has_a_report_too(tmp_path: Path) -> None:
-    kept = Records(tmp_path, {"name": "x", "world_size": 1})
+    kept = RunRecords(tmp_path, {"name": "x", "world_size": 1})
     kept.progressed({"rank": 0, "samples": 1, "loss": float("nan"), "rate": 1.0})
     kept.close()
     with (tmp_path / "progress.jsonl").open("a") as file:
@@ -294,19 +294,19 @@ def test_a_run_that_was_cut_short_has_a_report_too(tmp_path: Path) -> None:
 
 
 def test_a_chart_has_a_line_for_each_and_round_numbers_at_its_side() -> None:
-    drawn = chart("Loss", {"rank 0": [(0.0, 0.31), (2.0, 0.17)], "rank 1": [(1.0, float("nan"))]}, " %")
+    drawn = line_chart("Loss", {"rank 0": [(0.0, 0.31), (2.0, 0.17)], "rank 1": [(1.0, float("nan"))]}, " %")
     assert drawn.count("<polyline") == 1
     assert ">0.15 %<" in drawn
     assert ">0.35 %<" in drawn
     assert ">2 s<" in drawn
     same = [(0.0, 1.0), (1.0, 2.0)]
-    drawn = chart("Loss", {f"rank {n}": same for n in range(3)})
+    drawn = line_chart("Loss", {f"rank {n}": same for n in range(3)})
     assert drawn.count("<polyline") == 3
     assert drawn.count('stroke-width="1.6"/>') == 1  # the first, which shows between the dashes of the others
     assert len(set(re.findall('stroke-dasharray="([^"]*)"', drawn))) == 2
-    assert chart("Loss", {"rank 0": []}) == ""
-    assert chart("Loss", {"rank 0": [(0.0, 0.0)]}).count("<circle") == 1
-    assert len(chart("Loss", {"rank 0": [(float(i), float(i)) for i in range(100_000)]})) < 20_000
+    assert line_chart("Loss", {"rank 0": []}) == ""
+    assert line_chart("Loss", {"rank 0": [(0.0, 0.0)]}).count("<circle") == 1
+    assert len(line_chart("Loss", {"rank 0": [(float(i), float(i)) for i in range(100_000)]})) < 20_000
 
 
 def test_all_ranks_are_shown_with_their_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from lagom.records.retention import Retention
-from lagom.records.run_dir import Records, records
+from lagom.records.run_dir import RunRecords, records
 
 
-def made(home: Path, monkeypatch: pytest.MonkeyPatch) -> Records:
+def made(home: Path, monkeypatch: pytest.MonkeyPatch) -> RunRecords:
     monkeypatch.setenv("HOME", str(home))
     found = records("~/.lagom/runs", True, {"name": "a run"})
     assert found is not None

@@ -23,8 +23,8 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
 from lagom.monitor import spans as kinds
-from lagom.monitor.spans import Spans, activity, current, unpacked
-from lagom.records.run_dir import Records
+from lagom.monitor.spans import Spans, activity, current, unpack_spans
+from lagom.records.run_dir import RunRecords
 from lagom.records.timeline import merge
 from lagom.result import Result
 
@@ -207,7 +207,7 @@ class Clock:
 
 
 def noted(spans: Spans) -> list[list[Any]]:
-    return [span for block in spans.blocks() for span in json.loads(unpacked(block["data"]))["spans"]]
+    return [span for block in spans.blocks() for span in json.loads(unpack_spans(block["data"]))["spans"]]
 
 
 def test_a_long_run_keeps_its_first_steps_and_samples_of_later_ones() -> None:
@@ -254,7 +254,7 @@ def test_time_is_counted_once_however_deep(tmp_path: Path) -> None:
             spans.timed(kinds.FORWARD, "forward", fails)()
         passes(60)
     spans.finish()
-    records = Records(tmp_path, {"name": "x"})
+    records = RunRecords(tmp_path, {"name": "x"})
     records.close()
     for block in spans.blocks():
         records.timed(block | {"rank": 0})
@@ -271,7 +271,7 @@ def test_an_activity_has_a_row_of_its_own(tmp_path: Path) -> None:
     spans = Spans(0)
     with current(spans), activity("weight", "ALLREDUCE", 64):
         pass
-    records = Records(tmp_path, {"name": "x"})
+    records = RunRecords(tmp_path, {"name": "x"})
     records.close()
     for block in spans.blocks():
         records.timed(block | {"rank": 0})
@@ -283,7 +283,7 @@ def test_an_activity_has_a_row_of_its_own(tmp_path: Path) -> None:
 def test_clocks_of_several_hosts_are_put_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = {0: 0, 1: 7_000_000_000, 2: -3_000_000}
     draws = random.Random(1)
-    records = Records(tmp_path, {"name": "x"})
+    records = RunRecords(tmp_path, {"name": "x"})
     records.close()
     clocks = {rank: Clock(10**12 + ahead[rank]) for rank in ahead}
     ranks = {}
@@ -310,9 +310,9 @@ def test_a_damaged_block_is_an_error() -> None:
     spans = Spans(0)
     spans.add(kinds.COPY, "load", 0)
     good = next(iter(spans.blocks()))["data"]
-    assert json.loads(unpacked(good))["rank"] == 0
+    assert json.loads(unpack_spans(good))["rank"] == 0
     for bad in ("", "not base64", good[: len(good) // 2 // 4 * 4], "A" * 400):
         with pytest.raises(ValueError, match=r"timeline|base64|Incorrect|padding"):
-            unpacked(bad)
+            unpack_spans(bad)
     with pytest.raises(ValueError, match="too long"):
-        unpacked(good, most=10)
+        unpack_spans(good, most=10)

@@ -21,7 +21,7 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError
 from lagom.records import upload
-from lagom.records.run_dir import Records, records
+from lagom.records.run_dir import RunRecords, records
 from lagom.records.upload import Upload, is_url, on_disk
 from lagom.result import Result
 
@@ -99,7 +99,7 @@ def test_what_a_run_has_written_is_there_before_its_end(url: str, monkeypatch: p
     monkeypatch.setattr(upload, "_EVERY_S", 0.01)
     monkeypatch.setattr(Upload, "_send", send)
     kept = records(url, False, {"name": "x"})
-    assert isinstance(kept, Records)
+    assert isinstance(kept, RunRecords)
     kept.wrote(3, b"hello")
     while passes.acquire(blocking=False):
         pass

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lagom.run_state.random_streams import OwnStreams, derived, seed_everything
+from lagom.run_state.random_streams import OwnStreams, derive_seed, seed_everything
 
 
 def draw() -> tuple[float, float, float]:
@@ -59,9 +59,9 @@ def test_streams_are_put_back_after_an_exception() -> None:
 
 
 def test_derived_seeds_are_fixed_and_differ() -> None:
-    assert derived("a", 0) == derived("a", 0) != derived("a", 1)
-    assert 0 <= derived("a") < 2**63
-    torch.manual_seed(derived("a"))
+    assert derive_seed("a", 0) == derive_seed("a", 0) != derive_seed("a", 1)
+    assert 0 <= derive_seed("a") < 2**63
+    torch.manual_seed(derive_seed("a"))
 
 
 def test_without_a_seed_own_streams_follow_the_common_one_and_differ_between_ranks() -> None:

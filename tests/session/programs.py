@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.collectives.agreement_exchange import Frame
+from lagom.collectives.agreement_exchange import AgreedExchange
 from lagom.session.session import Session
 
 Program = Callable[[Any], list[Tensor]]
@@ -235,7 +235,7 @@ def large(_: Session) -> list[Tensor]:
 
 def without_a_frame(session: Session) -> list[Tensor]:
     if session.group is not None and session.replicate is not None:
-        session.replicate._averager._frame = Frame(session.group, 0)
+        session.replicate._averager._frame = AgreedExchange(session.group, 0)
     return large(session) + plain(session)
 
 

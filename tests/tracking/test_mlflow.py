@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lagom
 from lagom import experiment, files
 from lagom.config import TorchDistributedConfig
-from lagom.patching.import_hooks import once_imported
+from lagom.patching.import_hooks import on_import
 from lagom.session.session import Session
 from lagom.tracking.serialization import decoded, encoded
 from tests.ranks import RankFailedError, alone, run_ranks
@@ -204,12 +204,12 @@ def test_mlflow_is_as_before_afterwards(tmp_path: Path) -> None:
     from mlflow.tracking._model_registry.registry import ModelRegistryStoreRegistry
     from mlflow.tracking._tracking_service.registry import TrackingStoreRegistry
 
-    from lagom.tracking.mlflow import tracked_once
+    from lagom.tracking.mlflow import log_once_to_mlflow
     from tests.ranks import session_alone
 
     owners = (ArtifactRepositoryRegistry, ModelRegistryStoreRegistry, TrackingStoreRegistry)
     before = [dict(vars(owner)) for owner in owners], list(sys.meta_path)
-    with contextlib.suppress(KeyError), tracked_once(session_alone(tmp_path)):
+    with contextlib.suppress(KeyError), log_once_to_mlflow(session_alone(tmp_path)):
         assert all(dict(vars(owner)) != then for owner, then in zip(owners, before[0], strict=True))
         raise KeyError
     assert ([dict(vars(owner)) for owner in owners], list(sys.meta_path)) == before
@@ -242,7 +242,7 @@ def test_modules_are_changed_when_they_are_imported(tmp_path: Path, monkeypatch:
     (tmp_path / "lagom_comes_later.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     seen: list[str] = []
-    with once_imported({name: lambda module: seen.append(module.__name__) for name in ("json", "lagom_comes_later")}):
+    with on_import({name: lambda module: seen.append(module.__name__) for name in ("json", "lagom_comes_later")}):
         assert seen == ["json"]
         module = importlib.import_module("lagom_comes_later")
         assert seen == ["json", "lagom_comes_later"]

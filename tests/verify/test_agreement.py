@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 import pytest
 
-from lagom.verify.agreement import compare, level
-from lagom.verify.closeness import near, same_printed, tolerance
-from lagom.verify.comparison_row import Level, Row
-from lagom.verify.on_rank.record import Batch, Leaf, Pass, Read, Record, Step
+from lagom.verify.agreement import agreement_level, compare
+from lagom.verify.closeness import is_near, same_printed, tolerance
+from lagom.verify.comparison_row import AgreementLevel, ComparisonRow
+from lagom.verify.on_rank.record import Record, RecordedBatch, RecordedLeaf, RecordedPass, RecordedRead, RecordedStep
 
 DOUBLE, SINGLE = 2.2e-16, 1.2e-7
 
 
-def leaf(epsilon: float = DOUBLE, *, is_parameter: bool = True, end: float = 0.9) -> Leaf:
-    return Leaf(
+def leaf(epsilon: float = DOUBLE, *, is_parameter: bool = True, end: float = 0.9) -> RecordedLeaf:
+    return RecordedLeaf(
         name="Net.weight",
         shape=(2,),
         is_parameter=is_parameter,
@@ -30,10 +30,10 @@ def leaf(epsilon: float = DOUBLE, *, is_parameter: bool = True, end: float = 0.9
 
 def record(epsilon: float = DOUBLE) -> Record:
     return Record(
-        steps=[Step(loss=1 / (n + 1), weight=1.0, gradients={0: (0.1, 0.0)}) for n in range(4)],
+        steps=[RecordedStep(loss=1 / (n + 1), weight=1.0, gradients={0: (0.1, 0.0)}) for n in range(4)],
         leaves={0: leaf(epsilon)},
-        reads=[Read(place="train.py:3", value=0.5, step=1)],
-        batches=[Batch(number=(0, 0), rows=(b"a", b"b"), shared=False)],
+        reads=[RecordedRead(place="train.py:3", value=0.5, step=1)],
+        batches=[RecordedBatch(number=(0, 0), rows=(b"a", b"b"), shared=False)],
         num_samples=2,
         printed="loss 0.5000",
         returned=True,
@@ -47,18 +47,18 @@ def shares(epsilon: float = DOUBLE) -> list[Record]:
     for rank, factor, row in zip(ranks, (0.9, 1.1), (b"a", b"b"), strict=True):
         for step in rank.steps:
             step.loss *= factor
-        rank.batches[0] = Batch(number=(0, 0), rows=(row,), shared=True)
+        rank.batches[0] = RecordedBatch(number=(0, 0), rows=(row,), shared=True)
         rank.num_samples, rank.shared = 1, True
     return ranks
 
 
-def row(rows: list[Row], what: str) -> Row:
+def row(rows: list[ComparisonRow], what: str) -> ComparisonRow:
     return next(row for row in rows if row.what == what)
 
 
 def test_shares_that_are_right_on_the_average_agree() -> None:
     rows = compare(record(), shares())
-    assert level(rows) == Level.AGREES
+    assert agreement_level(rows) == AgreementLevel.AGREES
     assert row(rows, "work").ranks == "shared out"
 
 
@@ -67,7 +67,7 @@ def test_a_rank_without_a_sample_does_not_count() -> None:
     for n, step in enumerate(ranks[1].steps):
         step.loss, step.weight = math.nan, 0.0
         ranks[0].steps[n].loss, ranks[0].steps[n].weight = record().steps[n].loss, 2.0
-    assert row(compare(record(), ranks), "losses").level == Level.AGREES
+    assert row(compare(record(), ranks), "losses").level == AgreementLevel.AGREES
 
 
 CHANGES: dict[str, tuple[str, Callable[[Record], object]]] = {
@@ -90,15 +90,15 @@ def test_whatever_differs_is_found(change: str) -> None:
     what, apply = CHANGES[change]
     ranks = shares()
     apply(ranks[1])
-    assert row(compare(record(), ranks), what).level == Level.DIFFERS
+    assert row(compare(record(), ranks), what).level == AgreementLevel.DIFFERS
 
 
 def test_single_precision_is_allowed_its_rounding_and_no_more() -> None:
     ranks = shares(SINGLE)
     ranks[1].steps[0].gradients[0] = (0.1 + 2e-6, 0.0)
-    assert row(compare(record(SINGLE), ranks), "gradients").level == Level.AGREES
+    assert row(compare(record(SINGLE), ranks), "gradients").level == AgreementLevel.AGREES
     ranks[1].steps[0].gradients[0] = (0.1 + 2e-4, 0.0)
-    assert row(compare(record(SINGLE), ranks), "gradients").level == Level.DIFFERS
+    assert row(compare(record(SINGLE), ranks), "gradients").level == AgreementLevel.DIFFERS
 
 
 def test_a_parameter_with_nothing_but_rounding_for_a_gradient_is_not_compared() -> None:
@@ -107,7 +107,7 @@ def test_a_parameter_with_nothing_but_rounding_for_a_gradient_is_not_compared() 
         each.leaves[1] = leaf(SINGLE, end=end)
         for step in each.steps:
             step.gradients[1] = (1e-9, 0.0)
-    assert row(compare(one, ranks), "parameters").level == Level.AGREES
+    assert row(compare(one, ranks), "parameters").level == AgreementLevel.AGREES
 
 
 def test_a_rank_keeps_the_gradient_of_its_own_part_of_the_data() -> None:
@@ -118,21 +118,21 @@ def test_a_rank_keeps_the_gradient_of_its_own_part_of_the_data() -> None:
         rank.leaves[1] = leaf(is_parameter=False)
         rank.leaves[1].is_data = True
         rank.steps[0].gradients[1] = (10.0, 12.0)
-    assert level(compare(one, ranks)) == Level.AGREES
+    assert agreement_level(compare(one, ranks)) == AgreementLevel.AGREES
     for rank in ranks:
         rank.leaves[1].is_data = False
-    assert level(compare(one, ranks)) == Level.DIFFERS
+    assert agreement_level(compare(one, ranks)) == AgreementLevel.DIFFERS
     for rank in ranks:
         rank.leaves[1].shape, rank.leaves[1].start = (1,), (1.0,)
-    assert level(compare(one, ranks)) == Level.AGREES
+    assert agreement_level(compare(one, ranks)) == AgreementLevel.AGREES
 
 
 def test_samples_are_counted_over_the_ranks() -> None:
     ranks = shares()
-    ranks[1].batches[0] = Batch(number=(0, 0), rows=(b"a",), shared=True)
+    ranks[1].batches[0] = RecordedBatch(number=(0, 0), rows=(b"a",), shared=True)
     ranks[1].steps[0].loss = 5.0
     found = row(compare(record(), ranks), "samples")
-    assert found.level == Level.DIFFERS
+    assert found.level == AgreementLevel.DIFFERS
     assert found.note == "as many, with other contents"
     ranks[1].batches[0].shapes = ((7,),)
     assert "of other shapes" in row(compare(record(), ranks), "samples").note
@@ -142,17 +142,17 @@ def test_samples_are_counted_over_the_ranks() -> None:
 
 def test_samples_that_only_look_different_are_no_mistake() -> None:
     ranks = shares()
-    ranks[1].batches[0] = Batch(number=(0, 0), rows=(b"x", b"y", b"z"), shared=True)
-    assert row(compare(record(), ranks), "samples").level == Level.UNKNOWN
+    ranks[1].batches[0] = RecordedBatch(number=(0, 0), rows=(b"x", b"y", b"z"), shared=True)
+    assert row(compare(record(), ranks), "samples").level == AgreementLevel.UNKNOWN
 
 
 def test_a_number_of_a_share_matters_where_the_program_decides_by_it() -> None:
     ranks = shares()
     ranks[0].reads[0].value = 0.45
-    assert row(compare(record(), ranks), "numbers read").level == Level.OWN
+    assert row(compare(record(), ranks), "numbers read").level == AgreementLevel.OWN
     ranks[0].reads[0].decides = True
     found = row(compare(record(), ranks), "numbers read")
-    assert found.level == Level.DIFFERS
+    assert found.level == AgreementLevel.DIFFERS
     assert "train.py:3" in found.note
 
 
@@ -163,17 +163,17 @@ def test_what_one_process_does_not_repeat_is_not_compared() -> None:
     ranks = shares()
     for rank in ranks:
         rank.printed, rank.value = "took 9.99 s, loss 0.5", [b"['loss']", 0.1, (1.0, 2.0)]
-    assert level(compare(one, ranks, again)) == Level.AGREES
+    assert agreement_level(compare(one, ranks, again)) == AgreementLevel.AGREES
     ranks[0].printed = "took 9.99 s, loss 0.8"
-    assert row(compare(one, ranks, again), "printed").level == Level.OWN
+    assert row(compare(one, ranks, again), "printed").level == AgreementLevel.OWN
 
 
 def test_a_result_that_is_each_ranks_own_is_judged_by_its_mean() -> None:
     ranks = shares()
     ranks[0].value[1], ranks[1].value[1] = 0.4, 0.6
-    assert row(compare(record(), ranks), "result").level == Level.AGREES
+    assert row(compare(record(), ranks), "result").level == AgreementLevel.AGREES
     ranks[0].num_samples = 3
-    assert row(compare(record(), ranks), "result").level == Level.DIFFERS
+    assert row(compare(record(), ranks), "result").level == AgreementLevel.DIFFERS
 
 
 def test_whole_numbers_and_tensors_of_ranks_are_not_averaged() -> None:
@@ -182,17 +182,20 @@ def test_whole_numbers_and_tensors_of_ranks_are_not_averaged() -> None:
         one.value[position] = 5 if position == 1 else (1.0, 2.0)
         for rank, value in zip(ranks, values, strict=True):
             rank.value[position] = value
-        assert row(compare(one, ranks), "result").level == Level.DIFFERS
+        assert row(compare(one, ranks), "result").level == AgreementLevel.DIFFERS
 
 
 def test_an_evaluation_that_is_dealt_out_is_found() -> None:
     ranks = shares()
     for rank in ranks:
-        rank.passes = [Pass(num_before=0, num_after=4, is_dealt=True), Pass(num_before=4, is_dealt=True)]
-    assert row(compare(record(), ranks), "evaluation").level == Level.UNKNOWN
+        rank.passes = [
+            RecordedPass(num_before=0, num_after=4, is_dealt=True),
+            RecordedPass(num_before=4, is_dealt=True),
+        ]
+    assert row(compare(record(), ranks), "evaluation").level == AgreementLevel.UNKNOWN
     ranks[0].passes[1].num_after = 4
     found = row(compare(record(), ranks), "evaluation")
-    assert found.level == Level.DIFFERS
+    assert found.level == AgreementLevel.DIFFERS
     assert "pass 2 over a loader runs no backward" in found.note
 
 
@@ -210,7 +213,7 @@ def test_times_in_a_printed_line_are_left_out_and_the_rest_is_not(repeat: str, o
     one, again, ranks = record(), record(), shares()
     one.printed, again.printed = "epoch 1 | 14:02:10s loss 0.50 fps 499", repeat
     ranks[0].printed = other
-    assert (row(compare(one, ranks, again), "printed").level <= Level.AGREES) == same
+    assert (row(compare(one, ranks, again), "printed").level <= AgreementLevel.AGREES) == same
 
 
 def test_an_error_is_the_same_when_its_words_are() -> None:
@@ -218,14 +221,14 @@ def test_an_error_is_the_same_when_its_words_are() -> None:
     for each in (one, *ranks):
         each.returned, each.error = False, "ValueError: shape (8, 3)"
     ranks[1].error = "ValueError: shape (4, 3)"
-    assert row(compare(one, ranks), "ends with").level == Level.UNKNOWN
+    assert row(compare(one, ranks), "ends with").level == AgreementLevel.UNKNOWN
     ranks[1].error = "ValueError: no such file"
-    assert row(compare(one, ranks), "ends with").level == Level.DIFFERS
+    assert row(compare(one, ranks), "ends with").level == AgreementLevel.DIFFERS
 
 
 def test_a_record_agrees_with_itself_also_when_there_is_nothing_in_it() -> None:
     for one in (record(), Record(), Record(error="KeyError: 'lr'")):
-        assert level(compare(one, [copy.deepcopy(one)])) <= Level.AGREES
+        assert agreement_level(compare(one, [copy.deepcopy(one)])) <= AgreementLevel.AGREES
 
 
 def test_tolerances_grow_and_stay_bounded() -> None:
@@ -250,7 +253,7 @@ def test_printed_numbers_may_differ_in_their_last_digit(left: str, right: str, s
 
 
 def test_no_number_is_near_another() -> None:
-    assert near(math.nan, math.nan, 0.1, 0.0)
-    assert near(math.inf, math.inf, 0.1, 0.0)
-    assert not near(math.nan, 1.0, 0.1, 0.0)
-    assert not near(-math.inf, math.inf, 0.1, 0.0)
+    assert is_near(math.nan, math.nan, 0.1, 0.0)
+    assert is_near(math.inf, math.inf, 0.1, 0.0)
+    assert not is_near(math.nan, 1.0, 0.1, 0.0)
+    assert not is_near(-math.inf, math.inf, 0.1, 0.0)

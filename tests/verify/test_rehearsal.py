@@ -21,7 +21,7 @@ from lagom.session.session import Session
 from lagom.verify.on_rank.record import Record
 from lagom.verify.on_rank.rehearsal import numbered_parameters, rehearse
 from lagom.verify.on_rank.tensor_sketch import digests, flat, sketch
-from lagom.verify.on_rank.truncate import cut_short
+from lagom.verify.on_rank.truncate import truncated_passes
 from tests.ranks import run_ranks, session_alone
 
 
@@ -29,7 +29,7 @@ def rehearsed(tmp_path: Path, function: Any, **settings: Any) -> Record:
     """``function`` rehearsed in this process, on one rank."""
     session = session_alone(tmp_path)
     session.plan = dataclasses.replace(session.plan, rehearsal=Rehearsal(**settings))
-    with cut_short(session), numbered_parameters() as leaves, patched(session):
+    with truncated_passes(session), numbered_parameters() as leaves, patched(session):
         return rehearse(session, leaves, function)
 
 
@@ -38,7 +38,7 @@ def rehearsed_apart(function: Any, **settings: Any) -> Record:
 
     def rank(session: Session) -> Record:
         session.plan = dataclasses.replace(session.plan, rehearsal=Rehearsal(**settings))
-        with cut_short(session), numbered_parameters() as leaves, patched(session):
+        with truncated_passes(session), numbered_parameters() as leaves, patched(session):
             return rehearse(session, leaves, function)
 
     record: Record = run_ranks(1, rank, patches=False)[0]

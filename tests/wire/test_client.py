@@ -14,19 +14,19 @@ from contextlib import contextmanager
 import pytest
 
 from lagom.wire import client as module
-from lagom.wire.client import Link, LinkClosed, dial
-from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, Keys, body_of, framed
+from lagom.wire.client import DriverClient, LinkClosed, dial
+from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, FrameKeys, body_of, frame_of
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Link, Link]]:
-    left, right = (Link(end) for end in socket.socketpair())
+def pair() -> Iterator[tuple[DriverClient, DriverClient]]:
+    left, right = (DriverClient(end) for end in socket.socketpair())
     yield left, right
     left.close()
     right.close()
 
 
-def test_messages_arrive_in_order_and_as_they_were(pair: tuple[Link, Link]) -> None:
+def test_messages_arrive_in_order_and_as_they_were(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
     sent = [{"type": "log", "data": "ünïcödé\x00\r\n", "n": number} for number in range(50)]
     for message in sent:
@@ -35,7 +35,7 @@ def test_messages_arrive_in_order_and_as_they_were(pair: tuple[Link, Link]) -> N
     assert right.poll() == []
 
 
-def test_messages_go_both_ways(pair: tuple[Link, Link]) -> None:
+def test_messages_go_both_ways(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
     left.send({"to": "right"})
     right.send({"to": "left"})
@@ -43,7 +43,7 @@ def test_messages_go_both_ways(pair: tuple[Link, Link]) -> None:
     assert right.receive(1.0) == {"to": "right"}
 
 
-def test_receive_takes_one_and_leaves_the_rest(pair: tuple[Link, Link]) -> None:
+def test_receive_takes_one_and_leaves_the_rest(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
     for number in range(3):
         left.send({"n": number})
@@ -52,7 +52,7 @@ def test_receive_takes_one_and_leaves_the_rest(pair: tuple[Link, Link]) -> None:
     assert right.poll() == [{"n": 2}]
 
 
-def test_receive_gives_up_in_time(pair: tuple[Link, Link]) -> None:
+def test_receive_gives_up_in_time(pair: tuple[DriverClient, DriverClient]) -> None:
     started = time.monotonic()
     assert pair[0].receive(0.05) is None
     assert 0.04 < time.monotonic() - started < 1.0
@@ -61,7 +61,7 @@ def test_receive_gives_up_in_time(pair: tuple[Link, Link]) -> None:
 def test_a_program_may_have_thousands_of_files_open() -> None:
     held = [os.dup(2) for _ in range(1100)]
     try:
-        left, right = (Link(end) for end in socket.socketpair())
+        left, right = (DriverClient(end) for end in socket.socketpair())
         assert right.fileno() > 1024
         assert right.receive(0.01) is None
         drawing = threading.Thread(target=lambda: received.append(right.receive(10.0)))
@@ -77,16 +77,16 @@ def test_a_program_may_have_thousands_of_files_open() -> None:
             os.close(number)
 
 
-def test_a_frame_may_come_in_pieces(pair: tuple[Link, Link]) -> None:
+def test_a_frame_may_come_in_pieces(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
-    frame = framed(body_of({"type": "log", "data": "x" * 100}))
+    frame = frame_of(body_of({"type": "log", "data": "x" * 100}))
     for position in range(len(frame)):
         assert right.poll() == []
         left.socket.send(frame[position : position + 1])
     assert right.poll() == [{"type": "log", "data": "x" * 100}]
 
 
-def test_what_arrived_before_the_end_is_still_given(pair: tuple[Link, Link]) -> None:
+def test_what_arrived_before_the_end_is_still_given(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
     left.send({"last": "words"})
     left.close()
@@ -97,15 +97,15 @@ def test_what_arrived_before_the_end_is_still_given(pair: tuple[Link, Link]) -> 
         right.receive(1.0)
 
 
-def test_half_a_frame_and_then_the_end_is_the_end(pair: tuple[Link, Link]) -> None:
+def test_half_a_frame_and_then_the_end_is_the_end(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
-    left.socket.send(framed(body_of({"a": 1}))[:-1])
+    left.socket.send(frame_of(body_of({"a": 1}))[:-1])
     left.close()
     with pytest.raises(LinkClosed):
         right.poll()
 
 
-def test_a_frame_that_is_too_long_is_refused_before_it_is_read(pair: tuple[Link, Link]) -> None:
+def test_a_frame_that_is_too_long_is_refused_before_it_is_read(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
     left.socket.send(struct.pack(">I", MAX_FRAME + 1))
     with pytest.raises(LinkClosed, match="at most"):
@@ -118,21 +118,21 @@ def test_a_message_that_fits_no_frame_is_refused_here_and_not_there() -> None:
 
 
 @pytest.mark.parametrize("body", [b"no json", b"\xff\xfe", b'{"half":', b"[1, 2]", b"3"])
-def test_garbage_is_the_end_of_a_link_and_no_crash(pair: tuple[Link, Link], body: bytes) -> None:
+def test_garbage_is_the_end_of_a_link_and_no_crash(pair: tuple[DriverClient, DriverClient], body: bytes) -> None:
     left, right = pair
     left.socket.send(struct.pack(">I", len(body)) + body)
     with pytest.raises(LinkClosed):
         right.poll()
 
 
-def test_send_to_nobody_says_so(pair: tuple[Link, Link]) -> None:
+def test_send_to_nobody_says_so(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
     right.close()
     with pytest.raises(LinkClosed):
         left.send({"a": 1})
 
 
-def test_send_to_somebody_who_does_not_read_gives_up(pair: tuple[Link, Link]) -> None:
+def test_send_to_somebody_who_does_not_read_gives_up(pair: tuple[DriverClient, DriverClient]) -> None:
     left, _ = pair
     for _ in range(10):
         left.offer({"data": "x" * 100_000})
@@ -141,7 +141,7 @@ def test_send_to_somebody_who_does_not_read_gives_up(pair: tuple[Link, Link]) ->
 
 
 def test_offers_to_a_slow_reader_cost_no_time_and_are_dropped_and_counted(
-    pair: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[DriverClient, DriverClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MAX_BACKLOG", 4 << 20)
     left, right = pair
@@ -163,7 +163,7 @@ def test_offers_to_a_slow_reader_cost_no_time_and_are_dropped_and_counted(
     assert len(numbers) + dropped[0] == 1001
 
 
-def test_sure_messages_wait_for_what_was_offered_before(pair: tuple[Link, Link]) -> None:
+def test_sure_messages_wait_for_what_was_offered_before(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
     for number in range(100):
         left.offer({"n": number, "data": "x" * 10_000})
@@ -184,14 +184,14 @@ def test_sure_messages_wait_for_what_was_offered_before(pair: tuple[Link, Link])
 
 def test_proofs_and_keys_are_good_for_one_secret_and_one_connection_only() -> None:
     every = [
-        Keys(b"secret", b"a", b"b"),
-        Keys(b"secret", b"a", b"c"),
-        Keys(b"secret", b"c", b"b"),
-        Keys(b"x", b"a", b"b"),
+        FrameKeys(b"secret", b"a", b"b"),
+        FrameKeys(b"secret", b"a", b"c"),
+        FrameKeys(b"secret", b"c", b"b"),
+        FrameKeys(b"x", b"a", b"b"),
     ]
     values = [value for keys in every for value in vars(keys).values()]
     assert len(set(values)) == len(values) == 16
-    assert vars(Keys(b"secret", b"a", b"b")) == vars(every[0])
+    assert vars(FrameKeys(b"secret", b"a", b"b")) == vars(every[0])
     assert not any(b"secret" in value for value in values)
 
 
@@ -242,7 +242,7 @@ def test_one_that_only_repeats_what_ranks_say_is_not_taken_for_the_driver() -> N
     with listener(bytes(NONCE)) as (address, heard):
         assert dial(address, secret, {"purpose": "task", "task": 0}, 0.5) is None
     rank_proof = bytes(heard[NONCE : NONCE + PROOF])
-    assert rank_proof == Keys(secret, bytes(NONCE), bytes(heard[:NONCE])).rank_proof
+    assert rank_proof == FrameKeys(secret, bytes(NONCE), bytes(heard[:NONCE])).rank_proof
     assert secret not in heard
     assert secret.hex().encode() not in heard
     with listener(bytes(NONCE), rank_proof) as (address, _):

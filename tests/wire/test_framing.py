@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lagom.wire.framing import MAX_FRAME, BadFrame, Decoder, Message, Seals, body_of, framed
+from lagom.wire.framing import MAX_FRAME, BadFrame, FrameDecoder, FrameSeals, Message, body_of, frame_of
 
 KEY = b"k" * 32
 VALUES = st.recursive(
@@ -22,9 +22,9 @@ MESSAGES = st.lists(st.dictionaries(st.text(), VALUES, max_size=4), max_size=5)
 fuzz = settings(max_examples=100, deadline=None)
 
 
-def decoded(data: bytes, cuts: list[int], seals: Seals | None) -> list[Message]:
+def decoded(data: bytes, cuts: list[int], seals: FrameSeals | None) -> list[Message]:
     """All messages in ``data``, which comes in pieces that end at ``cuts``."""
-    decoder, found = Decoder(seals), []
+    decoder, found = FrameDecoder(seals), []
     ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
     for start, end in zip([0, *ends], ends, strict=False):
         decoder.feed(data[start:end])
@@ -38,9 +38,9 @@ def decoded(data: bytes, cuts: list[int], seals: Seals | None) -> list[Message]:
 def test_messages_come_out_as_they_went_in_whatever_the_pieces(
     messages: list[Message], cuts: list[int], sealed: bool
 ) -> None:
-    seals = Seals(KEY) if sealed else None
-    data = b"".join(framed(body_of(message), seals) for message in messages)
-    assert decoded(data, cuts, Seals(KEY) if sealed else None) == messages
+    seals = FrameSeals(KEY) if sealed else None
+    data = b"".join(frame_of(body_of(message), seals) for message in messages)
+    assert decoded(data, cuts, FrameSeals(KEY) if sealed else None) == messages
 
 
 @fuzz
@@ -54,7 +54,7 @@ def test_any_bytes_are_objects_or_refused(data: bytes, cuts: list[int]) -> None:
 @given(data=st.binary(max_size=300), cuts=st.lists(st.integers(0, 300), max_size=4))
 def test_bytes_of_a_stranger_are_no_message(data: bytes, cuts: list[int]) -> None:
     with contextlib.suppress(BadFrame):
-        assert decoded(struct.pack(">I", len(data)) + data, cuts, Seals(KEY)) == []
+        assert decoded(struct.pack(">I", len(data)) + data, cuts, FrameSeals(KEY)) == []
 
 
 @fuzz
@@ -62,14 +62,14 @@ def test_bytes_of_a_stranger_are_no_message(data: bytes, cuts: list[int]) -> Non
 def test_frames_that_are_changed_on_the_way_give_a_beginning_of_what_was_sent(
     messages: list[Message], where: int, bit: int, remove: bool
 ) -> None:
-    seals = Seals(KEY)
-    data = bytearray(b"".join(framed(body_of(message), seals) for message in messages))
+    seals = FrameSeals(KEY)
+    data = bytearray(b"".join(frame_of(body_of(message), seals) for message in messages))
     where %= len(data)
     if remove:
         del data[where]
     else:
         data[where] ^= 1 << bit
-    decoder, found = Decoder(Seals(KEY)), []
+    decoder, found = FrameDecoder(FrameSeals(KEY)), []
     decoder.feed(bytes(data))
     try:
         while taken := decoder.take():
@@ -83,8 +83,8 @@ def test_frames_that_are_changed_on_the_way_give_a_beginning_of_what_was_sent(
 @fuzz
 @given(body=st.binary(max_size=60) | st.text(alphabet='[]{}",:0123456789.eE-+ntrueflasN', max_size=60).map(str.encode))
 def test_what_json_makes_of_a_body_is_an_object_or_refused(body: bytes) -> None:
-    decoder = Decoder()
-    decoder.feed(framed(body))
+    decoder = FrameDecoder()
+    decoder.feed(frame_of(body))
     with contextlib.suppress(BadFrame):
         assert repr(decoder.take()) == repr([json.loads(body)])
 
@@ -95,26 +95,26 @@ def test_what_json_makes_of_a_body_is_an_object_or_refused(body: bytes) -> None:
     ids=len,
 )
 def test_bodies_that_parsers_stumble_over_are_refused(body: bytes) -> None:
-    decoder = Decoder()
-    decoder.feed(framed(body))
+    decoder = FrameDecoder()
+    decoder.feed(frame_of(body))
     with pytest.raises(BadFrame):
         decoder.take()
 
 
 def test_a_length_alone_makes_nobody_wait_for_more_than_a_frame() -> None:
-    for limit, seals in ((MAX_FRAME, None), (MAX_FRAME + 16, Seals(KEY))):
-        decoder = Decoder(seals)
+    for limit, seals in ((MAX_FRAME, None), (MAX_FRAME + 16, FrameSeals(KEY))):
+        decoder = FrameDecoder(seals)
         decoder.feed(struct.pack(">I", limit))
         assert decoder.take() == []
-        decoder = Decoder(seals)
+        decoder = FrameDecoder(seals)
         decoder.feed(struct.pack(">I", limit + 1))
         with pytest.raises(BadFrame, match=f"at most {limit} are allowed"):
             decoder.take()
 
 
 def test_what_was_refused_stays_refused_and_what_came_before_is_given() -> None:
-    decoder = Decoder()
-    decoder.feed(framed(b'{"a": 1}') + framed(b"garbage") + framed(b'{"b": 2}'))
+    decoder = FrameDecoder()
+    decoder.feed(frame_of(b'{"a": 1}') + frame_of(b"garbage") + frame_of(b'{"b": 2}'))
     assert decoder.take() == [{"a": 1}]
     for _ in range(2):
         with pytest.raises(BadFrame):
@@ -122,8 +122,8 @@ def test_what_was_refused_stays_refused_and_what_came_before_is_given() -> None:
 
 
 def test_bytes_behind_a_message_are_left() -> None:
-    decoder = Decoder()
-    decoder.feed(framed(b'{"a": 1}') + b"raw")
+    decoder = FrameDecoder()
+    decoder.feed(frame_of(b'{"a": 1}') + b"raw")
     assert decoder.take(limit=1) == [{"a": 1}]
     assert decoder.rest() == b"raw"
     assert decoder.rest() == b""

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from lagom.wire import client as link_module
-from lagom.wire.client import Link, LinkClosed
-from lagom.wire.peer_silence import probe, silent_s
+from lagom.wire.client import DriverClient, LinkClosed
+from lagom.wire.peer_silence import probe_silence, silent_s
 from tests.integration import hosts
 
 LISTENER = (
@@ -27,7 +27,7 @@ def fill(connection: socket.socket) -> None:
             pass
 
 
-def ended(link: Link, deadline: float) -> bool:
+def ended(link: DriverClient, deadline: float) -> bool:
     while time.monotonic() < deadline:
         link.give_up_silent()
         try:
@@ -43,7 +43,7 @@ def test_a_process_that_takes_nothing_in_is_not_a_machine_that_is_gone() -> None
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
         theirs, _ = server.accept()
         with theirs:
-            probe(ours, 2.0)
+            probe_silence(ours, 2.0)
             fill(ours)
             longest, deadline = 0.0, time.monotonic() + 7.0
             while time.monotonic() < deadline:
@@ -65,8 +65,8 @@ def test_a_link_to_a_machine_that_is_cut_off_ends(waiting: bool, monkeypatch: py
                 assert process.stdout is not None
                 assert process.stdout.readline() == b"here\n"
                 connection = socket.create_connection((there.address, 7000))
-                probe(connection, 60.0)  # so that it is not the kernel that ends it
-                link = Link(connection)
+                probe_silence(connection, 60.0)  # so that it is not the kernel that ends it
+                link = DriverClient(connection)
                 there.cut_off()
                 if waiting:
                     link.offer({"type": "log", "data": "x"})

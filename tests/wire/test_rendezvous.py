@@ -12,7 +12,7 @@ import pytest
 
 from lagom.errors import PlanError
 from lagom.wire import rendezvous
-from lagom.wire.client import Link, LinkClosed, Message
+from lagom.wire.client import DriverClient, LinkClosed, Message
 from lagom.wire.rendezvous import Stopped, meet, peers
 
 
@@ -31,8 +31,8 @@ def join(task: int, *, ranks: list[int] | None = None, gpus: list[str] | None = 
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Link, Link]]:
-    left, right = (Link(end) for end in socket.socketpair())
+def pair() -> Iterator[tuple[DriverClient, DriverClient]]:
+    left, right = (DriverClient(end) for end in socket.socketpair())
     yield left, right
     left.close()
     right.close()
@@ -97,7 +97,7 @@ def test_the_table_travels_as_json() -> None:
     assert json.loads(json.dumps(table)) == table
 
 
-def test_a_task_joins_and_gets_the_table_from_the_driver(pair: tuple[Link, Link]) -> None:
+def test_a_task_joins_and_gets_the_table_from_the_driver(pair: tuple[DriverClient, DriverClient]) -> None:
     ours, driver = pair
     table = peers([join(0)])
     driver.send({"type": "something else"})
@@ -106,7 +106,7 @@ def test_a_task_joins_and_gets_the_table_from_the_driver(pair: tuple[Link, Link]
     assert driver.poll() == [join(0)]
 
 
-def test_a_task_that_is_told_to_gather_does(pair: tuple[Link, Link]) -> None:
+def test_a_task_that_is_told_to_gather_does(pair: tuple[DriverClient, DriverClient]) -> None:
     ours, driver = pair
     driver.send({"type": "gather"})
     table = meet(ours, lambda text: [text, json.dumps(join(1))], join(0))
@@ -122,21 +122,23 @@ def test_a_task_without_a_driver_and_without_a_way_to_gather_says_so() -> None:
         meet(None, None, join(0))
 
 
-def test_a_task_that_comes_too_late_is_stopped(pair: tuple[Link, Link]) -> None:
+def test_a_task_that_comes_too_late_is_stopped(pair: tuple[DriverClient, DriverClient]) -> None:
     ours, driver = pair
     driver.send({"type": "stop"})
     with pytest.raises(Stopped):
         meet(ours, None, join(0))
 
 
-def test_a_driver_that_goes_away_meanwhile_ends_the_wait(pair: tuple[Link, Link]) -> None:
+def test_a_driver_that_goes_away_meanwhile_ends_the_wait(pair: tuple[DriverClient, DriverClient]) -> None:
     ours, driver = pair
     driver.close()
     with pytest.raises(LinkClosed):
         meet(ours, None, join(0))
 
 
-def test_the_wait_for_the_others_has_an_end(pair: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_the_others_has_an_end(
+    pair: tuple[DriverClient, DriverClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rendezvous, "WAIT_S", 0.05)
     with pytest.raises(LinkClosed, match="did not start"):
         meet(pair[0], None, join(0))

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from lagom.wire.client import Link, LinkClosed, deliver, dial, fetch
-from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, Keys, Message, Seals, body_of, framed
-from lagom.wire.server import Channel, anonymous_file
+from lagom.wire.client import DriverClient, LinkClosed, deliver, dial, fetch
+from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, FrameKeys, FrameSeals, Message, body_of, frame_of
+from lagom.wire.server import DriverServer, anonymous_file
 
 
 class Driver:
@@ -31,14 +31,14 @@ class Driver:
     def __init__(self, payload_fd: int | None = None) -> None:
         self.messages: list[tuple[int, Message]] = []
         self.closed: list[int] = []
-        self.channel = Channel(self.take, self.closed.append, payload_fd)
+        self.channel = DriverServer(self.take, self.closed.append, payload_fd)
 
     def take(self, task: int, message: Message) -> None:
         self.messages.append((task, message))
         if message.get("type") == "odd":
             raise KeyError("rank")
 
-    def rank(self, task: int) -> Link:
+    def rank(self, task: int) -> DriverClient:
         link = dial(self.address, self.channel.secret, {"purpose": "task", "task": task}, 2.0)
         assert link is not None
         return link
@@ -86,12 +86,12 @@ def exactly(connection: socket.socket, size: int) -> bytes:
     return connection.recv(size, socket.MSG_WAITALL)
 
 
-def introduced(driver: Driver, connection: socket.socket, **hello: Any) -> tuple[bytes, Seals]:
+def introduced(driver: Driver, connection: socket.socket, **hello: Any) -> tuple[bytes, FrameSeals]:
     """What one of ours sends first, and the seals of what it sends then."""
     nonce = secrets.token_bytes(NONCE)
-    keys = Keys(driver.channel.secret, exactly(connection, NONCE), nonce)
-    seals = Seals(keys.from_rank)
-    return nonce + keys.rank_proof + framed(body_of(hello), seals), seals
+    keys = FrameKeys(driver.channel.secret, exactly(connection, NONCE), nonce)
+    seals = FrameSeals(keys.from_rank)
+    return nonce + keys.rank_proof + frame_of(body_of(hello), seals), seals
 
 
 def ended(connection: socket.socket) -> bool:
@@ -126,7 +126,7 @@ def test_ranks_are_heard_and_answered_each_its_own(driver: Driver) -> None:
 def test_an_inherited_pair_of_sockets_is_served_without_a_proof(driver: Driver) -> None:
     ours, theirs = socket.socketpair()
     driver.channel.adopt(ours, 0)
-    link = Link(theirs)
+    link = DriverClient(theirs)
     link.send({"a": 1})
     assert until(lambda: driver.messages == [(0, {"a": 1})])
     driver.channel.send(0, {"b": 2})
@@ -138,8 +138,8 @@ def test_an_inherited_pair_of_sockets_is_served_without_a_proof(driver: Driver) 
 @pytest.mark.parametrize("secret", [secrets.token_bytes(32), b"", bytes(32)], ids=["another", "none", "zeros"])
 def test_a_stranger_with_a_wrong_secret_is_sent_away_unheard(driver: Driver, secret: bytes) -> None:
     with driver.stranger() as connection:
-        keys = Keys(secret, exactly(connection, NONCE), bytes(NONCE))
-        frames = framed(body_of({"purpose": "task", "task": 0}), Seals(keys.from_rank))
+        keys = FrameKeys(secret, exactly(connection, NONCE), bytes(NONCE))
+        frames = frame_of(body_of({"purpose": "task", "task": 0}), FrameSeals(keys.from_rank))
         connection.sendall(bytes(NONCE) + keys.rank_proof + frames)
         assert ended(connection)
     assert not driver.messages
@@ -158,7 +158,7 @@ def test_a_stranger_is_read_no_further_than_its_proof(driver: Driver, monkeypatc
         exactly(connection, NONCE)
         with pytest.raises(TimeoutError):  # it waits for the rest
             connection.recv(100)
-        connection.sendall(b"x" + framed(body_of({"purpose": "task", "task": 0})))
+        connection.sendall(b"x" + frame_of(body_of({"purpose": "task", "task": 0})))
         assert ended(connection)
     assert not driver.messages
     assert not driver.closed
@@ -167,7 +167,7 @@ def test_a_stranger_is_read_no_further_than_its_proof(driver: Driver, monkeypatc
 def test_a_recorded_introduction_opens_nothing(driver: Driver) -> None:
     with driver.stranger() as first:
         hello, seals = introduced(driver, first, purpose="task", task=0)
-        hello += framed(body_of({"type": "honest"}), seals)
+        hello += frame_of(body_of({"type": "honest"}), seals)
         first.sendall(hello)
         assert until(lambda: driver.messages == [(0, {"type": "honest"})])
     with driver.stranger() as second:
@@ -189,13 +189,13 @@ def changed(frame: bytes) -> bytes:
         lambda one, two: two + one,  # in another order
         lambda one, two: changed(one),
         lambda one, two: one[:4] + bytes(16) + one[20:],  # a seal of somebody else's
-        lambda one, two: framed(one[20:]),  # no seal
+        lambda one, two: frame_of(one[20:]),  # no seal
     ],
 )
 def test_frames_that_somebody_on_the_way_plays_with_end_the_connection(driver: Driver, tampered: Any) -> None:
     with driver.stranger() as connection:
         hello, seals = introduced(driver, connection, purpose="task", task=0)
-        one, two = (framed(body_of({"type": name}), seals) for name in ("one", "two"))
+        one, two = (frame_of(body_of({"type": name}), seals) for name in ("one", "two"))
         connection.sendall(hello + tampered(one, two))
         assert ended(connection)
     assert until(lambda: driver.closed == [0])
@@ -246,7 +246,7 @@ def test_a_rank_that_sends_a_frame_that_is_too_long_is_hung_up_on(driver: Driver
 def test_half_a_frame_and_the_end_is_the_end_of_that_rank_only(driver: Driver) -> None:
     with driver.stranger() as connection:
         hello, seals = introduced(driver, connection, task=0)
-        connection.sendall(hello + framed(body_of({"a": 1}), seals)[:-1])
+        connection.sendall(hello + frame_of(body_of({"a": 1}), seals)[:-1])
     assert until(lambda: driver.closed == [0])
     assert driver.messages == []
     assert served(driver)

@@ -17,19 +17,21 @@ from typing import Any
 import pytest
 
 from lagom.wire import tls as module
-from lagom.wire.client import Link, Message, deliver, dial, fetch
-from lagom.wire.server import Channel, anonymous_file
+from lagom.wire.client import DriverClient, Message, deliver, dial, fetch
+from lagom.wire.server import DriverServer, anonymous_file
 from lagom.wire.tls import NoCertificate, certificate_of_a_run
 
 WORD = "a word that nobody else is to read"
 
 
 @contextmanager
-def channel(payload_fd: int | None = None) -> Iterator[tuple[Channel, tuple[str, int], str, list[tuple[int, Message]]]]:
+def channel(
+    payload_fd: int | None = None,
+) -> Iterator[tuple[DriverServer, tuple[str, int], str, list[tuple[int, Message]]]]:
     """An encrypted one that takes down what it is told."""
     messages: list[tuple[int, Message]] = []
     tls, certificate = certificate_of_a_run()
-    with Channel(lambda task, message: messages.append((task, message)), lambda _: None, payload_fd) as made:
+    with DriverServer(lambda task, message: messages.append((task, message)), lambda _: None, payload_fd) as made:
         yield made, made.listen("127.0.0.1", tls=tls), certificate, messages
 
 
@@ -60,7 +62,7 @@ def wire(address: tuple[str, int]) -> Iterator[tuple[tuple[str, int], bytearray]
         assert not threads[0].is_alive()
 
 
-def talk(address: tuple[str, int], made: Channel, certificate: str, messages: list[Any]) -> None:
+def talk(address: tuple[str, int], made: DriverServer, certificate: str, messages: list[Any]) -> None:
     link = dial(address, made.secret, {"purpose": "task", "task": 3}, 5.0, certificate)
     assert link is not None
     link.send({"type": "log", "data": WORD * 20_000})
@@ -78,7 +80,7 @@ def talk(address: tuple[str, int], made: Channel, certificate: str, messages: li
     link.close()
 
 
-def wanted(link: Link) -> Message:
+def wanted(link: DriverClient) -> Message:
     message = link.receive(10.0)
     assert message is not None
     return message
@@ -90,7 +92,7 @@ def test_messages_of_any_length_go_both_ways_and_nobody_reads_them() -> None:
     assert len(seen) > 200_000
     assert WORD.encode() not in seen
     assert b"number" not in seen
-    with Channel(lambda task, message: messages.append((task, message)), lambda _: None) as made:
+    with DriverServer(lambda task, message: messages.append((task, message)), lambda _: None) as made:
         messages.clear()
         with wire(made.listen("127.0.0.1")) as (way, seen):  # that the wire would have told
             talk(way, made, "", messages)
@@ -118,7 +120,7 @@ def test_a_driver_with_another_certificate_is_not_believed() -> None:
         link = dial(address, made.secret, {"purpose": "task", "task": 0}, 2.0, certificate)
         assert link is not None
         link.close()
-    with Channel(lambda *_: None, lambda _: None) as made:
+    with DriverServer(lambda *_: None, lambda _: None) as made:
         address = made.listen("127.0.0.1")
         assert dial(address, made.secret, {"purpose": "task", "task": 0}, 2.0, certificate) is None
     assert messages == []

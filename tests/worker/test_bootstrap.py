@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from lagom.program.signature import arguments
-from lagom.worker.bootstrap import Made, last_rites, seeded
+from lagom.worker.bootstrap import MadeArguments, run_exit_handlers, seeded
 
 
 class Squares(torch.utils.data.Dataset[int]):
@@ -40,14 +40,14 @@ class Called(Squares):
 
 
 def test_data_sets_are_made_where_they_are_given_as_callables() -> None:
-    made = Made({"train_set": Squares, "test_set": lambda: [1, 2]})
+    made = MadeArguments({"train_set": Squares, "test_set": lambda: [1, 2]})
     assert type(made["train_set"]) is Squares
     assert made["test_set"] == [1, 2]
 
 
 def test_data_sets_strings_and_what_is_no_data_reach_the_function_unchanged() -> None:
     data, text, module = Called(), "hdfs://train", Squares
-    made = Made({"train_set": data, "test_set": text, "module": module})
+    made = MadeArguments({"train_set": data, "test_set": text, "module": module})
     assert dict(made) == {"train_set": data, "test_set": text, "module": module}
 
 
@@ -58,7 +58,7 @@ def test_a_data_set_is_made_once_for_both_spellings() -> None:
         calls.append(1)
         return [0]
 
-    made = Made({"train_set": make, "test_set": make, "dataset": [make, make]})
+    made = MadeArguments({"train_set": make, "test_set": make, "dataset": [make, make]})
     assert len(made["dataset"]) == len(calls) == 2
     assert made["dataset"][0] is made["train_set"]
     assert made["dataset"][1] is made["test_set"]
@@ -68,7 +68,7 @@ def test_a_data_set_that_the_function_does_not_name_is_not_made() -> None:
     def make() -> None:
         raise AssertionError("nobody asked for it")
 
-    made = Made({"train_set": [1], "test_set": make, "hparams": {}})
+    made = MadeArguments({"train_set": [1], "test_set": make, "hparams": {}})
     assert arguments(lambda train_set: None, made) == ([], {"train_set": [1]})
 
 
@@ -95,7 +95,7 @@ def rites(left: Callable[[], Any], path: Path) -> tuple[int, str]:
             setattr(sys, name, open(fd, "w", closefd=False))  # noqa: SIM115
         left()
         print("printed", end="")
-        last_rites(lambda: os._exit(7), patience_s=0.3)
+        run_exit_handlers(lambda: os._exit(7), patience_s=0.3)
         print(" ended", end="", flush=True)
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lagom.errors import PlanError
-from lagom.wire.server import Channel
+from lagom.wire.server import DriverServer
 from lagom.worker.network_interfaces import address_of, addresses, interface_of, own_address
 from tests.integration import hosts
 
@@ -71,7 +71,7 @@ def test_of_two_networks_one_of_which_is_dead_the_living_one_is_taken(
         subprocess.run(["ip", *arguments.split()], check=True)
     resolves = ("sh", "-c", f'echo {dead} {name} >/etc/hosts && exec "$@"', "sh")
     with ExitStack() as stack:
-        channel = stack.enter_context(Channel(lambda *_: None, lambda _: None))
+        channel = stack.enter_context(DriverServer(lambda *_: None, lambda _: None))
         address = channel.listen(here)
         args = [sys.executable, "-c", PROGRAM, *map(str, address), channel.secret.hex()]
         env = os.environ | {"PYTHONPATH": str(ROOT)} | ({"GLOO_SOCKET_IFNAME": chosen} if chosen else {})

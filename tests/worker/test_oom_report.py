@@ -15,11 +15,11 @@ from torch import nn
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.memory_plan.available import Room
+from lagom.memory_plan.available import AvailableMemory
 from lagom.micro_batches.oom_errors import wanted_bytes
 from lagom.session.session import Session
 from lagom.worker import oom_report
-from lagom.worker.oom_report import OutOfMemoryTold, held
+from lagom.worker.oom_report import OutOfMemoryReport, held_memory
 from tests.ranks import run_ranks, session_alone
 
 WIDTH = 512
@@ -58,9 +58,9 @@ def test_an_absurd_allocation_comes_home_with_its_rank_and_what_was_held() -> No
 @pytest.mark.parametrize(("zero_lvl", "parts"), [(0, (1, 1, 2)), (2, (1, 0.5, 1)), (3, (0.5, 0.5, 1))])
 def test_what_is_held_is_counted_without_being_put_together(zero_lvl: int, parts: tuple[float, ...]) -> None:
     def found(session: Session) -> tuple[int, ...]:
-        before = held(session)
+        before = held_memory(session)
         network, optimizer = _trained()
-        now = held(session)
+        now = held_memory(session)
         del network, optimizer
         return tuple(a - b for a, b in zip(now, before, strict=True))
 
@@ -83,8 +83,8 @@ def test_the_level_that_would_fit_is_named(
 ) -> None:
     """A model of 4 MB (decimal) with Adam, and 1 MB wanted."""
     size = 1_000_000
-    monkeypatch.setattr(oom_report, "_limit", lambda _: Room(int(room * size), "as the test says"))
-    monkeypatch.setattr(oom_report, "_used", lambda session, _: held(session).total)
+    monkeypatch.setattr(oom_report, "_limit", lambda _: AvailableMemory(int(room * size), "as the test says"))
+    monkeypatch.setattr(oom_report, "_used", lambda session, _: held_memory(session).total)
 
     def fails(session: Session) -> str:
         before = len(oom_report._levels(2))
@@ -95,7 +95,7 @@ def test_the_level_that_would_fit_is_named(
         vars(oom_report)["gc"] = SimpleNamespace(get_objects=lambda: [network, optimizer])
         network(torch.randn(2, 1000)).sum().backward()
         optimizer.step()
-        with pytest.raises(RuntimeError) as caught, OutOfMemoryTold(session):
+        with pytest.raises(RuntimeError) as caught, OutOfMemoryReport(session):
             raise RuntimeError(f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {size} bytes.")
         return str(caught.value)
 
@@ -112,7 +112,7 @@ def test_a_limit_of_the_process_is_found_and_named() -> None:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped + 200 * MB, hard))
         try:
-            with pytest.raises(RuntimeError) as caught, OutOfMemoryTold(session):
+            with pytest.raises(RuntimeError) as caught, OutOfMemoryReport(session):
                 torch.zeros(400 * MB, dtype=torch.uint8)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
@@ -148,7 +148,7 @@ def test_errors_of_memory_are_told_from_others(
     error: Any = make()
     text = str(error)
     assert wanted_bytes(error) == wanted
-    with pytest.raises(type(error)) as caught, OutOfMemoryTold(session_alone(tmp_path)):
+    with pytest.raises(type(error)) as caught, OutOfMemoryReport(session_alone(tmp_path)):
         raise error
     assert caught.value is error
     told = "\n".join([str(error), *getattr(error, "__notes__", [])])

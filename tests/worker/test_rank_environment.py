@@ -14,7 +14,7 @@ from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
 from lagom.plan import Plan, plan
-from lagom.wire.spec import Seat
+from lagom.wire.spec import RankSpec
 from lagom.worker.device import rank_device, threads
 from lagom.worker.random_states import random_states, set_random_states
 from lagom.worker.rank_environment import environment
@@ -23,8 +23,8 @@ from lagom.world import Place, standing_at
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def seat(gpu: str | None = None) -> Seat:
-    return Seat(
+def seat(gpu: str | None = None) -> RankSpec:
+    return RankSpec(
         rank=0,
         local_rank=0,
         local_world_size=1,

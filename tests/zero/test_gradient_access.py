@@ -20,7 +20,7 @@ from lagom.collectives.group import Group
 from lagom.gradients import overlap
 from lagom.gradients.reduction import layout
 from lagom.session.session import Session
-from lagom.zero.gradient_access import parted_gradients
+from lagom.zero.gradient_access import sharded_gradients
 from tests.optimizers.test_zero_steps import close, same
 from tests.ranks import RankFailedError, alone, run_ranks
 
@@ -388,7 +388,7 @@ def test_what_is_patched_is_what_it_was_afterwards() -> None:
 
     def train(session: Session) -> Any:
         before = [dict(vars(owner)) for owner in owners]
-        with parted_gradients(session):
+        with sharded_gradients(session):
             changed = torch.nn.utils.clip_grad_norm_ is not before[4]["clip_grad_norm_"]
             nn.Parameter(torch.ones(2)).grad = None
         return changed, [dict(vars(owner)) == held for owner, held in zip(owners, before, strict=True)]

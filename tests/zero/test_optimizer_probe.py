@@ -27,7 +27,7 @@ from torch.optim import (
     SparseAdam,
 )
 
-from lagom.zero.optimizer_probe import Kind, nature_of
+from lagom.zero.optimizer_probe import Kind, probe_optimizer
 
 
 class Own(Optimizer):
@@ -92,7 +92,7 @@ def _params() -> list[nn.Parameter]:
 
 def found(optimizer: Optimizer, *, closure: bool = False) -> Kind:
     step: Any = type(optimizer).step
-    return nature_of(optimizer, step.__wrapped__, closure=closure).kind
+    return probe_optimizer(optimizer, step.__wrapped__, closure=closure).kind
 
 
 @pytest.mark.parametrize("kind", [ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD])
@@ -144,7 +144,7 @@ def test_who_changes_gradients_is_known() -> None:
     for expected, optimizers in ((True, changing), (False, keeping)):
         for optimizer in optimizers:
             step: Any = type(optimizer).step
-            assert nature_of(optimizer, step.__wrapped__, closure=False) == (Kind.ELEMENTWISE, expected)
+            assert probe_optimizer(optimizer, step.__wrapped__, closure=False) == (Kind.ELEMENTWISE, expected)
 
 
 def test_nothing_is_left_behind() -> None:

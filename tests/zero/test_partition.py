@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from lagom.zero.partition import Piece, by_element, by_parameter
+from lagom.zero.partition import ParameterPiece, by_element, by_parameter
 
 
 def test_every_element_is_in_one_piece() -> None:
@@ -34,8 +34,8 @@ def test_ranks_have_about_as_many_elements(world_size: int) -> None:
 
 
 def test_small_parameters_stay_whole() -> None:
-    assert by_element([100, 100], 3) == [[Piece(0, 0, 100)], [], [Piece(1, 0, 100)]]
-    assert by_element([127], 2) in ([[Piece(0, 0, 127)], []], [[], [Piece(0, 0, 127)]])
+    assert by_element([100, 100], 3) == [[ParameterPiece(0, 0, 100)], [], [ParameterPiece(1, 0, 100)]]
+    assert by_element([127], 2) in ([[ParameterPiece(0, 0, 127)], []], [[], [ParameterPiece(0, 0, 127)]])
 
 
 def test_the_largest_parameters_go_to_different_ranks() -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lagom.errors import DivergenceError, LagomError
 from lagom.run_state.memory_layout import storage_of
 from lagom.session.session import Session
-from lagom.worker.oom_report import held
+from lagom.worker.oom_report import held_memory
 from lagom.zero.parameters import residency, shards, state_dict
 from tests.optimizers.test_zero_steps import OPTIMIZERS, close, same, trained
 from tests.ranks import RankFailedError, alone, run_ranks
@@ -344,10 +344,10 @@ def test_what_a_rank_holds_is_counted_without_the_others() -> None:
     """As when one has run out of memory, and the others know nothing of it."""
 
     def train(session: Session) -> Any:
-        before = held(session)  # of tests before this one
+        before = held_memory(session)  # of tests before this one
         model = _net()
         model(_tokens(1)[0]).mean().backward()
-        counted = held(session) if session.rank == 0 else before
+        counted = held_memory(session) if session.rank == 0 else before
         found = counted.parameters - before.parameters, counted.gradients - before.gradients
         return *found, sum(p.nbytes for p in model.parameters())
 

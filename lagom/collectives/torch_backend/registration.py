@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lagom.collectives.hosts import hosts
 from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.collectives.shared_memory import SEVERAL_HOSTS, shared
-from lagom.collectives.tensor_ops import Moves
+from lagom.collectives.tensor_ops import TensorCollectives
 from lagom.collectives.torch_backend.shared_group import BACKEND, SharedProcessGroup
 from lagom.collectives.torch_backend.spread_group import SpreadProcessGroup
 
@@ -49,7 +49,7 @@ def _created(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any
     found: Any = shared(rank, gather, timeout.total_seconds(), key=_key)
     if not isinstance(found, str):
         late: Any = _LateGloo(gloo_here)
-        return SharedProcessGroup(late, Moves(found[0], rank, size), rank, size, timeout)
+        return SharedProcessGroup(late, TensorCollectives(found[0], rank, size), rank, size, timeout)
     if found == SEVERAL_HOSTS:
         found = hosts(rank, gather, gloo, timeout.total_seconds(), key=_key)
         if not isinstance(found, str):

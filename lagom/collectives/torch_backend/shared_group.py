@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lagom.collectives.tensor_ops import Moves, ordered, put_back
+from lagom.collectives.tensor_ops import TensorCollectives, ordered, put_back
 from lagom.collectives.torch_backend.arguments import handed_on, listed, nested, reduction_of, root_of
-from lagom.collectives.torch_backend.works import Lane, SharedWork, finished
+from lagom.collectives.torch_backend.works import SharedWork, WorkThread, finished
 
 if TYPE_CHECKING:
     from lagom.collectives.native import Communicator
@@ -35,14 +35,14 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         RuntimeError: from every method or its work, when the exchange fails; all later ones fail as well.
     """
 
-    def __init__(self, gloo: Any, moves: Moves, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, gloo: Any, moves: TensorCollectives, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = gloo
         self._moves = moves
         self._rank = rank
         self._timeout = timeout
         self._name = ""
-        self._lanes: dict[object, Lane] = {}
+        self._lanes: dict[object, WorkThread] = {}
         self._lock = threading.Lock()
         _all.add(self)
 
@@ -329,10 +329,10 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         result = tensors[0]
         return self._collective(run, opts, result[0] if result and isinstance(result[0], list) else result)
 
-    def _lane(self, key: object) -> Lane:
+    def _lane(self, key: object) -> WorkThread:
         with self._lock:
             if key not in self._lanes:
-                self._lanes[key] = Lane(f"lagom-{key}")
+                self._lanes[key] = WorkThread(f"lagom-{key}")
             return self._lanes[key]
 
     # What older versions of torch call the same.
@@ -348,7 +348,7 @@ _all: weakref.WeakSet[SharedProcessGroup] = weakref.WeakSet()
 
 def whole_groups(world_size: int) -> list[Communicator]:
     """What joins the ranks in groups of all of them."""
-    return [one._moves.near for one in list(_all) if one.size() == world_size and type(one._moves) is Moves]
+    return [one._moves.near for one in list(_all) if one.size() == world_size and type(one._moves) is TensorCollectives]
 
 
 def _forget() -> None:

@@ -1,4 +1,4 @@
-"""``SpreadProcessGroup``: the backend "lagom" of ranks on several hosts, by ``Hosts``; by gloo what that has not."""
+"""``SpreadProcessGroup``: the backend "lagom" for ranks on several hosts; gloo does what ``HostExchanges`` lacks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lagom.collectives.hosts import Hosts
-from lagom.collectives.tensor_ops import Moves, fit, flat_of, put
+from lagom.collectives.hosts import HostExchanges
+from lagom.collectives.tensor_ops import TensorCollectives, fit, flat_of, put
 from lagom.collectives.torch_backend.arguments import handed_on, listed, reduction_of, root_of
 from lagom.collectives.torch_backend.shared_group import SharedProcessGroup
 
@@ -34,7 +34,7 @@ class SpreadProcessGroup(SharedProcessGroup):
         RuntimeError: from every method or its work, when the exchange fails.
     """
 
-    def __init__(self, gloo: Any, hosts: Hosts, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, gloo: Any, hosts: HostExchanges, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(gloo, _Nothing(rank, size), rank, size, timeout)
         self._hosts = hosts
 
@@ -42,7 +42,7 @@ class SpreadProcessGroup(SharedProcessGroup):
         """In place, each tensor by itself."""
         given, hosts = listed(tensors), self._hosts
         reduction = reduction_of(opts)
-        if not _sums(reduction, given) or not Moves.carries(self._moves, given):
+        if not _sums(reduction, given) or not TensorCollectives.carries(self._moves, given):
             return super().allreduce(given, opts)
 
         def run() -> None:
@@ -57,7 +57,7 @@ class SpreadProcessGroup(SharedProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """In place; ``opts`` has the root, or is it."""
         given, hosts, root = listed(tensors), self._hosts, root_of(opts)
-        if not Moves.carries(self._moves, given):
+        if not TensorCollectives.carries(self._moves, given):
             return super().broadcast(given, opts)
 
         def run() -> None:
@@ -71,7 +71,7 @@ class SpreadProcessGroup(SharedProcessGroup):
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Each output gets an input of all ranks, one behind the other."""
         outs, given, hosts = listed(outputs), listed(inputs), self._hosts
-        if not Moves.carries(self._moves, [*given, *outs]):
+        if not TensorCollectives.carries(self._moves, [*given, *outs]):
             return super().all_gather_single_coalesced(outs, given, opts)
 
         def run() -> None:
@@ -87,7 +87,7 @@ class SpreadProcessGroup(SharedProcessGroup):
         """Each output gets this rank's part of a reduced input."""
         outs, given, hosts = listed(outputs), listed(inputs), self._hosts
         reduction = reduction_of(opts)
-        if not _sums(reduction, (*outs, *given)) or not Moves.carries(self._moves, [*given, *outs]):
+        if not _sums(reduction, (*outs, *given)) or not TensorCollectives.carries(self._moves, [*given, *outs]):
             return super().reduce_scatter_single_coalesced(outs, given, opts)
 
         def run() -> None:
@@ -142,7 +142,7 @@ def _sums(reduction: str | None, tensors: Sequence[Tensor]) -> bool:
     return reduction == "sum" and all(tensor.dtype in _TYPES for tensor in tensors)
 
 
-class _Nothing(Moves):
+class _Nothing(TensorCollectives):
     """Has gloo asked."""
 
     def __init__(self, rank: int, size: int) -> None:

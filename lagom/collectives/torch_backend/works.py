@@ -1,4 +1,4 @@
-"""``Lane``: exchanges that go on in a thread, as works of torch's."""
+"""``WorkThread``: exchanges that go on in a thread, as works of torch's."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def finished(result: Sequence[Tensor]) -> SharedWork:
     return SharedWork(None, result)
 
 
-class Lane:
+class WorkThread:
     """A thread, begun when there is something to do, that does one exchange after the other."""
 
     def __init__(self, name: str) -> None:

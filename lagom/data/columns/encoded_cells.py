@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.decoders.reused_arrays import Memory
+    from lagom.data.decoders.reused_arrays import ReusedArrays
 
 
-class Cells:
+class CellColumn:
     """An array for each row, or None for a null."""
 
     __slots__ = ("cells", "dtype", "name", "ragged", "shape")
@@ -41,8 +41,8 @@ class Cells:
     def __len__(self) -> int:
         return len(self.cells)
 
-    def cut(self, start: int, stop: int, step: int = 1) -> Cells:
-        return Cells(self.cells[start:stop:step], self.ragged, self.name, self.shape, self.dtype)
+    def cut(self, start: int, stop: int, step: int = 1) -> CellColumn:
+        return CellColumn(self.cells[start:stop:step], self.ragged, self.name, self.shape, self.dtype)
 
     def batch(self) -> Any:
         if self.shape is None and self.ragged == "list":
@@ -77,12 +77,15 @@ class Cells:
 
     @staticmethod
     def joined(
-        parts: Sequence[Cells], index: NDArray[np.int64] | None, memory: Memory | None, pool: Executor | None = None
-    ) -> Cells:
+        parts: Sequence[CellColumn],
+        index: NDArray[np.int64] | None,
+        memory: ReusedArrays | None,
+        pool: Executor | None = None,
+    ) -> CellColumn:
         cells = [cell for part in parts for cell in part.cells]
         first = parts[0]
         taken = cells if index is None else [cells[place] for place in index]
-        return Cells(taken, first.ragged, first.name, first.shape, first.dtype)
+        return CellColumn(taken, first.ragged, first.name, first.shape, first.dtype)
 
 
 class Encoded:
@@ -91,7 +94,7 @@ class Encoded:
     __slots__ = ("array", "decoder", "origins")
 
     def __init__(
-        self, array: Any, origins: NDArray[np.int64], decoder: Callable[[Any, NDArray[np.int64]], Cells]
+        self, array: Any, origins: NDArray[np.int64], decoder: Callable[[Any, NDArray[np.int64]], CellColumn]
     ) -> None:
         self.array = array
         self.origins = origins
@@ -108,7 +111,7 @@ class Encoded:
             part = part.take(pa.array(np.arange(0, len(part), step)))
         return Encoded(part, self.origins[start:stop:step], self.decoder)
 
-    def decoded(self) -> Cells:
+    def decoded(self) -> CellColumn:
         """The arrays."""
         return self.decoder(self.array, self.origins)
 
@@ -117,7 +120,10 @@ class Encoded:
 
     @staticmethod
     def joined(
-        parts: Sequence[Encoded], index: NDArray[np.int64] | None, memory: Memory | None, pool: Executor | None = None
+        parts: Sequence[Encoded],
+        index: NDArray[np.int64] | None,
+        memory: ReusedArrays | None,
+        pool: Executor | None = None,
     ) -> Encoded:
         import pyarrow as pa
 

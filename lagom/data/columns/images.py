@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lagom.data.columns.unischema import Field
+    from lagom.data.columns.unischema import UnischemaField
 
 
 class Size(NamedTuple):
@@ -24,7 +24,7 @@ class Size(NamedTuple):
     shape: tuple[int, ...]
 
 
-def size(field: Field) -> Size | None:
+def size(field: UnischemaField) -> Size | None:
     """That of the images of a column, where they have one and ``pngs`` may know them."""
     shape = tuple(length for length in field.shape if length)
     if field.dtype != np.uint8 or len(shape) != len(field.shape) or shape[2:] not in ((), (3,)) or len(shape) < 2:

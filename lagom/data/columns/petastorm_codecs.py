@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lagom.data.columns import images, lists
-from lagom.data.columns.encoded_cells import Cells, Encoded
+from lagom.data.columns.encoded_cells import CellColumn, Encoded
 from lagom.data.columns.values import Dense
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lagom.data.columns.tensor_columns import Codec, Where
-    from lagom.data.columns.unischema import Field
+    from lagom.data.columns.unischema import UnischemaField
     from lagom.data.columns.values import Path, Values
-    from lagom.data.decoders.reused_arrays import Memory
+    from lagom.data.decoders.reused_arrays import ReusedArrays
 
 _WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.uint16): np.dtype(np.int32),
@@ -34,14 +34,14 @@ _CELLS = 8
 """That are worth a thread."""
 
 
-def codec(field: Field, ragged: str) -> Codec | None:
+def codec(field: UnischemaField, ragged: str) -> Codec | None:
     """What decodes the cells of ``field``; None where Arrow's type says all."""
     if field.codec == "NdarrayCodec":
-        return Saved(field, ragged)
+        return NumpySaved(field, ragged)
     if field.codec == "CompressedNdarrayCodec":
-        return Slow(field, ragged, _unzipped, None)
+        return CellByCell(field, ragged, _unzipped, None)
     if field.codec == "CompressedImageCodec":
-        return Slow(field, ragged, images.image, images.size(field))
+        return CellByCell(field, ragged, images.image, images.size(field))
     if field.shape == () and field.dtype is not None and field.dtype.kind in "biuf":
         return Scalar(field.dtype)
     return None
@@ -65,10 +65,10 @@ class Scalar:
 
 
 @dataclass(frozen=True)
-class Saved:
+class NumpySaved:
     """Arrays as ``numpy.save`` writes them."""
 
-    field: Field
+    field: UnischemaField
     ragged: str
 
     def convert(self, array: Any, path: Path, where: Where) -> Values:
@@ -91,10 +91,10 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Slow:
+class CellByCell:
     """Cells that take time: they stay encoded in the window, and are decoded in several threads."""
 
-    field: Field
+    field: UnischemaField
     ragged: str
     decode_one: Callable[[Any], NDArray[Any]]
     size: images.Size | None
@@ -111,11 +111,11 @@ class Slow:
 class Decoder:
     """Decodes cells of one column."""
 
-    codec: Slow
+    codec: CellByCell
     path: Path
     where: Where
 
-    def __call__(self, array: Any, origins: NDArray[np.int64]) -> Cells:
+    def __call__(self, array: Any, origins: NDArray[np.int64]) -> CellColumn:
         """The arrays in ``array``, of rows that come from ``origins``."""
 
         def one(place: int) -> NDArray[Any] | None:
@@ -175,13 +175,13 @@ def _may_change(found: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     return wanted.kind in "bui" and not np.can_cast(found, wanted)
 
 
-def _cells(cells: list[NDArray[Any] | None], field: Field, ragged: str, path: Path) -> Cells:
+def _cells(cells: list[NDArray[Any] | None], field: UnischemaField, ragged: str, path: Path) -> CellColumn:
     assert field.dtype is not None
     shape = None if None in field.shape else tuple(size for size in field.shape if size is not None)
-    return Cells(cells, ragged, ".".join(path), shape, computable(field.dtype))
+    return CellColumn(cells, ragged, ".".join(path), shape, computable(field.dtype))
 
 
-def _misfit(shape: tuple[int, ...], dtype: np.dtype[Any], field: Field) -> str | None:
+def _misfit(shape: tuple[int, ...], dtype: np.dtype[Any], field: UnischemaField) -> str | None:
     """Why an array cannot be a cell of ``field``."""
     fits = len(shape) == len(field.shape) and all(
         wanted in (None, size) for size, wanted in zip(shape, field.shape, strict=True)
@@ -191,7 +191,7 @@ def _misfit(shape: tuple[int, ...], dtype: np.dtype[Any], field: Field) -> str |
     return None if dtype.kind in "biuf" else f"{dtype} cannot be a tensor"
 
 
-def _checked(found: NDArray[Any], field: Field) -> NDArray[Any]:
+def _checked(found: NDArray[Any], field: UnischemaField) -> NDArray[Any]:
     if why := _misfit(found.shape, found.dtype, field):
         raise ValueError(why)
     assert field.dtype is not None
@@ -224,7 +224,7 @@ class _Buffers:
         self.valid: NDArray[np.bool_] = array.is_valid().to_numpy(zero_copy_only=False)
 
 
-def _alike(cells: _Buffers, field: Field, memory: Memory | None) -> NDArray[Any] | None:
+def _alike(cells: _Buffers, field: UnischemaField, memory: ReusedArrays | None) -> NDArray[Any] | None:
     """Cells with one header as one array, in ``memory`` or uncopied; None where headers differ, or are wrong."""
     lengths = np.diff(cells.offsets)
     if not len(lengths) or (lengths != lengths[0]).any():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.decoders.reused_arrays import Memory
+    from lagom.data.decoders.reused_arrays import ReusedArrays
     from lagom.data.parquet.table import Table
 
 Policy = str | int | float
@@ -41,7 +41,7 @@ class Where:
     """Of the row group, in the table."""
     first: int
     """The row of the group that is row 0 here."""
-    memory: Memory | None = None
+    memory: ReusedArrays | None = None
     """For what is made of them; None: it is copied later, and need not be."""
 
     def error(self, path: Path, row: int, why: str) -> DataError:
@@ -60,7 +60,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ColumnLeaf:
     """A column, or a field of a struct column, that becomes one entry of a batch."""
 
     path: Path
@@ -170,7 +170,7 @@ class Leaf:
         return self.nulls
 
 
-def leaves(field: Any, nulls: Policy, ragged: str, codec: Codec | None = None) -> list[Leaf]:
+def leaves(field: Any, nulls: Policy, ragged: str, codec: Codec | None = None) -> list[ColumnLeaf]:
     """What becomes of an Arrow field.
 
     Raises:
@@ -178,10 +178,10 @@ def leaves(field: Any, nulls: Policy, ragged: str, codec: Codec | None = None) -
     """
     import pyarrow as pa
 
-    def walk(path: Path, kind: Any) -> list[Leaf]:
+    def walk(path: Path, kind: Any) -> list[ColumnLeaf]:
         kind = types.plain(kind)
         if codec is not None or types.is_vector(kind):
-            return [Leaf(path, kind, nulls, ragged, codec)]
+            return [ColumnLeaf(path, kind, nulls, ragged, codec)]
         if pa.types.is_struct(kind):
             return [leaf for inner in kind for leaf in walk((*path, inner.name), inner.type)]
         if not (types.is_text(kind) or types.is_number(types.innermost(kind))):
@@ -189,7 +189,7 @@ def leaves(field: Any, nulls: Policy, ragged: str, codec: Codec | None = None) -
                 f"column {'.'.join(path)!r} has the type {kind}, which cannot be a tensor; "
                 "leave it out with columns=[...], or have it written as numbers"
             )
-        return [Leaf(path, kind, nulls, ragged)]
+        return [ColumnLeaf(path, kind, nulls, ragged)]
 
     return walk((field.name,), field.type)
 

@@ -23,7 +23,7 @@ _OLD_NUMPY = {"unicode_": "str_", "string_": "bytes_", "unicode": "str_", "bool"
 
 
 @dataclass(frozen=True)
-class Field:
+class UnischemaField:
     """A field of a Unischema."""
 
     name: str
@@ -36,7 +36,7 @@ class Field:
     nullable: bool
 
 
-def found(home: Any, folder: str) -> dict[str, Field] | None:
+def found(home: Any, folder: str) -> dict[str, UnischemaField] | None:
     """The fields of the data set in ``folder``, by name; None where petastorm did not write it.
 
     Raises:
@@ -56,7 +56,7 @@ def found(home: Any, folder: str) -> dict[str, Field] | None:
     return loads(metadata[_KEY], path) if _KEY in metadata else None
 
 
-def loads(pickled: bytes, path: str) -> dict[str, Field]:
+def loads(pickled: bytes, path: str) -> dict[str, UnischemaField]:
     """The fields in a pickled Unischema, found in the file ``path``.
 
     Raises:
@@ -70,11 +70,11 @@ def loads(pickled: bytes, path: str) -> dict[str, Field]:
         raise DataError(f"petastorm's schema in {path} cannot be read: {error}") from error
 
 
-def _field(args: tuple[Any, ...]) -> Field:
+def _field(args: tuple[Any, ...]) -> UnischemaField:
     name, dtype, shape = args[:3]
     codec = type(args[3]).__name__ if len(args) > 3 and args[3] is not None else None
     is_decimal = dtype is decimal.Decimal
-    return Field(
+    return UnischemaField(
         name=str(name),
         dtype=None if is_decimal else np.dtype(dtype),
         shape=tuple(None if size is None else int(size) for size in shape),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.decoders.reused_arrays import Memory
+    from lagom.data.decoders.reused_arrays import ReusedArrays
 
 _PARTS = 8
 """In which rows of a column are gathered by several threads."""
@@ -39,7 +39,7 @@ class Values(Protocol):
 
     @staticmethod
     def joined(
-        parts: Sequence[Any], index: NDArray[np.int64] | None, memory: Memory | None, pool: Executor | None = None
+        parts: Sequence[Any], index: NDArray[np.int64] | None, memory: ReusedArrays | None, pool: Executor | None = None
     ) -> Values:
         """All rows of ``parts``, or those at ``index``, copied; into ``memory`` where there is one, by ``pool``."""
 
@@ -63,7 +63,10 @@ class Dense:
 
     @staticmethod
     def joined(
-        parts: Sequence[Dense], index: NDArray[np.int64] | None, memory: Memory | None, pool: Executor | None = None
+        parts: Sequence[Dense],
+        index: NDArray[np.int64] | None,
+        memory: ReusedArrays | None,
+        pool: Executor | None = None,
     ) -> Dense:
         arrays = [part.array for part in parts]
         empty = np.empty if memory is None else memory.empty
@@ -136,7 +139,10 @@ class Arrow:
 
     @staticmethod
     def joined(
-        parts: Sequence[Arrow], index: NDArray[np.int64] | None, memory: Memory | None, pool: Executor | None = None
+        parts: Sequence[Arrow],
+        index: NDArray[np.int64] | None,
+        memory: ReusedArrays | None,
+        pool: Executor | None = None,
     ) -> Arrow:
         import pyarrow as pa
 
@@ -161,7 +167,7 @@ def cut(block: Block, start: int, stop: int, step: int = 1) -> Block:
 def joined(
     blocks: Sequence[Block],
     index: NDArray[np.int64] | None = None,
-    memory: Memory | None = None,
+    memory: ReusedArrays | None = None,
     pool: Executor | None = None,
 ) -> Block:
     """All rows of ``blocks``, or those at ``index``; of each column, rows in all blocks have one shape."""
@@ -175,7 +181,7 @@ def joined(
     return dict(zip(blocks[0], (pool.map if is_many and pool is not None else map)(column, blocks[0]), strict=True))
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """Rows ``start``, ``start + step``, ... before ``stop`` of a block."""
 
     block: Block
@@ -188,7 +194,7 @@ class Span(NamedTuple):
         return cut(self.block, self.start, self.stop, self.step)
 
 
-def batch(span: Span) -> dict[str, Any]:
+def batch(span: RowSpan) -> dict[str, Any]:
     """What the program sees of rows: values by column, structs as dicts in it."""
     block, start, stop, step = span
     tensors = getattr(block, "tensors", None)  # of a block that lies batch by batch

@@ -1,4 +1,4 @@
-"""``Batchwise``: rows whose columns are numbers, laid out batch by batch. See Note [Batch by batch]."""
+"""``BatchLayout``: rows whose columns are numbers, laid out batch by batch. See Note [Batch by batch]."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Groups = Sequence[tuple[Sequence[str], "NDArray[Any]"]]
 """Columns of one type each, in their order, and an array of shape (batches, columns, rows of a batch)."""
 
 
-class Batchwise(Mapping["Path", Any]):
+class BatchLayout(Mapping["Path", Any]):
     """A block, whose tensors of a batch are made at once."""
 
     __slots__ = ("_places", "count", "groups", "order", "skipped")
@@ -45,9 +45,9 @@ class Batchwise(Mapping["Path", Any]):
     def __len__(self) -> int:
         return len(self.order)
 
-    def cut(self, start: int, stop: int) -> Batchwise:
+    def cut(self, start: int, stop: int) -> BatchLayout:
         """Rows ``start`` to ``stop``, uncopied."""
-        return Batchwise(self.groups, self.order, self.skipped + start, min(stop, self.count) - start)
+        return BatchLayout(self.groups, self.order, self.skipped + start, min(stop, self.count) - start)
 
     def tensors(self, start: int, stop: int) -> dict[str, torch.Tensor] | None:
         """A batch, where rows ``start`` to ``stop`` are one; else none."""
@@ -65,9 +65,9 @@ class Batchwise(Mapping["Path", Any]):
 
 def joined(blocks: Sequence[Block]) -> Block:
     """The rows of ``blocks``, in all no more than a batch, where each has them in the place that they have in it."""
-    if not all(isinstance(block, Batchwise) for block in blocks):
+    if not all(isinstance(block, BatchLayout) for block in blocks):
         return values.joined([_plain(block) for block in blocks])
-    parts = cast("Sequence[Batchwise]", blocks)
+    parts = cast("Sequence[BatchLayout]", blocks)
     groups = []
     for number, (names, like) in enumerate(parts[0].groups):
         _, width, size = like.shape
@@ -78,16 +78,16 @@ def joined(blocks: Sequence[Block]) -> Block:
             out[0, :, where] = part.groups[number][1][first, :, where]
         groups.append((names, out))
     skipped = parts[0].skipped % groups[0][1].shape[2]
-    return Batchwise(groups, parts[0].order, skipped, sum(part.count for part in parts))
+    return BatchLayout(groups, parts[0].order, skipped, sum(part.count for part in parts))
 
 
 def cut(block: Block, start: int, stop: int) -> Block:
     """Rows ``start`` to ``stop`` of ``block``, uncopied."""
-    return block.cut(start, stop) if isinstance(block, Batchwise) else values.cut(block, start, stop)
+    return block.cut(start, stop) if isinstance(block, BatchLayout) else values.cut(block, start, stop)
 
 
 def _plain(block: Block) -> Block:
-    return values.cut(block, 0, values.num_rows(block)) if isinstance(block, Batchwise) else block
+    return values.cut(block, 0, values.num_rows(block)) if isinstance(block, BatchLayout) else block
 
 
 class _Column:

@@ -1,4 +1,4 @@
-"""``Plain``: which columns of a table are so plain that their pages are decoded by lagom itself."""
+"""``FastColumns``: which columns of a table are so plain that their pages are decoded by lagom itself."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from lagom.data.columns.petastorm_codecs import Saved, Scalar, computable
+from lagom.data.columns.petastorm_codecs import NumpySaved, Scalar, computable
 from lagom.data.decoders import page_decoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lagom.data.columns.tensor_columns import Leaf
-    from lagom.data.decoders.page_decoder import Chunk, Kind
-    from lagom.data.parquet.table import Opened, Table
+    from lagom.data.columns.tensor_columns import ColumnLeaf
+    from lagom.data.decoders.page_decoder import ColumnChunk, Kind
+    from lagom.data.parquet.table import OpenedTable, Table
 
 _KNOWN = 1024
 """Row groups of which it is kept where their columns are, for the next epoch."""
 
 
-class Plain:
+class FastColumns:
     """Knows columns by their numbers; the others are read by Arrow, and so is one that turns out to be otherwise."""
 
-    def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[Leaf]]]) -> None:
+    def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[ColumnLeaf]]]) -> None:
         self._table = table
         self._kinds: dict[int, Kind] = {}
-        self._saved: dict[int, Saved] = {}
-        self._known: dict[tuple[int, bool], dict[int, Chunk]] = {}
+        self._saved: dict[int, NumpySaved] = {}
+        self._known: dict[tuple[int, bool], dict[int, ColumnChunk]] = {}
         self._lock = threading.Lock()
         # What a filter keeps is known when Arrow has read it.
         if not is_there() or table.filter is not None:
@@ -36,10 +36,10 @@ class Plain:
             if name not in table.partitions and len(found) == 1:
                 self._add(number, found[0])
 
-    def _add(self, number: int, leaf: Leaf) -> None:
+    def _add(self, number: int, leaf: ColumnLeaf) -> None:
         field = self._table.fields[number]
         codec = leaf.codec
-        if isinstance(codec, Saved):
+        if isinstance(codec, NumpySaved):
             dtype = codec.field.dtype
             if None not in codec.field.shape and dtype is not None and dtype == computable(dtype):
                 self._saved[number] = codec
@@ -55,7 +55,7 @@ class Plain:
             self._saved.pop(number, None)
         self._known = {}
 
-    def chunks(self, opened: Opened, group: int, *, threads: bool) -> dict[int, Chunk]:
+    def chunks(self, opened: OpenedTable, group: int, *, threads: bool) -> dict[int, ColumnChunk]:
         """What row group number ``group`` has of such columns; with ``threads`` Arrow has threads for numbers."""
         known = self._known  # that of now: another thread may have learnt that some are not plain
         chunks = known.get((group, threads))
@@ -65,7 +65,7 @@ class Plain:
                 known[group, threads] = chunks
         return chunks
 
-    def _looked_up(self, opened: Opened, group: int, threads: bool) -> dict[int, Chunk]:
+    def _looked_up(self, opened: OpenedTable, group: int, threads: bool) -> dict[int, ColumnChunk]:
         found = self._table.groups[group]
         numbers = tuple(self._saved)
         if not threads or len(self._table.fields) == 1:
@@ -81,11 +81,11 @@ class Plain:
                     chunks[number] = one
         return chunks
 
-    def _kind(self, number: int, opened: Opened, index: int, name: str) -> Kind | None:
+    def _kind(self, number: int, opened: OpenedTable, index: int, name: str) -> Kind | None:
         with self._lock:  # to know a cell is to decode a page, once
             return self._looked_at(number, opened, index, name)
 
-    def _looked_at(self, number: int, opened: Opened, index: int, name: str) -> Kind | None:
+    def _looked_at(self, number: int, opened: OpenedTable, index: int, name: str) -> Kind | None:
         kind, codec = self._kinds.get(number), self._saved.get(number)
         if kind is not None or codec is None:
             return kind

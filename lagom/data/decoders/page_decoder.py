@@ -1,4 +1,4 @@
-"""``Pages``: columns of a row group whose values have one size, decoded by lagom itself. Note [Pages of our own]."""
+"""``PageDecoder``: decodes row-group columns of fixed-size values without Arrow. See Note [Pages of our own]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lagom.data.columns import types
-from lagom.data.decoders.reused_arrays import Memory
+from lagom.data.decoders.reused_arrays import ReusedArrays
 from lagom.data.sources.footers import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
     """That each begins with."""
 
 
-class Chunk(NamedTuple):
+class ColumnChunk(NamedTuple):
     """A column's part of a row group."""
 
     kind: Kind
@@ -93,7 +93,7 @@ def places(metadata: Any) -> dict[str, tuple[int, str, bool]]:
     return found
 
 
-def chunk(metadata: Any, group: int, place: tuple[int, str, bool], kind: Kind) -> Chunk | None:
+def chunk(metadata: Any, group: int, place: tuple[int, str, bool], kind: Kind) -> ColumnChunk | None:
     """A column's part of row group number ``group`` of a file; None where its pages cannot be decoded here."""
     number, physical, is_optional = place
     part = metadata.row_group(group)
@@ -108,21 +108,21 @@ def chunk(metadata: Any, group: int, place: tuple[int, str, bool], kind: Kind) -
     if dictionary is not None and 0 < dictionary < first:
         first = dictionary
     whole = column.total_uncompressed_size
-    return Chunk(kind, first, size, whole, part.num_rows, compression == "SNAPPY", is_optional)
+    return ColumnChunk(kind, first, size, whole, part.num_rows, compression == "SNAPPY", is_optional)
 
 
-class Pages:
+class PageDecoder:
     """Decodes columns of one row group after another; its memory is used again."""
 
     def __init__(self) -> None:
         self._native: dict[int, Any] = {}
-        self._memories: dict[int, Memory] = {}
-        self._batches: dict[np.dtype[Any], Memory] = {}
+        self._memories: dict[int, ReusedArrays] = {}
+        self._batches: dict[np.dtype[Any], ReusedArrays] = {}
         self._windows: dict[int, _Window] = {}
-        self._chunks: Mapping[int, Chunk] = {}
+        self._chunks: Mapping[int, ColumnChunk] = {}
         self._whole = np.empty(0, np.uint8)
 
-    def begin(self, file: Any, chunks: Mapping[int, Chunk]) -> None:
+    def begin(self, file: Any, chunks: Mapping[int, ColumnChunk]) -> None:
         """Go on with ``chunks`` of ``file``, by the numbers of their columns."""
         from lagom.collectives.native import native
 
@@ -130,7 +130,7 @@ class Pages:
         for number, one in chunks.items():
             if number not in self._native:
                 self._native[number] = native().Pages()
-                self._memories[number] = Memory()
+                self._memories[number] = ReusedArrays()
                 self._windows[number] = _Window()
             kind = one.kind
             size = prod(kind.shape) * kind.dtype.itemsize
@@ -183,7 +183,7 @@ class Pages:
         outs: dict[int, tuple[int, int, int]] = {}
         for dtype, numbers in kinds.items():
             shape = -(-(skipped + count) // size), len(numbers), size
-            array = self._batches.setdefault(dtype, Memory()).empty(shape, dtype)
+            array = self._batches.setdefault(dtype, ReusedArrays()).empty(shape, dtype)
             first, jump, width = array.ctypes.data, array.strides[0], array.strides[1]
             outs |= {number: (first + place * width, size, jump) for place, number in enumerate(numbers)}
             found.append((numbers, array))

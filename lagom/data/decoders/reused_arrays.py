@@ -1,4 +1,4 @@
-"""``Memory``: arrays whose memory is used again once nobody has them any more."""
+"""``ReusedArrays``: arrays whose memory is used again once nobody has them any more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPARE = 2
 """References to an owner that is in the list alone: the list's, and that of the call that asks."""
 
 
-class Memory:
+class ReusedArrays:
     """Gives arrays, in memory that earlier ones had where these are gone. See Note [Memory that is used again]."""
 
     def __init__(self) -> None:

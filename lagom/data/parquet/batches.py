@@ -1,4 +1,4 @@
-"""``Batches``: which rows make a batch, epoch after epoch; a batch sampler for torch's loader."""
+"""``TableBatchSampler``: which rows make a batch, epoch after epoch; a batch sampler for torch's loader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from lagom.data.parquet.shard import Epoch, Order, Positions
+from lagom.data.parquet.shard import Epoch, EpochOrder, Positions
 from lagom.data.parquet.streams import AHEAD, MOST
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _TOLD_BYTES = 64 << 20
 _numbers = itertools.count()
 
 
-class Batches(Sampler[Any]):
+class TableBatchSampler(Sampler[Any]):
     """Batches of a table's rows; each pass is an epoch, in another order where they are shuffled.
 
     The order follows from the seed, the number of the epoch and the row counts of the table's row groups, and from
@@ -75,12 +75,12 @@ class Batches(Sampler[Any]):
         left = self._num_rows - self._start
         return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
 
-    def __iter__(self) -> Pass:
+    def __iter__(self) -> EpochPass:
         """The next epoch, or the rest of one that was loaded; it begins with the first batch that is drawn."""
         # Not before: torch's loader with workers makes an iterator that it never draws from.
-        return Pass(self)
+        return EpochPass(self)
 
-    def begin(self, passing: Pass) -> tuple[Iterator[Positions], str]:
+    def begin(self, passing: EpochPass) -> tuple[Iterator[Positions], str]:
         """The batches of the next epoch, which ``passing`` goes over, and what tells it from others."""
         if self.shuffle and self._seed is None:
             # Once: epochs after a resumed one must be as they would have been.
@@ -99,10 +99,10 @@ class Batches(Sampler[Any]):
         told = f"{self._fingerprint} {made.seed} {made.streams} {made.window} {start} {self.batch_size}"
         return self._batches(made, start), told
 
-    def order(self, epoch: int) -> Order:
+    def order(self, epoch: int) -> EpochOrder:
         """The order of the rows in epoch number ``epoch``, where the seed is known."""
         assert self._seed is not None or not self.shuffle
-        return Order(self._counts, self._epoch_seed(epoch), self._streams, self._window)
+        return EpochOrder(self._counts, self._epoch_seed(epoch), self._streams, self._window)
 
     def state(self, epoch: int, num_used: int) -> dict[str, Any]:
         """What ``load`` needs to go on behind the first ``num_used`` rows of epoch number ``epoch``."""
@@ -168,10 +168,10 @@ def _left_of(window_bytes: int, table: Table, streams: int) -> int:
     return max(window_bytes - decoding, least)
 
 
-class Pass:
+class EpochPass:
     """The batches of one epoch, or of what is left of it."""
 
-    def __init__(self, source: Batches) -> None:
+    def __init__(self, source: TableBatchSampler) -> None:
         self._source = source
         self._begun: tuple[Iterator[Positions], str] | None = None
 
@@ -180,7 +180,7 @@ class Pass:
         """Equal on ranks that see the same rows in the same order."""
         return self._begin()[1]
 
-    def __iter__(self) -> Pass:
+    def __iter__(self) -> EpochPass:
         return self
 
     def __next__(self) -> Positions:

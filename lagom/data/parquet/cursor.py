@@ -1,4 +1,4 @@
-"""``Cursor``: pieces of row groups, each from where the one before ended, by Arrow and by lagom's own decoder."""
+"""``RowGroupCursor``: reads row groups piece by piece, each from where the one before ended."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lagom.data.columns.values import Block
-    from lagom.data.decoders.page_decoder import Chunk
-    from lagom.data.parquet.shard import Piece
+    from lagom.data.decoders.page_decoder import ColumnChunk
+    from lagom.data.parquet.shard import RowPiece
     from lagom.data.parquet.streams import Source
-    from lagom.data.parquet.table import Opened
+    from lagom.data.parquet.table import OpenedTable
 
 
-class Part(NamedTuple):
+class RowGroupPart(NamedTuple):
     """Some rows."""
 
     batch: Any
@@ -34,10 +34,10 @@ class Part(NamedTuple):
         """How many."""
         return len(self.batch) if self.batch is not None else len(next(iter(self.arrays.values())))
 
-    def cut(self, start: int, stop: int) -> Part:
+    def cut(self, start: int, stop: int) -> RowGroupPart:
         """Some of them."""
         batch = None if self.batch is None else self.batch.slice(start, stop - start)
-        return Part(batch, {number: array[start:stop] for number, array in self.arrays.items()})
+        return RowGroupPart(batch, {number: array[start:stop] for number, array in self.arrays.items()})
 
 
 class Cuts(NamedTuple):
@@ -49,7 +49,7 @@ class Cuts(NamedTuple):
     """Rows of a piece before the first that begins in it."""
 
 
-class Cursor:
+class RowGroupCursor:
     """Reads pieces of row groups, each from where the one before ended."""
 
     def __init__(self, source: Source, most: int, *, is_alone: bool, is_last: bool) -> None:
@@ -59,20 +59,20 @@ class Cursor:
         self._most = most
         self._threads = is_alone and torch.get_num_threads() > 1
         self._file = -1
-        self._opened: Opened | None = None
+        self._opened: OpenedTable | None = None
         self._group = -1
         self._at = 0
         self._pages = source.spare_pages()
-        self._chunks: dict[int, Chunk] = {}
+        self._chunks: dict[int, ColumnChunk] = {}
         self._batches: Iterator[Any] | None = None
-        self._rest: Part | None = None
+        self._rest: RowGroupPart | None = None
 
     def close(self) -> None:
         """Leave the memory that this decodes into to the next one."""
         self._pages.end()
         self._source.keep(self._pages)
 
-    def read(self, piece: Piece, cuts: Cuts | None = None) -> Iterator[Block]:
+    def read(self, piece: RowPiece, cuts: Cuts | None = None) -> Iterator[Block]:
         """The rows of ``piece``; with ``cuts`` those of whole batches lie batch by batch where that is worth it."""
         if piece.group != self._group or piece.start < self._at:
             self._begin(piece.group)
@@ -98,7 +98,7 @@ class Cursor:
             if used > skipped:
                 yield self._source.convert(rows.cut(skipped, used), piece.group, first, is_last=self._is_last)
 
-    def _lies_in_batches(self, piece: Piece, size: int) -> bool:
+    def _lies_in_batches(self, piece: RowPiece, size: int) -> bool:
         is_next = self._rest is None and self._at >= piece.start
         if not is_next or self._batches is not None or not self._source.is_many:
             return False
@@ -139,7 +139,7 @@ class Cursor:
                 opened.parquet, group, self._most, threads=self._threads, without=self._chunks
             )
 
-    def _next(self, wanted: int) -> Part:
+    def _next(self, wanted: int) -> RowGroupPart:
         """Rows from where it is on; ``wanted`` of them, where nobody else says how many."""
         if self._rest is not None:
             rest, self._rest = self._rest, None
@@ -151,7 +151,7 @@ class Cursor:
                 raise self._short()
             wanted = len(batch)
         if not self._chunks or not wanted:
-            return Part(batch, {})
+            return RowGroupPart(batch, {})
         try:
             arrays = self._pages.read(min(wanted, self._most))
         except (OSError, ValueError):
@@ -159,9 +159,9 @@ class Cursor:
         if arrays is None:
             return self._by_arrow()
         self._check()
-        return Part(batch, arrays)
+        return RowGroupPart(batch, arrays)
 
-    def _by_arrow(self) -> Part:
+    def _by_arrow(self) -> RowGroupPart:
         """The next rows, of a row group that turns out not to be plain."""
         assert self._opened is not None
         self._source.plain.leave(list(self._chunks))
@@ -170,7 +170,7 @@ class Cursor:
         behind = self._at
         for batch in self._batches:
             if behind < len(batch):
-                return Part(batch.slice(behind), {})
+                return RowGroupPart(batch.slice(behind), {})
             behind -= len(batch)
         raise self._short()
 

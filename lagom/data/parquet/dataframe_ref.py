@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFrame:
     """A DataFrame that the cluster has written as Parquet."""
 
     url: str
@@ -20,7 +20,7 @@ class Written:
 
 
 @dataclass(frozen=True, eq=False)
-class Collected:
+class CollectedFrame:
     """A small DataFrame, whose rows have come to the driver."""
 
     content: Any

@@ -12,10 +12,10 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lagom.data.columns.petastorm_codecs import codec
-from lagom.data.columns.tensor_columns import Leaf, check_policies, leaves, policy
+from lagom.data.columns.tensor_columns import ColumnLeaf, check_policies, leaves, policy
 from lagom.data.parquet import table
-from lagom.data.parquet.batches import Batches
-from lagom.data.parquet.reader import Reader
+from lagom.data.parquet.batches import TableBatchSampler
+from lagom.data.parquet.reader import TableReader
 from lagom.data.parquet.rows import Row, Rows
 from lagom.data.parquet.shard import DEFAULT_STREAMS, Epoch, Positions
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.columns.values import Span
+    from lagom.data.columns.values import RowSpan
 
 
 _generation = 0
@@ -110,7 +110,7 @@ class ParquetDataset(Dataset[Any]):
         names = [field.name for field in self.table.fields]
         check_policies(nulls, ragged, names)
         fields = self.table.schema or {}
-        self._leaves: list[tuple[str, list[Leaf]]] = []
+        self._leaves: list[tuple[str, list[ColumnLeaf]]] = []
         for field in self.table.fields:
             name = field.name
             chosen = policy(ragged, name)
@@ -119,7 +119,7 @@ class ParquetDataset(Dataset[Any]):
         self._num_rows = sum(self.table.counts)
         self.transform: Callable[[Rows], Any] | None = None
         """What is made of rows before a loader collates them."""
-        self._reader: tuple[int, Reader] | None = None
+        self._reader: tuple[int, TableReader] | None = None
         self._generation = _generation
 
     @property
@@ -145,7 +145,7 @@ class ParquetDataset(Dataset[Any]):
         rows = Rows(self._spans(index))
         return rows if self.transform is None else self.transform(rows)
 
-    def _spans(self, index: Positions | Sequence[int]) -> list[Span]:
+    def _spans(self, index: Positions | Sequence[int]) -> list[RowSpan]:
         if isinstance(index, Positions):
             return self._reading().rows(index.epoch, index.places)
         picked = np.array(index, np.int64)
@@ -161,13 +161,13 @@ class ParquetDataset(Dataset[Any]):
 
     def batches(
         self, batch_size: int, *, shuffle: bool = False, seed: int | None = None, drop_last: bool = False
-    ) -> Batches:
+    ) -> TableBatchSampler:
         """Batches for a loader: ``DataLoader(dataset, batch_sampler=dataset.batches(64, shuffle=True))``.
 
         Args:
             seed: of the order, a new one each epoch; None: drawn from torch's global generator at the first epoch.
         """
-        return Batches(
+        return TableBatchSampler(
             self.table,
             batch_size,
             shuffle=shuffle,
@@ -187,14 +187,14 @@ class ParquetDataset(Dataset[Any]):
     def _fits(self) -> bool:
         return self._num_rows * self.table.row_bytes <= self.window_bytes
 
-    def _reading(self) -> Reader:
+    def _reading(self) -> TableReader:
         # A forked process has none of the threads of the one that it was forked from.
         if self._reader is None or self._reader[0] != _generation:
             table = self.table
             if self._generation != _generation:
                 # Nor may it share their connections to a store.
                 table = replace(table, home=pickle.loads(pickle.dumps(table.home)))
-            self._reader = _generation, Reader(table, self._leaves, self.window_bytes)
+            self._reader = _generation, TableReader(table, self._leaves, self.window_bytes)
         return self._reader[1]
 
     def __getstate__(self) -> dict[str, Any]:

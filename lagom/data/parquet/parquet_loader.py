@@ -13,7 +13,7 @@ from lagom.data.parquet.dataset import ParquetDataset
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lagom.data.parquet.batches import Batches
+    from lagom.data.parquet.batches import TableBatchSampler
 
 _TAKEN = ("batch_sampler", "sampler")
 
@@ -49,7 +49,7 @@ class ParquetLoader(DataLoader[Any]):
                 raise ValueError(f"ParquetLoader has batches of its own; use torch's DataLoader with {name}=")
         if not isinstance(dataset, ParquetDataset):
             dataset = ParquetDataset(dataset)
-        self._batches: Batches = dataset.batches(batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self._batches: TableBatchSampler = dataset.batches(batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self._state: tuple[int, int] = (0, 0)
         self._ends: deque[tuple[int, int]] = deque()
         super().__init__(dataset, batch_sampler=self._batches, **options)

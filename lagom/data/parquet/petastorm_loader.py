@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lagom.data.columns import petastorm_codecs
-from lagom.data.columns.encoded_cells import Cells, Encoded
+from lagom.data.columns.encoded_cells import CellColumn, Encoded
 from lagom.data.columns.values import Dense
 from lagom.data.parquet.dataset import ParquetDataset
 from lagom.data.parquet.parquet_loader import ParquetLoader
@@ -209,7 +209,7 @@ def numpy_rows(block: Block, nulls_are_none: bool) -> list[dict[str, Any]]:
 def _values(values: Any) -> list[Any]:
     if isinstance(values, Encoded):
         values = values.decoded()
-    if isinstance(values, Cells):
+    if isinstance(values, CellColumn):
         return list(values.cells)
     if isinstance(values, Dense):
         return list(values.array)

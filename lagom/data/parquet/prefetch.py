@@ -1,4 +1,4 @@
-"""``Ahead``: an iterator that a thread of its own keeps a few items ahead."""
+"""``Prefetcher``: an iterator that a thread of its own keeps a few items ahead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _running: dict[threading.Thread, tuple[_Line[Any], int]] = {}
 """Threads that have not ended, what they draw for, and the process that they are in."""
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Draws from ``items`` in a thread, at most ``depth`` items ahead; what it raises is raised by ``next``."""
 
     def __init__(self, items: Iterator[T], depth: int = 1) -> None:
@@ -34,7 +34,7 @@ class Ahead(Generic[T]):
         # By the thread, which is known until it ends: the line keeps what was raised, with all that was open then.
         weakref.finalize(self, _end_thread, self._thread, os.getpid())
 
-    def __iter__(self) -> Ahead[T]:
+    def __iter__(self) -> Prefetcher[T]:
         return self
 
     def __next__(self) -> T:

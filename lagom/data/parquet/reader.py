@@ -10,11 +10,11 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from lagom.data.columns import values
-from lagom.data.columns.tensor_columns import Leaf
-from lagom.data.columns.values import Span
-from lagom.data.parquet.cursor import Cursor
-from lagom.data.parquet.prefetch import Ahead
-from lagom.data.parquet.shard import Epoch, Lane, Order, Piece, lane
+from lagom.data.columns.tensor_columns import ColumnLeaf
+from lagom.data.columns.values import RowSpan
+from lagom.data.parquet.cursor import RowGroupCursor
+from lagom.data.parquet.prefetch import Prefetcher
+from lagom.data.parquet.shard import Epoch, EpochOrder, RankLane, RowPiece, rank_lane
 from lagom.data.parquet.streams import AHEAD, MOST, Source, blocks, decoded
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ _PASSES = 4
 """Over one data set that go on at the same time."""
 
 
-class Reader:
+class TableReader:
     """Reads a table for one process."""
 
-    def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[Leaf]]], most_bytes: int) -> None:
+    def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[ColumnLeaf]]], most_bytes: int) -> None:
         self._table = table
         self._source = Source(table, leaves)
         self._most_bytes = most_bytes
@@ -45,16 +45,16 @@ class Reader:
         self._num_decoded = 0
         self._starts = np.concatenate([[0], np.cumsum(np.array(table.counts, np.int64))])
 
-    def rows(self, epoch: Epoch, places: range) -> list[Span]:
+    def rows(self, epoch: Epoch, places: range) -> list[RowSpan]:
         """The rows at ``places`` of ``epoch``, in order.
 
         Raises:
             DataError: when they cannot be read.
         """
-        narrow = lane(places, epoch.streams)
+        narrow = rank_lane(places, epoch.streams)
         current = self._passes.get(epoch)
         if current is None or current.lane != narrow:
-            order = Order(self._table.counts, epoch.seed, epoch.streams, epoch.window)
+            order = EpochOrder(self._table.counts, epoch.seed, epoch.streams, epoch.window)
             if current is not None and narrow.step < current.lane.step and len(places) == 1:
                 # A row of others, in place of one that this rank lacks; the pass goes on with its own.
                 group, row = order.row(places.start)
@@ -84,7 +84,7 @@ class Reader:
             if other == epoch or (other.source == epoch.source and other.is_left):
                 self._passes.pop(other).close()
 
-    def pick(self, index: NDArray[np.int64], *, is_asked: bool = True) -> list[Span]:
+    def pick(self, index: NDArray[np.int64], *, is_asked: bool = True) -> list[RowSpan]:
         """The rows at ``index``, counted in the order of the table.
 
         Row groups stay in memory, as many as there is room for; all of them as one block where they fit. Where the
@@ -123,8 +123,8 @@ class Reader:
         return block
 
     def _group(self, number: int) -> Block:
-        whole = Piece(number, 0, self._table.counts[number])
-        return values.joined(list(Cursor(self._source, MOST, is_alone=True, is_last=False).read(whole)))
+        whole = RowPiece(number, 0, self._table.counts[number])
+        return values.joined(list(RowGroupCursor(self._source, MOST, is_alone=True, is_last=False).read(whole)))
 
 
 _FROM_EVERYWHERE = (
@@ -134,14 +134,16 @@ _FROM_EVERYWHERE = (
 )
 
 
-def _whole(block: Block) -> list[Span]:
-    return [Span(block, 0, values.num_rows(block), 1)]
+def _whole(block: Block) -> list[RowSpan]:
+    return [RowSpan(block, 0, values.num_rows(block), 1)]
 
 
 class _Pass:
     """What one process reads of an epoch: the positions of a lane, in order, ahead in a thread."""
 
-    def __init__(self, source: Source, order: Order, lane: Lane, size: int, *, decodes: bool, is_regular: bool) -> None:
+    def __init__(
+        self, source: Source, order: EpochOrder, lane: RankLane, size: int, *, decodes: bool, is_regular: bool
+    ) -> None:
         """Rows are asked for ``size`` at a time, all of these where it ``is_regular``; with ``decodes`` cells are
         decoded ahead.
         """
@@ -151,12 +153,12 @@ class _Pass:
         self.lane = lane
         self._source = source
         self._order = order
-        self._ahead: Ahead[tuple[int, Block]] | None = None
+        self._ahead: Prefetcher[tuple[int, Block]] | None = None
         self._first = 0
         self._last = 0
         self._block: Block | None = None
 
-    def rows(self, places: range) -> list[Span]:
+    def rows(self, places: range) -> list[RowSpan]:
         """The rows at ``places``, all in the lane."""
         at = (places.start - self.lane.first) // self.lane.step
         stride = places.step // self.lane.step
@@ -166,7 +168,7 @@ class _Pass:
             self._go(at)
             assert self._block is not None
             stop = min(end, self._last)
-            found.append(Span(self._block, at - self._first, stop - self._first, stride))
+            found.append(RowSpan(self._block, at - self._first, stop - self._first, stride))
             at += -(-(stop - at) // stride) * stride
         return found
 
@@ -186,9 +188,9 @@ class _Pass:
             self.close()
             found = blocks(self._source, self._order, self.lane, at, self._size, is_regular=self._is_regular)
             if self._decodes and self._source.is_encoded:
-                self._ahead = Ahead(decoded(found, self._source.table.row_bytes, at), _DECODED_AHEAD)
+                self._ahead = Prefetcher(decoded(found, self._source.table.row_bytes, at), _DECODED_AHEAD)
             else:
-                self._ahead = Ahead(found, AHEAD if self._order.is_plain else 1)
+                self._ahead = Prefetcher(found, AHEAD if self._order.is_plain else 1)
             self._first = self._last = 0
         while not self._first <= at < self._last:
             self._block = None  # before the next one comes

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from lagom.data.columns import values
-from lagom.data.columns.values import Span
-from lagom.data.decoders.batch_layout import Batchwise
+from lagom.data.columns.values import RowSpan
+from lagom.data.decoders.batch_layout import BatchLayout
 
 if TYPE_CHECKING:
     from lagom.data.columns.values import Block
@@ -21,7 +21,7 @@ class Rows(Sequence[Any]):
 
     __slots__ = ("_spans",)
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[RowSpan]) -> None:
         self._spans = spans
 
     def __len__(self) -> int:
@@ -41,11 +41,11 @@ class Rows(Sequence[Any]):
             start, stop, step = index.indices(len(self))
             if step < 1:
                 raise ValueError("rows are cut forwards")
-            return Rows([Span(self.block(), start, stop, step)])
+            return Rows([RowSpan(self.block(), start, stop, step)])
         place = index + len(self) if index < 0 else index
-        if place and any(isinstance(span.block, Batchwise) for span in self._spans):
+        if place and any(isinstance(span.block, BatchLayout) for span in self._spans):
             # Row by row that is slow. The first is looked at by torch, which then asks for the batch.
-            self._spans = [Span(self.block(), 0, len(self), 1)]
+            self._spans = [RowSpan(self.block(), 0, len(self), 1)]
         for span in self._spans:
             inside = range(span.start, span.stop, span.step)
             if 0 <= place < len(inside):
@@ -57,7 +57,7 @@ class Rows(Sequence[Any]):
         """Values by column: tensors with a row for each; lists where they cannot be tensors; dicts for structs."""
         if len(self._spans) == 1:
             return values.batch(self._spans[0])
-        return values.batch(Span(self.block(), 0, len(self), 1))
+        return values.batch(RowSpan(self.block(), 0, len(self), 1))
 
 
 class Row(Mapping[str, Any]):
@@ -85,7 +85,7 @@ class Row(Mapping[str, Any]):
     def dict(self) -> dict[str, Any]:
         """Values by column: tensors without the dimension of rows, texts, bytes."""
         if self._found is None:
-            self._found = _first(values.batch(Span(self._block, self._place, self._place + 1, 1)))
+            self._found = _first(values.batch(RowSpan(self._block, self._place, self._place + 1, 1)))
         return self._found
 
 

@@ -19,7 +19,7 @@ DEFAULT_STREAMS = 8
 """Canonical streams of a shuffled epoch: ranks whose number divides it read each row group once. See Note [Streams]."""
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """Rows ``start`` to ``stop`` of a row group."""
 
     group: int
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Order:
+class EpochOrder:
     """The order of the rows in one epoch; the same whoever asks. See Note [Streams]."""
 
     counts: tuple[int, ...]
@@ -75,7 +75,7 @@ class Order:
         """Rows of ``stream``: its positions are ``stream``, ``stream + streams``, ..."""
         return -(-(self.num_rows - stream) // self.streams) if stream < self.num_rows else 0
 
-    def pieces(self, stream: int, start: int, stop: int) -> list[Piece]:
+    def pieces(self, stream: int, start: int, stop: int) -> list[RowPiece]:
         """What to read for rows ``start`` to ``stop`` of ``stream``, in order."""
         short, long = divmod(self.num_rows, self.streams)
         offset = stream * short + min(stream, long)
@@ -85,7 +85,7 @@ class Order:
         while first < last:
             begin, end = int(self._starts[place]), int(self._starts[place + 1])
             if end > first:
-                pieces.append(Piece(int(self._groups[place]), first - begin, min(end, last) - begin))
+                pieces.append(RowPiece(int(self._groups[place]), first - begin, min(end, last) - begin))
             first, place = max(first, end), place + 1
         return pieces
 
@@ -177,17 +177,17 @@ class Positions:
         return Positions(batches[0].epoch, range(batches[0].places.start, batches[-1].places.stop))
 
 
-class Lane(NamedTuple):
+class RankLane(NamedTuple):
     """The positions of an epoch that leave the remainder ``first`` divided by ``step``: whole streams."""
 
     first: int
     step: int
 
 
-def lane(places: range, streams: int) -> Lane:
+def rank_lane(places: range, streams: int) -> RankLane:
     """The narrowest lane of whole streams that ``places`` lie in, and all that are dealt like them."""
     step = gcd(places.step, streams)
-    return Lane(places.start % step, step)
+    return RankLane(places.start % step, step)
 
 
 # Note [Streams]

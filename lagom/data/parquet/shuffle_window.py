@@ -1,4 +1,4 @@
-"""``Round``: rows that are shuffled together. See Note [Wide rows]."""
+"""``ShuffleWindow``: rows that are shuffled together. See Note [Wide rows]."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lagom.data.columns.values import Block, Path
-    from lagom.data.decoders.reused_arrays import Memory
+    from lagom.data.decoders.reused_arrays import ReusedArrays
 
 _WIDE = 128
 """Bytes of a row that are worth being put in place one by one."""
 
 
-class Round:
+class ShuffleWindow:
     """Takes rows as they are decoded, from several threads, and gives them in another order."""
 
-    def __init__(self, index: NDArray[np.int64], memory: Memory) -> None:
+    def __init__(self, index: NDArray[np.int64], memory: ReusedArrays) -> None:
         """``index`` says which row comes where, by the number that ``put`` was told of it."""
         self._index = index
         self._memory = memory

@@ -13,15 +13,15 @@ import torch
 
 from lagom.data.columns import values
 from lagom.data.columns.encoded_cells import Encoded
-from lagom.data.columns.petastorm_codecs import Slow
-from lagom.data.columns.tensor_columns import Leaf, Where
-from lagom.data.decoders.batch_layout import Batchwise, cut, joined
-from lagom.data.decoders.fast_columns import Plain
-from lagom.data.decoders.page_decoder import Pages
-from lagom.data.decoders.reused_arrays import Memory
-from lagom.data.parquet.cursor import Cursor, Cuts
-from lagom.data.parquet.shard import Lane, Order, Piece
-from lagom.data.parquet.shuffle_window import Round
+from lagom.data.columns.petastorm_codecs import CellByCell
+from lagom.data.columns.tensor_columns import ColumnLeaf, Where
+from lagom.data.decoders.batch_layout import BatchLayout, cut, joined
+from lagom.data.decoders.fast_columns import FastColumns
+from lagom.data.decoders.page_decoder import PageDecoder
+from lagom.data.decoders.reused_arrays import ReusedArrays
+from lagom.data.parquet.cursor import Cuts, RowGroupCursor
+from lagom.data.parquet.shard import EpochOrder, RankLane, RowPiece
+from lagom.data.parquet.shuffle_window import ShuffleWindow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lagom.data.columns.values import Block, Path
-    from lagom.data.parquet.cursor import Part
-    from lagom.data.parquet.table import Known, Opened, Table
+    from lagom.data.parquet.cursor import RowGroupPart
+    from lagom.data.parquet.table import Known, OpenedTable, Table
 
 MOST = 1 << 16
 """Rows that are decoded at a time: fewer are slower, more take memory."""
@@ -52,16 +52,16 @@ Blocks = Generator[tuple[int, "Block"], None, None]
 class Source:
     """A table, and how its columns are converted."""
 
-    def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[Leaf]]]) -> None:
+    def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[ColumnLeaf]]]) -> None:
         self.table = table
         self._leaves = leaves
         self._shapes: dict[Path, tuple[int, ...]] = {}
-        self.memory = Memory()
-        self.plain = Plain(table, leaves)
-        self._spare: list[Pages] = []
+        self.memory = ReusedArrays()
+        self.plain = FastColumns(table, leaves)
+        self._spare: list[PageDecoder] = []
         self._footers: OrderedDict[int, Known] = OrderedDict()
 
-    def open(self, file: int) -> Opened:
+    def open(self, file: int) -> OpenedTable:
         """The Parquet file number ``file``; its footer is read once, as row groups of many files take turns."""
         opened = self.table.open(file, self._footers.pop(file, None))
         self._footers[file] = opened.known
@@ -69,23 +69,23 @@ class Source:
             self._footers.popitem(last=False)
         return opened
 
-    def spare_pages(self) -> Pages:
+    def spare_pages(self) -> PageDecoder:
         """What decodes pages: one that another cursor has left, whose memory need not be made, or a new one."""
         try:
             return self._spare.pop()
         except IndexError:
-            return Pages()
+            return PageDecoder()
 
-    def keep(self, pages: Pages) -> None:
+    def keep(self, pages: PageDecoder) -> None:
         """Have the next cursor take ``pages``."""
         self._spare.append(pages)
 
     @property
     def is_encoded(self) -> bool:
         """Whether there are columns whose cells take time to decode."""
-        return any(isinstance(leaf.codec, Slow) for _, leaves in self._leaves for leaf in leaves)
+        return any(isinstance(leaf.codec, CellByCell) for _, leaves in self._leaves for leaf in leaves)
 
-    def convert(self, rows: Part, group: int, first: int, *, is_last: bool) -> Block:
+    def convert(self, rows: RowGroupPart, group: int, first: int, *, is_last: bool) -> Block:
         """The values of ``rows``, the first of which is row ``first`` of row group number ``group``.
 
         With ``is_last`` they go into batches as they are; otherwise they are copied first.
@@ -130,13 +130,13 @@ class Source:
         return len(self._leaves) >= _MANY and all(len(one) == 1 and one[0].nulls != "mask" for _, one in self._leaves)
 
     def in_batches(self, found: Sequence[tuple[Sequence[int], NDArray[Any]]], skipped: int, count: int) -> Block:
-        """``count`` rows of numbers behind ``skipped``, by their columns, as ``Pages.read_batches`` gives them."""
+        """Read ``count`` rows of numbers after ``skipped``, by column, as ``PageDecoder.read_batches`` gives them."""
         names = [name for name, _ in self._leaves]
         groups = [([names[number] for number in numbers], array) for numbers, array in found]
-        return Batchwise(groups, names, skipped, count)
+        return BatchLayout(groups, names, skipped, count)
 
 
-def blocks(source: Source, order: Order, lane: Lane, at: int, size: int, *, is_regular: bool = True) -> Blocks:
+def blocks(source: Source, order: EpochOrder, lane: RankLane, at: int, size: int, *, is_regular: bool = True) -> Blocks:
     """The rows of ``lane`` from position ``at`` of it or before, each block with the position that it begins at.
 
     Blocks in the order of the table end where batches of ``size`` rows do; with ``is_regular`` all of these are used.
@@ -146,7 +146,7 @@ def blocks(source: Source, order: Order, lane: Lane, at: int, size: int, *, is_r
     return _shuffled(source, order, lane, at)
 
 
-def _in_order(source: Source, order: Order, at: int, size: int, is_regular: bool) -> Blocks:
+def _in_order(source: Source, order: EpochOrder, at: int, size: int, is_regular: bool) -> Blocks:
     rest: list[Block] = []
     num_rest = 0
     with closing(_row_groups(source, order, at, size if is_regular else None)) as found:
@@ -172,7 +172,7 @@ def _in_order(source: Source, order: Order, at: int, size: int, is_regular: bool
         yield at, joined(rest)
 
 
-def _row_groups(source: Source, order: Order, at: int, size: int | None) -> Generator[Block, None, None]:
+def _row_groups(source: Source, order: EpochOrder, at: int, size: int | None) -> Generator[Block, None, None]:
     """The rows from ``at`` on in the order of the table; small row groups are decoded by several threads.
 
     Batches of ``size`` rows begin at ``at``, and may lie one behind the other in blocks.
@@ -182,18 +182,18 @@ def _row_groups(source: Source, order: Order, at: int, size: int | None) -> Gene
     begun = 0
     threads = min(torch.get_num_threads(), _AT_ONCE * order.window // max(order.counts))
     if threads < 2:
-        with closing(Cursor(source, most, is_alone=True, is_last=True)) as cursor:
+        with closing(RowGroupCursor(source, most, is_alone=True, is_last=True)) as cursor:
             for piece in pieces:
                 yield from cursor.read(piece)
         return
 
-    def read(cursor: Cursor, piece: Piece, ahead: int) -> tuple[Cursor, list[Block]]:
+    def read(cursor: RowGroupCursor, piece: RowPiece, ahead: int) -> tuple[RowGroupCursor, list[Block]]:
         return cursor, list(cursor.read(piece, None if size is None else Cuts(size, ahead)))
 
     with ExitStack() as stack, ThreadPoolExecutor(threads) as pool:
-        made = [Cursor(source, most, is_alone=False, is_last=True) for _ in range(threads)]
+        made = [RowGroupCursor(source, most, is_alone=False, is_last=True) for _ in range(threads)]
         cursors = deque(stack.enter_context(closing(cursor)) for cursor in made)
-        reading: deque[Future[tuple[Cursor, list[Block]]]] = deque()
+        reading: deque[Future[tuple[RowGroupCursor, list[Block]]]] = deque()
         while pieces or reading:
             while pieces and cursors:
                 piece = pieces.popleft()
@@ -205,7 +205,7 @@ def _row_groups(source: Source, order: Order, at: int, size: int | None) -> Gene
             del found
 
 
-def _shuffled(source: Source, order: Order, lane: Lane, at: int) -> Blocks:
+def _shuffled(source: Source, order: EpochOrder, lane: RankLane, at: int) -> Blocks:
     streams = range(lane.first, order.streams, lane.step)
     # What is decoded and left over is a round again at most.
     most = min(MOST, 2 * order.window)
@@ -213,14 +213,14 @@ def _shuffled(source: Source, order: Order, lane: Lane, at: int) -> Blocks:
     size = order.window * len(streams)
     # Copying waits for memory, and numpy lets go of the interpreter meanwhile.
     with ExitStack() as stack, ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        made = [Cursor(source, most, is_alone=is_alone, is_last=False) for _ in streams]
+        made = [RowGroupCursor(source, most, is_alone=is_alone, is_last=False) for _ in streams]
         cursors = {stream: stack.enter_context(closing(cursor)) for stream, cursor in zip(streams, made, strict=True)}
         for number in range(at // size, -(-order.length(lane.first) // order.window)):
             index, bases = _mixed(order, streams, number)
-            mixed = Round(index, source.memory)
+            mixed = ShuffleWindow(index, source.memory)
 
             def window(
-                stream: int, base: int, number: int = number, mixed: Round = mixed
+                stream: int, base: int, number: int = number, mixed: ShuffleWindow = mixed
             ) -> list[tuple[list[Path], Block]]:
                 found = []
                 for piece in order.pieces(stream, number * order.window, (number + 1) * order.window):
@@ -247,7 +247,7 @@ def decoded(found: Blocks, row_bytes: int, at: int) -> Blocks:
                 )
 
 
-def _mixed(order: Order, streams: range, number: int) -> tuple[NDArray[np.int64], list[int]]:
+def _mixed(order: EpochOrder, streams: range, number: int) -> tuple[NDArray[np.int64], list[int]]:
     """Where the rows of round ``number`` are in the windows of ``streams``, laid end to end, and where each begins."""
     index = np.full((order.window_rows(streams[0], number), len(streams)), -1, np.int64)
     bases = [0]

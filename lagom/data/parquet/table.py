@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lagom.data.columns import unischema
 from lagom.data.decoders import page_decoder
-from lagom.data.sources.file_versions import Stamps
-from lagom.data.sources.files import File, arrow, located
+from lagom.data.sources.file_versions import FileVersions
+from lagom.data.sources.files import DataFile, arrow, locate
 from lagom.data.sources.footers import PAGE_BYTES, Footer, check_names, common_field, open_file, partitions_of
 from lagom.errors import DataError
 
@@ -27,7 +27,7 @@ _THREADS = 16
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """A row group."""
 
     file: int
@@ -36,7 +36,7 @@ class Group:
     """That pass the filter."""
 
 
-class Opened(NamedTuple):
+class OpenedTable(NamedTuple):
     """A file that is being read."""
 
     parquet: Any
@@ -62,7 +62,7 @@ class Table:
 
     home: Any
     """The file system, pyarrow's."""
-    files: tuple[File, ...]
+    files: tuple[DataFile, ...]
     fields: tuple[Any, ...]
     """Of the columns asked for, Arrow's."""
     also: tuple[Any, ...]
@@ -71,7 +71,7 @@ class Table:
     """Names of columns that stand in folders' names."""
     filter: Any
     """An expression of pyarrow.compute, or None."""
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
     num_bytes: int
     """Of all rows before the filter, decoded; an estimate by types and by what footers say."""
     num_stored: int
@@ -80,9 +80,9 @@ class Table:
     """Of the pages that are open where one row group is being decoded, at most."""
     chunk_bytes: int
     """The largest part of a column in a row group, as it is stored."""
-    schema: Mapping[str, unischema.Field] | None
+    schema: Mapping[str, unischema.UnischemaField] | None
     """Petastorm's, where it wrote the files."""
-    stamps: Stamps = dataclasses.field(compare=False)
+    stamps: FileVersions = dataclasses.field(compare=False)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -101,12 +101,12 @@ class Table:
         text = repr((told, [str(field) for field in self.fields], str(self.filter), self.groups))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
-    def open(self, file: int, known: Known | None = None) -> Opened:
+    def open(self, file: int, known: Known | None = None) -> OpenedTable:
         """The Parquet file number ``file``, of which ``known`` is known."""
         self.stamps.look(self.home, self.files[file].path)
         footer, places = known or (None, None)
         source, opened = open_file(self.home, self.files[file], footer, whole=self.chunk_bytes <= PAGE_BYTES)
-        return Opened(opened, source, page_decoder.places(opened.metadata) if places is None else places)
+        return OpenedTable(opened, source, page_decoder.places(opened.metadata) if places is None else places)
 
     def batches(
         self, opened: Any, group: int, most: int, *, threads: bool, without: Collection[int] = ()
@@ -145,7 +145,7 @@ class Table:
         """Those of the columns that stand in folders' names."""
         return [field for field in self._read if field.name in self.partitions]
 
-    def _finished(self, batch: Any, file: File, without: Collection[int]) -> Any:
+    def _finished(self, batch: Any, file: DataFile, without: Collection[int]) -> Any:
         import pyarrow as pa
 
         for field in self.partition_fields():
@@ -159,7 +159,7 @@ class Table:
         return batch.select([field.name for number, field in enumerate(self.fields) if number not in without])
 
 
-def _partition_value(file: File, field: Any) -> Any:
+def _partition_value(file: DataFile, field: Any) -> Any:
     import pyarrow as pa
 
     text = dict(file.partition)[field.name]
@@ -176,12 +176,12 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
         ValueError: when a column is asked for that is not there.
     """
     arrow()
-    where = located(list(sources), filesystem)
+    where = locate(list(sources), filesystem)
     home, files = where.home, where.files
     schema = unischema.found(home, where.folder) if where.folder is not None else None
-    stamps = Stamps()
+    stamps = FileVersions()
 
-    def footer(file: File) -> Footer:
+    def footer(file: DataFile) -> Footer:
         stamps.look(home, file.path)
         return Footer(home, file)
 
@@ -210,7 +210,7 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
     chosen = list(dict.fromkeys(columns))
     stored = {*chosen, *used} - set(partitions)
     groups = [
-        Group(number, index, footer.metadata.row_group(index).num_rows)
+        RowGroup(number, index, footer.metadata.row_group(index).num_rows)
         for number, footer in enumerate(footers)
         for index in range(footer.metadata.num_row_groups)
     ]
@@ -256,7 +256,7 @@ def _expression(filters: Any) -> tuple[Any, list[str]]:
     return expression, list(dict.fromkeys(names))
 
 
-def _counted(made: Table) -> list[Group]:
+def _counted(made: Table) -> list[RowGroup]:
     """Row groups with the number of rows that pass the filter, for which its columns are read once."""
     import pyarrow as pa
     import pyarrow.dataset as ds
@@ -264,7 +264,7 @@ def _counted(made: Table) -> list[Group]:
     form = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
     fields = pa.schema(made.partition_fields())
 
-    def counted(number: int) -> list[Group]:
+    def counted(number: int) -> list[RowGroup]:
         file = made.files[number]
         told = None
         for field in fields:

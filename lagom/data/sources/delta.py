@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from lagom.data.columns.unischema import Field
+from lagom.data.columns.unischema import UnischemaField
 from lagom.errors import DataError
 
 LOG = "_delta_log"
@@ -45,7 +45,7 @@ _KINDS: dict[str, Any] = {
 
 
 @dataclass
-class Snapshot:
+class DeltaSnapshot:
     """What the log says of the table as it is now."""
 
     folder: str
@@ -89,11 +89,11 @@ class Snapshot:
             found.append((unquote(path), int(add["size"]), partition))
         return found
 
-    def kinds(self) -> dict[str, Field]:
+    def kinds(self) -> dict[str, UnischemaField]:
         """The types of the columns that folders stand for."""
         told = {one["name"]: one["type"] for one in json.loads(self.metadata["schemaString"])["fields"]}
         return {
-            name: Field(name, np.dtype(_KINDS.get(str(told.get(name)), np.str_)), (), None, nullable=True)
+            name: UnischemaField(name, np.dtype(_KINDS.get(str(told.get(name)), np.str_)), (), None, nullable=True)
             for name in self.metadata["partitionColumns"]
         }
 
@@ -126,7 +126,7 @@ class Snapshot:
 _REMEDY = "have Spark write the current rows as Parquet, or give the list of current files"
 
 
-def snapshot(home: Any, folder: str) -> Snapshot | None:
+def snapshot(home: Any, folder: str) -> DeltaSnapshot | None:
     """The table in ``folder`` as it is now, by its last checkpoint and the commits after it; None where it is none.
 
     Raises:
@@ -141,7 +141,7 @@ def snapshot(home: Any, folder: str) -> Snapshot | None:
         names = {info.path.rsplit("/", 1)[-1] for info in home.get_file_info(fs.FileSelector(log))}
     except OSError as error:
         raise DataError(f"{folder} cannot be reached: {error}") from error
-    found = Snapshot(folder)
+    found = DeltaSnapshot(folder)
     start, parts = _last_checkpoint(names)
     commits = sorted(int(matched[1]) for name in names if (matched := _COMMIT.fullmatch(name)))
     commits = [version for version in commits if version > start]

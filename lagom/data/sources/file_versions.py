@@ -8,7 +8,7 @@ from typing import Any
 from lagom.errors import DataError
 
 
-class Stamps:
+class FileVersions:
     """Of the files of a data set, as they were when it was made.
 
     They go along to other processes. Another host may have local files by copies of its own, and there a file is as it

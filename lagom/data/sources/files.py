@@ -14,7 +14,7 @@ from lagom.errors import DataError, LagomError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lagom.data.columns.unischema import Field
+    from lagom.data.columns.unischema import UnischemaField
 
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _CREDENTIALS = {
@@ -28,7 +28,7 @@ _GCS_SECONDS = 60
 
 
 @dataclass(frozen=True)
-class File:
+class DataFile:
     """A file of a data set."""
 
     path: str
@@ -61,15 +61,15 @@ class Location:
     """The file system, pyarrow's."""
     folder: str | None
     """If there is one source only, and it is a folder."""
-    files: list[File]
+    files: list[DataFile]
     """In order of their names."""
-    kinds: Mapping[str, Field]
+    kinds: Mapping[str, UnischemaField]
     """Of columns that folders stand for, where something says what they are."""
     names: list[str] | None
     """Of all columns, where something beside the files says them."""
 
 
-def located(sources: list[str], filesystem: Any = None) -> Location:
+def locate(sources: list[str], filesystem: Any = None) -> Location:
     """Where ``sources`` are, which are folders or files by path or URL.
 
     Raises:
@@ -95,7 +95,7 @@ def _located(sources: list[str], filesystem: Any) -> Location:
         raise ValueError(f"{sources} are Delta tables, which are read one at a time")
     if table is not None:
         folder = table.folder
-        told = [File(f"{folder}/{name}", name, size, values) for name, size, values in table.files()]
+        told = [DataFile(f"{folder}/{name}", name, size, values) for name, size, values in table.files()]
         if not told:
             raise DataError(f"{sources[0]} has no rows: no file of this Delta table is current")
         told.sort(key=lambda file: file.name)
@@ -135,7 +135,7 @@ def _place(source: str, filesystem: Any) -> tuple[Any, str]:
         return fs.PyFileSystem(fs.FSSpecHandler(other)), path
 
 
-def _files(home: Any, path: str, source: str) -> list[File]:
+def _files(home: Any, path: str, source: str) -> list[DataFile]:
     from pyarrow import fs
 
     try:
@@ -145,7 +145,7 @@ def _files(home: Any, path: str, source: str) -> list[File]:
     if info.type == fs.FileType.NotFound:
         raise DataError(f"{source} does not exist (as seen from this machine)")
     if info.type == fs.FileType.File:
-        return [File(path, posixpath.basename(path), info.size, ())]
+        return [DataFile(path, posixpath.basename(path), info.size, ())]
     path = path.rstrip("/")
     try:
         _refuse_parts(home, path, source)
@@ -154,9 +154,9 @@ def _files(home: Any, path: str, source: str) -> list[File]:
         raise DataError(f"{source} cannot be listed: {error}") from error
     below = {one.path: one.path[len(path) + 1 :] for one in infos}
     _refuse_tables(set(below.values()), source)
-    committed = spark_stream_log.committed(home, path, set(below.values()))
+    committed = spark_stream_log.committed_files(home, path, set(below.values()))
     found = [
-        File(one.path, below[one.path], one.size, _partition(below[one.path]))
+        DataFile(one.path, below[one.path], one.size, _partition(below[one.path]))
         for one in infos
         if one.type == fs.FileType.File and not _hidden(below[one.path])
         if committed is None or below[one.path] in committed

@@ -11,8 +11,8 @@ from lagom.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from lagom.data.columns.unischema import Field
-    from lagom.data.sources.files import File
+    from lagom.data.columns.unischema import UnischemaField
+    from lagom.data.sources.files import DataFile
 
 PAGE_BYTES = 1 << 20
 """Of a page, about, as writers make them."""
@@ -20,7 +20,7 @@ _BUFFER = 1 << 16
 """Bytes that are read ahead in a column chunk that is larger than a page."""
 
 
-def open_file(home: Any, file: File, footer: Any = None, *, whole: bool = False) -> tuple[Any, Any]:
+def open_file(home: Any, file: DataFile, footer: Any = None, *, whole: bool = False) -> tuple[Any, Any]:
     """The file ``file``, and what it is as Parquet; with ``footer``, its metadata, that is not read again.
 
     With ``whole``, a column's part of a row group is read at once. Otherwise it is read as it is decoded, in pages: it
@@ -59,7 +59,7 @@ def open_file(home: Any, file: File, footer: Any = None, *, whole: bool = False)
         raise DataError(f"{file.path} is {what}: {error}") from error
 
 
-def _begins(home: Any, file: File, magic: bytes) -> bool:
+def _begins(home: Any, file: DataFile, magic: bytes) -> bool:
     try:
         with home.open_input_file(file.path) as source:
             return bool(source.read(len(magic)) == magic)
@@ -70,7 +70,7 @@ def _begins(home: Any, file: File, magic: bytes) -> bool:
 class Footer:
     """What a file's footer says."""
 
-    def __init__(self, home: Any, file: File) -> None:
+    def __init__(self, home: Any, file: DataFile) -> None:
         with open_file(home, file)[1] as opened:
             self.metadata = opened.metadata
             self.schema = opened.schema_arrow
@@ -125,7 +125,7 @@ def _page_bytes(chunk: Any) -> int:
     return dictionary + min(whole - dictionary, PAGE_BYTES) + min(stored, PAGE_BYTES)
 
 
-def partitions_of(files: list[File]) -> list[str]:
+def partitions_of(files: list[DataFile]) -> list[str]:
     """Names of the columns that folders stand for."""
     names = [name for name, _ in files[0].partition]
     for file in files:
@@ -136,7 +136,7 @@ def partitions_of(files: list[File]) -> list[str]:
     return names
 
 
-def check_names(files: list[File], footers: list[Footer], added: Collection[str]) -> None:
+def check_names(files: list[DataFile], footers: list[Footer], added: Collection[str]) -> None:
     """Make sure that all files have the same columns, but for those that may have been ``added`` later."""
     wanted = set(footers[0].schema.names)
     for file, footer in zip(files, footers, strict=True):
@@ -153,10 +153,10 @@ def check_names(files: list[File], footers: list[Footer], added: Collection[str]
 
 def common_field(
     name: str,
-    files: list[File],
+    files: list[DataFile],
     footers: list[Footer],
     partitions: list[str],
-    told: Mapping[str, Field],
+    told: Mapping[str, UnischemaField],
     added: Collection[str],
 ) -> Any:
     """The field ``name``, which must be the same in all files; those that are older than an ``added`` one lack it."""

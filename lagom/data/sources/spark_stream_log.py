@@ -17,7 +17,7 @@ LOG = "_spark_metadata"
 _BATCH = re.compile(rf"{LOG}/(\d+)(\.compact)?")
 
 
-def committed(home: Any, folder: str, names: set[str]) -> set[str] | None:
+def committed_files(home: Any, folder: str, names: set[str]) -> set[str] | None:
     """Of ``names``, paths below ``folder``, the data files that the log there names; None where there is no log.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``Moving`` and ``Parting``: large gradients, each or a few together summed while something else goes on."""
+"""Sum large gradients in the background: ``AllReduceBucket`` and ``ReduceScatterBucket``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lagom.collectives.background import Work
 
 
-class Moving(NamedTuple):
+class AllReduceBucket(NamedTuple):
     """A bucket that is under way."""
 
     work: Work
@@ -25,7 +25,9 @@ class Moving(NamedTuple):
     """Of ``flat``; None where that is the gradient itself."""
 
 
-def launch(gradients: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tensor], Work], world_size: int) -> Moving:
+def start_all_reduce(
+    gradients: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tensor], Work], world_size: int
+) -> AllReduceBucket:
     """Begin to average ``gradients``, all of one type and device, in place; they are not to be used until landed."""
     first = gradients[0]
     dtype = travelling(first.dtype)
@@ -39,10 +41,10 @@ def launch(gradients: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tensor
         torch._foreach_copy_(views, list(gradients))
     if flat.element_size() < 4:  # the sum of halves may not fit
         flat.div_(world_size)
-    return Moving(all_reduce(flat), flat, list(gradients), views)
+    return AllReduceBucket(all_reduce(flat), flat, list(gradients), views)
 
 
-def land(moving: Moving, wait: Callable[[Work], None], world_size: int) -> None:
+def finish_all_reduce(moving: AllReduceBucket, wait: Callable[[Work], None], world_size: int) -> None:
     """Wait until the gradients are averages."""
     wait(moving.work)
     if moving.flat.element_size() >= 4:
@@ -51,7 +53,7 @@ def land(moving: Moving, wait: Callable[[Work], None], world_size: int) -> None:
         torch._foreach_copy_(moving.gradients, moving.views)
 
 
-class Deal(NamedTuple):
+class ShardMap(NamedTuple):
     """Which rank needs which of the averages of a bucket."""
 
     counts: list[int]
@@ -62,33 +64,33 @@ class Deal(NamedTuple):
     """Place of a leaf, and how many of its elements: this rank's."""
 
 
-def dealt(parts: Sequence[Sequence[tuple[int, int, int]]], rank: int, world_size: int) -> Deal:
+def shard_map(parts: Sequence[Sequence[tuple[int, int, int]]], rank: int, world_size: int) -> ShardMap:
     """Of each leaf's ``parts``, which are an owner, first element and the one after the last, and have all of it."""
     pieces = sorted((owner, place, start, end) for place, row in enumerate(parts) for owner, start, end in row)
     counts = [0] * world_size
     for owner, _, start, end in pieces:
         counts[owner] += end - start
     own = [(place, end - start) for owner, place, start, end in pieces if owner == rank]
-    return Deal(counts, [piece[1:] for piece in pieces], own)
+    return ShardMap(counts, [piece[1:] for piece in pieces], own)
 
 
-class Parting(NamedTuple):
+class ReduceScatterBucket(NamedTuple):
     """A bucket that is under way, of whose averages each rank gets what it needs."""
 
     work: Work
     whole: torch.Tensor
     out: torch.Tensor
     """What this rank gets; in the memory of ``whole``, where it is all of it."""
-    deal: Deal
+    deal: ShardMap
 
 
-def launch_parts(
+def start_reduce_scatter(
     gradients: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor],
-    deal: Deal,
+    deal: ShardMap,
     rank: int,
     reduce: Callable[[torch.Tensor, Sequence[int], torch.Tensor], Work],
-) -> Parting:
+) -> ReduceScatterBucket:
     """Begin to average ``gradients`` of ``leaves``; they are not to be used any more, and may be anything."""
     is_all = deal.counts[rank] == sum(deal.counts)
     may_be_used = not is_all or _is_sole_owner(gradients[0])
@@ -102,10 +104,12 @@ def launch_parts(
     if is_half:  # the sum of halves may not fit
         whole.div_(len(deal.counts))
     out = whole if is_all else whole.new_empty(deal.counts[rank])
-    return Parting(reduce(whole, deal.counts, out), whole, out, deal)
+    return ReduceScatterBucket(reduce(whole, deal.counts, out), whole, out, deal)
 
 
-def land_parts(moving: Parting, wait: Callable[[Work], None], num_leaves: int) -> list[torch.Tensor | None]:
+def finish_reduce_scatter(
+    moving: ReduceScatterBucket, wait: Callable[[Work], None], num_leaves: int
+) -> list[torch.Tensor | None]:
     """Wait for this rank's parts of the averages, by the place of the leaf."""
     wait(moving.work)
     if moving.out.element_size() >= 4:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lagom.collectives.agreement_exchange import Parcel, signature
+from lagom.collectives.agreement_exchange import PackedTensors, signature
 
 if TYPE_CHECKING:
     from lagom.gradients.reduction.mean import Reduction
@@ -18,7 +18,7 @@ TOGETHER = 4 << 20
 """Bytes of smaller ones that make a bucket."""
 
 
-class Entry(NamedTuple):
+class LayoutEntry(NamedTuple):
     """What the ranks must agree on for one gradient."""
 
     number: int
@@ -45,7 +45,7 @@ class Layout:
         reduction: what becomes of them; None for averages.
     """
 
-    def __init__(self, kind: str, entries: list[Entry], room: int, reduction: Reduction | None = None) -> None:
+    def __init__(self, kind: str, entries: list[LayoutEntry], room: int, reduction: Reduction | None = None) -> None:
         as_type = travelling if reduction is None else reduction.travelling
         self.reduction = reduction
         self.entries = entries
@@ -70,7 +70,7 @@ class Layout:
                 room -= size
             else:
                 rest.setdefault((entry.cuda, entry.dtype), []).append(i)
-        self.parcel = Parcel([(as_type(entries[i].dtype), entries[i].shape) for i in self.framed])
+        self.parcel = PackedTensors([(as_type(entries[i].dtype), entries[i].shape) for i in self.framed])
         self.framed_as_they_are = all(as_type(entries[i].dtype) == entries[i].dtype for i in self.framed)
         """Whether what is beside the signature travels as the type that it has."""
         # A backward comes to the last parameters first.
@@ -97,7 +97,7 @@ def lies_plainly(one: torch.Tensor) -> bool:
     )
 
 
-def _buckets(indices: list[int], entries: list[Entry]) -> list[Bucket]:
+def _buckets(indices: list[int], entries: list[LayoutEntry]) -> list[Bucket]:
     buckets: list[Bucket] = []
     together: list[int] = []
     num_bytes = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from lagom.gradients.reduction.buckets import land, launch
+from lagom.gradients.reduction.buckets import finish_all_reduce, start_all_reduce
 from lagom.gradients.reduction.layout import travelling
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from lagom.collectives.group import Group
-    from lagom.gradients.reduction.layout import Bucket, Entry, Layout
+    from lagom.gradients.reduction.layout import Bucket, Layout, LayoutEntry
 
 
 class Reduction(Protocol):
@@ -30,7 +30,7 @@ class Reduction(Protocol):
     def travelling(self, dtype: torch.dtype) -> torch.dtype:
         """The type as which gradients of ``dtype`` are sent."""
 
-    def is_apart(self, entry: Entry) -> bool:
+    def is_apart(self, entry: LayoutEntry) -> bool:
         """Whether a gradient is not to go beside the signature, however small it is."""
 
     def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
@@ -57,7 +57,7 @@ class Mean:
         """As they are, where gloo and NCCL can add them."""
         return travelling(dtype)
 
-    def is_apart(self, entry: Entry) -> bool:
+    def is_apart(self, entry: LayoutEntry) -> bool:
         """None is."""
         return False
 
@@ -69,11 +69,11 @@ class Mean:
         """As ``reduce``, of some buckets."""
         world_size = self._group.world_size
         moving = [
-            launch([gradients[i] for i in bucket.indices], self._group.all_reduce_later, world_size)
+            start_all_reduce([gradients[i] for i in bucket.indices], self._group.all_reduce_later, world_size)
             for bucket in buckets
         ]
         for one in moving:
-            land(one, self._group.wait, world_size)
+            finish_all_reduce(one, self._group.wait, world_size)
 
     def forget(self, is_alive: Callable[[int], bool]) -> None:
         """Nothing is kept."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lagom.collectives.group import Group
-    from lagom.gradients.reduction.layout import Entry, Layout
+    from lagom.gradients.reduction.layout import Layout, LayoutEntry
 
 RANK = 4
 """Columns of the thin matrices; the paper's experiments have 1 to 4."""
@@ -49,7 +49,7 @@ class PowerSGD:
         """As they are."""
         return travelling(dtype)
 
-    def is_apart(self, entry: Entry) -> bool:
+    def is_apart(self, entry: LayoutEntry) -> bool:
         """Whether it is a matrix that is worth it."""
         shape = entry.shape
         if entry.sparse or len(shape) < 2 or not shape.numel():

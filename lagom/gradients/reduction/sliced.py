@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lagom.collectives.group import Group
-    from lagom.gradients.reduction.layout import Bucket, Entry, Layout
+    from lagom.gradients.reduction.layout import Bucket, Layout, LayoutEntry
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _ALIGNED = 16
@@ -46,7 +46,7 @@ class _Sliced:
         own = travelling(dtype)
         return own if self._half is None or own.itemsize <= self._half.itemsize else self._half
 
-    def is_apart(self, entry: Entry) -> bool:
+    def is_apart(self, entry: LayoutEntry) -> bool:
         """None is."""
         return False
 

@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from lagom.patching.replace import replaced
-from lagom.run_state.random_streams import derived
+from lagom.run_state.random_streams import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 
 @contextmanager
-def pinned_randomness(session: Session) -> Iterator[None]:
+def fixed_randomness(session: Session) -> Iterator[None]:
     """Switch dropout off, and start the generators from a sample's index where it is fetched; in loader workers too."""
     seed = session.plan.seed or 0
     attention = F.scaled_dot_product_attention
@@ -68,7 +68,7 @@ def _fetching(seed: int) -> Any:
 
 
 def _drawn(dataset: Any, index: Any, seed: int) -> Any:
-    start = derived("pinned", seed, int(index) if isinstance(index, (int, torch.Tensor)) else repr(index))
+    start = derive_seed("pinned", seed, int(index) if isinstance(index, (int, torch.Tensor)) else repr(index))
     random.seed(start)
     torch.default_generator.manual_seed(start)
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -11,7 +11,7 @@ of theirs, and have about its norm (64 sums tell it to 20%, and a difference fro
 
 
 @dataclass(kw_only=True, slots=True)
-class Step:
+class RecordedStep:
     """One backward."""
 
     loss: float
@@ -23,7 +23,7 @@ class Step:
 
 
 @dataclass(kw_only=True, slots=True)
-class Leaf:
+class RecordedLeaf:
     """A tensor that is trained."""
 
     name: str
@@ -39,7 +39,7 @@ class Leaf:
 
 
 @dataclass(kw_only=True, slots=True)
-class Read:
+class RecordedRead:
     """A number that the program took out of a tensor: ``loss.item()``, ``float(loss)``, ``if loss < 0.1``."""
 
     place: str
@@ -52,7 +52,7 @@ class Read:
 
 
 @dataclass(kw_only=True, slots=True)
-class Batch:
+class RecordedBatch:
     """What this rank saw of one batch of a data loader."""
 
     number: tuple[int, int]
@@ -66,7 +66,7 @@ class Batch:
 
 
 @dataclass(kw_only=True, slots=True)
-class Pass:
+class RecordedPass:
     """One pass over a data loader."""
 
     num_before: int
@@ -81,11 +81,11 @@ class Pass:
 class Record:
     """A rehearsal, as one rank saw it."""
 
-    steps: list[Step] = field(default_factory=list)
-    leaves: dict[int, Leaf] = field(default_factory=dict)
-    reads: list[Read] = field(default_factory=list)
-    batches: list[Batch] = field(default_factory=list)
-    passes: list[Pass] = field(default_factory=list)
+    steps: list[RecordedStep] = field(default_factory=list)
+    leaves: dict[int, RecordedLeaf] = field(default_factory=dict)
+    reads: list[RecordedRead] = field(default_factory=list)
+    batches: list[RecordedBatch] = field(default_factory=list)
+    passes: list[RecordedPass] = field(default_factory=list)
     num_samples: int = 0
     printed: str = ""
     notes: list[str] = field(default_factory=list)

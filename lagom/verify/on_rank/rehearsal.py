@@ -17,9 +17,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lagom.patching.replace import replaced
 from lagom.row_split.slicer import Slicer
-from lagom.run_state.leaves import Leaves, reached
-from lagom.verify.on_rank.record import Batch, Leaf, Pass, Read, Record, Step
-from lagom.verify.on_rank.scalar_reads import noted_reads
+from lagom.run_state.leaves import Leaves, reached_leaves
+from lagom.verify.on_rank.record import Record, RecordedBatch, RecordedLeaf, RecordedPass, RecordedRead, RecordedStep
+from lagom.verify.on_rank.scalar_reads import recorded_reads
 from lagom.verify.on_rank.tensor_sketch import digests, flat, row_shapes, sketch
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def rehearse(session: Session, leaves: Leaves, function: Callable[[], Any]) -> R
         stack.enter_context(replaced(torch.autocast, "__enter__", _entered(notes)))
         stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _following(notes)))
         stack.enter_context(replaced(Slicer, "_sliced", _slicing(notes)))
-        stack.enter_context(noted_reads(session, notes.read))
+        stack.enter_context(recorded_reads(session, notes.read))
         # A checkpoint may hold numbers that were read; see Number.__reduce_ex__.
         stack.enter_context(torch.serialization.safe_globals([float]))
         stack.enter_context(contextlib.redirect_stdout(printed))
@@ -158,7 +158,7 @@ class _Notes:
         if number not in self._kept:
             self._kept[number] = leaf
             share = None if isinstance(leaf, nn.Parameter) else self.session.passes.share
-            self.record.leaves[number] = Leaf(
+            self.record.leaves[number] = RecordedLeaf(
                 name=self._name(number, leaf),
                 shape=tuple(leaf.shape),
                 is_parameter=isinstance(leaf, nn.Parameter),
@@ -179,11 +179,11 @@ class _Notes:
         )
         held = {number: self._kept[number].grad for number in wanted}
         gradients = {number: sketch(gradient) for number, gradient in held.items() if gradient is not None}
-        self.record.steps.append(Step(loss=loss, weight=weight, gradients=gradients))
+        self.record.steps.append(RecordedStep(loss=loss, weight=weight, gradients=gradients))
 
-    def read(self, place: str, value: float) -> Read:
+    def read(self, place: str, value: float) -> RecordedRead:
         """The program reads a number."""
-        read = Read(place=place, value=value, step=self.begun)
+        read = RecordedRead(place=place, value=value, step=self.begun)
         self.record.reads.append(read)
         return read
 
@@ -196,7 +196,9 @@ class _Notes:
         self.record.passes[number[0]].is_dealt = training and shared
         share = getattr(current, "current", None) if training else None
         rows, shapes = ((), ()) if share is not None and share.num_mine == 0 else (digests(data), row_shapes(data))
-        self.record.batches.append(Batch(number=(number[0], number[1] - 1), rows=rows, shared=shared, shapes=shapes))
+        self.record.batches.append(
+            RecordedBatch(number=(number[0], number[1] - 1), rows=rows, shared=shared, shapes=shapes)
+        )
         self.record.shared = self.record.shared or (shared and training)
         self.record.shards_itself = self.record.shards_itself or bool(getattr(current, "own", False))
 
@@ -207,7 +209,7 @@ class _Notes:
         # A loader with persistent workers has one iterator for all its passes.
         if "_lagom_rehearsed" not in state or state["_lagom_rehearsed"][0] is not current:
             state["_lagom_rehearsed"] = (current, [len(self.record.passes), 0])
-            self.record.passes.append(Pass(num_before=self.num_runs))
+            self.record.passes.append(RecordedPass(num_before=self.num_runs))
         number: list[int] = state["_lagom_rehearsed"][1]
         return number
 
@@ -235,7 +237,7 @@ def _backward(notes: _Notes) -> Callable[..., Any]:
             notes.starts([leaf for leaf in args[3] if isinstance(leaf, nn.Parameter)])
             return original(outputs, *args, **options)
         notes.begin()
-        leaves = notes.starts(reached(outputs, args[3]))
+        leaves = notes.starts(reached_leaves(outputs, args[3]))
         loss, weight = _loss(outputs, args[0]), session.weight
         notes.depth += 1
         try:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lagom.session.session import Session
-    from lagom.verify.on_rank.record import Read
+    from lagom.verify.on_rank.record import RecordedRead
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 @contextmanager
-def noted_reads(session: Session, note: Callable[[str, float], Read]) -> Iterator[None]:
+def recorded_reads(session: Session, note: Callable[[str, float], RecordedRead]) -> Iterator[None]:
     """Have ``note`` told of every number that the program, not torch itself, takes out of a floating-point tensor.
 
     ``tensor.item()`` gives a ``Number``, which notes that it was compared, and so do the numbers computed from it.
@@ -88,10 +88,10 @@ class Number(float):
     """A float that came out of a tensor, or was computed from one that did."""
 
     __slots__ = ("_reads",)
-    _reads: tuple[Read, ...]
+    _reads: tuple[RecordedRead, ...]
 
     @classmethod
-    def read(cls, value: float, *reads: Read) -> Number:
+    def read(cls, value: float, *reads: RecordedRead) -> Number:
         """``value``, computed from ``reads``."""
         number = cls(value)
         number._reads = reads[:16]

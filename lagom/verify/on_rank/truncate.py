@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lagom.loaders.iterable import is_iterable
 from lagom.patching.replace import replaced
-from lagom.verify.on_rank.fixed_randomness import pinned_randomness
+from lagom.verify.on_rank.fixed_randomness import fixed_randomness
 from lagom.verify.on_rank.jumping_clock import jumping_clocks
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _LONGEST = 1_000_000
 
 
 @contextmanager
-def cut_short(session: Session) -> Iterator[None]:
+def truncated_passes(session: Session) -> Iterator[None]:
     """Have every pass over a loader end after a few batches; entered before loaders are dealt out."""
     rehearsal = session.plan.rehearsal
     assert rehearsal is not None
@@ -48,7 +48,7 @@ def cut_short(session: Session) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(DataLoader, "_index_sampler", property(index_sampler)))
         if rehearsal.pinned:
-            stack.enter_context(pinned_randomness(session))
+            stack.enter_context(fixed_randomness(session))
         if rehearsal.jumps:
             stack.enter_context(jumping_clocks())
         yield

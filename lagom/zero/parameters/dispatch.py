@@ -1,4 +1,4 @@
-"""``Uses``: makes parameters whole for torch's operations, with ``zero_lvl=3``."""
+"""``ParameterUses``: makes parameters whole for torch's operations, with ``zero_lvl=3``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lagom.errors import LagomError
-from lagom.zero.parameters.storage import Unit
+from lagom.zero.parameters.storage import ParameterStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch._ops import OpOverload
 
-    from lagom.zero.parameters.shards import Weights
+    from lagom.zero.parameters.shards import ParameterShards
 
 _LOW = 1 << 36
 """Addresses below are looked at: a tensor whose memory has been let go of is at 0, or, as a view, at its offset."""
@@ -57,12 +57,12 @@ _OVERWRITE = {
 _address = torch._C.TensorBase.data_ptr
 
 
-class Uses(TorchDispatchMode):
+class ParameterUses(TorchDispatchMode):
     """Sees each operation before it runs. See Note [Parts of parameters]."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, weights: Weights, *, apart: bool = False) -> None:
+    def __init__(self, weights: ParameterShards, *, apart: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = weights
         self._apart = apart
@@ -88,7 +88,7 @@ class Uses(TorchDispatchMode):
         if written is None:
             written = self._written[function] = _written(function)
         given = [*tensors_in(args), *tensors_in(kwargs.values())] if kwargs else [*tensors_in(args)]
-        blank: list[Unit] = []
+        blank: list[ParameterStorage] = []
         if any(map(_is_low, given)):
             # All that it uses, lest one is let go of for another.
             blank = weights.need(units_of(weights, given), self._blank(function, args))
@@ -103,7 +103,7 @@ class Uses(TorchDispatchMode):
         weights.changed(changed)
         return result
 
-    def _blank(self, function: Any, args: tuple[Any, ...]) -> list[Unit]:
+    def _blank(self, function: Any, args: tuple[Any, ...]) -> list[ParameterStorage]:
         """What is overwritten as a whole, and not read."""
         if function not in _OVERWRITE:
             return []
@@ -129,12 +129,12 @@ def _is_low(tensor: Tensor) -> bool:
         return False
 
 
-def units_of(weights: Weights, tensors: Iterable[Tensor]) -> list[Unit]:
+def units_of(weights: ParameterShards, tensors: Iterable[Tensor]) -> list[ParameterStorage]:
     """What these have their memory in, those that are shared out."""
     return [unit for tensor in tensors if (unit := unit_of(weights, tensor)) is not None]
 
 
-def unit_of(weights: Weights, tensor: Tensor) -> Unit | None:
+def unit_of(weights: ParameterShards, tensor: Tensor) -> ParameterStorage | None:
     """What ``tensor`` has its memory in, if that is shared out."""
     if not weights.units:
         return None
@@ -165,18 +165,18 @@ def _at(args: Sequence[Any], kwargs: dict[str, Any], written: tuple[int | str, .
             yield args[place]
 
 
-def in_thread(weights: Weights) -> Callable[[threading.Thread], None]:
+def in_thread(weights: ParameterShards) -> Callable[[threading.Thread], None]:
     """A thread in which using a parameter is an error, and not the end of the process."""
     original = vars(threading.Thread)["_bootstrap_inner"]
 
     def run(self: threading.Thread) -> None:
-        with Uses(weights, apart=True):
+        with ParameterUses(weights, apart=True):
             original(self)
 
     return run
 
 
-def _refuse_apart(weights: Weights, tensors: Iterable[Tensor]) -> None:
+def _refuse_apart(weights: ParameterShards, tensors: Iterable[Tensor]) -> None:
     if units_of(weights, tensors):
         raise LagomError(
             "a parameter is used in another thread than the one that trains; with zero_lvl=3 it is whole only where "

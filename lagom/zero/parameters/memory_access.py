@@ -1,4 +1,4 @@
-"""``past_operations``: makes parameters whole where their values are got at past torch's operations."""
+"""``unshard_on_memory_access``: makes parameters whole where their values are got at past torch's operations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lagom.zero.parameters.dispatch import tensors_in, unit_of, units_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from lagom.zero.parameters.shards import Weights
+    from lagom.zero.parameters.shards import ParameterShards
 
 
 @contextmanager
-def past_operations(weights: Weights) -> Iterator[None]:
+def unshard_on_memory_access(weights: ParameterShards) -> Iterator[None]:
     """Patch what reads, writes, copies or gives away the memory of a tensor by itself."""
     with ExitStack() as stack:
         for name in ("numpy", "data_ptr", "untyped_storage"):
@@ -39,7 +39,7 @@ def past_operations(weights: Weights) -> Iterator[None]:
         yield
 
 
-def _changing(weights: Weights, original: Callable[..., Any]) -> Callable[..., Any]:
+def _changing(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
     """A method that writes to its tensor past torch's operations."""
 
     @functools.wraps(original)
@@ -56,7 +56,7 @@ def _changing(weights: Weights, original: Callable[..., Any]) -> Callable[..., A
     return method
 
 
-def _shared(weights: Weights, original: Callable[..., Any]) -> Callable[..., Any]:
+def _shared(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def share_memory_(self: Tensor) -> Any:
         if unit_of(weights, self) is not None:
@@ -69,7 +69,7 @@ def _shared(weights: Weights, original: Callable[..., Any]) -> Callable[..., Any
     return share_memory_
 
 
-def _held(weights: Weights, original: Callable[..., Any], *, for_good: bool = False) -> Callable[..., Any]:
+def _held(weights: ParameterShards, original: Callable[..., Any], *, for_good: bool = False) -> Callable[..., Any]:
     """A method that gives away where the values are."""
 
     @functools.wraps(original)
@@ -82,7 +82,7 @@ def _held(weights: Weights, original: Callable[..., Any], *, for_good: bool = Fa
     return method
 
 
-def _whole(weights: Weights, original: Callable[..., Any]) -> Callable[..., Any]:
+def _whole(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         unit = unit_of(weights, self)
@@ -93,7 +93,7 @@ def _whole(weights: Weights, original: Callable[..., Any]) -> Callable[..., Any]
     return method
 
 
-def _copied(weights: Weights, original: Callable[..., Any]) -> Callable[..., Any]:
+def _copied(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
     """``__reduce_ex__``, which gives away the memory, to be read much later."""
 
     @functools.wraps(original)
@@ -107,7 +107,7 @@ def _copied(weights: Weights, original: Callable[..., Any]) -> Callable[..., Any
     return reduce
 
 
-def _deepcopied(weights: Weights, original: Callable[..., Any]) -> Callable[..., Any]:
+def _deepcopied(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def deepcopy(self: Tensor, memo: dict[int, Any]) -> Any:
         if id(self) in memo or unit_of(weights, self) is None or not self.is_leaf:
@@ -120,7 +120,7 @@ def _deepcopied(weights: Weights, original: Callable[..., Any]) -> Callable[...,
     return deepcopy
 
 
-def _data(weights: Weights) -> property:
+def _data(weights: ParameterShards) -> property:
     original = vars(torch._C.TensorBase)["data"]
 
     def put(self: Tensor, value: Tensor) -> None:

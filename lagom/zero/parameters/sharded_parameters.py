@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from lagom.patching.replace import replaced
-from lagom.zero.parameters.dispatch import Uses, in_thread
-from lagom.zero.parameters.memory_access import past_operations
-from lagom.zero.parameters.shards import Weights
+from lagom.zero.parameters.dispatch import ParameterUses, in_thread
+from lagom.zero.parameters.memory_access import unshard_on_memory_access
+from lagom.zero.parameters.shards import ParameterShards
 from lagom.zero.parameters.state_dict import state_that_fits
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def sharded_weights(session: Session) -> Iterator[Weights]:
+def sharded_parameters(session: Session) -> Iterator[ParameterShards]:
     """Have parameters shared out, and made whole for every operation that needs them."""
     assert session.group is not None
     assert session.watch is not None
     assert session.replicate is not None
-    weights = session.weights = Weights(
+    weights = session.weights = ParameterShards(
         session.group,
         session.leaves,
         lambda: session.may_meet or (session.distributed and session.depth > 0),
@@ -35,11 +35,11 @@ def sharded_weights(session: Session) -> Iterator[Weights]:
     session.watch.sums = weights.sums
     session.replicate.tell_by(weights.digest)
     with ExitStack() as stack:
-        stack.enter_context(past_operations(weights))
+        stack.enter_context(unshard_on_memory_access(weights))
         state_dict = state_that_fits(session, weights, vars(torch.nn.Module)["state_dict"])
         stack.enter_context(replaced(torch.nn.Module, "state_dict", state_dict))
         stack.enter_context(replaced(threading.Thread, "_bootstrap_inner", in_thread(weights)))
-        stack.enter_context(Uses(weights))
+        stack.enter_context(ParameterUses(weights))
         yield weights
         if not session.joined:
             weights.end()

@@ -1,4 +1,4 @@
-"""``Weights``: of large parameters each rank holds a part, and all of one while something is done with it."""
+"""``ParameterShards``: of large parameters each rank holds a part, and all of one while something is done with it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.nn.parameter import is_lazy
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
 from lagom.gradients.checksum import checksums, digest
-from lagom.run_state.malloc_trim import give_back_memory
+from lagom.run_state.malloc_trim import trim_heap
 from lagom.run_state.memory_layout import is_dense, storage_of
-from lagom.zero.parameters.residency import Resident
-from lagom.zero.parameters.storage import Stamp, Unit
+from lagom.zero.parameters.residency import ParameterResidency
+from lagom.zero.parameters.storage import ParameterStorage, StorageVersion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from lagom.collectives.group import Group
     from lagom.run_state.leaves import Leaves
-    from lagom.zero.partition import Piece
+    from lagom.zero.partition import ParameterPiece
 
 WEIGHTS = b"weights"
 LEAST = 1 << 12
 """Elements of a parameter from which it is shared out: an exchange for fewer costs more than they take."""
 
 
-class Weights:
+class ParameterShards:
     """Makes parameters whole where they are used, and lets go of them. See Note [Parts of parameters].
 
     Args:
@@ -44,16 +44,16 @@ class Weights:
         self._leaves = leaves
         self._may_meet = may_meet
         self._say = say
-        self.units: dict[int, Unit] = {}
+        self.units: dict[int, ParameterStorage] = {}
         """By the address of their storage."""
         self.is_busy = False
         """Whether what is done with tensors is lagom's own."""
-        self._by_key: dict[bytes, Unit] = {}
+        self._by_key: dict[bytes, ParameterStorage] = {}
         """Also of what is gone here: another rank may be at a place where it still has it."""
-        self._released: dict[int, Unit] = {}
+        self._released: dict[int, ParameterStorage] = {}
         """Those that stay whole, by the address of their storage, which is theirs as long as they are here."""
         self._num_made: dict[int, int] = {}
-        self.resident = Resident(self._settle)
+        self.resident = ParameterResidency(self._settle)
         """Those that are whole."""
 
     def adopt(self, tensor: torch.Tensor) -> None:
@@ -74,14 +74,14 @@ class Weights:
             return
         number = self._leaves.number(tensor)
         self._num_made[number] = self._num_made.get(number, 0) + 1
-        unit = Unit(b"%d.%d" % (number, self._num_made[number]), tensor, self._group.world_size)
+        unit = ParameterStorage(b"%d.%d" % (number, self._num_made[number]), tensor, self._group.world_size)
         self._sweep()
         if self.resident.make_room(coming=unit.num_bytes):
-            give_back_memory()
+            trim_heap()
         self.units[unit.place] = self._by_key[unit.key] = unit
         self.resident.adopt(unit)
 
-    def unit(self, tensor: torch.Tensor) -> Unit | None:
+    def unit(self, tensor: torch.Tensor) -> ParameterStorage | None:
         """What ``tensor``, any view of a parameter, has its memory in."""
         if tensor.layout != torch.strided:
             return None
@@ -95,14 +95,14 @@ class Weights:
         size = tensor.element_size()
         return [(first // size, last // size) for first, last in map(unit.part, range(self._group.world_size))]
 
-    def line(self, tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def line(self, tensor: torch.Tensor, piece: ParameterPiece) -> torch.Tensor:
         """The elements of this rank's part, where the optimizer changes them."""
         unit = self.unit(tensor)
         assert unit is not None
         assert unit.shard is not None
         return unit.shard.view(tensor.dtype)[: piece.end - piece.start]
 
-    def stamp(self, tensor: torch.Tensor) -> Stamp | None:
+    def stamp(self, tensor: torch.Tensor) -> StorageVersion | None:
         """Which values it has; None where it is not shared out."""
         unit = self.unit(tensor) if self.units else None
         if unit is None:
@@ -133,7 +133,7 @@ class Weights:
             self._forget(unit)
             self._released[unit.place] = unit
 
-    def need(self, units: Sequence[Unit], blank: Sequence[Unit] = ()) -> list[Unit]:
+    def need(self, units: Sequence[ParameterStorage], blank: Sequence[ParameterStorage] = ()) -> list[ParameterStorage]:
         """Make all of these whole, but for the values of ``blank``, which are overwritten: those that were not whole.
 
         Raises:
@@ -156,18 +156,18 @@ class Weights:
                 self._make_whole(unit)
         return [unit for unit in missing if unit in blank]
 
-    def unchanged(self, units: Iterable[Unit]) -> None:
+    def unchanged(self, units: Iterable[ParameterStorage]) -> None:
         """What was to be overwritten was not: the parts have the values still."""
         for unit in units:
             if unit.is_whole:
                 self.resident.free(unit)
 
-    def changed(self, units: Iterable[Unit]) -> None:
+    def changed(self, units: Iterable[ParameterStorage]) -> None:
         """The whole has got other values."""
         for unit in units:
             unit.is_changed = True
 
-    def hold(self, unit: Unit, *, for_good: bool = False) -> None:
+    def hold(self, unit: ParameterStorage, *, for_good: bool = False) -> None:
         """Its memory is to stay where it is until the next step, or ``for_good``."""
         unit.is_shown = unit.is_shown or for_good
         self.need([unit])
@@ -207,12 +207,12 @@ class Weights:
         """Nothing is needed for the moment: a backward has ended."""
         self.resident.rest()
 
-    def gone(self) -> list[Unit]:
+    def gone(self) -> list[ParameterStorage]:
         """What no tensor has any more on this rank."""
         self._sweep()
         return [unit for unit in self._by_key.values() if not unit.is_alive]
 
-    def forget(self, units: Iterable[Unit]) -> None:
+    def forget(self, units: Iterable[ParameterStorage]) -> None:
         """All ranks have met since these were gone."""
         for unit in units:
             if self._by_key.get(unit.key) is unit:
@@ -258,7 +258,7 @@ class Weights:
         self._by_key.clear()
         self.resident.clear()
 
-    def _make_whole(self, unit: Unit) -> None:
+    def _make_whole(self, unit: ParameterStorage) -> None:
         self.resident.needed(unit)
         self.resident.allocate(unit)
         try:
@@ -267,7 +267,7 @@ class Weights:
             self.resident.free(unit)
             raise
 
-    def _fill(self, unit: Unit) -> None:
+    def _fill(self, unit: ParameterStorage) -> None:
         unanimous = self._group.ask(b"%s %s %d %d" % (WEIGHTS, unit.key, *unit.stamp))
         if not unanimous:
             self._agree(True)
@@ -278,7 +278,7 @@ class Weights:
         if any(row != b"1" for row in self._group.all_gather_bytes(b"1" if able else b"0")):
             raise DivergenceError(_APART)
 
-    def _collect(self, unit: Unit) -> None:
+    def _collect(self, unit: ParameterStorage) -> None:
         storage = unit.storage()
         with self.own():
             if storage.nbytes() >= unit.room:
@@ -288,7 +288,7 @@ class Weights:
             self._group.all_gather_into(out, unit.own)
             unit.bytes(unit.num_bytes).copy_(out[: unit.num_bytes])
 
-    def _settle(self, unit: Unit) -> None:
+    def _settle(self, unit: ParameterStorage) -> None:
         if not unit.is_whole:
             return
         if unit.is_held and not unit.is_changed:
@@ -298,7 +298,7 @@ class Weights:
             with self.own():
                 unit.cut(self._group.rank)
 
-    def _total(self, unit: Unit) -> int:
+    def _total(self, unit: ParameterStorage) -> int:
         with self.own():
             return unit.total()
 
@@ -307,7 +307,7 @@ class Weights:
             if not unit.is_alive:
                 self._forget(unit)
 
-    def _forget(self, unit: Unit) -> None:
+    def _forget(self, unit: ParameterStorage) -> None:
         del self.units[unit.place]
         self.resident.forget(unit)
 

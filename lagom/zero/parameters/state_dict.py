@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
     from lagom.session.session import Session
-    from lagom.zero.parameters.shards import Weights
+    from lagom.zero.parameters.shards import ParameterShards
 
 _SPARE = 0.1
 """Of the free memory, that is left to what else a program does."""
 
 
-def state_that_fits(session: Session, weights: Weights, original: Callable[..., Any]) -> Callable[..., Any]:
+def state_that_fits(session: Session, weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
     """``Module.state_dict``, whose tensors become whole one by one when they are used; saved, they are all whole."""
     inside = False
 
@@ -53,7 +53,7 @@ def free_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
-def _fits(state: Any, weights: Weights) -> bool:
+def _fits(state: Any, weights: ParameterShards) -> bool:
     """Whether each device has memory for what of ``state`` is shared out; once for what is there twice."""
     needed: dict[torch.device, dict[bytes, int]] = {}
     for value in _tensors(state):

@@ -1,4 +1,4 @@
-"""``Unit``: the memory of one parameter, of which each rank has a part."""
+"""``ParameterStorage``: the memory of one parameter, of which each rank has a part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALIGNED = 64
 """Also of a parameter that is shared out: ``Tensor.untyped_storage`` makes it whole."""
 
 
-class Stamp(NamedTuple):
+class StorageVersion(NamedTuple):
     """Which values a parameter has: where it is equal on two ranks, their parts are of the same."""
 
     total: int
@@ -24,7 +24,7 @@ class Stamp(NamedTuple):
     """Of optimizers since then."""
 
 
-class Unit:
+class ParameterStorage:
     """The memory of one parameter, cut into a part of ``chunk`` bytes for each rank.
 
     Args:
@@ -43,7 +43,7 @@ class Unit:
         self.is_whole = True
         self.is_changed = True
         """Whether the whole has other values than the parts."""
-        self.stamp = Stamp(0, 0)
+        self.stamp = StorageVersion(0, 0)
         self.seen = 0
         """Of all bits, when it was last known, where ``is_held``."""
         self.is_held = False
@@ -88,7 +88,7 @@ class Unit:
             self.shard = torch.zeros(self.chunk, dtype=torch.uint8, device=whole.device)
         first, last = self.part(rank)
         self.shard[: last - first] = whole[first:last]
-        self.stamp, self.is_changed, self.seen = Stamp(total, 0), False, total
+        self.stamp, self.is_changed, self.seen = StorageVersion(total, 0), False, total
 
     @property
     def own(self) -> torch.Tensor:
