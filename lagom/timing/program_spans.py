@@ -53,8 +53,8 @@ def _timed_loaders(spans: Spans) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(DataLoader, "__iter__", begin))
         stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _following(spans)))
-        moved = spans.timed(kinds.COPY, "to the device", vars(dataloader)["moved"])
-        stack.enter_context(replaced(dataloader, "moved", moved))
+        moved = spans.timed(kinds.COPY, "to the device", vars(dataloader)["move_to_device"])
+        stack.enter_context(replaced(dataloader, "move_to_device", moved))
         yield
 
 

@@ -34,7 +34,7 @@ def out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         found.bind = None
         return found
 
-    monkeypatch.setattr(lagom.launchers.spark, "facts", without_address)
+    monkeypatch.setattr(lagom.launchers.spark, "session_facts", without_address)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def behind_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
         found.advertise = "127.0.0.9"
         return found
 
-    monkeypatch.setattr(lagom.launchers.spark, "facts", elsewhere)
+    monkeypatch.setattr(lagom.launchers.spark, "session_facts", elsewhere)
 
 
 @pytest.mark.usefixtures("out_of_reach")
