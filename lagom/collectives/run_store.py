@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from lagom.errors import CollectiveError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
+    from pathlib import Path
 
 _SEAL = 32
-_SOON_S, _LATER_S = 0.0002, 0.01
+_LARGE = 4096
+"""Characters above which a text goes into a file, where all ranks reach one folder: torch's FileStore only grows."""
+_HERE, _IN_FILE = "=", "@"
+_SOON_S, _LATER_S = 0.0002, 0.02
 
 
 class SealedStore:
@@ -24,15 +31,21 @@ class SealedStore:
 
     Args:
         key: of the run; empty where the store is the ranks' own affair.
+        folder: for large texts, when all ranks are on one host.
     """
 
-    def __init__(self, store: dist.Store, key: bytes) -> None:
+    def __init__(self, store: dist.Store, key: bytes, folder: Path | None = None) -> None:
         self._store = store
         self._key = key
+        self._folder = folder
 
     def set(self, name: str, text: str) -> None:
         """Leave ``text``."""
-        self._store.set(_place(name), self._seal(name, text) + text)
+        held = _HERE + text
+        if self._folder is not None and len(text) > _LARGE:
+            _file(self._folder, name).write_bytes(text.encode())
+            held = _IN_FILE
+        self._store.set(_place(name), self._seal(name, text) + held)
 
     def get(self, name: str) -> str:
         """What was left, once it is there.
@@ -41,26 +54,51 @@ class SealedStore:
             RuntimeError: when it is not, or not from a rank of this run.
         """
         found = bytes(self._store.get(_place(name))).decode()
-        if not hmac.compare_digest(found[:_SEAL].encode(), self._seal(name, found[_SEAL:]).encode()):
+        seal, text = found[:_SEAL], found[_SEAL + 1 :]
+        if self._folder is not None and found[_SEAL:] == _IN_FILE:
+            text = _file(self._folder, name).read_bytes().decode()
+        if not hmac.compare_digest(seal.encode(), self._seal(name, text).encode()):
             raise RuntimeError(f"what is in the ranks' store as {name!r} does not come from a rank of this run")
-        return found[_SEAL:]
+        return text
 
     def check(self, name: str) -> bool:
         """Whether something was left."""
         return bool(self._store.check([_place(name)]))
 
-    def wait(self, name: str, timeout_s: float) -> None:
-        """Until something was left; by looking, since torch logs a wait that ends without.
+    def wait(self, name: str, timeout_s: float, unless: str = "") -> None:
+        """Wait until something was left; by looking, since torch logs a wait that ends without.
 
         Raises:
-            TimeoutError: when nothing was in time.
+            TimeoutError: when nothing was in time, or before something was left as ``unless``.
         """
         deadline, pause_s = time.monotonic() + timeout_s, _SOON_S
-        while not self.check(name):
-            if time.monotonic() > deadline:
+        while True:
+            is_last = time.monotonic() > deadline or (bool(unless) and self.check(unless))
+            if self.check(name):
+                return
+            if is_last:
                 raise TimeoutError(f"no rank has left {name!r} within {timeout_s:.0f} s")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LATER_S)
+
+    def receive(self, name: str, num_readers: int, timeout_s: float, unless: str = "") -> str:
+        """Wait for a text that ``num_readers`` ranks receive; the last of them deletes it.
+
+        Raises:
+            TimeoutError: as ``wait``.
+            CollectiveError: when the store is gone.
+        """
+        try:
+            self.wait(name, timeout_s, unless)
+            text = self.get(name)
+            if self._store.add(_place(name + "/read"), 1) == num_readers:
+                if self._folder is not None:
+                    _file(self._folder, name).unlink(missing_ok=True)
+                self._store.delete_key(_place(name))
+                self._store.delete_key(_place(name + "/read"))
+        except RuntimeError as error:
+            raise CollectiveError(f"{name!r} of another rank did not arrive, it may be gone: {error}") from error
+        return text
 
     def count(self, name: str) -> int:
         """How often this was called for ``name``, on any rank."""
@@ -76,6 +114,10 @@ class SealedStore:
 
 def _place(name: str) -> str:
     return f"lagom/{name}"
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"note-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 def all_gather_by(

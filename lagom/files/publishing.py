@@ -5,9 +5,7 @@ See Note [Loaders in threads].
 
 from __future__ import annotations
 
-import hashlib
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,7 +19,6 @@ from lagom.run_state.random_streams import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch.utils.data import DataLoader
 
@@ -29,14 +26,10 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 Result = TypeVar("Result")
-_SOON_S, _LATER_S = 0.0002, 0.02
-_LARGE = 4096
-"""Bytes above which a text is a file where all ranks are on one host: their store is a file that only grows."""
-_IN_FILE = "in a file"
 
 
 class Publication:
-    """Texts that rank 0 publishes in the run's store, one after the other, and every other rank reads.
+    """Bytes that rank 0 publishes in the run's store, one after the other, and every other rank reads.
 
     Rank 0 waits for nobody; the others wait until it has published.
 
@@ -45,22 +38,16 @@ class Publication:
     """
 
     def __init__(self, session: Session, name: str) -> None:
-        assert session.store is not None
-        self._store = session.store
+        assert session.notes is not None
+        self._notes = session.notes
         self._rank = session.rank
         self._num_readers = session.world_size - 1
-        self._folder = session.host_dir if session.local_world_size == session.world_size else None
         self.name = name
         self._count = 0
 
     def publish(self, data: bytes) -> None:
         """Publish ``data``, on rank 0."""
-        key = self._next_key()
-        if self._folder is not None and len(data) > _LARGE:
-            _file(self._folder, key).write_bytes(data)
-            self._store.set(key, _IN_FILE)
-        else:
-            self._store.set(key, "=" + data.decode("latin-1"))
+        self._notes.set(self._next_key(), data.decode("latin-1"))
 
     def read(self) -> bytes:
         """Read what rank 0 publishes next, on another rank.
@@ -68,27 +55,10 @@ class Publication:
         Raises:
             LagomError: when it publishes nothing for as long as ranks wait for each other.
         """
-        key, pause_s, began = self._next_key(), _SOON_S, time.monotonic()
         try:
-            # By looking: a wait would hold up every other thread that uses the store.
-            while not self._store.check([key]):
-                if time.monotonic() - began > TIMEOUT_S:
-                    raise LagomError(_NOT_PUBLISHED.format(name=self.name, seconds=TIMEOUT_S))
-                time.sleep(pause_s)
-                pause_s = min(1.5 * pause_s, _LATER_S)
-            text = self._store.get(key).decode()
-            file = _file(self._folder, key) if self._folder is not None and text == _IN_FILE else None
-            data = file.read_bytes() if file is not None else text[1:].encode("latin-1")
-            if self._store.add(key + "/read", 1) == self._num_readers:
-                if file is not None:
-                    file.unlink()
-                self._store.delete_key(key)
-                self._store.delete_key(key + "/read")
-        except RuntimeError as error:
-            if isinstance(error, LagomError):
-                raise
-            raise CollectiveError(f"the order of a data loader did not arrive, rank 0 may be gone: {error}") from error
-        return data
+            return self._notes.receive(self._next_key(), self._num_readers, TIMEOUT_S).encode("latin-1")
+        except TimeoutError as error:
+            raise LagomError(_NOT_PUBLISHED.format(name=self.name, seconds=TIMEOUT_S)) from error
 
     def agree(self, mine: bytes) -> bytes:
         """Rank 0's ``mine``, on every rank."""
@@ -184,10 +154,6 @@ class Readers:
                 session.fail(args.exc_value)
 
         return hook
-
-
-def _file(folder: Path, key: str) -> Path:
-    return folder / f"published-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
 
 def _kind(loader: DataLoader[object]) -> str:

@@ -150,7 +150,8 @@ class Session:
 
     def __post_init__(self) -> None:
         if self.store is not None:
-            self.notes = SealedStore(self.store, self.key)
+            on_one_host = self.local_world_size == self.world_size
+            self.notes = SealedStore(self.store, self.key, self.host_dir if on_one_host else None)
         self.common = CommonStreams(self.plan.seed)
         self.terms = LossTermWeights(self.world_size, self.say_once)
         self.provenance = BatchTracker(self.world_size, self.leaves)

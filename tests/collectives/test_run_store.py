@@ -23,16 +23,23 @@ def raw(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_what_one_rank_leaves_another_finds_by_its_own_connection(raw: dist.Store) -> None:
-    SealedStore(raw, KEY).set("name", "text ä\0 of any kind")
-    other = SealedStore(reconnected(raw, timedelta(seconds=5)), KEY)
-    other.wait("name", 5.0)
-    assert other.get("name") == "text ä\0 of any kind"
-    assert [other.count("name/read"), SealedStore(raw, KEY).count("name/read")] == [1, 2]
-    other.delete("name")
-    assert not SealedStore(raw, KEY).check("name")
+@pytest.mark.parametrize("text", ["", "text ä\0 of any kind", "\r\n\xff" * 5000])
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_what_one_rank_leaves_others_receive_once(raw: dist.Store, tmp_path: Path, text: str, has_folder: bool) -> None:
+    folder = tmp_path / "large" if has_folder else None
+    (tmp_path / "large").mkdir()
+    SealedStore(raw, KEY, folder).set("name", text)
+    other = SealedStore(reconnected(raw, timedelta(seconds=5)), KEY, folder)
+    assert other.receive("name", 2, 5.0) == text
+    assert other.check("name")
+    assert SealedStore(raw, KEY, folder).receive("name", 2, 5.0) == text
+    assert not other.check("name")
+    assert not list((tmp_path / "large").iterdir())
     with pytest.raises(TimeoutError, match="no rank has left 'name' within 0 s"):
         other.wait("name", 0.05)
+    other.set("ended", "")
+    with pytest.raises(TimeoutError, match="'name'"):
+        other.receive("name", 2, 60.0, unless="ended")
 
 
 def _made_up(raw: dist.Store) -> None:
