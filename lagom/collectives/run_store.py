@@ -100,14 +100,6 @@ class SealedStore:
             raise CollectiveError(f"{name!r} of another rank did not arrive, it may be gone: {error}") from error
         return text
 
-    def count(self, name: str) -> int:
-        """How often this was called for ``name``, on any rank."""
-        return int(self._store.add(_place(name), 1))
-
-    def delete(self, name: str) -> None:
-        """Forget what was left."""
-        self._store.delete_key(_place(name))
-
     def _seal(self, name: str, text: str) -> str:
         return hmac.digest(self._key, f"{name}\0{text}".encode(), "sha256").hex()[:_SEAL]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import sys
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,23 +31,17 @@ def on_import(changes: Mapping[str, Change]) -> Iterator[None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds a module where others do, and has its loader call us when it has run it."""
+    """Finds a module on its path, and has its loader call us when it has run it."""
 
     def __init__(self, changes: Mapping[str, Change]) -> None:
         self._changes = changes
-        self._looking: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        change = self._changes.get(name)
-        if change is None or name in self._looking:
+        if name not in self._changes:
             return None
-        self._looking.add(name)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._looking.discard(name)
+        spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            _then(spec.loader, change)
+            _then(spec.loader, self._changes[name])
         return spec
 
 

@@ -1,284 +1,178 @@
-"""MLflow: what all ranks log is logged once, by rank 0, whatever store it goes to; what it answers, all ranks get."""
+"""MLflow: rank 0 alone calls its stores, whatever they are; the other ranks get rank 0's answers. See Note [Stores]."""
 
 from __future__ import annotations
 
 import functools
 import os
-import re
+import pkgutil
 import sys
-import threading
-from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 from lagom import files
 from lagom.errors import LagomError
 from lagom.patching.import_hooks import on_import
 from lagom.patching.replace import replaced
-from lagom.tracking.rank0_answers import Answer, Answers, digest
+from lagom.tracking.rank0_answers import Answers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from types import ModuleType
 
     from lagom.session.session import Session
 
-_PACKAGE = "mlflow"
-_TRACKING = "mlflow.tracking._tracking_service.registry"
-_MODELS = "mlflow.tracking._model_registry.registry"
-_ARTIFACTS = "mlflow.store.artifact.artifact_repository_registry"
-
-Kind = Literal["log", "read", "make", "fetch"]
-_LOGS = re.compile(r"(?!delete_traces)(log|set|delete|restore|link|unlink|record|flush|end|shut|upload)_")
-"""Methods that give nothing back."""
-_LOGS_TOO = frozenset(
-    ("update_run_info", "rename_experiment", "start_trace", "_log_artifact_async", "_await_model_version_creation")
+_STORES = "TrackingStoreRegistry", "mlflow.store.tracking.abstract_store:AbstractStore"
+_MODELS = "ModelRegistryStoreRegistry", "mlflow.store.model_registry.abstract_store:AbstractStore"
+_ARTIFACTS = "ArtifactRepositoryRegistry", "mlflow.store.artifact.artifact_repo:ArtifactRepository"
+_REGISTRIES = {
+    "mlflow.tracking._tracking_service.registry": (*_STORES, "_get_store_with_resolved_uri"),
+    "mlflow.tracking._model_registry.registry": (*_MODELS, "_get_store_with_resolved_uri"),
+    "mlflow.store.artifact.artifact_repository_registry": (*_ARTIFACTS, "get_artifact_repository"),
+}
+"""By module: a registry of stores, the base class of these, and the registry's method that returns one."""
+_LOGS = (
+    *("log_", "set_", "record_", "link_", "upload_", "update_run_info", "start_trace", "_log_"),
+    *("flush_", "end_", "shut_", "_await_"),
 )
-_READS = re.compile(r"(get|search|list|find|batch_get|query|calculate)_")
-_FETCHES = re.compile(r"download_|get_local_path$")
-"""Methods of artifact repositories that leave files where the rank can read them."""
-_GIVEN_BACK = ("start_trace", "log_spans")
-"""Methods whose answer is what they are given."""
+"""Beginnings of methods that other ranks skip: they log, or wait until that is done."""
+_DOWNLOADS = ("download_", "get_local_path")
+"""Beginnings of methods that every rank calls itself, after rank 0: they give a path on the rank's disk."""
+_READS = ("get_", "search_", "list_", "find_", "batch_get_", "query_", "calculate_", "load_", *_DOWNLOADS)
+"""Beginnings of methods that a rank may call itself where rank 0 does not: they change nothing."""
 
 
 @contextmanager
 def log_once_to_mlflow(session: Session) -> Iterator[Callable[[], None]]:
-    """Have MLflow's stores of other ranks than 0 answer as rank 0's, and change nothing. See Note [Stores].
+    """Have rank 0 alone call MLflow's stores, and the other ranks get its answers.
 
-    What is yielded is to be called when the program has ended, before ranks wait for each other.
+    Yields a function to be called when the program has ended, before ranks wait for each other.
     """
-    stores = _Stores(session)
+    tracker = _Tracker(session)
     with ExitStack() as stack:
 
         def change(module: ModuleType) -> None:
-            if not stores.is_over:
-                for owner, name, value in stores.replacements(module):
-                    stack.enter_context(replaced(owner, name, value))
+            owner, base, method = _REGISTRIES[module.__name__]
+            registry = vars(module)[owner]
+            stack.enter_context(replaced(registry, method, tracker.shared_stores(getattr(registry, method), base)))
 
-        with on_import(dict.fromkeys((_TRACKING, _MODELS, _ARTIFACTS), change)):
+        with on_import(dict.fromkeys(_REGISTRIES, change)):
             try:
-                yield stores.end
+                yield tracker.end
             finally:
-                stores.end()
+                tracker.end()
 
 
-class _Stores:
-    """Those of one rank."""
+class _Tracker:
+    """Calls of one rank to MLflow's stores."""
 
     def __init__(self, session: Session) -> None:
-        self.session = session
-        self.answers = Answers(session)
-        self.own = _Own()
-        self.is_over = False
-        self.pid = os.getpid()
-        self._known: dict[Any, Any] = {}
-        self._used = False
+        self._session = session
+        assert session.notes is not None
+        self._answers = Answers(session.notes, session.world_size - 1, "mlflow")
+        self._pid = os.getpid()
 
     @property
-    def is_shared(self) -> bool:
-        """Whether there are other ranks that log the same, and this is one of them, or was forked from one."""
-        return not self.own.inside and not self.session.joined and self.session.world_size > 1
-
-    def replacements(self, module: ModuleType) -> Iterator[tuple[object, str, Any]]:
-        """What is replaced in a module that has just been imported."""
-        if module.__name__ == _ARTIFACTS:
-            owner: Any = vars(module)["ArtifactRepositoryRegistry"]
-            yield owner, "get_artifact_repository", self._repository(owner.get_artifact_repository)
-        else:
-            kind = "tracking" if module.__name__ == _TRACKING else "model_registry"
-            owner = vars(module)["TrackingStoreRegistry" if kind == "tracking" else "ModelRegistryStoreRegistry"]
-            yield owner, "get_store", self._store(owner.get_store, kind)
+    def _is_shared(self) -> bool:
+        return not self._session.joined and not _is_direct.get()
 
     def end(self) -> None:
-        """The program has ended."""
-        if self.is_over:
-            return
-        if self._used and self.session.rank == 0 and not self.session.joined:
-            self.answers.over()
-        elif self._used and not self.session.joined:
-            # What MLflow does at the end of a process, as long as it is known that nothing is to come of it.
-            self.is_over = True
-            fluent: Any = sys.modules.get("mlflow.tracking.fluent")
-            if fluent is not None:
-                with suppress(Exception):
-                    while fluent.active_run() is not None:
-                        fluent.end_run()
-        self.is_over = True
+        """On rank 0, tell the others that the program has ended; on those, end the runs that it has left open."""
+        fluent: Any = sys.modules.get("mlflow.tracking.fluent")
+        if self._session.rank == 0:
+            self._answers.end()
+        elif fluent is not None and not self._session.joined:
+            with suppress(Exception):  # as MLflow does at the end of a process, when this would reach the store
+                while fluent.active_run() is not None:
+                    fluent.end_run()
 
-    def _store(self, original: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def shared_stores(self, original: Callable[..., Any], base: str) -> Callable[..., Any]:
+        """Wrap a registry's method that returns the store at an address."""
+
         @functools.wraps(original)
-        def get_store(registry: Any, store_uri: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not self.is_shared:
-                return original(registry, store_uri, *args, **kwargs)
-            self._used = True
-            if self.session.rank == 0:
-                return self._wrapped(self._inside(lambda: original(registry, store_uri, *args, **kwargs)))
-            with self.own:
-                resolved = _resolved(kind, store_uri)
-                registry.get_store_builder(resolved)  # raises where there is none
-            abstract = vars(sys.modules[f"mlflow.store.{kind}.abstract_store"])["AbstractStore"]
-            key = (kind, resolved, str(args), str(kwargs))
-            if key not in self._known:
-                make = functools.partial(original, registry, resolved, *args, **kwargs)
-                self._known[key] = _Other(self, abstract, make, {})
-            return self._known[key]
+        def get_store(registry: Any, uri: str, *args: Any, **kwargs: Any) -> Any:
+            make = functools.partial(original, registry, uri, *args, **kwargs)
+            if not self._is_shared:
+                return make()
+            if self._session.rank == 0:
+                real = self._direct(make)
+                return _Store(self, type(real), lambda: real)
+            if hasattr(registry, "get_store_builder"):
+                registry.get_store_builder(uri)  # raises where there is none
+            return _Store(self, pkgutil.resolve_name(base), lambda: self._direct(make))
 
         return get_store
 
-    def _repository(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def get_artifact_repository(registry: Any, artifact_uri: str, *args: Any, **kwargs: Any) -> Any:
-            if not self.is_shared:
-                return original(registry, artifact_uri, *args, **kwargs)
-            self._used = True
-            make = functools.partial(original, registry, artifact_uri, *args, **kwargs)
-            if self.session.rank == 0:
-                return _First(self, self._inside(make))
-            module: Any = sys.modules[_ARTIFACTS]
-            scheme = module.get_uri_scheme(artifact_uri)
-            made_by = registry.get_registered_artifact_repositories().get(scheme)
-            if made_by is None:
-                return make()  # raises
-            kind = made_by if isinstance(made_by, type) else module.ArtifactRepository
-            return _Other(self, kind, make, {"artifact_uri": artifact_uri})
-
-        return get_artifact_repository
-
-    def _wrapped(self, real: Any) -> Any:
-        if id(real) not in self._known:
-            self._known[id(real)] = _First(self, real)
-        return self._known[id(real)]
-
-    def _inside(self, call: Callable[[], Any]) -> Any:
-        """``call`` with stores as they are; the files that it writes are seen by all ranks of the host."""
-        with self.own, files.downloading():
-            return call()
-
-    def first(self, kind: Kind, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call on rank 0."""
-        if not self.is_shared or os.getpid() != self.pid:
-            return call(*args, **kwargs)
-        if kind == "log":
-            return self._inside(lambda: call(*args, **kwargs))
-        key, asked = self.answers.key(name, _PACKAGE), digest(args, kwargs)
+    def _direct(self, call: Callable[[], Any]) -> Any:
+        """Call what uses stores as they are; the files that rank 0 writes there are seen by all ranks of its host."""
+        token = _is_direct.set(True)
         try:
-            value = self._inside(lambda: call(*args, **kwargs))
-        except Exception as error:
-            self.answers.tell(key, Answer(asked, None, error))
-            raise
-        self.answers.tell(key, Answer(asked, None if kind == "fetch" else value, None))
-        return value
+            with files.downloading() if self._session.rank == 0 else nullcontext():
+                return call()
+        finally:
+            _is_direct.reset(token)
 
-    def other(self, kind: Kind, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call on another rank; ``call`` would reach the store."""
-        if not self.is_shared:
-            return call(*args, **kwargs)
-        if kind == "log":
-            return self._logged(name, args, kwargs)
-        answer = None
-        if os.getpid() == self.pid and not self.is_over:
-            asked = digest(args, kwargs) if kind == "read" else ""
-            answer = self.answers.wait(self.answers.key(name, _PACKAGE))
-            if answer is not None and answer.error is not None:
+    def call(self, name: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the method ``name`` of a store, which is ``real``, as this rank is to."""
+        is_first, is_log, is_fork = self._session.rank == 0, name.startswith(_LOGS), os.getpid() != self._pid
+        if not self._is_shared or (is_first and is_fork):
+            return real(*args, **kwargs)
+        call = functools.partial(self._direct, functools.partial(real, *args, **kwargs))
+        if is_log:
+            return call() if is_first else self._skip(name, kwargs)
+        key, arguments = self._answers.key(name), repr((args, kwargs))
+        if is_first:
+            return self._answers.give(key, arguments, call)
+        answer, is_read = None if is_fork else self._answers.receive(key), name.startswith(_READS)
+        if answer is not None and (answer.arguments == arguments or not is_read):
+            if answer.error is not None:
                 raise answer.error
-            if answer is not None and kind != "fetch" and not (asked and answer.asked and asked != answer.asked):
+            if not name.startswith(_DOWNLOADS):
                 return answer.value
-        if kind == "make" and answer is None:
+        if not is_read:
             raise LagomError(
-                f"rank {self.session.rank} asked MLflow for {name}(), and rank 0, which asks for all ranks, did not: "
-                "make the call on every rank, or on rank 0 alone"
+                f"rank {self._session.rank} asked MLflow for {name}(), and rank 0, which asks for all ranks, did not, "
+                "or got what cannot be passed on: make the call on every rank, or on rank 0 alone"
             )
-        with self.own:  # a question of this rank's own, or files to be fetched
-            return call(*args, **kwargs)
+        return call()
 
-    def _logged(self, name: str, args: Any, kwargs: Any) -> Any:
+    def _skip(self, name: str, kwargs: Any) -> Any:
         if files.has_asked():
-            self.session.say_once(
+            self._session.say_once(
                 "the program has asked for its rank and logs to MLflow on several ranks: what rank 0 logs is kept"
             )
-        if name in _GIVEN_BACK:
-            return args[-1] if args else next(iter(kwargs.values()), None)
-        if name.endswith("_async") and not name.startswith(("_", "flush", "end", "shut")):
+        if name.endswith("_async"):
             operations: Any = sys.modules["mlflow.utils.async_logging.run_operations"]
             return operations.RunOperations([])
-        return None
+        return kwargs.get("trace_info")  # which start_trace gives back
 
 
-class _Own(threading.local):
-    """Of a thread: while it is entered, stores are as they are."""
+class _Store:
+    """A store that all ranks call; on other ranks than 0 the real one is made where one has to ask it."""
 
-    inside = 0
-
-    def __enter__(self) -> None:
-        self.inside += 1
-
-    def __exit__(self, *exc: object) -> None:
-        self.inside -= 1
-
-
-class _First:
-    """A store of rank 0's, whose answers are told."""
-
-    def __init__(self, stores: _Stores, real: Any) -> None:
-        self.__dict__["_lagom"] = stores, real
+    def __init__(self, tracker: _Tracker, kind: type, make: Callable[[], Any]) -> None:
+        self._lagom = tracker, kind, make
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for isinstance
-        return type(self.__dict__["_lagom"][1])
+        return self._lagom[1]
 
     def __getattr__(self, name: str) -> Any:
-        stores, real = self.__dict__["_lagom"]
-        value = getattr(real, name)
-        kind = _kind(name)
-        if kind is None or not callable(value):
-            return value
-        return functools.wraps(value)(lambda *args, **kwargs: stores.first(kind, name, value, args, kwargs))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_lagom"][1], name, value)
-
-
-class _Other:
-    """A store of another rank's; the real one is made only where a question has to be asked there."""
-
-    def __init__(self, stores: _Stores, kind: type, make: Callable[[], Any], known: Mapping[str, Any]) -> None:
-        self.__dict__.update(known)
-        self.__dict__["_lagom"] = stores, kind, make
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # for isinstance
-        return self.__dict__["_lagom"][1]
-
-    def __getattr__(self, name: str) -> Any:
-        stores, abstract, make = self.__dict__["_lagom"]
-        if name.startswith("__"):
+        if name.startswith("__") or name == "_lagom":
             raise AttributeError(name)
-        kind = _kind(name)
-        if kind is None or not callable(getattr(abstract, name, None)):
-            with stores.own:
-                return getattr(make(), name)
+        tracker, kind, make = self._lagom
+        method = getattr(kind, name, None)
+        if not callable(method) or (name.startswith("_") and not name.startswith(_LOGS)):
+            return getattr(make(), name)
 
         def real(*args: Any, **kwargs: Any) -> Any:
             return getattr(make(), name)(*args, **kwargs)
 
-        method = getattr(abstract, name)
-        return functools.wraps(method)(lambda *args, **kwargs: stores.other(kind, name, real, args, kwargs))
+        return functools.wraps(method)(lambda *args, **kwargs: tracker.call(name, real, args, kwargs))
 
 
-def _kind(name: str) -> Kind | None:
-    """What a method of that name does; None: it concerns the object itself."""
-    if _LOGS.match(name) or name in _LOGS_TOO:
-        return "log"
-    if name.startswith("_"):
-        return None
-    if _FETCHES.match(name):
-        return "fetch"
-    return "read" if _READS.match(name) else "make"
-
-
-def _resolved(kind: str, store_uri: Any) -> Any:
-    if kind == "tracking":
-        return vars(sys.modules["mlflow.tracking._tracking_service.utils"])["_resolve_tracking_uri"](store_uri)
-    return vars(sys.modules["mlflow.tracking._model_registry.utils"])["_resolve_registry_uri"](store_uri)
+_is_direct = ContextVar("_is_direct", default=False)
+"""Set while stores are used as they are."""
 
 
 # Note [Stores]
@@ -288,9 +182,11 @@ def _resolved(kind: str, store_uri: Any) -> Any:
 # which makes the kind that an address asks for: files, a database, a server. So the registries are the one place that
 # holds for all of them.
 #
-# Rank 0 gets the real one, and what it is told goes to the other ranks (Note [Answers]). Those get one that keeps
-# nothing of what is logged, and waits for nobody then; has rank 0's answers to what it asks, so that a run's id is the
-# same everywhere; and is made for real only to fetch artifacts, or where a rank asks something of its own. What rank 0
-# writes as files (./mlruns) is not its disk's alone: the other ranks of its host see it at once, as they see downloads.
+# Every rank gets a _Store. On rank 0 its calls reach the real one, and what they return goes to the other ranks (Note
+# [Answers]). On those, what logs is skipped and waits for nobody; other calls wait for rank 0's answer, so that a run's
+# id is the same everywhere, and a read is of the same moment. A rank reads the real store only to fetch artifacts, or
+# where it asks what rank 0 does not. What rank 0 writes as files (./mlruns) is not its disk's alone: the other ranks of
+# its host see it at once, as they see downloads. A method that MLflow adds later is answered by rank 0 until it is
+# named above.
 #
 # What only another rank logs, after asking for its rank, is not kept either: that would need that rank's word for it.

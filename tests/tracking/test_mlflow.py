@@ -21,14 +21,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.distributed import FileStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import lagom
 from lagom import experiment, files
+from lagom.collectives.run_store import SealedStore
 from lagom.config import TorchDistributedConfig
 from lagom.patching.import_hooks import on_import
 from lagom.session.session import Session
-from lagom.tracking.serialization import decoded, encoded
+from lagom.tracking.serialization import decode, encode
 from tests.ranks import RankFailedError, alone, run_ranks
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -79,6 +81,12 @@ def program() -> dict[str, Any]:
         listed = sorted(file.path for file in client.list_artifacts(run.info.run_id))
         fetched = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path="notes/note.txt")
         text = Path(fetched).read_text()
+        model = mlflow.initialize_logged_model(name="bridge", params={"depth": "3"})
+        ready = mlflow.finalize_logged_model(model.model_id, "READY")
+        client.create_registered_model("bridges", tags={"kind": "test"})
+        version = client.create_model_version("bridges", f"runs:/{run.info.run_id}/x.json", run.info.run_id)
+        client.set_registered_model_alias("bridges", "best", version.version)
+        registered = client.search_registered_models()[0]
         active = mlflow.active_run()
         assert active is not None
         assert active.info.run_id == run.info.run_id
@@ -86,6 +94,9 @@ def program() -> dict[str, Any]:
         client.get_run("0" * 32)
     found = client.search_runs([run.info.experiment_id], order_by=["attributes.start_time"])
     best = mlflow.search_runs(order_by=["metrics.loss"], output_format="list")[0]
+    client.delete_run(inner.info.run_id)
+    deleted = client.get_run(inner.info.run_id).info.lifecycle_stage
+    client.restore_run(inner.info.run_id)
     mlflow.start_run(run_name="left open")
     mlflow.log_metric("z", 1.0)
     return {
@@ -95,6 +106,8 @@ def program() -> dict[str, Any]:
         "metrics": client.get_run(run.info.run_id).data.metrics,
         "history": [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "loss")],
         "listed": listed,
+        "model": (model.status, ready.status.to_int(), mlflow.get_logged_model(model.model_id).params),
+        "registered": (registered.tags, list(registered.aliases), version.status, deleted),
         "text": text,
         "error": (type(caught.value).__name__, caught.value.error_code),
     }
@@ -209,7 +222,9 @@ def test_mlflow_is_as_before_afterwards(tmp_path: Path) -> None:
 
     owners = (ArtifactRepositoryRegistry, ModelRegistryStoreRegistry, TrackingStoreRegistry)
     before = [dict(vars(owner)) for owner in owners], list(sys.meta_path)
-    with contextlib.suppress(KeyError), log_once_to_mlflow(session_alone(tmp_path)):
+    session = session_alone(tmp_path)
+    session.notes = SealedStore(FileStore(str(tmp_path / "store"), -1), b"")
+    with contextlib.suppress(KeyError), log_once_to_mlflow(session):
         assert all(dict(vars(owner)) != then for owner, then in zip(owners, before[0], strict=True))
         raise KeyError
     assert ([dict(vars(owner)) for owner in owners], list(sys.meta_path)) == before
@@ -222,20 +237,20 @@ def test_entities_travel_and_nothing_else_does() -> None:
     info = RunInfo(run_id="a", experiment_id="0", user_id="u", status="RUNNING", start_time=1, end_time=None,
                    lifecycle_stage="active", artifact_uri="file:x", run_name="n")  # fmt: skip
     run = Run(info, RunData([Metric("loss", float("inf"), 1, 2)], [], [RunTag("k", "v")]))
-    page = decoded(encoded(PagedList([run], token="next")))
+    page = decode(encode(PagedList([run], token="next")))
     assert type(page) is PagedList
     assert page.token == "next"
     assert page[0].to_dictionary() == run.to_dictionary()
-    for plain in (None, {"dict": [1, ("a", b"\0")], 3: {2.5}}, [True], mlflow.entities.ViewType.ALL):
-        assert decoded(encoded(plain)) == plain
-    error = decoded(encoded(mlflow.exceptions.MlflowException("gone", error_code=1)))
+    for plain in (None, {"dict": [1, ["a"]], 3: 2.5}, [True], mlflow.entities.ViewType.ALL):
+        assert decode(encode(plain)) == plain
+    error = decode(encode(mlflow.exceptions.MlflowException("gone", error_code=1)))
     assert (str(error), error.message, error.get_http_status_code()) == ("gone", "gone", 500)
-    assert type(decoded(encoded(ConnectionError("no")))) is ConnectionError
+    assert type(decode(encode(ConnectionError("no")))) is ConnectionError
     with pytest.raises(TypeError, match="Linear"):
-        encoded([nn.Linear(1, 1)])
-    for name in (["os", "_Environ"], ["mlflow.tracking.fluent", "os"], ["mlflow.tracking.fluent", "start_run"]):
+        encode([nn.Linear(1, 1)])
+    for module, name in (("os", "_Environ"), ("mlflow.tracking.fluent", "os"), ("mlflow.tracking.fluent", "start_run")):
         with pytest.raises(TypeError):
-            decoded(json.dumps({"class": name, "state": {"dict": []}}))
+            decode(json.dumps({"module": module, "name": name, "args": [], "items": [], "state": {"dict": []}}))
 
 
 def test_modules_are_changed_when_they_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
