@@ -70,7 +70,8 @@ def remove_leftovers() -> None:
                 shutil.rmtree(path, ignore_errors=True)
     for path in base_dir().glob("run-*"):
         with contextlib.suppress(OSError):
-            lock = os.open(path / ".alive", os.O_RDWR)
+            # Without that file it is just being made, which then begins anew, or what removed it was killed.
+            lock = os.open(path / ".alive", os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
@@ -109,8 +110,9 @@ def _shared_folder(run_id: str) -> Iterator[Path]:
         except FileNotFoundError:  # another one cleared up in between
             continue
         fcntl.flock(lock, fcntl.LOCK_SH)
-        if path.exists() and (path / ".alive").exists():
-            break
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(path / ".alive")):
+                break
         os.close(lock)
     try:
         yield path

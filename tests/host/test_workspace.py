@@ -104,10 +104,30 @@ def test_what_killed_runs_left_is_swept_and_what_lives_is_not() -> None:
         assert runs() == ["run-lives"]
 
 
-def test_a_folder_that_is_being_made_is_not_swept_away() -> None:
-    (base_dir() / "run-new").mkdir()  # its lock does not exist yet
+def test_what_a_killed_removal_left_is_swept() -> None:
+    (base_dir() / "run-half" / "files").mkdir(parents=True)  # its lock went first
     remove_leftovers()
-    assert runs() == ["run-new"]
+    assert runs() == []
+
+
+def test_a_folder_that_is_swept_while_it_is_made_is_made_anew() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def sweep_on() -> None:
+        while not theirs.poll():
+            remove_leftovers()
+
+    process = context.Process(target=sweep_on)
+    process.start()
+    for number in range(100):
+        with host_workspace(spec(str(number))) as place:
+            (place.host_dir / "file").write_text("x")
+            assert runs() == [f"run-{number}"]
+    ours.send("enough")
+    process.join()
+    for each in (process, ours, theirs):
+        each.close()
 
 
 def test_nobody_else_may_enter(own_tmp: Path) -> None:
