@@ -27,7 +27,6 @@ def serve(connection: socket.socket) -> None:
     """Answer requests until the driver is gone; each is a ``Spec`` and the files of its run."""
     import lagom.host.preload  # noqa: F401  (what makes a fresh interpreter slow; forked processes have it)
 
-    connection.sendall(b"r")
     adopt_orphans(True)
     hosts = _Hosts()
     with selectors.DefaultSelector() as selector:
