@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
 import time
@@ -18,10 +19,10 @@ from lagom.worker.process_tree import children
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_CLEANERS = (b"multiprocessing.resource_tracker", b"multiprocessing/resource_tracker", b"torch_shm_manager")
-"""Command lines of processes that remove shared memory when those that used it have ended, and end then themselves."""
-_CLEAN_S = 5.0  # that these have, at most: a busy machine may take seconds to start one
-_END_S = 5.0  # after which one is left behind that even SIGKILL does not end, as it waits for a disk
+_CLEANER = re.compile(rb"(.*/)?torch_shm_manager\0|.*\0from [\w.]+\.resource_tracker import main;", re.DOTALL)
+"""The command line of a process that removes shared memory when its users have ended, and then ends: torch's, Python's,
+joblib's. None of them is ever killed."""
+_END_S = 5.0  # after which a process is left behind that waits for a disk, which SIGKILL does not end, or still removes
 _TURN_S = 0.01
 
 
@@ -44,13 +45,16 @@ def fork_host(function: Callable[[], None]) -> int:
         return pid
     code = 1
     try:
-        for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        os.setpgid(0, 0)  # what ends the group of the process above comes by that one's end
-        adopt_orphans(True)
-        _raise_at_end_of(parent)
-        function()
-        code = 0
+        try:
+            for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            os.setpgid(0, 0)  # what ends the group of the process above comes by that one's end
+            adopt_orphans(True)
+            _raise_at_end_of(parent)
+            function()
+            code = 0
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Orphaned is raised until here; what follows is done whole
     except Orphaned:
         pass
     except BaseException:
@@ -75,7 +79,6 @@ def _raise_at_end_of(parent: int) -> None:
 
 def _leave(code: int) -> NoReturn:
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end_descendants()
     finally:
         os._exit(code)
@@ -119,23 +122,17 @@ def reap_adopted(ranks: Collection[int]) -> None:
 def end_descendants(kept: Collection[int] = ()) -> None:
     """End all below this process, but for the children in ``kept`` and what is below them; waits for their ends."""
     start = time.monotonic()
-    while (left := kill_descendants(kept, cleaners=time.monotonic() - start > _CLEAN_S)) and (
-        time.monotonic() - start < _END_S
-    ):
+    while (left := _kill(list(_below(os.getpid(), kept)))) and time.monotonic() - start < _END_S:
         for pid in left:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(_TURN_S)
 
 
-def kill_descendants(kept: Collection[int] = (), *, cleaners: bool = False) -> list[int]:
-    """Kill them, of the cleaners only where that is said; returns those that were found, ended ones among them."""
-    return _kill(list(_below(os.getpid(), kept)), cleaners=cleaners)
-
-
-def _kill(found: list[int], *, cleaners: bool = False) -> list[int]:
+def _kill(found: list[int]) -> list[int]:
+    """Kill all of them but those that clean; returns all, ended ones among them."""
     for pid in found:
-        if cleaners or not _cleans(pid):
+        if not _cleans(pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
     return found
@@ -156,11 +153,9 @@ def _group(pid: int) -> int | None:
 
 
 def _cleans(pid: int) -> bool:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return any(name in command for name in _CLEANERS)
+    with contextlib.suppress(OSError):
+        return _CLEANER.match(Path(f"/proc/{pid}/cmdline").read_bytes()) is not None
+    return False
 
 
 # Note [Descendants]
@@ -171,6 +166,10 @@ def _cleans(pid: int) -> bool:
 # process above it, Spark's Python worker or the local fork server, does so too as long as it has host processes: one
 # that is killed itself leaves what was below it to that. When the process above ends first, the kernel tells the host
 # process. Only where both are killed in the same moment is anything left.
+#
+# Processes that remove shared memory are never killed: Python's and joblib's resource trackers, torch's manager. They
+# remove what has a name when all who used it have ended, and end then, however long a busy machine keeps them waiting.
+# Where somebody else kills one of them, the memory stays, as it does in a plain run.
 #
 # What is orphaned says no more which rank it comes from, unless it is still in the rank's process group. So the end of
 # one rank takes only those of its group along: a server that another rank has put into the background goes on.
