@@ -11,7 +11,6 @@
 
 #include <algorithm>
 
-#include "adam.hpp"
 #include "communicator.hpp"
 #include "pages.hpp"
 #include "permutation.hpp"
@@ -22,7 +21,6 @@ using namespace nb::literals;
 
 namespace {
 
-using lagom::AdamStep;
 using lagom::Communicator;
 using lagom::Op;
 using lagom::Pages;
@@ -115,19 +113,6 @@ bool average(Communicator& self, nb::bytes head, uintptr_t body, size_t size, co
     return self.average({head.c_str(), head.size()}, view(body, size), sections.all);
 }
 
-// `given`: addresses of a parameter, its gradient, averages and number of steps, and how many numbers it has, in turn.
-void adam_step(AdamStep* self, const std::vector<uintptr_t>& given, bool is_double, bool steps_are_double, double beta1,
-               double beta2, double rate, double eps, double weight_decay, bool decoupled, bool maximize, bool fused) {
-    constexpr size_t each = 6;
-    if (given.size() % each) throw lagom::Failure("an entry is not whole");
-    std::vector<lagom::AdamEntry> entries;
-    entries.reserve(given.size() / each);
-    for (auto e = given.begin(); e != given.end(); e += each)
-        entries.push_back({at(e[0]), at(e[1]), at(e[2]), at(e[3]), at(e[4]), size_t(e[5])});
-    const lagom::Adam settings{beta1, beta2, rate, eps, weight_decay, decoupled, maximize, fused};
-    new (self) AdamStep(std::move(entries), is_double, steps_are_double, settings);
-}
-
 bool average_in_place(Communicator& self, nb::bytes head, const std::vector<uintptr_t>& numbers, const Sections& sections) {
     if (numbers.size() != sections.all.size()) throw lagom::Failure("there are other numbers than sections");
     const nb::gil_scoped_release released;
@@ -156,7 +141,7 @@ std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(const std::vecto
 
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a rank ends by os._exit
-    module.attr("VERSION") = 7;  // of what is bound here; lagom/collectives/native.py asks for it
+    module.attr("VERSION") = 8;  // of what is bound here; lagom/collectives/native.py asks for it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -205,12 +190,6 @@ NB_MODULE(_native, module) {
             if (!size || (!is_bytes && ((size != 4 && size != 8) || prefix.size()))) throw lagom::Failure("no such values");
             self.begin({is_snappy, is_optional, is_bytes, {prefix.c_str(), prefix.size()}, size, count, most}); });
     module.def("read_pages", &read_pages);
-    nb::class_<AdamStep>(module, "AdamStep")
-        .def("__init__", &adam_step)
-        .def("lies_apart", &AdamStep::lies_apart)
-        .def("averages", [](AdamStep& self, uintptr_t squares, size_t most) { return self.averages(at(squares), most); },
-             Released())
-        .def("changes", [](AdamStep& self, uintptr_t roots) { self.changes(at(roots)); }, Released());
     nb::class_<Sections>(module, "Sections")
         .def(nb::init<const std::vector<std::tuple<size_t, size_t, int, uintptr_t>>&, size_t>());
     nb::class_<Communicator>(module, "Communicator", nb::is_weak_referenceable())

@@ -56,7 +56,7 @@ class Communicator(Protocol):
     def forget(self) -> None: ...
 
 
-_VERSION = 7
+_VERSION = 8
 
 
 @functools.cache
