@@ -254,7 +254,6 @@ def _begun_again(loaders: _Loaders) -> Any:
 
 def _yielding(session: Session, readers: Readers) -> Any:
     original = vars(_BaseDataLoaderIter)["__next__"]
-    fetch = _unprofiled(original) if original is _TORCHS_NEXT else original
     on_cuda = session.device.type == "cuda"
 
     def following(self: Any) -> Any:
@@ -271,7 +270,7 @@ def _yielding(session: Session, readers: Readers) -> Any:
         try:
             take = held[_TAKER].take
             session.reads_in_threads = session.reads_in_threads or session.is_in_thread
-            data, share = readers.read(take, fetch, self) if session.is_in_thread else take(fetch, self)
+            data, share = readers.read(take, original, self) if session.is_in_thread else take(original, self)
         except StopIteration:
             session.ended(current)
             if session.may_meet:
@@ -303,23 +302,6 @@ def _yielding(session: Session, readers: Readers) -> Any:
         return data
 
     return following
-
-
-_TORCHS_NEXT = vars(_BaseDataLoaderIter)["__next__"]
-
-
-def _unprofiled(original: Any) -> Any:
-    """torch's ``__next__``; where no profiler looks, without the entry for it, which takes as long as a batch."""
-
-    def fetch(self: Any) -> Any:
-        plain = type(self) is _SingleProcessDataLoaderIter and self._dataset_kind == _DatasetKind.Map
-        if not plain or self._sampler_iter is None or torch.autograd._profiler_enabled():
-            return original(self)
-        data = self._next_data()
-        self._num_yielded += 1
-        return data
-
-    return fetch
 
 
 _AFTER_FAILURE = (

@@ -68,8 +68,6 @@ class Spans:
         self._spans: list[tuple[Any, ...]] = []
         self.append = self._spans.append
         """Takes what a ``Span`` is made of. To make one takes longer than all the rest of noting it."""
-        self.step_hooks: frozenset[int] = frozenset()
-        """Torch's ids of the hooks of all optimizers by which steps are noted."""
         self._given = 0
         self._ends_at = _FIRST_SPANS
         self._closes_at, self._opens_at = FIRST + 1, 2 * FIRST

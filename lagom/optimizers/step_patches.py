@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from lagom.optimizers.fast_step import kinds
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def replaced_steps(
                 if kind is not Optimizer and "step" in vars(kind):
                     patch(kind)
 
-        for kind in kinds(Optimizer) if existing else ():
+        for kind in _classes_below(Optimizer) if existing else ():
             if "step" in vars(kind):
                 patch(kind)
         stack.enter_context(replaced(Optimizer, "_patch_step_function", patched_wrap))
@@ -57,3 +56,9 @@ def _hooked(current: Callable[..., Any], step_for: Callable[[Callable[..., Any]]
     found: Any = Optimizer.profile_hook_step(torch._disable_dynamo(functools.wraps(inner)(step_for(inner))))
     found.hooked = True
     return found
+
+
+def _classes_below(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _classes_below(below)

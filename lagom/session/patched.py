@@ -54,7 +54,7 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(tracked_modules(session))
             if session.plan.backend == "torch":
                 stack.enter_context(synchronised_backward(session))
-                stack.enter_context(fast_steps(session))
+                stack.enter_context(fast_steps())
                 if session.plan.zero_lvl:
                     stack.enter_context(sharded_steps(session))
             if session.plan.lr_scaling is not None and not session.plan.already_distributed:

@@ -95,7 +95,7 @@ def _backward(spans: Spans) -> Callable[..., Any]:
 
 @contextmanager
 def _timed_steps(spans: Spans) -> Iterator[None]:
-    """By torch's hooks of all optimizers, which leave nothing on them; ``quick_steps`` does without where it may."""
+    """By torch's hooks of all optimizers, which leave nothing on them."""
     begun: dict[int, int] = {}
     names: dict[type, str] = {}
     clock, append = spans.clock, spans.append
@@ -114,11 +114,9 @@ def _timed_steps(spans: Spans) -> Iterator[None]:
         optimizers.register_optimizer_step_pre_hook(begins),
         optimizers.register_optimizer_step_post_hook(ends),
     ]
-    spans.step_hooks = frozenset(handle.id for handle in handles)
     try:
         yield
     finally:
-        spans.step_hooks = frozenset()
         for handle in handles:
             handle.remove()
 

@@ -1,21 +1,18 @@
-"""``lagom.optimizers.fast_step``: ``step`` and ``zero_grad`` do what torch's do, and are torch's again afterwards."""
+"""``lagom.optimizers.fast_step``: ``step`` and ``zero_grad`` do what torch's do, and a profiler sees them."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
 from lagom.monitor.spans import OPTIMIZER
-from lagom.patching.replace import replaced
 from lagom.session.session import Session
 from tests import ranks
 from tests.ranks import alone, run_ranks
@@ -31,7 +28,7 @@ class Own(SGD):
 
 
 class Rounded(Optimizer):
-    """One that has nothing of torch's steps, and knows of no short way."""
+    """One that has nothing of torch's steps."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -94,42 +91,71 @@ def program(_: Session | None = None) -> list[Any]:
     return [seen, [p.detach().clone() for p in model.parameters()]]
 
 
-def on_a_rank(session: Session) -> list[Any]:
-    found = program(session)
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    cloudpickle.dumps(Own)  # which a run's own functions would not allow
-    return [*found, [_is_torchs(name) for name in ("step", "zero_grad")]]
-
-
-def _is_torchs(name: str) -> bool:
-    function: Any = getattr(SGD, name)
-    return str(function.__code__.co_filename).startswith(torch.__path__[0])
-
-
 def test_steps_and_hooks_are_those_of_one_process() -> None:
     seen, wanted = alone(program)
     assert seen[-1] == [True, True]
-    for rank_seen, found, are_torchs in run_ranks(2, on_a_rank):
+    for rank_seen, found in run_ranks(2, program):
         assert rank_seen == seen
-        assert are_torchs == [False, False]
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-    assert _is_torchs("step")
-    assert _is_torchs("zero_grad")
-    assert vars(Optimizer)["_patch_step_function"].__qualname__ == "Optimizer._patch_step_function"
 
 
-def with_a_timeline(session: Session) -> tuple[list[str], list[str], list[str]]:
-    """Steps by the short way, with hooks of the program's own, and of a class of its own."""
+def fused(_: Session | None = None) -> list[torch.Tensor]:
+    """Weights after steps of torch's fused implementations."""
+    torch.manual_seed(0)
+    model = mlp()
+    kinds: list[Any] = [torch.optim.AdamW, Adam, SGD, torch.optim.Adagrad]
+    for optimizer in [kind(model.parameters(), 0.01, fused=True) for kind in kinds]:
+        for x, y in DataLoader(data(22), batch_size=6):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("zero_lvl", [0, 1])
+def test_fused_optimizers_make_of_ranks_what_they_make_of_one_process(zero_lvl: int) -> None:
+    wanted = alone(fused)
+    for found in run_ranks(2, fused, zero_lvl=zero_lvl):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
+def ranges(_: Session | None = None) -> list[str]:
+    """What a profiler sees of a range that it looks at, of one that it does not, and of one within a decorator."""
+    opened = torch.autograd.profiler.record_function("reused")
+
+    @torch.autograd.profiler.record_function("decorated")
+    def decorated() -> None:
+        pass
+
+    def run() -> None:
+        decorated()
+        for _ in range(2):
+            with opened:
+                pass
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.profiler.record_function("compiled"):
+            return x + 1
+
+    assert compiled(torch.ones(2)).tolist() == [2, 2]
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as looked:
+        run()
+    run()
+    return [event.name for event in looked.events() or [] if event.name in ("reused", "decorated")]
+
+
+def test_a_profiler_sees_the_ranges_of_a_program_as_in_one_process() -> None:
+    assert run_ranks(2, ranges) == [alone(ranges)] * 2 == [["decorated", "reused", "reused"]] * 2
+
+
+def with_a_timeline(session: Session) -> tuple[list[str], list[str]]:
+    """Steps without hooks and with one of the program's own, and one that is not noted."""
     assert session.spans is not None
     model = mlp()
-    entries: list[str] = []
     seen: list[str] = []
-
-    class Noted(record_function):
-        def __init__(self, name: str, args: str | None = None) -> None:
-            entries.append(name)
-            super().__init__(name, args)
 
     def step(optimizer: Optimizer) -> None:
         optimizer.zero_grad()
@@ -139,24 +165,19 @@ def with_a_timeline(session: Session) -> tuple[list[str], list[str], list[str]]:
 
     optimizers = [SGD(model.parameters(), 0.1), Adam(model.parameters(), 0.1), Rounded(model.parameters())]
     for optimizer in optimizers:
-        step(optimizer)  # the first makes its profiler's name
-    with replaced(torch.autograd.profiler, "record_function", Noted):
-        for optimizer in optimizers[:2]:
-            step(optimizer)
-        everywhere = register_optimizer_step_post_hook(lambda one, *_: seen.append(type(one).__name__))
-        for optimizer in optimizers:
-            step(optimizer)
-        everywhere.remove()
+        step(optimizer)
+    everywhere = register_optimizer_step_post_hook(lambda one, *_: seen.append(type(one).__name__))
+    for optimizer in optimizers:
+        step(optimizer)
+    everywhere.remove()
     session.spans.keeps = False
     step(optimizers[0])
-    steps = [span[1] for span in session.spans._spans if span[0] == OPTIMIZER]
-    return steps, seen, entries
+    return [span[1] for span in session.spans._spans if span[0] == OPTIMIZER], seen
 
 
-def test_a_timeline_has_each_step_once_and_sends_none_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeline_has_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "TIMELINE", True)
     each = ["SGD.step", "Adam.step", "Rounded.step"]
-    for steps, seen, entries in run_ranks(2, with_a_timeline):
-        assert steps == [*each, *each[:2], *each]
+    for steps, seen in run_ranks(2, with_a_timeline):
+        assert steps == [*each, *each]
         assert seen == ["SGD", "Adam", "Rounded"]
-        assert [name for name in entries if ".step#" in name] == [f"Optimizer.step#{kind}.step" for kind in seen]
