@@ -1,5 +1,6 @@
-"""What a rank knows of the program while it runs: its batch, its leaves, its modules, its random numbers.
+"""State that a rank keeps about the running program: its batch, leaves, modules and random numbers.
 
-Plain state without patches: ``loader_pass.py`` (which batch, whose share), ``batch_origin.py`` (which tensor comes from
-which batch), ``leaves.py`` (what a backward reaches), ``random_streams.py`` (which generators ranks have in common).
+Plain state without patches: ``loader_pass.py`` (current batch and this rank's share), ``batch_origin.py`` (the batch
+that a tensor comes from), ``leaves.py`` (parameters that a backward reaches), ``random_streams.py`` (generators that
+are common to all ranks or a rank's own).
 """

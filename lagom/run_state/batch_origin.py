@@ -1,4 +1,4 @@
-"""``BatchTracker``: which tensors come from which batch, and which only look like it."""
+"""``BatchTracker``: find the batch that a tensor comes from, and tensors that only look like part of one."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ if TYPE_CHECKING:
 
 
 _FEW = 256
-"""Tensors that may be remembered before it is looked which of them are still there."""
+"""Number of remembered tensors from which dead ones are removed."""
 
 
 class BatchTracker:
-    """Knows the tensors of the batches that the program has seen.
+    """Tracks the tensors of the batches that the program has seen.
 
     Args:
-        leaves: numbers the leaves that have been trained.
+        leaves: numbers of the leaves that have been trained.
     """
 
     def __init__(self, world_size: int, leaves: Leaves) -> None:
         self._world_size = world_size
         self._leaves = leaves
         self._shares: dict[int, tuple[weakref.ref[torch.Tensor], BatchShare]] = {}
-        """By id, of the batches that the program has seen; tensors that are gone are dropped now and then."""
+        """Tensor and share by the tensor's id; dead tensors are removed now and then."""
         self._max_shares = _FEW
         self._weights = WeakIdKeyDictionary()
-        """Leaves that are no Parameters and that samples are multiplied with."""
+        """Leaves that are no Parameters but multiply samples, as weights do."""
         self._perturbations = WeakIdKeyDictionary()
-        """Leaves that were taken for data because of their shape; of each the number of batches seen until then."""
+        """Number of batches seen when a leaf was taken for data because of its shape."""
         self._num_batches = 0
         self._sizes: dict[int, float] = {}
-        """Of shares that the program has seen, in samples, and their weights."""
+        """Weight of each share that the program has seen, by its number of samples."""
         self._shapes: set[torch.Size] = set()
-        """Of these tensors; without those of one number a row, such as labels, whose shape a bias may have."""
+        """Shapes of these tensors, except those with one number a row: a bias may have the shape of labels."""
 
     def batch(self, share: BatchShare | None) -> None:
-        """The program sees another batch, of which this rank has ``share``; None where that is all of it."""
+        """Count another batch and the size of ``share``; None where this rank has the whole batch."""
         self._num_batches += 1
         if share is not None:
             self._sizes[share.num_mine] = share.weight(self._world_size)
 
     def remember(self, data: Any, share: BatchShare) -> None:
-        """Keep in mind whose share the tensors of a batch are: it may be trained on later, and more than once."""
-        # No callbacks: to be told of each tensor that goes takes longer than all else here.
+        """Remember that the tensors in ``data`` belong to ``share``, even if the program trains on them later."""
+        # No weakref callbacks: they would take longer than all other work here.
         if len(self._shares) >= self._max_shares:
             self._shares = {key: entry for key, entry in self._shares.items() if is_there(entry[0])}
             self._max_shares = max(2 * len(self._shares), _FEW)
@@ -64,7 +64,7 @@ class BatchTracker:
                 self._shapes.add(shape)
 
     def share(self, data: Any) -> BatchShare | None:
-        """The share of the batch that ``data`` comes from, directly, as a view, or through a model."""
+        """Return the share of the batch that ``data`` comes from: directly, as a view, or through a model."""
         for tensor in tensors(data):
             share = self._known(tensor)
             if share is None:
@@ -74,7 +74,7 @@ class BatchTracker:
         return None
 
     def _known(self, tensor: torch.Tensor) -> BatchShare | None:
-        # It first: a batch may itself be a view, even of one that was a batch before.
+        # The tensor comes before its base: a batch may itself be a view, even of an earlier batch.
         entry = self._shares.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
             return entry[1]
@@ -83,16 +83,16 @@ class BatchTracker:
         return entry[1] if entry is not None and entry[0]() is base else None
 
     def check_rows(self, data: Any, share: BatchShare | None) -> None:
-        """Make sure that ``data``, made of who knows what, can come from the batch of ``share``.
+        """Check that ``data``, whose origin is unknown, can come from the batch of ``share``.
 
         Raises:
-            LagomError: when it has the rows of another batch, one with another weight.
+            LagomError: when it has as many rows as another batch with another weight.
         """
         if share is None:
             return
         found = next((tensor for tensor in tensors(data) if tensor.dim()), None)
-        # A rank without samples has one that stands in, and counts nowhere. Other dimensions prove nothing: images
-        # have 1 or 3 channels, and tails of a batch as many samples.
+        # A rank without samples has one stand-in sample that counts nowhere. Only the first dimension is checked:
+        # images have 1 or 3 channels, and a batch's tail may have as many samples.
         if found is None or found.shape[0] in (max(share.num_mine, 1), share.num_rows):
             return
         if self._sizes.get(found.shape[0], share.weight(self._world_size)) != share.weight(self._world_size):
@@ -105,10 +105,10 @@ class BatchTracker:
             )
 
     def tell_weights(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor], share: BatchShare | None) -> None:
-        """A backward from ``roots`` is about to reach ``leaves``: find those that only look like samples of ``share``.
+        """Find leaves of a backward from ``roots`` that are weights but have the shape of samples of ``share``.
 
         Raises:
-            DivergenceError: when one was taken for the perturbation of a batch, and is trained with another.
+            DivergenceError: when a leaf was taken for the perturbation of a batch, and is trained with another batch.
         """
         doubtful = []
         for leaf in leaves:
@@ -123,7 +123,7 @@ class BatchTracker:
             self._perturbations.update({leaf: self._num_batches for leaf in doubtful if leaf not in self._weights})
 
     def likeness(self, leaf: torch.Tensor, share: BatchShare | None) -> Likeness:
-        """How much ``leaf`` is like ``share`` of a batch, and not like something to be trained."""
+        """Return how closely ``leaf`` resembles this rank's ``share`` of a batch."""
         if share is None or not leaf.dim() or leaf.shape[0] != max(share.num_mine, 1) or leaf in self._weights:
             return Likeness.NONE
         return Likeness.SHAPE if leaf.shape in self._shapes else Likeness.ROWS

@@ -1,4 +1,4 @@
-"""CUDA: batches and modules follow to the rank's device, so that a program need not say where."""
+"""CUDA: move batches and modules to the rank's device, so that a program need not name it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def move_to_device(data: Any, device: torch.device) -> Any:
-    """``data`` with its tensors on ``device``; containers keep their types, other objects are themselves."""
+    """Return ``data`` with its tensors on ``device``; containers keep their types, other objects stay."""
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=data.device.type == "cpu" and data.is_pinned())
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -25,9 +25,9 @@ def move_to_device(data: Any, device: torch.device) -> Any:
 
 
 def follow_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
-    """Move ``module`` to ``device`` when it is still on the CPU and its input is on ``device``.
+    """Move ``module`` to ``device`` if it is still on the CPU and its input is on ``device``.
 
-    ``Module.to`` keeps the Parameter objects, so that optimizers made earlier stay right.
+    ``Module.to`` keeps the Parameter objects, so optimizers made earlier stay valid.
     """
     state = next(chain(module.parameters(), module.buffers()), None)
     if state is None or state.device.type != "cpu":

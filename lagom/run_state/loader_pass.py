@@ -1,4 +1,4 @@
-"""``LoaderPass``, ``BatchShare``, ``PassTracker``: iterations over loaders, and what of a batch is this rank's."""
+"""``LoaderPass``, ``BatchShare``, ``PassTracker``: iterations over loaders, and this rank's share of each batch."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from lagom.loaders.evaluation_passes import Use
 
 
-@dataclass(slots=True)  # not frozen: there is one for each batch, and to make it would take four times as long
+@dataclass(slots=True)  # not frozen: one is made for each batch, and a frozen one would take four times as long
 class BatchShare:
-    """What of a batch is this rank's."""
+    """This rank's share of one batch."""
 
     num_mine: int
     num_all: int
     even: bool
-    """All ranks have as many."""
+    """All ranks have the same number of samples."""
     step: int | None = field(default=None, compare=False)
-    """Which batch of its pass, from 1 on, where that is the same on all ranks; known when the program sees it."""
+    """Number of the batch within its pass, from 1 on, if equal on all ranks; set when the program sees the batch."""
     num_rows: int | None = field(default=None, compare=False)
-    """Rows of its first tensor as the program sees it: fewer than ``num_mine`` where collate_fn leaves samples out."""
+    """Rows of the batch's first tensor as the program sees it; collate_fn may leave samples out."""
     use: Use | None = field(default=None, compare=False)
-    """What becomes of the pass that it is of, where that is followed."""
+    """The program's use of the pass, if it is tracked."""
 
     def weight(self, world_size: int) -> float:
-        """What the root of a backward is multiplied by, so that the average over ranks is the mean of the batch."""
+        """Return the factor for the root of a backward that makes the average over ranks the mean over the batch."""
         return world_size * self.num_mine / self.num_all
 
 
@@ -43,30 +43,30 @@ class LoaderPass:
     training: bool
     sharded: bool
     own: bool = False
-    """Its data set shards itself: each rank's batches are its own."""
+    """The data set shards itself, so each rank's batches are its own."""
     by_mode: bool = False
-    """Gradients are on; it is no training because the model is in eval mode."""
+    """An evaluation although gradients are on, because the model is in eval mode."""
     steps: int | None = None
     step: int = 0
     shares: deque[BatchShare | None] = field(default_factory=deque)
-    """Of the batches that the sampler has given and the user has not seen yet: workers fetch ahead."""
+    """Shares of the batches that the sampler has given and the user has not seen yet: workers fetch ahead."""
     current: BatchShare | None = None
     failed: bool = False
-    """Its next batch could not be loaded."""
+    """The next batch could not be loaded."""
     ended: bool = False
-    """It is exhausted."""
+    """The pass is exhausted."""
     published: Publication | None = None
-    """What rank 0 says of it in threads of the program's; None where nothing is to be the same on all ranks."""
+    """Values that rank 0 publishes for this pass in the program's threads; None where ranks need not agree on any."""
 
     readers: Readers | None = None
-    """The program's threads that read loaders, if one of them is in it."""
+    """The program's threads that read loaders, if this pass is read in one of them."""
     generator: torch.Generator | None = None
-    """What torch's samplers draw from in place of the global one."""
+    """Generator for torch's samplers in place of the global one."""
     use: Use | None = None
-    """What the program does with its rows, where they are dealt out because it seems to be training."""
+    """The program's use of the rows, where they are sharded because the pass seems to be training."""
 
     def publication(self) -> Publication:
-        """``published``, for what a thread needs."""
+        """Return ``published``, which a pass in a thread must have."""
         if self.published is None:
             raise LagomError(_NO_NAME)
         return self.published
@@ -77,30 +77,30 @@ _NO_NAME = (
     "pass it belongs to; read the loader itself, or do so in the main thread"
 )
 _NONE = weakref.ref(LoaderPass(training=False, sharded=False))
-"""To no pass: it is gone at once."""
+"""A reference to no pass: its pass is freed at once."""
 
 
 class PassTracker:
-    """Those that the program is in, as far as it has got, and the share of the batch that it is at."""
+    """Tracks active loader passes and this rank's share of the current batch."""
 
     def __init__(self) -> None:
         self.used: BatchShare | None = None
-        """Of the batch that a model was called with since the last one was seen."""
+        """Share of the batch that a model was last called with; None again when the next batch is seen."""
         self.evaluation: weakref.ref[LoaderPass] = _NONE
-        """The pass of the batch seen last, if that is an evaluation."""
+        """The pass of the batch seen last, if it is an evaluation."""
         self.by_mode: weakref.ref[LoaderPass] = _NONE
-        """The last evaluation, as long as it goes on, that is one because the model is in eval mode."""
+        """The last evaluation that is one because the model is in eval mode, until it ends."""
         self.progress: dict[str, int | None] = {"epoch": 0, "step": 0, "steps": None}
-        """Of training; another one for each batch, so that another thread may read it."""
+        """Epoch and step of training. A new dict for each batch, so that another thread may read it."""
         self._training: list[weakref.ref[LoaderPass]] = []
-        """That go on, the one that went on last at the end."""
+        """Unfinished training passes, the most recently used one last."""
         self._last: BatchShare | None = None
         self._epoch = 0
         self.have_read = False
         """A loader has given a batch that may be trained on."""
 
     def yielded(self, current: LoaderPass, share: BatchShare | None) -> None:
-        """The program sees a training batch; its share holds until another one's or the end of its pass."""
+        """Record a training batch; its share holds until the next batch or the end of its pass."""
         self.evaluation = _NONE
         self.used = None
         self.have_read = True
@@ -112,7 +112,7 @@ class PassTracker:
         self.progress = {"epoch": self._epoch, "step": current.step, "steps": current.steps}
 
     def _goes_on(self, current: LoaderPass) -> None:
-        """A pass that is not the last one that went on."""
+        """Move a training pass to the end of the list, or add it as a new epoch."""
         ref = next((ref for ref in self._training if ref() is current), None)
         if ref is None:
             self._epoch += 1
@@ -122,14 +122,14 @@ class PassTracker:
         self._training.append(ref)
 
     def evaluating(self, current: LoaderPass) -> None:
-        """The program sees a batch of a pass that is evaluation."""
+        """Record a batch of an evaluation pass."""
         self.evaluation = weakref.ref(current)
         self.have_read = self.have_read or current.by_mode
         if current.by_mode and self.by_mode() is not current:
             self.by_mode = self.evaluation
 
     def ended(self, current: LoaderPass) -> None:
-        """The pass is exhausted."""
+        """Record that the pass is exhausted."""
         current.ended = True
         self._training = [ref for ref in self._training if ref() is not current]
         if self.by_mode() is current:
@@ -138,17 +138,18 @@ class PassTracker:
         self.used = None
 
     def trains(self) -> bool:
-        """Whether one of those that go on is training."""
+        """Return whether a training pass is unfinished."""
         return any(ref() is not None for ref in self._training)
 
     @property
     def share(self) -> BatchShare | None:
-        """Of the batch that a model was called with since the last one was seen; where that is not known, of the
-        batch most recently seen in a pass that is still going on, else in the last one.
+        """This rank's share of the batch that the program works on; None in an evaluation, where batches are whole.
 
-        The last one's stays: ``x, y = next(iter(loader))`` may be trained on for long. On a loss that is
-        equal on all ranks no weight does harm, since weights average to 1. None in an evaluation, whose batches
-        every rank has whole.
+        The share of the batch that a model was last called with; if that is unknown, of the latest batch of the
+        innermost unfinished pass, else of the last batch of all.
+
+        The last share stays valid: ``x, y = next(iter(loader))`` may be trained on for long. For a loss that is equal
+        on all ranks any weight is right, since weights average to 1.
         """
         if self.used is not None:
             return self.used
@@ -163,7 +164,7 @@ class PassTracker:
 
 
 def tensors(data: Any) -> list[torch.Tensor]:
-    """The tensors in ``data``, which may be a tensor, or tuples, lists and dicts of them."""
+    """Return the tensors in ``data``, which may be a tensor, or tuples, lists and dicts of them."""
     if isinstance(data, torch.Tensor):
         return [data]
     if isinstance(data, dict):
@@ -180,7 +181,7 @@ def tensors(data: Any) -> list[torch.Tensor]:
 
 
 def is_there(ref: weakref.ref[torch.Tensor]) -> bool:
-    """Whether the tensor that ``ref`` refers to is still alive."""
+    """Return whether the tensor that ``ref`` refers to is still alive."""
     tensor = ref()
     if tensor is not None:
         tensor._fix_weakref()  # type: ignore[attr-defined]  # not in the stubs; see torch.utils.weak.TensorWeakRef
@@ -199,7 +200,7 @@ NOT_SHARED = {
         "DataLoader, batches='split' shares out the batches themselves; verify=True tells whether that is exact"
     ),
 }
-"""By ``batches``: why every rank computes all of what the program trains on."""
+"""By ``batches``: the reason why every rank computes everything that the program trains on."""
 
 LEFT_OUT = (
     "a batch has fewer rows than samples that were fetched for it: where collate_fn leaves samples out, ranks are left "
@@ -209,7 +210,7 @@ LEFT_OUT = (
 
 
 def leaves_out(data: Any, share: BatchShare) -> bool:
-    """Whether ``data`` seems to be of fewer samples than the ``share``: all its tensors have as few rows."""
+    """Return whether ``data`` seems to have fewer samples than ``share``: all tensors have fewer rows."""
     if data is None:
         return share.num_mine > 0
     found = [tensor.shape for tensor in tensors(data) if tensor.dim()]

@@ -1,4 +1,4 @@
-"""The terms of a loss, each weighted by this rank's share of the batch that it comes from. See Note [Terms]."""
+"""Terms of a loss, each weighted by this rank's share of its batch. See Note [Terms]."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 _KEY = "lagom_share"
 _SUMS = ("AddBackward0", "SubBackward0", "StackBackward0")
-"""Nodes that add up what they are given."""
+"""Nodes that add up their inputs."""
 
 Gradients = Sequence["torch.Tensor | None"]
 
 
 class LossTermWeights:
-    """Knows which nodes of the autograd graph are outputs of a model for a batch, and weights by it.
+    """Tracks which autograd nodes are a model's outputs for a batch, and weights gradients by the batch's share.
 
     Args:
         say_once: tells the user something, the first time.
@@ -38,10 +38,10 @@ class LossTermWeights:
         self._say_once = say_once
         self._uneven: weakref.WeakSet[_Tag] = weakref.WeakSet()
         self.may_be_uneven = False
-        """Whether there may be terms with a weight other than 1."""
+        """There may be terms with a weight other than 1."""
 
     def note(self, outputs: Any, share: BatchShare) -> None:
-        """A model gave ``outputs`` for a batch of which this rank has ``share``."""
+        """Record that a model computed ``outputs`` for a batch of which this rank has ``share``."""
         tag = _Tag(share, share.weight(self._world_size))
         if tag.weight != 1.0:
             self._uneven.add(tag)
@@ -54,10 +54,10 @@ class LossTermWeights:
     def weighted(
         self, roots: Sequence[Any], gradients: Gradients, otherwise: float
     ) -> tuple[Gradients, list[RemovableHandle]]:
-        """The gradients that enter at ``roots``, weighted, and hooks for the time of the backward, which weight terms.
+        """Weight the gradients that enter at ``roots``; also return hooks that weight terms during the backward.
 
         Args:
-            otherwise: the weight where the graph does not tell.
+            otherwise: the weight where the graph does not tell one.
         """
         self.may_be_uneven = bool(self._uneven)
         if not self.may_be_uneven:
@@ -90,7 +90,7 @@ class LossTermWeights:
 
 
 def share_behind(tensor: torch.Tensor) -> BatchShare | None:
-    """The share of the batch for which a model gave ``tensor``, where that is known."""
+    """Return the share of the batch for which a model computed ``tensor``, if it is known."""
     node = tensor.grad_fn
     if node is None:
         return None
@@ -99,7 +99,7 @@ def share_behind(tensor: torch.Tensor) -> BatchShare | None:
 
 
 class _Tag:
-    """Kept in a node's metadata, and so as long as the graph."""
+    """A share in a node's metadata, which lives as long as the graph."""
 
     __slots__ = ("__weakref__", "share", "weight")
 
@@ -109,23 +109,23 @@ class _Tag:
 
 
 def metadata(node: Node) -> dict[str, Any]:
-    """What is kept with a node of the graph, as long as the graph."""
+    """Return the dict that autograd keeps with ``node`` as long as the graph lives."""
     found: Any = node.metadata  # a property, which the stubs call a method
     return found  # type: ignore[no-any-return]
 
 
 def is_of_batch(node: Node) -> bool:
-    """Whether a model gave what is computed at ``node``, for a batch that is known."""
+    """Return whether ``node`` is a model's output for a known batch."""
     return _KEY in metadata(node)
 
 
 def nodes_of(roots: Sequence[Any]) -> list[Node | None]:
-    """The nodes of the graph that a backward from ``roots`` begins at."""
+    """Return the nodes of the graph where a backward from ``roots`` begins."""
     return [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
 
 
 def nodes_below(roots: Sequence[Node | None]) -> set[Node]:
-    """All nodes of the graph that a backward from ``roots`` reaches."""
+    """Return all nodes of the graph that a backward from ``roots`` reaches."""
     found: set[Node] = set()
     pending = list(roots)
     while pending:
@@ -140,7 +140,7 @@ _NONE: frozenset[float] = frozenset()
 
 
 def _weights_below(roots: list[Node]) -> dict[Node, frozenset[float]]:
-    """By node: the weights of the batches it comes from. What is behind the output of a model is not looked at."""
+    """Return the weights of the batches that each node comes from; the walk stops at the outputs of models."""
     found: dict[Node, frozenset[float]] = {}
     pending = [(root, False) for root in roots]
     while pending:
@@ -162,7 +162,7 @@ def _num_inputs(node: Node) -> int:
 
 
 def _one(weights: frozenset[float]) -> float:
-    """The one weight; 1 where there is none, or where what is below has several and is weighted there."""
+    """Return the single weight; 1 if there is none, or if there are several, which are applied further down."""
     return next(iter(weights)) if len(weights) == 1 else 1.0
 
 
@@ -177,11 +177,11 @@ def _times(gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
 # Note [Terms]
 #
 # The root of a backward is weighted by this rank's share of the batch, so that averages over the ranks are means over
-# the batch. A loss may be made of several batches, though: two loaders zipped, losses summed over an epoch. Where
-# the shares of these differ (a tail), each term needs its own weight. Terms that are added up can have it: the graph
-# is walked from the root to the outputs of models, each of which knows its batch, and at every node that adds up
-# things of different batches what flows on to each is multiplied by its weight. A term without a batch (weight
-# decay) has weight 1. Where batches meet otherwise (a contrastive loss), no weight is right, and that is said.
+# the batch. A loss may come from several batches: two zipped loaders, or losses summed over an epoch. If their shares
+# differ (in a tail), each term needs its own weight. Terms that are added up can have one: the graph is walked from the
+# root to the outputs of models, each of which knows its batch. At every node that adds up terms of different batches,
+# the gradient of each term is multiplied by the weight of its batch. A term without a batch (weight decay) has weight
+# 1. Where batches meet in another way (a contrastive loss), no weight is right, and the user is warned.
 #
-# The walk is made only while the graph of an uneven share is alive, which its tags tell: they live in the nodes'
-# metadata. Else all weights are 1, or the one that is known without looking.
+# The walk is made only while the graph of an uneven share is alive: the graph's nodes hold the tags in their metadata,
+# so the tags live as long. Otherwise all weights are 1, or the one weight that is known without the walk.

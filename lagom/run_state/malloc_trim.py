@@ -1,4 +1,4 @@
-"""``trim_heap``: what the C library keeps for later goes back to the system."""
+"""``trim_heap``: return memory that the C library keeps to the system."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 
 def trim_heap() -> None:
-    """Have malloc return what is free; where it cannot, nothing happens.
+    """Have malloc return free memory to the system; do nothing where malloc cannot.
 
-    Parameters of one size, made one after another with smaller ones between them, leave holes that none of them fits
-    in: without this a process takes as much as the whole model. 0.1 ms, and later the system's time for new pages.
+    Parameters of one size, allocated one after another with smaller ones between them, leave holes that no parameter
+    fits in: without trimming, a process takes as much memory as the whole model. A call takes 0.1 ms, and later the
+    system's time to provide new pages.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -21,16 +22,16 @@ def trim_heap() -> None:
 @cache
 def _malloc_trim() -> Any:
     try:
-        return ctypes.CDLL(None).malloc_trim  # glibc's
+        return ctypes.CDLL(None).malloc_trim  # glibc only
     except (OSError, AttributeError):
         return None
 
 
 def map_large_blocks() -> None:
-    """Have malloc map what takes 1 MB and more by itself from now on, and return what is free.
+    """Have malloc map blocks of 1 MB and more separately from now on, and return free memory.
 
-    From its heap glibc gives aligned memory, as tensors have, hardly ever where some of the same size was freed. Steps
-    take longer, as the system clears pages each time.
+    Tensors want aligned memory, and glibc's heap hardly ever reuses a freed block of the same size for an aligned one.
+    Steps take longer, as the system clears the pages each time.
     """
     try:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
@@ -40,4 +41,4 @@ def map_large_blocks() -> None:
 
 
 _M_MMAP_THRESHOLD = -3
-"""Of glibc's malloc.h."""
+"""``M_MMAP_THRESHOLD`` of glibc's malloc.h."""

@@ -1,4 +1,4 @@
-"""Tensors as the line of elements that they are in memory."""
+"""Views of dense tensors as flat vectors in memory order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ storage_of = torch._C.TensorBase.untyped_storage
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether every element has a place of its own in memory, with no gaps between them."""
+    """Return whether all elements have distinct places in memory, without gaps."""
     if tensor.layout != torch.strided:
         return False
     expected = 1
@@ -28,7 +28,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Ids of those dense ones among ``tensors`` that have memory in common with another of them."""
+    """Return the ids of dense tensors that share memory with another one of ``tensors``."""
     found: set[int] = set()
     together: list[int] = []
     reached = 0
@@ -43,14 +43,14 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of a dense ``tensor`` in the order of memory; the same memory, and the same version counter."""
+    """Return a dense ``tensor`` as a vector in memory order that shares its memory and version counter."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def flat_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """All elements of ``tensor`` in the order in which ``other``, of the same shape and dense, has them in memory.
+    """Return the elements of ``tensor`` in the memory order of ``other``, which is dense and has the same shape.
 
-    A view where that is how ``tensor`` has them, else a copy.
+    The result is a view if ``tensor`` has the same strides as ``other``, else a copy.
     """
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()

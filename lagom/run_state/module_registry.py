@@ -1,4 +1,4 @@
-"""``ModuleRegistry``: all that the program has made, and what is asked of them together."""
+"""``ModuleRegistry``: the modules that the program has made, and questions about all of them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 class ModuleRegistry(WeakIdKeyDictionary):
-    """Modules, in the order in which they were made, without those that are gone."""
+    """Living modules, in the order of their creation."""
 
     def __init__(self) -> None:
         super().__init__(ref_type=ObjectReference)
 
     def made(self) -> Iterator[nn.Module]:
-        """Those whose construction has come as far as to have parameters."""
+        """Iterate over the modules whose construction has got as far as having parameters."""
         return (module for module in list(self) if "_parameters" in module.__dict__)
 
     def in_eval_mode(self, leaves: Leaves, reached: set[int]) -> bool:
-        """Whether those that are trained all are.
+        """Return whether all trained modules are in eval mode; False if none is trained.
 
         Args:
-            leaves: know parameters by number.
-            reached: the numbers of those that a backward has reached; empty before the first one.
+            leaves: the numbers of parameters.
+            reached: the numbers of the parameters that a backward has reached; empty before the first backward.
         """
         trained = False
         for module in self.made():
@@ -46,7 +46,7 @@ class ModuleRegistry(WeakIdKeyDictionary):
         return trained
 
     def name_of(self, leaf: torch.Tensor | None) -> str:
-        """What to call a leaf in a message."""
+        """Return words that name ``leaf`` in a message."""
         if leaf is None:
             return "a tensor that this rank does not have"
         best = ""

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 DRAWING = threading.RLock()
-"""Held while the global generators are a rank's own, and where a thread of the program's draws from common ones."""
+"""Held while the global generators hold a rank's own stream, and while a program's thread draws from a common one."""
 os.register_at_fork(before=DRAWING.acquire, after_in_parent=DRAWING.release, after_in_child=DRAWING.release)
 
 
 def seed_everything(seed: int) -> None:
-    """Start torch's, numpy's and random's global generators, as a program would by hand."""
+    """Seed torch's, numpy's and random's global generators, as a program would by hand."""
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -32,36 +32,36 @@ def seed_everything(seed: int) -> None:
 
 
 def derive_seed(*parts: object) -> int:
-    """A seed of 63 bits, the same wherever the parts are."""
+    """Return a 63-bit seed that is the same on every machine for equal ``parts``."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 class CommonStreams:
-    """The global generators, which are equal on all ranks as long as all draw the same amounts."""
+    """The global generators, which are equal on all ranks as long as all ranks draw the same amounts."""
 
     def __init__(self, seed: int | None) -> None:
-        """``seed``: the run's; None: what torch's generator was seeded with."""
+        """``seed``: the run's seed; with None, torch's initial seed is used."""
         self._seed = seed
         self._noted: dict[str, Any] = {}
         self._num_restarts = 0
 
     def note(self) -> None:
-        """From now on ranks may draw different amounts."""
+        """Record the generators' states: ranks may draw different amounts from now on."""
         self._noted = states()
 
     def drawn_unevenly(self, before: torch.Tensor) -> None:
-        """Ranks have drawn different amounts from torch's generator since its state was ``before``."""
+        """Record that ranks have drawn different amounts from torch's generator since its state was ``before``."""
         self._noted.setdefault("torch", before)
 
     def settle(self) -> None:
-        """Now they are to be equal again: starts anew those generators that were drawn from since ``note``."""
+        """Reseed the generators that were drawn from since ``note``, so that they are equal on all ranks again."""
         if self._noted:
             before, self._noted = self._noted, {}
             now = states()
             self._restart([name for name, state in before.items() if not _equal(state, now[name])])
 
     def restart(self) -> None:
-        """Start all of them anew, alike on all ranks."""
+        """Reseed all generators, equally on all ranks."""
         self._noted = {}
         self._restart(list(states()))
 
@@ -80,7 +80,7 @@ class CommonStreams:
 
 
 def states() -> dict[str, Any]:
-    """Of torch's, random's and, where it is loaded, numpy's generator, and of a GPU's in use."""
+    """Return the states of the generators of torch, random, numpy (if loaded) and CUDA (if in use)."""
     found: dict[str, Any] = {"torch": torch.default_generator.get_state(), "random": random.getstate()}
     if "numpy.random" in sys.modules:
         found["numpy"] = sys.modules["numpy.random"].get_state()
@@ -90,7 +90,7 @@ def states() -> dict[str, Any]:
 
 
 def equal_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether all generators are at the same place."""
+    """Return whether all generators have the same state."""
     return one.keys() == other.keys() and all(_equal(state, other[name]) for name, state in one.items())
 
 
@@ -105,11 +105,11 @@ def _equal(state: Any, other: Any) -> bool:
 class OwnStreams:
     """Generators that only this rank draws from, swapped in for the global ones.
 
-    Around a forward only torch's (2 microseconds); around the fetching of samples all of them.
+    Around a forward only torch's generators are swapped (2 microseconds); around the fetching of samples all are.
     """
 
     def __init__(self, seed: int | None, rank: int, device: torch.device) -> None:
-        """``seed``: the run's; None: from what the common stream is when this rank's own is first drawn from."""
+        """``seed``: the run's seed; with None, the common stream's state at the first draw is the seed."""
         self._seed_of_run = seed
         self._rank = rank
         self._torch: Any = None
@@ -122,19 +122,19 @@ class OwnStreams:
     def _start(self) -> None:
         origin = self._seed_of_run
         if origin is None:
-            # Equal on all ranks, and another one when the driver stood elsewhere.
+            # Equal on all ranks, but different if the driver's generator had another state.
             origin = derive_seed(bytes(torch.default_generator.get_state().tolist()))
         self._seed = derive_seed("own", origin, self._rank)
         self._torch = torch.Generator().manual_seed(self._seed).get_state()
         self._random = random.Random(self._seed).getstate()
 
     def in_forward(self) -> _InForward:
-        """Swap torch's streams, of the device too."""
+        """Swap torch's generators, including the device's."""
         return _InForward(self)
 
     @contextmanager
     def in_fetch(self) -> Iterator[None]:
-        """Swap torch's, numpy's and random's streams."""
+        """Swap the generators of torch, numpy and random."""
         with DRAWING:
             if self._torch is None:
                 self._start()
@@ -148,7 +148,7 @@ class OwnStreams:
                 random.setstate(common)
 
     def swap(self) -> tuple[torch.Tensor, Any]:
-        """From now on draws are the rank's own; what ``swap_back`` needs."""
+        """Switch torch's generators to the rank's own; return the arguments of ``swap_back``."""
         DRAWING.acquire()
         if self._torch is None:
             self._start()
@@ -158,7 +158,7 @@ class OwnStreams:
         return common, self._swap_device() if self._on_cuda else None
 
     def swap_back(self, common: torch.Tensor, on_device: Any) -> None:
-        """From now on draws are common again."""
+        """Switch torch's generators back to the common ones."""
         generator = torch.default_generator
         self._torch = generator.get_state()
         generator.set_state(common)
@@ -170,7 +170,7 @@ class OwnStreams:
         generator = torch.cuda.default_generators[self._device.index or 0]
         if self._cuda is None:
             self._cuda = torch.Generator(self._device).manual_seed(self._seed)
-        # A generator shares its state with the one it is set to: what is drawn advances self._cuda.
+        # A generator shares its state with the one it is set to, so draws advance self._cuda.
         common = generator.graphsafe_get_state()
         generator.graphsafe_set_state(self._cuda)
         return common
@@ -184,7 +184,7 @@ class OwnStreams:
 
         if self._numpy is None:
             self._numpy = np.random.MT19937(self._seed)
-        # Swapping the bit generator takes 0.3 us, but drops the second number of a pair of normal ones.
+        # Swapping the bit generator takes 0.3 us, but loses the cached second number of a pair of normal ones.
         kept = np.random.get_state(legacy=False)
         common = np.random.mtrand.get_bit_generator()
         np.random.mtrand.set_bit_generator(self._numpy)
@@ -197,7 +197,7 @@ class OwnStreams:
 
 
 class _InForward:
-    """``OwnStreams.in_forward``; a generator would take as long as the swapping."""
+    """Context manager of ``OwnStreams.in_forward``: one made from a generator would take as long as the swap itself."""
 
     __slots__ = ("_common", "_streams")
 

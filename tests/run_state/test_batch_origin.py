@@ -1,4 +1,4 @@
-"""``lagom.run_state.batch_origin``: which batch a tensor comes from, for as long as the tensor is there."""
+"""``lagom.run_state.batch_origin``: the batch that a tensor comes from, for as long as the tensor lives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tensor is taken for that only looks like something else: weights like samples, other batches like this one."""
+"""Tensors that resemble other tensors: weights shaped like samples, other batches shaped like this one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def data(num: int, width: int) -> TensorDataset:
 
 
 def with_square_weights(forward: Callable[[Tensor, list[Tensor]], Tensor], share: int, world_size: int) -> Any:
-    """Weights that are no Parameters, of the shape of a rank's part of a batch."""
+    """Train weights that are no Parameters and have the shape of a rank's part of a batch."""
 
     def program(session: Session) -> list[Tensor]:
         torch.manual_seed(1)
@@ -57,7 +57,7 @@ def test_weights_of_the_shape_of_a_share_are_trained_as_on_one_machine(forward: 
 
 
 def test_what_was_taken_for_a_perturbation_is_not_trained_on() -> None:
-    """Nothing tells an elementwise weight of such a shape from a perturbation, until another batch comes."""
+    """An elementwise weight of such a shape looks like a perturbation, until the next batch comes."""
     program = with_square_weights(lambda x, weights: x * weights[0] + weights[1], 4, 2)
     with pytest.raises(RankFailedError, match=r"shape \(4, 4\).*make it a torch.nn.Parameter"):
         run_ranks(2, program)
@@ -99,7 +99,7 @@ def one_ahead(loader: DataLoader[Any]) -> Iterator[Any]:
 @pytest.mark.parametrize("taken", [cached, one_ahead])
 @pytest.mark.parametrize("num", [53, 48])
 def test_batches_that_were_taken_earlier_count_right_or_not_at_all(taken: Callable[[Any], Any], num: int) -> None:
-    """Changed in the loop, so that a model is not called with a batch's own tensors."""
+    """The loop changes the batches, so that the model is not called with a batch's own tensors."""
 
     def program(_: Session) -> Any:
         torch.manual_seed(1)
@@ -125,7 +125,7 @@ def images_one_ahead(loader: DataLoader[Any]) -> Iterator[Any]:
 
 @pytest.mark.parametrize("num", [33, 40])
 def test_a_channel_is_not_taken_for_a_batch_of_one_sample(num: int) -> None:
-    """Grey images, and a tail of one sample for a rank: the rows of an earlier batch are not those of the tail."""
+    """Grey images, and a tail of one sample for a rank: an earlier batch has other rows than the tail."""
 
     def program(_: Session) -> Any:
         torch.manual_seed(1)
@@ -154,7 +154,7 @@ def time_first(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 @pytest.mark.parametrize(("collate_fn", "atol"), [(without_the_dark, 0.1), (time_first, 1e-12)])
 def test_batches_whose_rows_are_not_their_samples_may_be_changed(collate_fn: Any, atol: float) -> None:
-    """Samples are left out, or time comes first: as many rows, then, as another batch has samples for this rank."""
+    """Leaving samples out, or putting time first, can give as many rows as this rank has samples of another batch."""
 
     def program(_: Session) -> Any:
         torch.manual_seed(1)
@@ -167,7 +167,7 @@ def test_batches_whose_rows_are_not_their_samples_may_be_changed(collate_fn: Any
         return seen, [parameter.grad for parameter in model.parameters()]
 
     (_, wanted), runs = alone(program), run_ranks(2, program)
-    assert 3 in set.union(*(seen for seen, _ in runs))  # of 4, and as many as a rank has of the tail of 5
+    assert 3 in set.union(*(seen for seen, _ in runs))  # 3 of 4 samples: as many as a rank has of the tail of 5
     for _, found in runs:
         torch.testing.assert_close(found, wanted, rtol=0, atol=atol)
 

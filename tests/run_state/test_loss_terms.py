@@ -31,7 +31,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def pairs() -> Iterator[tuple[Any, Any]]:
-    """Of two loaders, whose tails are uneven in other ways; the second is longer."""
+    """Zip two loaders with differently uneven tails; the second one is longer."""
     one = DataLoader(data(13), batch_size=5, shuffle=True)
     other = DataLoader(data(18), batch_size=6, shuffle=True)
     return zip(one, other, strict=False)
@@ -48,7 +48,7 @@ def all_forwards_first(model: nn.Module, a: Any, b: Any) -> Tensor:
 
 
 def shared(model: nn.Module, a: Any, b: Any) -> Tensor:
-    """One term is used twice, also within a product."""
+    """Use one term twice, once within a product."""
     first = mse(model(a[0]), a[1])
     return first * 2 + (first * 0.5 + l1(model(b[0]), b[1])) * 0.7
 
@@ -58,7 +58,7 @@ def in_views(model: nn.Module, a: Any, b: Any) -> Tensor:
 
 
 def in_a_chain(model: nn.Module, a: Any, b: Any) -> Tensor:
-    """Models called with the outputs of models."""
+    """Call models with the outputs of models."""
     assert isinstance(model, nn.Sequential)
     hidden_a, hidden_b = model[:2](a[0]), model[:2](b[0])
     out_a, out_b = model[2:](hidden_a), model[2:](hidden_b)
