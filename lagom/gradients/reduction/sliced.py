@@ -6,7 +6,7 @@ See Note [Slices].
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -16,12 +16,27 @@ from lagom.gradients.reduction.layout import travelling
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lagom.collectives.group import Group
     from lagom.gradients.reduction.layout import Bucket, Layout, LayoutEntry
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _ALIGNED = 16
 """Elements that a slice is a multiple of: 16 bytes, at least, for any type."""
+
+
+class SliceGroup(Protocol):
+    """Collectives that slices need; those of ``Group``, or of any other set of ranks."""
+
+    rank: int
+    world_size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum ``tensor`` over the ranks, in place."""
+
+    def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Write the ``part`` of each rank into ``whole``, in rank order."""
+
+    def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send row i to rank i; return the rows received, in rank order."""
 
 
 class _Slices(NamedTuple):
@@ -37,7 +52,7 @@ class _Slices(NamedTuple):
 
 
 class _Sliced:
-    def __init__(self, group: Group, half: torch.dtype | None) -> None:
+    def __init__(self, group: SliceGroup, half: torch.dtype | None) -> None:
         self._group = group
         self._half = half
 
@@ -109,9 +124,12 @@ class Adasum(_Sliced):
                 "reduction='adasum' has no rule for sparse gradients, and an embedding with sparse=True has them; "
                 "use sparse=False, or reduction='mean'"
             )
-        if not layout.buckets:
-            return
-        found = [self._cut(bucket, gradients) for bucket in layout.buckets]
+        if layout.buckets:
+            self.combine(layout.buckets, gradients)
+
+    def combine(self, buckets: Sequence[Bucket], gradients: Sequence[torch.Tensor]) -> None:
+        """Combine the gradients that ``buckets`` name, in place; a collective."""
+        found = [self._cut(bucket, gradients) for bucket in buckets]
         parts = [list(_computable(slices.rows)) for slices in found]
         segments = [self._segments(slices) for slices in found]
         for _ in range((self._group.world_size - 1).bit_length()):
