@@ -1,36 +1,38 @@
-"""Programs written for Horovod run on lagom: importing this has ``import horovod.torch as hvd`` work, without Horovod.
+"""Runs programs written for Horovod: after this import ``import horovod.torch as hvd`` works, without Horovod.
 
 ``horovod``, ``horovod.torch``, ``horovod.spark`` and ``sparkdl`` are then found in lagom, unless they are installed;
-``install(force=True)`` takes lagom's also then. Within a lagom run that happens by itself for a program that imports
-them. docs/horovod.md tells what is served.
+``install(force=True)`` serves lagom's even then. Within a lagom run this happens by itself for a program that imports
+them. docs/horovod.md lists what is served.
+
+Start reading in torch.py, the names that programs use. A call goes from differentiable.py (or distributed_optimizer.py)
+to asynchronous.py, which makes requests; negotiation.py waits until all ranks have asked, by the rules in matching.py;
+exchange.py does the exchange. topology.py and process_sets.py know the ranks.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
-from lagom.compat.horovod import finder
-from lagom.compat.horovod.finder import install, installed, remove
+from lagom.compat.horovod.served_modules import install, installed, remove
 
 if TYPE_CHECKING:
-    from lagom.compat.horovod.runner import HorovodRunner, run
+    from lagom.compat.horovod.horovod_runner import HorovodRunner, run
 
 __all__ = ["HorovodRunner", "install", "installed", "remove", "run"]
 
-finder.install()
+install()
 
 
 def leave() -> None:
-    """At the end of a run in this process: be no rank of it any more."""
-    import sys
-
-    if (world := sys.modules.get("lagom.compat.horovod.world")) is not None:
-        world.leave()
+    """Shut down what a run began in this process; called at the end of the run."""
+    if (topology := sys.modules.get("lagom.compat.horovod.topology")) is not None:
+        topology.leave()
 
 
 def __getattr__(name: str) -> Any:
     if name in ("HorovodRunner", "run"):
-        from lagom.compat.horovod import runner
+        from lagom.compat.horovod import horovod_runner
 
-        return getattr(runner, name)
+        return getattr(horovod_runner, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

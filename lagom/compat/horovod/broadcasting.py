@@ -1,4 +1,4 @@
-"""Parameters, optimizers' states and other objects, from one rank to all, or from all to all."""
+"""Sends parameters, optimizer states and other objects from one rank to all, or from all to all."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from lagom.compat.horovod import world
-from lagom.compat.horovod.autograd import allgather, broadcast_
-from lagom.compat.horovod.operations import broadcast_async_, synchronize
+from lagom.compat.horovod import topology
+from lagom.compat.horovod.asynchronous import broadcast_async_, synchronize
+from lagom.compat.horovod.differentiable import allgather, broadcast_
 from lagom.compat.horovod.process_sets import ProcessSet, global_process_set
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Have tensors be those of ``root_rank``, in place.
+    """Overwrite tensors with those of ``root_rank``.
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
 
     Raises:
-        ValueError: when something else is among them.
+        ValueError: when ``params`` contains anything but tensors.
     """
     if isinstance(params, Mapping):
         params = sorted(params.items())
@@ -41,13 +41,13 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
-    """Have the optimizer's state and settings, such as learning rates, be those of ``root_rank``.
+    """Replace the optimizer's state and settings, such as learning rates, by those of ``root_rank``.
 
     Args:
-        model: accepted as in Horovod; there is no need of it.
+        model: accepted as in Horovod, and not used.
 
     Raises:
-        ValueError: for LBFGS, whose state is not by parameter.
+        ValueError: for LBFGS, whose state does not belong to single parameters, and when groups differ.
     """
     del model
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -55,50 +55,29 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     states = [optimizer.state.get(parameter, {}) for parameter in parameters]
-    shapes = [
-        {key: _Shape(value) if isinstance(value, Tensor) else value for key, value in state.items()} for state in states
-    ]
-    num_params = [len(group["params"]) for group in optimizer.param_groups]
-    settings, shapes, theirs = broadcast_object((settings, shapes, num_params), root_rank, "optimizer")
-    if theirs != num_params:
-        raise ValueError(f"rank {root_rank}'s optimizer has groups of {theirs} parameters, this rank's of {num_params}")
-    is_root = world.rank() == root_rank
-    if not is_root:
-        for group, told in zip(optimizer.param_groups, settings, strict=True):
-            group.update(told)
-    for at, (parameter, told) in enumerate(zip(parameters, shapes, strict=True)):
-        state = states[at] if is_root else {
-            key: value.like(states[at].get(key), parameter) if isinstance(value, _Shape) else value
-            for key, value in told.items()
-        }  # fmt: skip
-        for key in sorted(key for key, value in told.items() if isinstance(value, _Shape)):
-            broadcast_(state[key], root_rank, f"optimizer.{at}.{key}")
-        if not is_root and (state or parameter in optimizer.state):
-            optimizer.state[parameter] = state
-
-
-class _Shape:
-    """Stands for a tensor of a state."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-        self.on_cpu = tensor.device.type == "cpu"
-
-    def like(self, own: Any, parameter: Tensor) -> Tensor:
-        """This rank's tensor for it: its own if that fits."""
-        if isinstance(own, Tensor) and (tuple(own.shape), own.dtype) == (self.shape, self.dtype):
-            return own
-        return torch.zeros(self.shape, dtype=self.dtype, device="cpu" if self.on_cpu else parameter.device)
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    settings, states, root_sizes = broadcast_object((settings, states, sizes), root_rank, "optimizer")
+    if root_sizes != sizes:
+        raise ValueError(f"rank {root_rank}'s optimizer has groups of {root_sizes} parameters, this rank's of {sizes}")
+    if topology.rank() == root_rank:
+        return
+    for group, received in zip(optimizer.param_groups, settings, strict=True):
+        group.update(received)
+    for parameter, state in zip(parameters, states, strict=True):
+        if state or parameter in optimizer.state:
+            optimizer.state[parameter] = {
+                key: value.to(parameter.device) if isinstance(value, Tensor) and value.is_cuda else value
+                for key, value in state.items()
+            }
 
 
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The object of ``root_rank``, pickled on the way for the others."""
-    # Horovod names it by its type, which may differ between ranks: None where only the root has one.
+    """Return the object of ``root_rank``, which travels as a pickle."""
+    # Not named by its type, as in Horovod: ranks other than the root may pass None.
     name = name if name is not None else "object"
-    is_root = world.rank() == root_rank
+    is_root = topology.rank() == root_rank
     data = _bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([len(data)])
     broadcast_(length, root_rank, f"{name}.sz", process_set)
@@ -109,7 +88,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks, in rank order."""
+    """Return the objects of all ranks, in rank order."""
     name = name if name is not None else "object"
     data = _bytes(obj)
     lengths = allgather(torch.tensor([len(data)]), f"{name}.sz", process_set).tolist()

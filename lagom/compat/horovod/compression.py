@@ -1,58 +1,46 @@
-"""What gradients are made of on their way between ranks."""
+"""``hvd.Compression``: the data types in which gradients travel between ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, float16
 
 
 class Compressor:
-    """What a program's own compression derives from."""
+    """Base class for a program's own compression; by itself it changes nothing."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What is sent, and what ``decompress`` needs to know."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """What came, as it was."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """As it is."""
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor itself."""
+        """Return the tensor to send, and the context that ``decompress`` needs."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """The tensor itself."""
+        """Convert a received tensor back."""
         del ctx
         return tensor
 
 
+NoneCompressor = Compressor
+
+
 class FP16Compressor(Compressor):
-    """Floating-point numbers of 16 bits on the way; sums of them are of 16 bits, too, as Horovod's are."""
+    """Sends floating-point numbers as 16 bits. Sums are computed in 16 bits too, as in Horovod."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Half precision, if it is of floating point."""
-        return (tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
+        """Convert floating-point numbers to half precision."""
+        return (tensor.to(float16) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """The precision that it had."""
+        """Convert the numbers back to their former precision."""
         return tensor.to(ctx) if ctx.is_floating_point else tensor
 
 
 class Compression:
-    """The compressions that there are."""
+    """The compressions that programs choose from."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,6 +1,6 @@
-"""``hvd.elastic`` in a run that keeps its ranks: states are sent round, saved and restored.
+"""``hvd.elastic`` for a run that keeps its ranks: states are saved, restored and broadcast, and never resized.
 
-A lagom run that loses a rank ends with an error that names it, so nothing is resumed with fewer.
+A lagom run that loses a rank ends with an error that names it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from lagom.compat.horovod import world
+from lagom.compat.horovod import topology
 from lagom.compat.horovod.broadcasting import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from lagom.compat.horovod.errors import HorovodInternalError
-from lagom.compat.horovod.names import PATH
+from lagom.compat.horovod.exceptions import HorovodInternalError
+from lagom.compat.horovod.served_modules import PATH
 
 __path__ = [PATH]  # horovod.torch.elastic.state and sampler are found below it
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function(state, ...)``, which is given a state that was sent round. Where an exchange fails it is restored."""
+    """Broadcast the state before ``function(state, ...)``, and restore it when an exchange fails."""
 
     @functools.wraps(function)
     def running(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,86 +38,53 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     return running
 
 
-class State:
-    """What a program of Horovod's keeps in step on all ranks."""
-
-    def __init__(self) -> None:
-        self._reset_callbacks: list[Callable[[], None]] = []
-
-    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """To be called when ranks came or went."""
-        self._reset_callbacks.extend(callbacks)
-
-    def on_reset(self) -> None:
-        """Ranks came or went."""
-        self.reset()
-        for callback in self._reset_callbacks:
-            callback()
-
-    def commit(self) -> None:
-        """Save."""
-        self.save()
-        self.check_host_updates()
-
-    def check_host_updates(self) -> None:
-        """Ranks neither come nor go."""
-
-    def save(self) -> None:
-        """Remember what there is."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Go back to what was saved last."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Have all ranks go by rank 0."""
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Nothing, unless a program says otherwise."""
-
-
-class ObjectState(State):
-    """Attributes, by keyword; their values are replaced, not changed."""
+class ObjectState:
+    """Keeps attributes, given by keyword, equal on all ranks. Their values are replaced, not changed."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
         self._saved = kwargs
-        self.restore()
+        self._reset_callbacks: list[Callable[[], None]] = []
+        vars(self).update(kwargs)
 
     def save(self) -> None:
-        """Remember the attributes' values."""
+        """Remember the values of the attributes."""
         self._saved = {name: getattr(self, name) for name in self._saved}
 
     def restore(self) -> None:
-        """Give attributes the values that were saved last."""
-        for name, value in self._saved.items():
-            setattr(self, name, value)
+        """Return to the values that were saved last."""
+        vars(self).update(self._saved)
 
     def sync(self) -> None:
-        """Have attributes be those of rank 0."""
+        """Replace and save the values by those of rank 0."""
         if self._saved:
             self._saved = broadcast_object({name: getattr(self, name) for name in self._saved}, 0, "elastic.state")
-            ObjectState.restore(self)
+            vars(self).update(self._saved)
+
+    def commit(self) -> None:
+        """Save; the ranks of a run never change, so there is nothing else to check."""
+        self.save()
+
+    def check_host_updates(self) -> None:
+        """Do nothing: the ranks of a run never change."""
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Add functions for ``on_reset`` to call."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Call the reset callbacks; lagom never does, because ranks never change."""
+        for callback in self._reset_callbacks:
+            callback()
 
 
 class TorchState(ObjectState):
-    """Modules, optimizers and samplers, whose states are kept, and attributes.
-
-    Args:
-        model: kept as the attribute of that name.
-        optimizer: likewise.
-        kwargs: likewise; modules, optimizers and samplers by their states, others as they are.
-    """
+    """Keeps modules, optimizers and samplers, by their state dicts, and other attributes as they are."""
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
-        everything = {"model": model, "optimizer": optimizer, **kwargs}
-        self._tracked = {name: value for name, value in everything.items() if _sync_of(value) is not None}
-        for name, value in self._tracked.items():
-            object.__setattr__(self, name, value)
-        self._states: dict[str, Any] = {}
-        super().__init__(**{name: value for name, value in everything.items() if name not in self._tracked})
+        attributes = {"model": model, "optimizer": optimizer, **kwargs}
+        self._tracked = {name: value for name, value in attributes.items() if isinstance(value, _TRACKED)}
+        vars(self).update(self._tracked)
+        super().__init__(**{name: value for name, value in attributes.items() if name not in self._tracked})
         self.save()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -127,67 +94,66 @@ class TorchState(ObjectState):
             self._states[name] = copy.deepcopy(value.state_dict())
 
     def save(self) -> None:
-        """Remember all states."""
+        """Remember all states and values."""
         self._states = {name: copy.deepcopy(value.state_dict()) for name, value in self._tracked.items()}
         super().save()
 
     def restore(self) -> None:
-        """Go back to the states that were saved last."""
+        """Return to the states and values that were saved last."""
         for name, state in self._states.items():
             self._tracked[name].load_state_dict(copy.deepcopy(state))
         super().restore()
 
     def sync(self) -> None:
-        """Have all states be those of rank 0."""
+        """Replace and save all states and values by those of rank 0."""
         for value in self._tracked.values():
-            sync = _sync_of(value)
-            assert sync is not None
-            sync(value)
+            if isinstance(value, torch.nn.Module):
+                broadcast_parameters(value.state_dict(), 0)
+            elif isinstance(value, torch.optim.Optimizer):
+                broadcast_optimizer_state(value, 0)
+            else:
+                value.load_state_dict(broadcast_object(value.state_dict(), 0, "elastic.sampler"))
         super().sync()
         self.save()
 
 
 class ElasticSampler(Sampler[int]):
-    """Deals out the samples of an epoch that are not done; the first are dealt twice where they do not come out even.
+    """Shards the samples of an epoch that are not processed; the first are repeated where they do not divide.
 
     Args:
-        dataset: of constant length.
-        shuffle: another order in each epoch, equal on all ranks.
-        seed: of these orders.
+        dataset: a data set of constant length.
+        shuffle: use another order in each epoch, equal on all ranks.
+        seed: seed of these orders.
     """
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
-        self.processed_num = 0
-        self.reset()
+        self.load_state_dict({"epoch": 0, "processed_num": 0})
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, with all samples; to be called at the end of the one before."""
-        self.epoch = epoch
-        self.processed_num = 0
-        self.reset()
+        """Begin an epoch with all samples; programs call this at the end of the previous epoch."""
+        self.load_state_dict({"epoch": epoch, "processed_num": 0})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """A batch of this size is done on every rank."""
+        """Count a batch of this size as processed on every rank."""
         del batch_idx
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """How far it is."""
+        """Return the epoch and the number of processed samples."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Go on from there."""
+        """Continue from the result of ``state_dict``."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Deal out what is not done among the ranks that there are."""
-        self.num_replicas, self.rank = world.size(), world.rank()
+        """Shard the samples that are not processed."""
+        self.num_replicas, self.rank = topology.size(), topology.rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
@@ -196,19 +162,12 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        dealt = self.remaining_indices + self.remaining_indices[: self.total_size - len(self.remaining_indices)]
-        return iter(dealt[self.rank : self.total_size : self.num_replicas])
+        num_missing = self.total_size - len(self.remaining_indices)
+        padded = self.remaining_indices + self.remaining_indices[:num_missing]
+        return iter(padded[self.rank : self.total_size : self.num_replicas])
 
     def __len__(self) -> int:
         return self.num_samples
 
 
-def _sync_of(value: Any) -> Callable[[Any], None] | None:
-    """What sends round the state of such a value; None for what has none."""
-    if isinstance(value, torch.nn.Module):
-        return lambda module: broadcast_parameters(module.state_dict(), 0)
-    if isinstance(value, torch.optim.Optimizer):
-        return lambda optimizer: broadcast_optimizer_state(optimizer, 0)
-    if isinstance(value, ElasticSampler):
-        return lambda sampler: sampler.load_state_dict(broadcast_object(sampler.state_dict(), 0, "elastic.sampler"))
-    return None
+_TRACKED = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler)

@@ -1,4 +1,4 @@
-"""Which requests of the ranks belong together, and whether they fit: arithmetic of values, equal on all ranks.
+"""Matches the requests of all ranks and checks that they fit. Every rank computes the same result.
 
 See Note [Names] in negotiation.py.
 """
@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-REDUCES = ("average", "sum", "adasum", "min", "max", "product")
+REDUCTIONS = ("average", "sum", "adasum", "min", "max", "product")
 _GATHERS = ("allgather", "alltoall")
-_ONLY_ALL = ("allgather", "alltoall", "broadcast", "reducescatter")
-"""What a rank that has joined has no part in."""
-FUSED_BYTES = 1 << 26
-"""That travel at once at most, where one tensor alone is not larger."""
+_NEED_ALL_RANKS = ("allgather", "alltoall", "broadcast", "reducescatter")
+"""Exchanges that are impossible once a rank has joined."""
+_MAX_BATCH_BYTES = 1 << 26
+"""Largest batch of reductions; a single larger tensor travels alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a rank asks for by a name."""
+    """An exchange that a rank asks for by name."""
 
     name: str
     kind: str
@@ -38,110 +38,118 @@ class Request:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor."""
+        """Size of the tensor."""
         return self.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What one rank tells the others in a round."""
+class RankMessage:
+    """The message of one rank in a round."""
 
     requests: tuple[Request, ...]
-    joined: bool = False
+    has_joined: bool = False
     stuck_s: float = -1.0
-    """For which the program has been waiting without anything new; negative when it does not wait."""
+    """Seconds for which the program has waited without news; negative when it does not wait."""
 
     def encode(self) -> bytes:
-        """As JSON."""
-        return json.dumps([[astuple(one) for one in self.requests], self.joined, self.stuck_s]).encode()
+        """Return the message as JSON."""
+        return json.dumps([[astuple(one) for one in self.requests], self.has_joined, self.stuck_s]).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Told:
-        """What ``encode`` gave."""
-        requests, joined, stuck_s = json.loads(data)
-        made = []
-        for one in requests:
-            fields: Any = [tuple(part) if isinstance(part, list) else part for part in one]
-            made.append(Request(*fields))
-        return cls(tuple(made), joined, stuck_s)
+    def decode(cls, data: bytes) -> RankMessage:
+        """Read the result of ``encode``."""
+        encoded, has_joined, stuck_s = json.loads(data)
+        requests = []
+        for values in encoded:
+            fields: Any = [tuple(value) if isinstance(value, list) else value for value in values]
+            requests.append(Request(*fields))
+        return cls(tuple(requests), has_joined, stuck_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A name that every rank has asked for, but some that have joined."""
+    """An exchange that every rank has asked for, except ranks that have joined."""
 
     requests: tuple[Request | None, ...]
-    """By rank; None where it has joined without asking."""
-    complaint: str
-    """Why it cannot be done; "" when it can."""
+    """One for each rank; None where a rank has joined without asking."""
+    problem: str
+    """Why the requests do not fit; "" if they do."""
 
     @property
     def first(self) -> Request:
-        """Any of them, for what they have in common."""
+        """The first request, for the fields that all have in common."""
         return next(one for one in self.requests if one is not None)
 
 
-def matched(told: Sequence[Told]) -> list[Match]:
-    """What can be done now, in one order for all ranks; ``told`` is what all ranks said, in rank order."""
-    by_name = [{one.name: one for one in each.requests} for each in told]
-    found = []
+def match(messages: Sequence[RankMessage]) -> list[Match]:
+    """Return the exchanges that can be done now, in an order that is the same on all ranks."""
+    by_name = [{one.name: one for one in message.requests} for message in messages]
+    matches = []
     for name in dict.fromkeys(name for names in by_name for name in names):
-        # What a rank asked for before it joined is its own still.
-        having = [names.get(name) for names in by_name]
-        if all(one is not None or each.joined for one, each in zip(having, told, strict=True)):
-            found.append(Match(tuple(having), _complaint(having)))
-    return found
+        # A rank that has joined still takes part in exchanges that it asked for before.
+        requests = tuple(names.get(name) for names in by_name)
+        if all(one or message.has_joined for one, message in zip(requests, messages, strict=True)):
+            matches.append(Match(requests, _problem(requests)))
+    return matches
 
 
-def batches(matches: Sequence[Match]) -> Iterator[list[Match]]:
-    """``matches`` in their order, reductions that can travel together in one."""
+def split_into_batches(matches: Sequence[Match]) -> Iterator[list[Match]]:
+    """Keep the order of ``matches``; put neighbouring reductions that can travel together into one batch."""
     batch: list[Match] = []
-    for match in matches:
-        if batch and _fit(batch, match):
-            batch.append(match)
-            continue
-        if batch:
+    for each in matches:
+        if batch and not _fits(batch, each):
             yield batch
-        batch = [match]
+            batch = []
+        batch.append(each)
     if batch:
         yield batch
 
 
-def _fit(batch: list[Match], match: Match) -> bool:
-    one, other = batch[-1].first, match.first
-    alike = ("kind", "dtype", "device", "op", "prescale", "postscale")
+def describe_deadlock(messages: Sequence[RankMessage], members: Sequence[int]) -> str:
+    """Say that all ranks wait for each other, and for which names."""
+    parts = []
+    for member, message in zip(members, messages, strict=True):
+        names = [repr(one.name) for one in message.requests[:3]] + ["..."] * (len(message.requests) > 3)
+        parts.append(f"rank {member} " + ("has joined" if message.has_joined else f"waits for {', '.join(names)}"))
+    return f"no rank can go on: {'; '.join(parts)}. All ranks must ask for the same names"
+
+
+def _fits(batch: list[Match], candidate: Match) -> bool:
+    one, other = batch[-1].first, candidate.first
+    equal_fields = ("kind", "dtype", "device", "op", "prescale", "postscale")
     return (
         one.kind == "allreduce"
-        and not batch[-1].complaint
-        and not match.complaint
-        and all(getattr(one, field) == getattr(other, field) for field in alike)
-        and sum(each.first.num_bytes for each in batch) + other.num_bytes <= FUSED_BYTES
+        and not batch[-1].problem
+        and not candidate.problem
+        and all(getattr(one, field) == getattr(other, field) for field in equal_fields)
+        and sum(each.first.num_bytes for each in batch) + other.num_bytes <= _MAX_BATCH_BYTES
     )
 
 
-def _complaint(having: Sequence[Request | None]) -> str:
-    given = [(rank, one) for rank, one in enumerate(having) if one is not None]
-    first_rank, first = given[0]
-    for rank, one in given[1:]:
-        for what, mine, theirs in _compared(first, one):
-            if mine != theirs:
+def _problem(requests: Sequence[Request | None]) -> str:
+    present = [(rank, one) for rank, one in enumerate(requests) if one is not None]
+    first_rank, first = present[0]
+    for rank, one in present[1:]:
+        for subject, wanted, found in _compare(first, one):
+            if wanted != found:
                 return (
-                    f"ranks asked for {first.name!r} with different {what}: "
-                    f"rank {first_rank} with {mine}, rank {rank} with {theirs}"
+                    f"ranks asked for {first.name!r} with different {subject}: "
+                    f"rank {first_rank} with {wanted}, rank {rank} with {found}"
                 )
-    if len(given) < len(having) and first.kind in _ONLY_ALL:
+    if len(present) < len(requests) and first.kind in _NEED_ALL_RANKS:
         return f"{first.kind} of {first.name!r} is not to be had once a rank has called join()"
     if first.kind in (*_GATHERS, "reducescatter") and not first.shape:
         return f"{first.kind} of {first.name!r}, which has no dimension; give it one with tensor.unsqueeze(0)"
-    return _bad_splits(given, len(having)) if first.kind == "alltoall" else ""
+    return _problem_of_splits(present, len(requests)) if first.kind == "alltoall" else ""
 
 
-def _compared(one: Request, other: Request) -> Iterator[tuple[str, object, object]]:
+def _compare(one: Request, other: Request) -> Iterator[tuple[str, object, object]]:
     yield "operations", one.kind, other.kind
     yield "data types", one.dtype, other.dtype
     yield "devices", one.device, other.device
     if one.kind in _GATHERS:
-        yield "shapes (only the first dimension may differ)", _rest(one), _rest(other)
+        first, second = ([*request.shape[1:]] if request.shape else None for request in (one, other))
+        yield "shapes (only the first dimension may differ)", first, second
     else:
         yield "shapes", list(one.shape), list(other.shape)
     yield "reductions", one.op, other.op
@@ -149,12 +157,8 @@ def _compared(one: Request, other: Request) -> Iterator[tuple[str, object, objec
     yield "root ranks", one.root, other.root
 
 
-def _rest(request: Request) -> list[object]:
-    return ["any", *request.shape[1:]] if request.shape else []
-
-
-def _bad_splits(given: Sequence[tuple[int, Request]], size: int) -> str:
-    for rank, one in given:
+def _problem_of_splits(present: Sequence[tuple[int, Request]], size: int) -> str:
+    for rank, one in present:
         if not one.splits and one.shape[0] % size:
             return (
                 f"alltoall of {one.name!r}: rank {rank} has {one.shape[0]} rows, which {size} ranks do not divide; "

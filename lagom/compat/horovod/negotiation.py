@@ -1,4 +1,4 @@
-"""``Negotiator``: has all ranks of a set do the same exchanges in the same order, whatever order they ask in.
+"""``Negotiator``: all ranks of a set do the same exchanges in the same order, in whatever order they ask.
 
 See Note [Names].
 """
@@ -8,37 +8,32 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
 
-from lagom.compat.horovod.errors import HorovodInternalError
-from lagom.compat.horovod.matching import Match, Told, batches, matched
-from lagom.compat.horovod.stall import LOOK_S, Stall, crossed
+from lagom.compat.horovod.exceptions import HorovodInternalError
+from lagom.compat.horovod.matching import Match, RankMessage, describe_deadlock, match, split_into_batches
+from lagom.compat.horovod.notices import LOOK_S, StallCheck
 
 if TYPE_CHECKING:
-    from lagom.compat.horovod.entry import Entry
-    from lagom.compat.horovod.exchange import Ranks
+    from lagom.compat.horovod.exchange import Entry, Ranks
     from lagom.compat.horovod.notices import Notices
 
-_FRAME = 2048
-"""Bytes that a rank says in a round at first; longer texts take a second exchange, once."""
+_FRAME_BYTES = 2048
+"""Bytes of a message in a round at first; a longer message takes a second exchange, once."""
 _PAUSE_S = (0.0005, 0.02)
-"""Shortest and longest wait for something new, after a round in which nothing matched."""
-_STUCK_S = 2.0
-"""So long all ranks must have waited, each for what others do not ask for, until that is an error."""
+"""Shortest and longest pause after a round in which nothing matched."""
+_DEADLOCK_S = 2.0
+"""After this long, ranks that all wait for different names get an error."""
 
 
 class Negotiator:
-    """Matches what this rank asks for with what the others do, and has it done, in a thread of its own.
-
-    Args:
-        notices: where ranks read of each other what they cannot say in a round.
-    """
+    """Matches the requests of this rank with those of the others, and does them, in a thread of its own."""
 
     def __init__(self, ranks: Ranks, notices: Notices) -> None:
         self._ranks = ranks
-        self._notices = notices
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._entries: dict[str, Entry] = {}
@@ -48,83 +43,87 @@ class Negotiator:
         self._joined: threading.Event | None = None
         self._last_joined = -1
         self._have_joined: set[int] = set()
-        self._closed = ""
-        self._frame = _FRAME
-        self._cycle_s = _milliseconds("HOROVOD_CYCLE_TIME", 1.0)
-        self._stall = Stall(notices)
+        self._closed_reason = ""
+        self._frame_bytes = _FRAME_BYTES
+        self._cycle_s = float(os.environ.get("HOROVOD_CYCLE_TIME", 1.0)) / 1000
+        self._stall_check = StallCheck(notices)
         self._thread: threading.Thread | None = None
+        self._unnamed: Counter[str] = Counter()
+
+    def next_name(self, kind: str) -> str:
+        """Return the name of the next exchange that the program does not name; equal on all ranks."""
+        self._unnamed[kind] += 1
+        return f"{kind}.noname.{self._unnamed[kind] - 1}"
 
     def submit(self, entry: Entry) -> None:
         """Ask for an exchange.
 
         Raises:
-            HorovodInternalError: when one of that name is under way, or none are possible any more.
+            HorovodInternalError: when one of the same name is under way, or the negotiator is closed.
         """
-        if self._ranks.size == 1:
-            self._ranks.perform(matched([Told((entry.request,))]), {entry.request.name: entry})
-            return
         name = entry.request.name
         with self._changed:
-            self._check()
+            self._check_open()
             if name in self._entries:
                 raise HorovodInternalError(
                     f"{entry.request.kind} of {name!r} was asked for while another of that name is under way; "
                     "synchronize() that one first, or give this one a name of its own"
                 )
             self._entries[name] = entry
-            self._news()
+            self._wake()
 
     def wait(self, entry: Entry) -> None:
-        """Until ``entry`` is done.
+        """Wait until ``entry`` is done.
 
         Raises:
-            HorovodInternalError: when it failed, or will never be.
+            HorovodInternalError: when it failed or will never be done.
         """
         if not entry.done.is_set():
-            self._await(entry.done, entry.request.name)
+            self._wait_for(entry.done, entry.request.name)
         if entry.error is not None:
             raise HorovodInternalError(str(entry.error)) from entry.error
         entry.settle()
 
     def join(self) -> int:
-        """Take part with zeros until all ranks have joined; returns the global rank that came last."""
-        if self._ranks.size == 1:
-            return self._ranks.members[0]
+        """Contribute zeros until all ranks have joined; return the global rank that joined last."""
         joined = threading.Event()
         with self._changed:
-            self._check()
+            self._check_open()
             self._joined = joined
-            self._news()
-        self._await(joined, "join()")
+            self._wake()
+        self._wait_for(joined, "join()")
         with self._changed:
-            self._check()
+            self._check_open()
             return self._ranks.members[self._last_joined]
 
-    def close(self, why: str) -> None:
-        """Take nothing more; what is under way fails."""
+    def close(self, reason: str) -> None:
+        """Accept nothing more; exchanges that are under way fail."""
         with self._changed:
-            self._closed = self._closed or why
-            self._news()
-        self._fail(HorovodInternalError(why))
+            self._closed_reason = self._closed_reason or reason
+            self._wake()
+        self._fail(HorovodInternalError(reason))
 
-    def _news(self) -> None:
+    def _wake(self) -> None:
         self._version += 1
         self._stuck_since = None
-        if self._thread is None and not self._closed:
+        if self._ranks.world_size == 1:
+            if not self._closed_reason:
+                self._serve([self._message()])
+        elif self._thread is None and not self._closed_reason:
             self._thread = threading.Thread(target=self._run, name="lagom-horovod", daemon=True)
             self._thread.start()
         self._changed.notify_all()
 
-    def _check(self) -> None:
-        if self._closed:
-            raise HorovodInternalError(self._closed)
-        if os.getpid() != self._pid:
+    def _check_open(self) -> None:
+        if self._closed_reason:
+            raise HorovodInternalError(self._closed_reason)
+        if os.getpid() != self._pid and self._ranks.world_size > 1:
             raise HorovodInternalError(
                 "this process was forked from a rank, such as a loader's worker is, and is none itself; exchange in "
                 "the rank, before or after"
             )
 
-    def _await(self, done: threading.Event, name: str) -> None:
+    def _wait_for(self, done: threading.Event, name: str) -> None:
         with self._changed:
             self._waiting.append(name)
             self._version += 1
@@ -132,28 +131,20 @@ class Negotiator:
         started = time.monotonic()
         try:
             while not done.wait(LOOK_S):
-                self._look(name, time.monotonic() - started)
+                with self._changed:
+                    pending = sorted(self._entries) + (["join()"] if self._joined is not None else [])
+                self._stall_check.check(name, time.monotonic() - started, pending, self._ranks.members)
         finally:
             with self._changed:
                 self._waiting.remove(name)
 
-    def _look(self, name: str, seconds: float) -> None:
-        """While waiting: raise when a rank is gone, or has been awaited for too long; say who it is."""
-        with self._changed:
-            pending = sorted(self._entries) + (["join()"] if self._joined is not None else [])
-        for member in self._ranks.members:
-            if why := self._notices.left(member):
-                raise HorovodInternalError(f"{name!r} will never be done: {why}")
-        self._stall.look(name, seconds, pending, self._ranks.members)
-
     def _run(self) -> None:
         pause = _PAUSE_S[0]
         try:
-            while self._has_work():
+            while self._wait_for_work():
                 with self._changed:
-                    told, version = self._told(), self._version
-                answers = [Told.decode(data) for data in self._exchange(told.encode())]
-                if self._serve(answers):
+                    message, version = self._message(), self._version
+                if self._serve([RankMessage.decode(data) for data in self._exchange(message.encode())]):
                     pause = _PAUSE_S[0]
                     continue
                 with self._changed:
@@ -164,65 +155,67 @@ class Negotiator:
         except Exception as error:
             lost = HorovodInternalError(f"the ranks lost each other: {error}")
             with self._changed:
-                self._closed = self._closed or str(lost)
+                self._closed_reason = self._closed_reason or str(lost)
             lost.__cause__ = error
             self._fail(lost)
 
-    def _has_work(self) -> bool:
-        """Wait for something to do; False at the end."""
+    def _wait_for_work(self) -> bool:
+        """Wait until there is something to exchange; return False once closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._entries or self._joined is not None)
+            self._changed.wait_for(lambda: self._closed_reason or self._entries or self._joined is not None)
             if not self._waiting:
-                # What follows within a moment goes along; who is waited for does not wait for more.
-                self._changed.wait_for(lambda: self._closed or self._waiting, self._cycle_s)
-            return not self._closed
+                # Let requests that follow within a moment join this round, unless the program waits already.
+                self._changed.wait_for(lambda: self._closed_reason or self._waiting, self._cycle_s)
+            return not self._closed_reason
 
-    def _told(self) -> Told:
+    def _message(self) -> RankMessage:
         waits = any(name in self._entries or name == "join()" for name in self._waiting)
-        stuck = time.monotonic() - self._stuck_since if self._stuck_since is not None and waits else -1.0
-        return Told(tuple(entry.request for entry in self._entries.values()), self._joined is not None, stuck)
+        stuck_s = time.monotonic() - self._stuck_since if self._stuck_since is not None and waits else -1.0
+        requests = tuple(entry.request for entry in self._entries.values())
+        return RankMessage(requests, self._joined is not None, stuck_s)
 
-    def _serve(self, told: list[Told]) -> bool:
-        """Do what all ranks have asked for; False when there is nothing."""
-        new = {rank for rank, each in enumerate(told) if each.joined} - self._have_joined
-        if new:
-            self._have_joined |= new
-            self._last_joined = max(new)
-        matches = matched(told)
-        for batch in batches(matches):
+    def _serve(self, messages: list[RankMessage]) -> bool:
+        """Do all exchanges that every rank has asked for; return False if there is none."""
+        joining = {rank for rank, message in enumerate(messages) if message.has_joined} - self._have_joined
+        if joining:
+            self._have_joined |= joining
+            self._last_joined = max(joining)
+        matches = match(messages)
+        for batch in split_into_batches(matches):
             self._perform(batch)
-        if not matches and len(self._have_joined) == len(told):
+        if matches:
+            return True
+        if len(self._have_joined) == len(messages):
             with self._changed:
                 joined, self._joined = self._joined, None
                 self._have_joined = set()
             assert joined is not None
             joined.set()
             return True
-        if not matches and all(each.stuck_s >= _STUCK_S for each in told if not each.joined):
-            self._fail(HorovodInternalError(crossed(told, self._ranks.members)))
+        if all(message.stuck_s >= _DEADLOCK_S for message in messages if not message.has_joined):
+            self._fail(HorovodInternalError(describe_deadlock(messages, self._ranks.members)))
             return True
-        return bool(matches)
+        return False
 
     def _perform(self, batch: list[Match]) -> None:
         with self._changed:
-            names = [match.first.name for match in batch if match.first.name in self._entries]
-            # Taken out before it is done: the program may ask for the same name at once.
+            names = [each.first.name for each in batch if each.first.name in self._entries]
+            # Removed before they are done: the program may ask for the same names at once.
             entries = {name: self._entries.pop(name) for name in names}
             self._stuck_since = None
         self._ranks.perform(batch, entries)
 
     def _exchange(self, data: bytes) -> list[bytes]:
-        """What all ranks say, in rank order."""
+        """Return the messages of all ranks, in rank order."""
         while True:
-            frame = torch.zeros(8 + self._frame, dtype=torch.uint8)
-            frame[:8] = torch.tensor(list(len(data).to_bytes(8, "big")), dtype=torch.uint8)
-            part = data[: self._frame]
-            frame[8 : 8 + len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            frame = torch.zeros(8 + self._frame_bytes, dtype=torch.uint8)
+            content = len(data).to_bytes(8, "big") + data[: self._frame_bytes]
+            frame[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             frames = [bytes(each.numpy()) for each in self._ranks.all_gather(frame)]
             lengths = [int.from_bytes(each[:8], "big") for each in frames]
-            if max(lengths) <= self._frame:
+            if max(lengths) <= self._frame_bytes:
                 return [each[8 : 8 + length] for each, length in zip(frames, lengths, strict=True)]
-            self._frame = 1 << max(lengths).bit_length()
+            self._frame_bytes = 1 << max(lengths).bit_length()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -236,23 +229,18 @@ class Negotiator:
             joined.set()
 
 
-def _milliseconds(variable: str, default: float) -> float:
-    return float(os.environ.get(variable, default)) / 1000
-
-
 # Note [Names]
 #
 # torch.distributed wants all ranks to call the same exchanges in the same order. Horovod does not: ranks ask by name,
-# in any order, and an exchange begins when all have asked for it. That is needed: gradients become final in an order of
-# the rank's own where forwards differ, and a rank that has joined must answer for names that it never asks for.
+# in any order, and an exchange begins when all have asked for it. Programs need that: where forwards differ, gradients
+# become final in another order on each rank, and a rank that has joined must answer for names that it never asks for.
 #
-# So a thread of each rank tells the others, in rounds of one small all-gather, all names that its rank has asked for
-# and that are not done. Everybody computes from what all have said which names are complete, in one order, and does
-# those; reductions of one kind travel together in one flat tensor. A rank with nothing to ask for takes part in no
-# round, and sleeps; the others then wait in theirs. A round begins when the program waits for something, or
-# HOROVOD_CYCLE_TIME (1 ms) after it has asked, so that the gradients of a small model are one round.
+# So a thread of each rank sends the names that its rank has asked for, and that are not done, in rounds of one small
+# all-gather. From all messages every rank computes which exchanges are complete, in one order, and does them;
+# reductions of one kind travel together in one flat tensor. A rank without requests sleeps and takes part in no round;
+# the others wait in theirs. A round begins when the program waits for something, or HOROVOD_CYCLE_TIME (1 ms) after a
+# request, so that the gradients of a small model are one round. A single rank serves its own message at once.
 #
-# Nothing hangs. Where all ranks wait, each for what another does not ask for, a round shows it, and it is an error on
-# all of them. A rank that ends says so where the others look while they wait. One that is busy otherwise is waited
-# for, and named after HOROVOD_STALL_CHECK_TIME_SECONDS (60), as in Horovod; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS makes
-# that an error.
+# Nothing hangs. If all ranks wait, each for a name that another does not ask for, a round shows it, and all get an
+# error. A rank that ends leaves a notice, which waiting ranks read. A rank that is busy is waited for, and named
+# after HOROVOD_STALL_CHECK_TIME_SECONDS (60), as in Horovod; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS makes it an error.

@@ -1,19 +1,20 @@
-"""``ProcessSet``: some of the ranks, which exchange among themselves."""
+"""``hvd.init``, and ``ProcessSet``: some of the ranks, which exchange among themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from lagom.compat.horovod import world as worlds
-from lagom.compat.horovod.errors import HorovodInternalError
+from lagom.compat.horovod import topology
+from lagom.compat.horovod.exceptions import HorovodInternalError
 from lagom.compat.horovod.negotiation import Negotiator
 
 
 class ProcessSet:
-    """Ranks that exchange among themselves, once ``hvd.init`` or ``add_process_set`` was given this.
+    """Ranks that exchange among themselves, once ``init`` or ``add_process_set`` has registered them.
 
     Args:
-        ranks_or_comm: their ranks.
+        ranks_or_comm: global ranks.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
@@ -30,70 +31,95 @@ class ProcessSet:
         self.mpi_comm = None
 
     def size(self) -> int | None:
-        """Number of its ranks; None before it is known."""
+        """Return the number of ranks; None before registration."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's place in it; None before it is known, -1 outside of it."""
+        """Return this process's place in the set: None before registration, -1 outside of the set."""
         if self.process_set_id is None:
             return None
-        own = worlds.rank()
-        return self.ranks.index(own) if own in self.ranks else -1
+        return self.ranks.index(topology.rank()) if self.included() else -1
 
     def included(self) -> bool:
-        """Whether this process is one of it."""
-        return worlds.rank() in self.ranks
+        """Return whether this process belongs to the set."""
+        return topology.rank() in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
 global_process_set = ProcessSet([])
-_known: list[ProcessSet] = []
 
 
-def begin(world: worlds.World, wanted: Sequence[ProcessSet]) -> None:
-    """Make all ranks and the ``wanted`` sets known, in a new world."""
-    for each in _known:
-        each.process_set_id = None
-    _known.clear()
-    global_process_set.process_set_id, global_process_set.ranks = 0, list(range(world.size))
-    for each in wanted:
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Join the other ranks; further calls change nothing.
+
+    In a lagom run this is ``torch.distributed.init_process_group``: lagom steps back, because the program is
+    distributed by itself. A process that nobody launched is a world of one.
+
+    Args:
+        comm: None, or a list of all ranks.
+        process_sets: ``ProcessSet`` objects to register, or "dynamic", which changes nothing.
+    """
+    if topology.is_initialized():
+        return
+    if comm is not None and not isinstance(comm, (list, tuple)):
+        raise NotImplementedError(_ALL_RANKS.format(comm))
+    world = topology.begin()
+    global_process_set.ranks = list(range(world.size))
+    if comm and sorted(comm) != global_process_set.ranks:
+        topology.shutdown()
+        raise NotImplementedError(_ALL_RANKS.format(comm))
+    world.add(global_process_set)
+    for each in [] if process_sets in (None, "dynamic") else process_sets:
         if each.ranks != global_process_set.ranks:
             add_process_set(each)
 
 
+_ALL_RANKS = (
+    "hvd.init(comm={!r}): a world of some ranks only, or of mpi4py, is not served by lagom; call hvd.init() and use "
+    "hvd.ProcessSet for groups of ranks"
+)
+
+
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a process set known; all ranks call this, also those that are not in it.
+    """Register a process set. All ranks call this, also those outside of the set.
 
     Raises:
-        ValueError: when there is one of these ranks already, or no such ranks.
+        ValueError: when the ranks do not exist, or form a registered set already.
     """
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    made.process_set_id = worlds.world().add_set(made.ranks)
-    _known.append(made)
-    return made
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    world = topology.world()
+    ranks = added.ranks
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world.size)):
+        raise ValueError(f"a process set of {ranks}; want some of the ranks 0 to {world.size - 1}, each once")
+    if any(each.ranks == ranks and each.process_set_id is not None for each in world.process_sets):
+        raise ValueError(f"there is a process set of the ranks {ranks} already")
+    world.add(added)
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set; False when it is not known, or is that of all ranks."""
+    """Forget a process set; return False if it is not registered or is that of all ranks."""
     number = process_set.process_set_id
     if not number:
         return False
     process_set.process_set_id = None
-    return worlds.world().remove_set(number)
+    if (negotiator := topology.world().negotiators.pop(number, None)) is not None:
+        negotiator.close("the process set was removed")
+    return True
 
 
-def negotiator(process_set: ProcessSet) -> Negotiator:
-    """Of a process set that this rank is in.
+def negotiator_of(process_set: ProcessSet) -> Negotiator:
+    """Return the negotiator of a registered process set that this rank belongs to.
 
     Raises:
-        ValueError: when it is not known.
+        ValueError: when the set is not registered.
         HorovodInternalError: when this rank is not in it.
     """
-    world = worlds.world()
+    world = topology.world()
     number = process_set.process_set_id
-    if number is None or number not in world.sets:
+    if number is None:
         raise ValueError(f"{process_set} is not known; give it to hvd.init() or hvd.add_process_set() on all ranks")
     if number not in world.negotiators:
         raise HorovodInternalError(f"rank {world.rank} is not one of the ranks {process_set.ranks} of the process set")

@@ -1,151 +1,77 @@
-"""What programs import as ``horovod.torch``: its public names, served over ``torch.distributed``."""
+"""The public names of ``horovod.torch``, served over ``torch.distributed``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lagom.compat.horovod import elastic
-from lagom.compat.horovod.asking import Adasum, Average, Max, Min, Product, Sum
-from lagom.compat.horovod.autograd import (
-    allgather,
-    allreduce,
-    allreduce_,
-    alltoall,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_reducescatter,
-    reducescatter,
-)
-from lagom.compat.horovod.batchnorm import SyncBatchNorm
-from lagom.compat.horovod.broadcasting import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from lagom.compat.horovod.compression import Compression
-from lagom.compat.horovod.errors import HorovodInternalError
-from lagom.compat.horovod.names import PATH
-from lagom.compat.horovod.operations import (
-    allgather_async,
-    allreduce_async,
-    allreduce_async_,
-    alltoall_async,
-    barrier,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather_async,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter_async,
-    join,
-    poll,
-    reducescatter_async,
-    sparse_allreduce_async,
-    synchronize,
-)
-from lagom.compat.horovod.optimizer import DistributedOptimizer
-from lagom.compat.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from lagom.compat.horovod.world import (
-    cross_rank,
-    cross_size,
-    cuda_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_enabled,
-    not_built,
-    rank,
-    shutdown,
-    size,
-)
+from lagom.compat.horovod import elastic as elastic
+from lagom.compat.horovod.asynchronous import Adasum as Adasum
+from lagom.compat.horovod.asynchronous import Average as Average
+from lagom.compat.horovod.asynchronous import Max as Max
+from lagom.compat.horovod.asynchronous import Min as Min
+from lagom.compat.horovod.asynchronous import Product as Product
+from lagom.compat.horovod.asynchronous import Sum as Sum
+from lagom.compat.horovod.asynchronous import allgather_async as allgather_async
+from lagom.compat.horovod.asynchronous import allreduce_async as allreduce_async
+from lagom.compat.horovod.asynchronous import allreduce_async_ as allreduce_async_
+from lagom.compat.horovod.asynchronous import alltoall_async as alltoall_async
+from lagom.compat.horovod.asynchronous import barrier as barrier
+from lagom.compat.horovod.asynchronous import broadcast_async as broadcast_async
+from lagom.compat.horovod.asynchronous import broadcast_async_ as broadcast_async_
+from lagom.compat.horovod.asynchronous import grouped_allgather_async as grouped_allgather_async
+from lagom.compat.horovod.asynchronous import grouped_allreduce_async as grouped_allreduce_async
+from lagom.compat.horovod.asynchronous import grouped_allreduce_async_ as grouped_allreduce_async_
+from lagom.compat.horovod.asynchronous import grouped_reducescatter_async as grouped_reducescatter_async
+from lagom.compat.horovod.asynchronous import join as join
+from lagom.compat.horovod.asynchronous import poll as poll
+from lagom.compat.horovod.asynchronous import reducescatter_async as reducescatter_async
+from lagom.compat.horovod.asynchronous import sparse_allreduce_async as sparse_allreduce_async
+from lagom.compat.horovod.asynchronous import synchronize as synchronize
+from lagom.compat.horovod.broadcasting import allgather_object as allgather_object
+from lagom.compat.horovod.broadcasting import broadcast_object as broadcast_object
+from lagom.compat.horovod.broadcasting import broadcast_optimizer_state as broadcast_optimizer_state
+from lagom.compat.horovod.broadcasting import broadcast_parameters as broadcast_parameters
+from lagom.compat.horovod.compression import Compression as Compression
+from lagom.compat.horovod.differentiable import allgather as allgather
+from lagom.compat.horovod.differentiable import allreduce as allreduce
+from lagom.compat.horovod.differentiable import allreduce_ as allreduce_
+from lagom.compat.horovod.differentiable import alltoall as alltoall
+from lagom.compat.horovod.differentiable import broadcast as broadcast
+from lagom.compat.horovod.differentiable import broadcast_ as broadcast_
+from lagom.compat.horovod.differentiable import grouped_allgather as grouped_allgather
+from lagom.compat.horovod.differentiable import grouped_allreduce as grouped_allreduce
+from lagom.compat.horovod.differentiable import grouped_allreduce_ as grouped_allreduce_
+from lagom.compat.horovod.differentiable import grouped_reducescatter as grouped_reducescatter
+from lagom.compat.horovod.differentiable import reducescatter as reducescatter
+from lagom.compat.horovod.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
+from lagom.compat.horovod.exceptions import HorovodInternalError as HorovodInternalError
+from lagom.compat.horovod.process_sets import ProcessSet as ProcessSet
+from lagom.compat.horovod.process_sets import add_process_set as add_process_set
+from lagom.compat.horovod.process_sets import global_process_set as global_process_set
+from lagom.compat.horovod.process_sets import init as init
+from lagom.compat.horovod.process_sets import remove_process_set as remove_process_set
+from lagom.compat.horovod.served_modules import PATH
+from lagom.compat.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from lagom.compat.horovod.topology import cross_rank as cross_rank
+from lagom.compat.horovod.topology import cross_size as cross_size
+from lagom.compat.horovod.topology import cuda_built as cuda_built
+from lagom.compat.horovod.topology import is_available, is_unavailable
+from lagom.compat.horovod.topology import is_homogeneous as is_homogeneous
+from lagom.compat.horovod.topology import is_initialized as is_initialized
+from lagom.compat.horovod.topology import local_rank as local_rank
+from lagom.compat.horovod.topology import local_size as local_size
+from lagom.compat.horovod.topology import rank as rank
+from lagom.compat.horovod.topology import shutdown as shutdown
+from lagom.compat.horovod.topology import size as size
 
-ccl_built = ddl_built = mpi_built = nccl_built = rocm_built = not_built
-mpi_threads_supported = mpi_enabled
-
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "synchronize",
-]
+gloo_built = gloo_enabled = is_available
+ccl_built = ddl_built = mpi_built = nccl_built = rocm_built = is_unavailable
+mpi_enabled = mpi_threads_supported = is_unavailable
 
 __path__ = [PATH]  # horovod.torch.compression and others are found below it
-_NOT_SERVED = {
-    "start_timeline": "set HOROVOD_TIMELINE=FILE before the run",
-    "stop_timeline": "set HOROVOD_TIMELINE=FILE before the run",
-}
+_INSTEAD_OF_TIMELINE = "; set HOROVOD_TIMELINE=FILE before the run"
 
 
 def __getattr__(name: str) -> Any:
-    what = f"; {_NOT_SERVED[name]}" if name in _NOT_SERVED else ""
-    raise AttributeError(f"horovod.torch.{name} is not served by lagom{what}; docs/horovod.md lists what is")
+    instead = _INSTEAD_OF_TIMELINE if name in ("start_timeline", "stop_timeline") else ""
+    raise AttributeError(f"horovod.torch.{name} is not served by lagom{instead}; docs/horovod.md lists what is")

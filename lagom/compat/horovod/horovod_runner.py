@@ -1,9 +1,10 @@
-"""``HorovodRunner`` and ``run``: a function written for Horovod, on the ranks of a lagom run."""
+"""``HorovodRunner`` and ``run``: start a function written for Horovod on the ranks of a lagom run."""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +15,14 @@ from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError
 from lagom.world import place_in_run
 
-Launcher = Literal["auto", "spark", "local"]
-
 
 class HorovodRunner:
-    """Databricks' runner, by its interface.
+    """Databricks' runner, with its interface.
 
     Args:
-        np: number of ranks. On the Spark cluster where a session is active, else on this machine; 0: all task slots.
-            A negative number: so many ranks on the driver's machine.
-        driver_log_verbosity: whose output is shown as it comes: "all", or "log_callback_only", which is rank 0's here.
+        np: number of ranks, on the Spark cluster where a session is active, else on this machine. 0 takes all task
+            slots; a negative number starts as many ranks on the driver's machine.
+        driver_log_verbosity: "all" shows the output of all ranks, "log_callback_only" that of rank 0.
 
     Raises:
         ValueError: for anything else.
@@ -45,10 +44,10 @@ class HorovodRunner:
         self.driver_log_verbosity = driver_log_verbosity
 
     def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
-        """Call ``main(**kwargs)`` on every rank; returns what rank 0's returned."""
-        log: Literal["all", "rank0"] = "all" if self.driver_log_verbosity == "all" else "rank0"
-        launcher: Launcher = "local" if self.num_processor < 0 else "auto"
-        return _values(main, (), kwargs, abs(self.num_processor) or None, launcher, log)[0]
+        """Call ``main(**kwargs)`` on every rank and return the value of rank 0."""
+        launcher: Literal["auto", "local"] = "local" if self.num_processor < 0 else "auto"
+        shows_all = self.driver_log_verbosity == "all"
+        return _call_on_ranks(main, (), kwargs, abs(self.num_processor) or None, launcher, shows_all)[0]
 
 
 def run(
@@ -68,19 +67,19 @@ def run(
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
 ) -> list[Any]:
-    """``fn(*args, **kwargs)`` on every rank, as ``horovod.spark.run`` does; what each returned, in rank order.
+    """Call ``fn(*args, **kwargs)`` on every rank, like ``horovod.spark.run``; return all values in rank order.
 
     Args:
         num_proc: number of ranks; one for each task slot if not given.
-        env: variables that ranks find in their environment.
-        verbose: 0: nothing; 1: rank 0's output is shown as it comes; 2: every rank's.
+        env: environment variables for the ranks.
+        verbose: above 1 shows the output of all ranks, otherwise that of rank 0.
 
     Raises:
-        NotImplementedError: for what has no counterpart here, by its name.
+        NotImplementedError: for a setting that lagom does not serve.
     """
     del start_timeout, use_gloo, prefix_output_with_timestamp, nics
     _refuse(use_mpi=use_mpi, extra_mpi_args=extra_mpi_args, stdout=stdout, stderr=stderr, executable=executable)
-    return _values(fn, args, kwargs or {}, num_proc, "auto", "all" if verbose > 1 else "rank0", env)
+    return _call_on_ranks(fn, args, kwargs or {}, num_proc, "auto", verbose > 1, env)
 
 
 def local_run(
@@ -93,14 +92,20 @@ def local_run(
     verbose: int | None = None,
     **others: Any,
 ) -> list[Any]:
-    """``func(*args, **kwargs)`` on ranks of this machine, as ``horovod.run`` does; what each returned, in order."""
+    """Call ``func(*args, **kwargs)`` on ranks of this machine, like ``horovod.run``; return all values in order."""
     _refuse(**{name: value for name, value in others.items() if name not in _WITHOUT_EFFECT})
     for host in (hosts or "localhost").split(","):
         if (name := host.partition(":")[0]) not in ("localhost", "127.0.0.1", socket.gethostname()):
             raise NotImplementedError(
                 f"horovod.run(hosts={hosts!r}): {name} is another machine; use horovod.spark.run with a SparkSession"
             )
-    return _values(func, args, kwargs or {}, num_proc or np or 1, "local", "all" if verbose else "rank0")
+    return _call_on_ranks(func, args, kwargs or {}, num_proc or np or 1, "local", bool(verbose))
+
+
+def log_to_driver(message: object) -> None:
+    """Print at most 4000 characters. The output of rank 0 reaches the driver; with log="all" that of all ranks does."""
+    sys.stdout.write(str(message)[:4000] + "\n")
+    sys.stdout.flush()
 
 
 _WITHOUT_EFFECT = ("use_gloo", "start_timeout", "disable_cache", "network_interface", "network_interfaces", "slots")
@@ -114,7 +119,7 @@ def _refuse(**settings: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Returned:
-    """Keeps what ranks return from being compared and averaged: Horovod hands out each rank's own."""
+    """Hides a returned value, because lagom would compare and average those of the ranks."""
 
     value: Any
 
@@ -129,13 +134,13 @@ def _call(main: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any
     return _Returned(main(*given, **named))
 
 
-def _values(
+def _call_on_ranks(
     main: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    num: int | None,
-    launcher: Launcher,
-    log: Literal["all", "rank0"],
+    world_size: int | None,
+    launcher: Literal["auto", "local"],
+    shows_all: bool,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     if not callable(main):
@@ -143,11 +148,11 @@ def _values(
     if (place := place_in_run()) is not None and place.world_size > 1:
         raise LagomError(f"a run was begun on rank {place.rank} of another; call the function itself there")
     config = TorchDistributedConfig(
-        # Among the parameters of the run, where it is told from a function's code that it is distributed by itself.
+        # Passed as parameters of the run, where lagom looks for functions that are distributed already.
         hparams={"main": main, "given": tuple(args), "named": dict(kwargs), "env": dict(env or {})},
-        world_size=num,
+        world_size=world_size,
         launcher=launcher,
-        log=log,
+        log="all" if shows_all else "rank0",
         timeline={**os.environ, **(env or {})}.get("HOROVOD_TIMELINE") or False,
         name=getattr(main, "__name__", "horovod"),
     )

@@ -1,0 +1,276 @@
+"""Exchanges that return a handle at once, in place or not, for one tensor or several."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lagom.compat.horovod.exchange import Entry
+from lagom.compat.horovod.matching import REDUCTIONS, Request
+from lagom.compat.horovod.process_sets import ProcessSet, global_process_set, negotiator_of
+
+
+class Reduction(str):
+    """One of ``Average``, ``Sum``, ``Adasum``, ``Min``, ``Max`` and ``Product``."""
+
+    __slots__ = ()
+
+
+Average, Sum, Adasum, Min, Max, Product = (Reduction(name) for name in REDUCTIONS)
+
+_Read = Callable[[list[Entry]], Any]
+
+
+def _read_all(entries: list[Entry]) -> list[Tensor | None]:
+    return [entry.result for entry in entries]
+
+
+def _read_first(entries: list[Entry]) -> Tensor | None:
+    return entries[0].result
+
+
+class Handle:
+    """Exchanges that are under way; ``synchronize`` waits for them.
+
+    Args:
+        read: turns the finished entries into the result.
+    """
+
+    def __init__(self, process_set: ProcessSet, entries: list[Entry], read: _Read) -> None:
+        self._negotiator = negotiator_of(process_set)
+        self._entries: list[Entry] | None = entries
+        self._read = read
+        for entry in entries:
+            self._negotiator.submit(entry)
+
+    def is_done(self) -> bool:
+        """Return whether ``take`` would return at once."""
+        return self._entries is None or all(entry.done.is_set() for entry in self._entries)
+
+    def take(self) -> Any:
+        """Wait, and return the result; None when it was taken before."""
+        entries, self._entries = self._entries, None
+        if entries is None:
+            return None
+        for entry in entries:
+            self._negotiator.wait(entry)
+        return self._read(entries)
+
+
+def poll(handle: Handle) -> bool:
+    """Return whether ``synchronize`` would return at once."""
+    return handle.is_done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for an asynchronous exchange and return its result; None when it was returned before.
+
+    Raises:
+        HorovodInternalError: when the exchange failed.
+    """
+    return handle.take()
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    in_place: bool = False,
+    read: _Read = _read_all,
+) -> Handle:
+    """Start to reduce several tensors over all ranks.
+
+    Args:
+        op: ``Average`` if not given.
+        average: Horovod's older spelling of ``op``.
+    """
+    op = choose_op(op, average)
+    if op == Adasum and not all(tensor.is_floating_point() for tensor in tensors):
+        raise ValueError(f"Adasum of {tensors[0].dtype}; want floating-point numbers")
+    factors = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    return _start("allreduce", tensors, name, process_set, read, in_place, op=str(op), **factors)
+
+
+def grouped_allreduce_async_(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Handle:
+    """Reduce in place; arguments are those of ``grouped_allreduce_async``."""
+    return grouped_allreduce_async(tensors, *args, **kwargs, in_place=True)
+
+
+def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle:
+    """Reduce one tensor; other arguments are those of ``grouped_allreduce_async``."""
+    return grouped_allreduce_async([tensor], *args, **kwargs, read=_read_first)
+
+
+def allreduce_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle:
+    """Reduce one tensor in place; other arguments are those of ``grouped_allreduce_async``."""
+    return grouped_allreduce_async([tensor], *args, **kwargs, in_place=True, read=_read_first)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: str, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Start to add or average sparse tensors; return a function that waits for the result.
+
+    Raises:
+        NotImplementedError: for another ``op``.
+    """
+    if op not in (Average, Sum):
+        raise NotImplementedError(
+            f"{op} of the sparse gradient {name!r}; only Average and Sum are there: use sparse_as_dense=True"
+        )
+    coalesced = tensor.detach().coalesce()
+    indices = allgather_async(coalesced.indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(coalesced.values(), f"{name}.values", process_set)
+
+    def wait() -> Tensor:
+        all_indices, all_values = synchronize(indices), synchronize(values)
+        if op == Average:
+            all_values = all_values / len(process_set.ranks)
+        return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape, check_invariants=False)
+
+    return wait
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    read: _Read = _read_all,
+) -> Handle:
+    """Start to concatenate the tensors of all ranks; first dimensions may differ."""
+    return _start("allgather", tensors, name, process_set, read)
+
+
+def allgather_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle:
+    """Gather one tensor; other arguments are those of ``grouped_allgather_async``."""
+    return grouped_allgather_async([tensor], *args, **kwargs, read=_read_first)
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    in_place: bool = False,
+) -> Handle:
+    """Start to send the tensor of ``root_rank``, a global rank, to all."""
+    negotiator_of(process_set)
+    if root_rank not in process_set.ranks:
+        raise ValueError(f"root_rank is {root_rank}; want one of the ranks {process_set.ranks}")
+    return _start("broadcast", [tensor], name, process_set, _read_first, in_place, root=int(root_rank))
+
+
+def broadcast_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle:
+    """Broadcast in place; arguments are those of ``broadcast_async``."""
+    return broadcast_async(tensor, *args, **kwargs, in_place=True)
+
+
+def alltoall_async(
+    tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start to exchange rows; the result is the received rows and how many came from each rank.
+
+    Args:
+        splits: number of rows for each rank; equally many if not given.
+    """
+    numbers = tuple(int(one) for one in (splits.tolist() if isinstance(splits, Tensor) else splits or ()))
+    dtype = splits.dtype if isinstance(splits, Tensor) else torch.int32
+
+    def read(entries: list[Entry]) -> tuple[Tensor | None, Tensor]:
+        return entries[0].result, torch.tensor(entries[0].received, dtype=dtype)
+
+    return _start("alltoall", [tensor], name, process_set, read, splits=numbers)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: str = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    read: _Read = _read_all,
+) -> Handle:
+    """Start to reduce several tensors; each rank gets its rows, the first ranks one more if they do not divide."""
+    if op not in (Average, Sum):
+        raise ValueError(f"reducescatter with op={op!r}; want hvd.Average or hvd.Sum")
+    factors = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    return _start("reducescatter", tensors, name, process_set, read, False, op=str(op), **factors)
+
+
+def reducescatter_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle:
+    """Reduce one tensor; other arguments are those of ``grouped_reducescatter_async``."""
+    return grouped_reducescatter_async([tensor], *args, **kwargs, read=_read_first)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks are here."""
+    synchronize(_start("barrier", [torch.empty(0)], None, process_set, _read_all))
+
+
+def join(device: int = -1) -> int:
+    """Contribute zeros to reductions until all ranks have joined; means are still those of all ranks.
+
+    Returns:
+        The rank that came last; of several in one round the highest.
+    """
+    del device
+    return negotiator_of(global_process_set).join()
+
+
+def choose_op(op: str | None, average: bool | None) -> str:
+    """Return the ``op`` that is meant by it or by the older ``average``.
+
+    Raises:
+        ValueError: for both, or an unknown ``op``.
+    """
+    if average is not None:
+        if op is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        warnings.warn("average is Horovod's older spelling of op=hvd.Average or hvd.Sum", DeprecationWarning, 4)
+        return Average if average else Sum
+    if op is None:
+        return Average
+    if op not in REDUCTIONS:
+        raise ValueError(f"op is {op!r}; want hvd.Average, Sum, Adasum, Min, Max or Product")
+    return op
+
+
+def _start(
+    kind: str,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    read: _Read,
+    in_place: bool = False,
+    **details: Any,
+) -> Handle:
+    if not tensors:
+        raise ValueError(f"{kind} of an empty list; want at least one tensor")
+    negotiator = negotiator_of(process_set)
+    name = str(name) if name is not None else negotiator.next_name(kind)
+    names = [name] if len(tensors) == 1 else [f"{name}.{number}" for number in range(len(tensors))]
+    requests = [_request(kind, each, tensor, details) for each, tensor in zip(names, tensors, strict=True)]
+    entries = [Entry(request, tensor.detach(), in_place) for request, tensor in zip(requests, tensors, strict=True)]
+    return Handle(process_set, entries, read)
+
+
+def _request(kind: str, name: str, tensor: Tensor, details: dict[str, Any]) -> Request:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{kind} of {name!r}, which is a {type(tensor).__name__}; want a tensor")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{kind} of {name!r}, which is sparse; use hvd.sparse_allreduce_async, or tensor.to_dense()")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Request(name, kind, dtype, tuple(tensor.shape), tensor.element_size(), tensor.device.type, **details)
