@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lagom.compat.horovod.exchange import Entry
 from lagom.compat.horovod.matching import REDUCTIONS, Request
+from lagom.compat.horovod.negotiation import Negotiator
 from lagom.compat.horovod.process_sets import ProcessSet, global_process_set, negotiator_of
 
 
@@ -33,37 +35,20 @@ def _read_first(entries: list[Entry]) -> Tensor | None:
     return entries[0].result
 
 
+@dataclass(eq=False)
 class Handle:
-    """Exchanges that are under way; ``synchronize`` waits for them.
+    """Exchanges that are under way; ``synchronize`` waits for them."""
 
-    Args:
-        read: turns the finished entries into the result.
-    """
-
-    def __init__(self, process_set: ProcessSet, entries: list[Entry], read: _Read) -> None:
-        self._negotiator = negotiator_of(process_set)
-        self._entries: list[Entry] | None = entries
-        self._read = read
-        for entry in entries:
-            self._negotiator.submit(entry)
-
-    def is_done(self) -> bool:
-        """Return whether ``take`` would return at once."""
-        return self._entries is None or all(entry.done.is_set() for entry in self._entries)
-
-    def take(self) -> Any:
-        """Wait, and return the result; None when it was taken before."""
-        entries, self._entries = self._entries, None
-        if entries is None:
-            return None
-        for entry in entries:
-            self._negotiator.wait(entry)
-        return self._read(entries)
+    negotiator: Negotiator
+    entries: list[Entry]
+    read: _Read
+    """Turns the finished entries into the result."""
+    is_taken: bool = False
 
 
 def poll(handle: Handle) -> bool:
     """Return whether ``synchronize`` would return at once."""
-    return handle.is_done()
+    return all(entry.done.is_set() for entry in handle.entries)
 
 
 def synchronize(handle: Handle) -> Any:
@@ -72,7 +57,12 @@ def synchronize(handle: Handle) -> Any:
     Raises:
         HorovodInternalError: when the exchange failed.
     """
-    return handle.take()
+    if handle.is_taken:
+        return None
+    handle.is_taken = True
+    for entry in handle.entries:
+        handle.negotiator.wait(entry)
+    return handle.read(handle.entries)
 
 
 def grouped_allreduce_async(
@@ -264,7 +254,9 @@ def _start(
     names = [name] if len(tensors) == 1 else [f"{name}.{number}" for number in range(len(tensors))]
     requests = [_request(kind, each, tensor, details) for each, tensor in zip(names, tensors, strict=True)]
     entries = [Entry(request, tensor.detach(), in_place) for request, tensor in zip(requests, tensors, strict=True)]
-    return Handle(process_set, entries, read)
+    for entry in entries:
+        negotiator.submit(entry)
+    return Handle(negotiator, entries, read)
 
 
 def _request(kind: str, name: str, tensor: Tensor, details: dict[str, Any]) -> Request:

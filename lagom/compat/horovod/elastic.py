@@ -1,11 +1,10 @@
-"""``hvd.elastic`` for a run that keeps its ranks: states are saved, restored and broadcast, and never resized.
+"""``hvd.elastic`` for a run that keeps its ranks: states are broadcast from rank 0 when the function starts.
 
-A lagom run that loses a rank ends with an error that names it.
+A lagom run that loses a rank ends with an error that names it, so nothing is ever restored.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import random
@@ -17,104 +16,52 @@ from torch.utils.data import Sampler
 
 from lagom.compat.horovod import topology
 from lagom.compat.horovod.broadcasting import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from lagom.compat.horovod.exceptions import HorovodInternalError
 from lagom.compat.horovod.served_modules import PATH
 
 __path__ = [PATH]  # horovod.torch.elastic.state and sampler are found below it
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Broadcast the state before ``function(state, ...)``, and restore it when an exchange fails."""
+    """Broadcast the state before ``function(state, ...)``."""
 
     @functools.wraps(function)
     def running(state: Any, *args: Any, **kwargs: Any) -> Any:
         state.sync()
-        try:
-            return function(state, *args, **kwargs)
-        except HorovodInternalError:
-            state.restore()
-            raise
+        return function(state, *args, **kwargs)
 
     return running
 
 
-class ObjectState:
-    """Keeps attributes, given by keyword, equal on all ranks. Their values are replaced, not changed."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        self._saved = kwargs
-        self._reset_callbacks: list[Callable[[], None]] = []
-        vars(self).update(kwargs)
-
-    def save(self) -> None:
-        """Remember the values of the attributes."""
-        self._saved = {name: getattr(self, name) for name in self._saved}
-
-    def restore(self) -> None:
-        """Return to the values that were saved last."""
-        vars(self).update(self._saved)
-
-    def sync(self) -> None:
-        """Replace and save the values by those of rank 0."""
-        if self._saved:
-            self._saved = broadcast_object({name: getattr(self, name) for name in self._saved}, 0, "elastic.state")
-            vars(self).update(self._saved)
-
-    def commit(self) -> None:
-        """Save; the ranks of a run never change, so there is nothing else to check."""
-        self.save()
-
-    def check_host_updates(self) -> None:
-        """Do nothing: the ranks of a run never change."""
-
-    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Add functions for ``on_reset`` to call."""
-        self._reset_callbacks.extend(callbacks)
-
-    def on_reset(self) -> None:
-        """Call the reset callbacks; lagom never does, because ranks never change."""
-        for callback in self._reset_callbacks:
-            callback()
-
-
-class TorchState(ObjectState):
-    """Keeps modules, optimizers and samplers, by their state dicts, and other attributes as they are."""
+class TorchState:
+    """Attributes, given by keyword, that ``sync`` makes equal on all ranks."""
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
-        attributes = {"model": model, "optimizer": optimizer, **kwargs}
-        self._tracked = {name: value for name, value in attributes.items() if isinstance(value, _TRACKED)}
-        vars(self).update(self._tracked)
-        super().__init__(**{name: value for name, value in attributes.items() if name not in self._tracked})
-        self.save()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if name in vars(self).get("_tracked", {}):
-            self._tracked[name] = value
-            self._states[name] = copy.deepcopy(value.state_dict())
-
-    def save(self) -> None:
-        """Remember all states and values."""
-        self._states = {name: copy.deepcopy(value.state_dict()) for name, value in self._tracked.items()}
-        super().save()
-
-    def restore(self) -> None:
-        """Return to the states and values that were saved last."""
-        for name, state in self._states.items():
-            self._tracked[name].load_state_dict(copy.deepcopy(state))
-        super().restore()
+        vars(self).update(model=model, optimizer=optimizer, **kwargs)
 
     def sync(self) -> None:
-        """Replace and save all states and values by those of rank 0."""
-        for value in self._tracked.values():
+        """Replace modules, optimizers, samplers and all other attributes by those of rank 0."""
+        others = {}
+        for name, value in sorted(vars(self).items()):
             if isinstance(value, torch.nn.Module):
                 broadcast_parameters(value.state_dict(), 0)
             elif isinstance(value, torch.optim.Optimizer):
                 broadcast_optimizer_state(value, 0)
-            else:
+            elif isinstance(value, ElasticSampler):
                 value.load_state_dict(broadcast_object(value.state_dict(), 0, "elastic.sampler"))
-        super().sync()
-        self.save()
+            else:
+                others[name] = value
+        vars(self).update(broadcast_object(others, 0, "elastic.state"))
+
+    def commit(self) -> None:
+        """Do nothing: the ranks of a run never change, so no saved state is ever needed."""
+
+    save = check_host_updates = commit
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Accept functions for when ranks change, which they never do."""
+
+
+ObjectState = TorchState
 
 
 class ElasticSampler(Sampler[int]):
@@ -168,6 +115,3 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return self.num_samples
-
-
-_TRACKED = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler)

@@ -55,17 +55,10 @@ def run(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
-    start_timeout: float | None = None,
-    use_mpi: bool | None = None,
-    use_gloo: bool | None = None,
-    extra_mpi_args: str | None = None,
+    *,
     env: Mapping[str, str] | None = None,
-    stdout: Any = None,
-    stderr: Any = None,
     verbose: int = 1,
-    nics: Any = None,
-    prefix_output_with_timestamp: bool = False,
-    executable: str | None = None,
+    **others: Any,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on every rank, like ``horovod.spark.run``; return all values in rank order.
 
@@ -77,8 +70,7 @@ def run(
     Raises:
         NotImplementedError: for a setting that lagom does not serve.
     """
-    del start_timeout, use_gloo, prefix_output_with_timestamp, nics
-    _refuse(use_mpi=use_mpi, extra_mpi_args=extra_mpi_args, stdout=stdout, stderr=stderr, executable=executable)
+    _refuse(others)
     return _call_on_ranks(fn, args, kwargs or {}, num_proc, "auto", verbose > 1, env)
 
 
@@ -93,7 +85,7 @@ def local_run(
     **others: Any,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` on ranks of this machine, like ``horovod.run``; return all values in order."""
-    _refuse(**{name: value for name, value in others.items() if name not in _WITHOUT_EFFECT})
+    _refuse(others)
     for host in (hosts or "localhost").split(","):
         if (name := host.partition(":")[0]) not in ("localhost", "127.0.0.1", socket.gethostname()):
             raise NotImplementedError(
@@ -108,12 +100,21 @@ def log_to_driver(message: object) -> None:
     sys.stdout.flush()
 
 
-_WITHOUT_EFFECT = ("use_gloo", "start_timeout", "disable_cache", "network_interface", "network_interfaces", "slots")
+_WITHOUT_EFFECT = (
+    "disable_cache",
+    "network_interface",
+    "network_interfaces",
+    "nics",
+    "prefix_output_with_timestamp",
+    "slots",
+    "start_timeout",
+    "use_gloo",
+)
 
 
-def _refuse(**settings: Any) -> None:
+def _refuse(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
-        if value is not None and value is not False:
+        if value is not None and value is not False and name not in _WITHOUT_EFFECT:
             raise NotImplementedError(f"{name}={value!r} is not served by lagom; leave it out (docs/horovod.md)")
 
 
