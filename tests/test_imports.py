@@ -77,9 +77,9 @@ ROOMS = {
     "data.columns": "collectives errors cv2 numpy PIL pyarrow torch",
     # Programs that were written for others. Nothing imports these by name.
     "compat": "",
-    "compat.horovod": "__init__ collectives config errors experiment gradients.reduction forward monitor world "
+    "compat.horovod": "__init__ collectives compat config errors experiment gradients.reduction forward monitor world "
     "cloudpickle numpy pyspark torch",
-    "compat.maggy": "__init__ config experiment launchers result torch",
+    "compat.maggy": "__init__ compat config experiment launchers result torch",
     "compat.petastorm": "__init__ fsspec numpy packaging pyarrow torch",
 }
 """Of each package, and each module beside the packages: what it may import beyond itself and the standard library."""

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lagom.compat.horovod
 from lagom import experiment
-from lagom.compat.horovod import HorovodRunner, run, served_modules
+from lagom.compat.horovod import HorovodRunner, horovod_modules, run
 from lagom.config import TorchDistributedConfig
 from lagom.program.detect_distributed import is_distributed
 from lagom.worker.compatible import compatible
@@ -32,7 +32,7 @@ def finders() -> Iterator[None]:
     """What tests do to imports is undone, also for those that come after."""
     lagom.compat.horovod.install()
     yield
-    served_modules.remove()
+    lagom.compat.horovod.remove()
 
 
 def train_hvd(learning_rate: float, epochs: int = 2) -> tuple[int, list[float], list[float]]:
@@ -233,8 +233,8 @@ def test_names_are_found_and_what_is_not_served_is_told() -> None:
     assert (HorovodInternalError, Compression) == (hvd.HorovodInternalError, hvd.Compression)
     assert OfSparkdl is HorovodRunner
     assert callable(log_to_driver)
-    assert horovod.__version__ == served_modules.VERSION
-    for name, instead in served_modules.INSTEAD.items():
+    assert horovod.__version__ == horovod_modules.VERSION
+    for name, instead in horovod_modules.INSTEAD.items():
         with pytest.raises(ImportError, match="is not served by lagom") as raised:
             importlib.import_module(name)
         assert instead in str(raised.value)
@@ -242,7 +242,7 @@ def test_names_are_found_and_what_is_not_served_is_told() -> None:
         _ = importlib.import_module("horovod.spark").run_elastic
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("horovod.nothing")
-    served_modules.remove()
+    lagom.compat.horovod.remove()
     assert not {name for name in sys.modules if name.partition(".")[0] in ("horovod", "sparkdl")}
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("horovod")
@@ -255,15 +255,15 @@ def test_an_installed_package_is_left_alone_unless_it_is_asked_for(
     for package in ("horovod", "horovod/torch"):
         (tmp_path / package / "__init__.py").write_text("REAL = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delenv(served_modules.FORCE, raising=False)
+    monkeypatch.delenv(horovod_modules.FORCE, raising=False)
     lagom.compat.horovod.install()
     assert importlib.import_module("horovod.torch").REAL
     for name in ("horovod", "horovod.torch"):
         del sys.modules[name]
-    monkeypatch.setenv(served_modules.FORCE, "")  # install() sets it for ranks; this puts it back
+    monkeypatch.setenv(horovod_modules.FORCE, "")  # install() sets it for ranks; this puts it back
     lagom.compat.horovod.install(force=True)
     assert importlib.import_module("horovod.torch") is hvd
-    assert os.environ[served_modules.FORCE] == "force"
+    assert os.environ[horovod_modules.FORCE] == "force"
 
 
 def test_only_programs_that_name_it_are_taken_for_horovods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,20 +290,20 @@ def test_only_programs_that_name_it_are_taken_for_horovods(tmp_path: Path, monke
 
 
 def test_inside_a_run_the_names_are_there_for_such_programs_and_gone_afterwards() -> None:
-    served_modules.remove()
+    lagom.compat.horovod.remove()
     for _ in range(2):
         with compatible(True):
             found = importlib.import_module("horovod.torch")
             assert found is hvd
             assert importlib.import_module("sparkdl").HorovodRunner is HorovodRunner
         assert "horovod" not in sys.modules
-        assert not served_modules.installed()
+        assert not lagom.compat.horovod.installed()
     with compatible(False), pytest.raises(ModuleNotFoundError):
         importlib.import_module("horovod.torch")
     lagom.compat.horovod.install()
     with compatible(True):
         importlib.import_module("horovod.torch")
-    assert served_modules.installed()  # the caller's own
+    assert lagom.compat.horovod.installed()  # the caller's own
 
 
 def test_a_program_of_one_process_needs_no_run_and_inline_is_one() -> None:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from lagom.compat.horovod.served_modules import install, installed, remove
+from lagom.compat.horovod.horovod_modules import served
 
 if TYPE_CHECKING:
     from lagom.compat.horovod.horovod_runner import HorovodRunner, run
 
 __all__ = ["HorovodRunner", "install", "installed", "remove", "run"]
 
+install, installed, remove = served.install, served.installed, served.remove
 install()
 
 

@@ -16,9 +16,8 @@ from torch.utils.data import Sampler
 
 from lagom.compat.horovod import topology
 from lagom.compat.horovod.broadcasting import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from lagom.compat.horovod.served_modules import PATH
 
-__path__ = [PATH]  # horovod.torch.elastic.state and sampler are found below it
+__path__: list[str] = []  # horovod.torch.elastic.state and sampler are found below it
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:

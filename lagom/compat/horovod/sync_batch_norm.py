@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lagom.compat.horovod import topology
 from lagom.compat.horovod.asynchronous import Sum
 from lagom.compat.horovod.differentiable import allgather, allreduce_
-from lagom.forward.batchnorm_statistics import Call, Normalise, combined, moments
+from lagom.forward.batchnorm_statistics import BatchNormCall, Normalise, combine_moments, moments
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -27,10 +27,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not (self.training or self.running_mean is None) or topology.size() == 1:
             return super().forward(input)
         with torch.no_grad():
-            count, mean, var, _ = combined(allgather(_local_statistics(input.detach())))
+            count, mean, var, _ = combine_moments(allgather(_local_statistics(input.detach())))
             self._update_running(mean, var * (count / (count - 1).clamp(min=1)))
         dtype = torch.promote_types(input.dtype, torch.float32)
-        call = Call(_sum_over_ranks, self.eps, True, count)
+        call = BatchNormCall(_sum_over_ranks, self.eps, True, count)
         given = (input, self.weight, self.bias, mean.to(dtype), var.to(dtype), call)
         output: Tensor = Normalise.apply(*given)  # type: ignore[no-untyped-call]
         return output
@@ -51,7 +51,7 @@ def _sum_over_ranks(numbers: Tensor) -> None:
 
 
 def _local_statistics(input: Tensor) -> Tensor:
-    """Return one row for ``combined``: the count three times, means, and sums of squared deviations."""
+    """Return one row for ``combine_moments``: the count three times, means, and sums of squared deviations."""
     channels = input.shape[1]
     row = torch.zeros(1, 3 + 2 * channels, dtype=torch.float64, device=input.device)
     if input.numel():

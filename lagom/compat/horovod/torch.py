@@ -50,7 +50,6 @@ from lagom.compat.horovod.process_sets import add_process_set as add_process_set
 from lagom.compat.horovod.process_sets import global_process_set as global_process_set
 from lagom.compat.horovod.process_sets import init as init
 from lagom.compat.horovod.process_sets import remove_process_set as remove_process_set
-from lagom.compat.horovod.served_modules import PATH
 from lagom.compat.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from lagom.compat.horovod.topology import cross_rank as cross_rank
 from lagom.compat.horovod.topology import cross_size as cross_size
@@ -68,7 +67,7 @@ gloo_built = gloo_enabled = is_available
 ccl_built = ddl_built = mpi_built = nccl_built = rocm_built = is_unavailable
 mpi_enabled = mpi_threads_supported = is_unavailable
 
-__path__ = [PATH]  # horovod.torch.compression and others are found below it
+__path__: list[str] = []  # horovod.torch.compression and others are found below it
 _INSTEAD_OF_TIMELINE = "; set HOROVOD_TIMELINE=FILE before the run"
 
 

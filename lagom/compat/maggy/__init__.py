@@ -5,10 +5,11 @@ Within a lagom run, and under ``lagom run``, that happens when the program impor
 
 from __future__ import annotations
 
-from lagom.compat.maggy.finder import install, installed, remove
+from lagom.compat.maggy.maggy_modules import served
 
 __all__ = ["install", "installed", "remove"]
 
+install, installed, remove = served.install, served.installed, served.remove
 install()
 
 
