@@ -24,13 +24,13 @@ from lagom.launchers.failure import message_of, raise_failure
 from lagom.plan import Plan, plan
 from lagom.program.detect_distributed import is_distributed, needs_nccl
 from lagom.program.signature import arguments, check_makers, unread_hparams
+from lagom.random_states import random_states, set_random_states
 from lagom.records.run_dir import RunRecords
 from lagom.records.run_dir import records as new_records
 from lagom.result import Result
 from lagom.verify.rehearsals import verify
 from lagom.verify.verification import say_not_rehearsed, show
 from lagom.worker.process_settings import process_settings
-from lagom.worker.random_states import random_states, set_random_states
 
 log = logging.getLogger("lagom")
 

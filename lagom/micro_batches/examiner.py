@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lagom.micro_batches.oom_errors import wanted_bytes
+from lagom.random_states import equal_random_states, random_states
 from lagom.row_split.draws import Draws, UnsupportedDrawError
 from lagom.row_split.module_tree import numbers_of
 from lagom.row_split.probe import UNIFORM, BatchStatistics, ChangedError, check_probe, examine
@@ -20,7 +21,6 @@ from lagom.row_split.recorder import NotByRowsError
 from lagom.row_split.restore import SMALL, buffers_of, restored_state
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch
 from lagom.row_split.whole_batch import Block
-from lagom.run_state.random_streams import equal_states, states
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -85,7 +85,7 @@ class MicroBatchExaminer:
             if not self._compared_whole(watched, found, num, noted):
                 self._compare(narrowed(watched, 2 * -(-candidate.rows // num)), found.finding, 2, noted)
             _refuse_statistics(noted)
-        if not all(equal_states(found.ends[0], end) for end in found.ends):
+        if not all(equal_random_states(found.ends[0], end) for end in found.ends):
             raise NotByRowsError("draws other amounts of random numbers for a part of its batch")
         found.gains = not torch.is_grad_enabled() or self._gains(candidate, num)
 
@@ -123,7 +123,7 @@ class MicroBatchExaminer:
         if not same or not all(torch.equal(b, was) for b, was in buffers):
             raise NotByRowsError("changes a buffer or an attribute at each call, of which there would be several")
         found.repeats = True
-        found.ends.append(states())
+        found.ends.append(random_states())
         return output
 
     @contextmanager
@@ -160,7 +160,7 @@ class MicroBatchExaminer:
     def _tried(self, candidate: SplitCandidate) -> Iterator[BatchStatistics]:
         """Around a run of a part, with gradients: everything is as it was afterwards."""
         said = io.StringIO()
-        kept = restored_state(candidate.module, candidate.inside, candidate.device, opens=False)
+        kept = restored_state(candidate.module, candidate.inside, opens=False)
         with self._aside(), kept, redirect_stdout(said), redirect_stderr(said):
             yield BatchStatistics()
 

@@ -9,11 +9,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lagom.errors import LagomError
+from lagom.random_states import equal_random_states, random_states, set_random_states
 from lagom.row_split.draws import Draws
-from lagom.row_split.restore import random_numbers
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch
 from lagom.row_split.whole_batch import Block
-from lagom.run_state.random_streams import equal_states, states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ class MicroBatchRunner:
 
     def outputs(self, candidate: SplitCandidate, finding: SplitFinding, num: int) -> Any:
         """The outputs of all micro-batches, put together."""
-        begun = [*random_numbers(candidate.device)]
+        begun = random_states()
         parts: list[Sequence[Any]] = []
         end: dict[str, Any] = {}
         for block in Block(0, num, candidate.rows).others:
@@ -51,9 +50,9 @@ class MicroBatchRunner:
             else:
                 outputs = part(*leaves)
             parts.append(outputs)
-            if block.rank and not equal_states(end, states()):
+            if block.rank and not equal_random_states(end, random_states()):
                 raise LagomError(f"the forward of {_name(candidate)} drew random numbers in another way; {_REMEDY}")
-            end = end or states()
+            end = end or random_states()
         self._session.num_micro_batches = max(self._session.num_micro_batches, num)
         assert finding.spec is not None
         return tree_unflatten(_together(parts, finding, candidate), finding.spec)
@@ -61,9 +60,8 @@ class MicroBatchRunner:
     def run(self, part: _Part, leaves: list[Any]) -> list[Any]:
         """One micro-batch; modules inside it are left alone, and it finds the numbers of the first time again."""
         candidate, finding = part.candidate, part.finding
-        before = [*random_numbers(candidate.device)] if part.ran else []
-        for restore in part.begun:
-            restore()
+        before = random_states() if part.ran else None
+        set_random_states(part.begun)
         try:
             if self._session.weights is not None:
                 self._session.weights.resident.begin()
@@ -71,8 +69,8 @@ class MicroBatchRunner:
                 outputs, spec = tree_flatten(candidate.run(leaves))
         finally:
             part.ran = True
-            for restore in before:
-                restore()
+            if before is not None:
+                set_random_states(before)
         if spec != finding.spec:
             raise LagomError(
                 f"the forward of {_name(candidate)} gave outputs of another structure than at its first call; {_REMEDY}"
@@ -89,7 +87,7 @@ class _Part:
         candidate: SplitCandidate,
         finding: SplitFinding,
         block: Block,
-        begun: Sequence[Callable[[], object]],
+        begun: dict[str, Any],
     ) -> None:
         self.candidate = candidate
         self.finding = finding

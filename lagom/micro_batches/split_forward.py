@@ -15,9 +15,9 @@ from lagom.micro_batches.examiner import MicroBatchExaminer, MicroBatchFinding, 
 from lagom.micro_batches.oom_errors import wanted_bytes
 from lagom.micro_batches.runner import MicroBatchRunner
 from lagom.patching.object_reference import ObjectReference
+from lagom.random_states import random_states, set_random_states
 from lagom.row_split.module_tree import ModuleTree, kind_of, run_with
 from lagom.row_split.recorder import NotByRowsError
-from lagom.row_split.restore import random_numbers
 from lagom.row_split.split_candidate import SplitCandidate
 from lagom.run_state.malloc_trim import map_large_blocks
 
@@ -126,7 +126,7 @@ class MicroBatches:
 
     def _watched(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
         """Make the call; in (more) micro-batches, if memory does not suffice."""
-        begun, before = [*random_numbers(self._session.device)], num
+        begun, before = random_states(), num
         while True:
             try:
                 output = self._called(module, args, kwargs, num) if num > 1 else self._original(module, *args, **kwargs)
@@ -149,8 +149,7 @@ class MicroBatches:
                 torch.cuda.empty_cache()
             else:
                 map_large_blocks()
-            for restore in begun:
-                restore()
+            set_random_states(begun)
             num = self._more(module, args, kwargs, num, short)
             self._learnt[module] = num
 

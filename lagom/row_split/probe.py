@@ -102,7 +102,7 @@ def examine(
         ChangedError: when a forward has changed parameters, of which no second copy is kept.
     """
     check_probe(candidate)
-    with restored_state(candidate.module, candidate.inside, candidate.device) as begin_again:
+    with restored_state(candidate.module, candidate.inside) as begin_again:
         before = marks_of(candidate.module)
         try:
             _look(candidate, finding, num_blocks, statistics, begin_again)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.random_states import random_states, set_random_states
 from lagom.run_state.random_streams import DRAWING
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ SMALL = 1e-3
 
 @contextmanager
 def restored_state(
-    module: nn.Module, inside: Sequence[nn.Module], device: torch.device, *, opens: bool = True
+    module: nn.Module, inside: Sequence[nn.Module], *, opens: bool = True
 ) -> Iterator[Callable[[], None]]:
     """Puts back what a forward changes: random numbers, buffers, attributes. Gives a function that does so at once.
 
@@ -31,9 +30,10 @@ def restored_state(
         opens: give parameters that are next to nothing some size meanwhile.
     """
     with DRAWING:  # else what a thread draws meanwhile would be put back, too
-        kept = [*random_numbers(device), *_attributes(inside), *_contents(inside)]
+        states, kept = random_states(), [*_attributes(inside), *_contents(inside)]
 
         def put_back() -> None:
+            set_random_states(states)
             for restore in kept:
                 restore()
 
@@ -44,17 +44,6 @@ def restored_state(
             put_back()
             for parameter, before in small:
                 parameter.data.copy_(before)
-
-
-def random_numbers(device: torch.device) -> Iterator[Callable[[], object]]:
-    """What puts each of the generators back to where it is now: torch's, random's and, where it is loaded, numpy's."""
-    yield partial(torch.default_generator.set_state, torch.default_generator.get_state())
-    if device.type == "cuda":
-        yield partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
-    yield partial(random.setstate, random.getstate())
-    if "numpy.random" in sys.modules:
-        numpy_random = sys.modules["numpy.random"]
-        yield partial(numpy_random.set_state, numpy_random.get_state())
 
 
 def _attributes(inside: Sequence[nn.Module]) -> Iterator[Callable[[], object]]:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.random_states import equal_state, random_states
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -47,7 +49,7 @@ class CommonStreams:
 
     def note(self) -> None:
         """Record the generators' states: ranks may draw different amounts from now on."""
-        self._noted = states()
+        self._noted = random_states()
 
     def drawn_unevenly(self, before: torch.Tensor) -> None:
         """Record that ranks have drawn different amounts from torch's generator since its state was ``before``."""
@@ -57,13 +59,13 @@ class CommonStreams:
         """Reseed the generators that were drawn from since ``note``, so that they are equal on all ranks again."""
         if self._noted:
             before, self._noted = self._noted, {}
-            now = states()
-            self._restart([name for name, state in before.items() if not _equal(state, now[name])])
+            now = random_states()
+            self._restart([name for name, state in before.items() if not equal_state(state, now[name])])
 
     def restart(self) -> None:
         """Reseed all generators, equally on all ranks."""
         self._noted = {}
-        self._restart(list(states()))
+        self._restart(list(random_states()))
 
     def _restart(self, names: list[str]) -> None:
         if not names:
@@ -77,29 +79,6 @@ class CommonStreams:
             random.seed(seed)
         if "numpy" in names:
             sys.modules["numpy.random"].seed(seed % 2**32)
-
-
-def states() -> dict[str, Any]:
-    """Return the states of the generators of torch, random, numpy (if loaded) and CUDA (if in use)."""
-    found: dict[str, Any] = {"torch": torch.default_generator.get_state(), "random": random.getstate()}
-    if "numpy.random" in sys.modules:
-        found["numpy"] = sys.modules["numpy.random"].get_state()
-    if torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
-
-
-def equal_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether all generators have the same state."""
-    return one.keys() == other.keys() and all(_equal(state, other[name]) for name, state in one.items())
-
-
-def _equal(state: Any, other: Any) -> bool:
-    if isinstance(state, torch.Tensor):
-        return torch.equal(state, other)
-    if isinstance(state, tuple) and isinstance(state[0], str):  # numpy's: a name, an array, and numbers
-        return bool((state[1] == other[1]).all()) and state[2:] == other[2:]
-    return bool(state == other)
 
 
 class OwnStreams:

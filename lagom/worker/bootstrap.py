@@ -18,6 +18,7 @@ from lagom.collectives.run_store import SealedStore
 from lagom.monitor.spans import Spans
 from lagom.plan import Plan
 from lagom.program.signature import arguments, makes_data
+from lagom.random_states import random_states, set_random_states, start_random_states
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.patched import patched
 from lagom.session.session import Session
@@ -31,7 +32,6 @@ from lagom.worker.figures import shown_pictures
 from lagom.worker.oom_report import OutOfMemoryReport
 from lagom.worker.private_group import process_group
 from lagom.worker.process_settings import set_process_settings
-from lagom.worker.random_states import random_states, set_random_states, start_random_states
 from lagom.worker.rank_environment import environment, torchrun_variables
 from lagom.worker.reporter import Reporter
 from lagom.world import Place, standing_at

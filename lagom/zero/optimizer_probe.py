@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections import OrderedDict, defaultdict
 from contextlib import suppress
 from enum import Enum
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
+from lagom.random_states import equal_random_states, random_states, set_random_states
 from lagom.zero.probe_copies import CAP, EVERY_OTHER, HALVES, capped, fill, typical, values
 
 if TYPE_CHECKING:
@@ -60,18 +59,18 @@ def probe_optimizer(optimizer: Optimizer, step: Callable[..., Any], *, closure: 
     """
     if optimizer.defaults.get("differentiable") or any(g.get("differentiable") for g in optimizer.param_groups):
         return _COUPLED  # the program differentiates through the step of whole parameters
-    states = _random_states()
+    states = random_states()
     try:
         for dtype in (torch.float64, torch.float32):  # some take nothing but float32
             # Whatever a third party's code does with a copy of itself.
             with suppress(Exception), torch.enable_grad():
                 probe = _Probe(optimizer, step, dtype, closure=closure)
                 kind = probe.kind()
-                same = _equal(states, _random_states())
+                same = equal_random_states(states, random_states())
                 return OptimizerNature(kind, probe.changes_gradients) if same and kind is not Kind.COUPLED else _COUPLED
-            _set_random_states(states)
+            set_random_states(states)
     finally:
-        _set_random_states(states)
+        set_random_states(states)
     return _COUPLED
 
 
@@ -264,30 +263,6 @@ def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _constant() -> torch.Tensor:
     return torch.ones((), requires_grad=True)
-
-
-def _random_states() -> tuple[torch.Tensor, Any, Any, list[torch.Tensor]]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    numpy = sys.modules["numpy.random"].get_state(legacy=True) if "numpy.random" in sys.modules else None
-    return torch.get_rng_state(), random.getstate(), numpy, cuda
-
-
-def _set_random_states(states: tuple[torch.Tensor, Any, Any, list[torch.Tensor]]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    if states[2] is not None:
-        sys.modules["numpy.random"].set_state(states[2])
-    if states[3]:
-        torch.cuda.set_rng_state_all(states[3])
-
-
-def _equal(left: tuple[torch.Tensor, Any, Any, list[torch.Tensor]], right: tuple[torch.Tensor, Any, Any, Any]) -> bool:
-    return (
-        bool(torch.equal(left[0], right[0]))
-        and left[1] == right[1]
-        and repr(left[2]) == repr(right[2])
-        and all(torch.equal(a, b) for a, b in zip(left[3], right[3], strict=True))
-    )
 
 
 # Note [Probe]

@@ -24,10 +24,10 @@ from lagom.errors import PlanError, VerificationError
 from lagom.launchers import choose
 from lagom.launchers.local import LocalLauncher
 from lagom.plan import Plan, plan
+from lagom.random_states import random_states, set_random_states
 from lagom.result import Result
 from lagom.verify.rehearsals import verify
 from lagom.verify.verification import Verification
-from lagom.worker.random_states import random_states, set_random_states
 
 POINTS = torch.rand(53, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))

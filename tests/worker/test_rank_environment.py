@@ -14,9 +14,9 @@ from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
 from lagom.plan import Plan, plan
+from lagom.random_states import random_states, set_random_states
 from lagom.wire.spec import RankSpec
 from lagom.worker.device import rank_device, threads
-from lagom.worker.random_states import random_states, set_random_states
 from lagom.worker.rank_environment import environment
 from lagom.world import Place, standing_at
 

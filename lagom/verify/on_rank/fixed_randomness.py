@@ -13,6 +13,7 @@ from torch.utils.data import Subset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from lagom.patching.replace import replaced
+from lagom.random_states import random_states, set_random_states
 from lagom.run_state.random_streams import derive_seed
 
 if TYPE_CHECKING:
@@ -53,15 +54,11 @@ def _fetching(seed: int) -> Any:
         # What a data set fetches in one go cannot be told apart; a Subset does so one by one.
         if not self.auto_collation or (hasattr(self.dataset, "__getitems__") and type(self.dataset) is not Subset):
             return original(self, index)
-        numpy = sys.modules.get("numpy")
-        before = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
+        before = random_states()
         try:
             samples = [_drawn(self.dataset, one, seed) for one in index]
         finally:
-            random.setstate(before[0])
-            torch.set_rng_state(before[1])
-            if numpy is not None:
-                numpy.random.set_state(before[2])
+            set_random_states(before)
         return self.collate_fn(samples)
 
     return fetch

@@ -35,6 +35,22 @@ def set_random_states(states: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(state, device)
 
 
+def equal_random_states(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Return whether all generators of ``left`` and ``right`` are the same ones, in the same states."""
+    return left.keys() == right.keys() and all(equal_state(state, right[name]) for name, state in left.items())
+
+
+def equal_state(left: Any, right: Any) -> bool:
+    """Return whether two states of one generator are equal."""
+    if hasattr(left, "equal"):  # a tensor: torch's
+        return bool(left.equal(right))
+    if isinstance(left, list):  # CUDA's, one for each device
+        return len(left) == len(right) and all(map(equal_state, left, right))
+    if isinstance(left[0], str):  # numpy's: a name, an array, and numbers
+        return bool((left[1] == right[1]).all()) and left[2:] == right[2:]
+    return bool(left == right)
+
+
 def start_random_states(states: Mapping[str, Any]) -> None:
     """Start a rank's generators from the driver's ``states``.
 
