@@ -38,78 +38,79 @@ class TorchDistributedConfig:
     """A module class, a factory that returns a module, or a list of these (GANs, actor-critic)."""
     train_set: Any = field(default=None, repr=False)
     """A ``Dataset``, a callable that makes one on the rank, or a Spark DataFrame, which becomes a
-    ``lagom.data.ParquetDataset``; a string reaches the function unchanged."""
+    ``lagom.data.ParquetDataset``. A string reaches the function unchanged."""
     test_set: Any = field(default=None, repr=False)
     """Like ``train_set``."""
     dataset: Sequence[Any] | None = field(default=None, repr=False)
-    """``[train_set, test_set]``, instead of the two."""
+    """``[train_set, test_set]``, in place of the two fields."""
     hparams: Mapping[str, Any] = field(default_factory=dict)
-    """Handed to the function: as ``hparams``, and by name to the parameters that its signature has."""
+    """Given to the function as ``hparams``, and entry by entry to the parameters that its signature names."""
     world_size: int | None = None
     """Number of ranks. None: one per GPU, or one per task slot, of the cluster."""
     launcher: Launcher = "auto"
-    """Where ranks run: "spark"; "local", processes on this machine; "inline", one rank in this very
-    process, for a debugger; "auto", Spark when a session is active and local otherwise."""
+    """Where ranks run. "spark"; "local": processes on this machine; "inline": one rank in this very process, for a
+    debugger; "auto": Spark if a session is active, else local."""
     zero_lvl: int = 0
     """What is sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     backend: Backend = "torch"
-    """Who does the sharding: "torch" is lagom itself; "deepspeed" drives DeepSpeed's engine, at stage ``zero_lvl``."""
+    """What shards: "torch" is lagom itself; "deepspeed" drives DeepSpeed's engine, at stage ``zero_lvl``."""
     deepspeed_config: Mapping[str, Any] | None = None
     """Passed through to DeepSpeed: offloading, its optimizers, bf16 and fp16, accumulation, clipping."""
     mixed_precision: MixedPrecision = False
-    """Forwards in "bf16", or in "fp16" with gradients scaled; True: bf16 where the device has it, else fp16."""
+    """Runs forwards in "bf16", or in "fp16" with scaled gradients. True: bf16 if the device has it, else fp16."""
     micro_batches: MicroBatches = None
-    """Forwards run in so many parts of a rank's batch, one after another, which the backward computes once more: less
-    memory, the same weights; where rows do not depend on each other. "auto": after one that ran out of memory."""
+    """Runs each training forward in this many parts of a rank's batch, one after another, and again in the backward:
+    less memory, the same weights. Only for modules whose rows are independent. "auto": only after a forward has run
+    out of memory."""
     batches: Batches = "whole"
     """What the program sees of a training batch. "whole": every rank sees all of it, and computes its rows of a
-    module's forward: right for any program; "split": each rank gets its share, right where the loss is a mean over
-    samples, and faster; "per_rank": ``batch_size`` is each rank's own, as with DDP."""
+    module's forward: right for any program. "split": each rank sees its share: right where the loss is a mean over
+    samples, and faster. "per_rank": ``batch_size`` is each rank's own, as with DDP."""
     evaluation: Evaluation = "gathered"
-    """How test sets are run through. "gathered": each rank computes its rows of a model's outputs where that saves
+    """How test sets are evaluated. "gathered": each rank computes its rows of a model's outputs where that saves
     time, and all see whole batches; "replicated": every rank computes everything; "sharded": each sees its share."""
     collectives: Collectives = "auto"
-    """How ranks exchange what is on the CPU. "auto": on one host through shared memory (through Unix sockets where
-    lagom was installed without its compiled part), between hosts through gloo as well; "gloo": through gloo."""
+    """How ranks exchange CPU tensors. "auto": on one host through shared memory (through Unix sockets if lagom was
+    installed without its compiled part), between hosts through gloo as well; "gloo": through gloo."""
     gradient_compression: Compression | None = None
-    """What gradients are on their way between ranks: "fp16" or "bf16" halve the bytes; "powersgd" sends matrices as
-    products of two thin ones. None: what they are."""
+    """How gradients travel between ranks. "fp16" and "bf16" halve the bytes; "powersgd" sends matrices as products of
+    two thin ones. None: unchanged."""
     reduction: Reduction = "mean"
-    """What becomes of the gradients of all ranks: their "mean"; or "adasum", which adds what points different ways."""
+    """How the gradients of all ranks are combined: "mean"; or "adasum", which adds gradients that point different ways."""
     lr_scaling: LrScaling | None = None
     """"linear" multiplies the learning rates that optimizers are made with by the number of ranks, for
-    ``batches="per_rank"``, where a batch is that much larger. None: they are what the program says."""
+    ``batches="per_rank"``, where a batch is that much larger. None: the program's rates."""
     allow_unencrypted_collectives: bool = False
-    """With Spark's encryption on, ranks on several hosts may exchange gradients and data all the same, which gloo and
-    NCCL do not encrypt; otherwise that is an error. For networks that are private, or encrypted themselves."""
+    """Allows ranks on several hosts to exchange gradients and data with Spark's encryption on, though gloo and NCCL do
+    not encrypt; otherwise that is an error. For networks that are private, or encrypted themselves."""
     sync_batchnorm: bool = True
-    """BatchNorm's statistics in training are those of the whole batch, not of a rank's share."""
+    """In training, BatchNorm uses the statistics of the whole batch, not of a rank's share."""
     verify: bool = False
-    """Before the run, rehearse its first steps in one process and on the ranks, and compare. Where the ranks do not
-    give what one process gives, that is a ``VerificationError`` which says why and which setting would be right."""
+    """Before the run, rehearses its first steps in one process and on the ranks, and compares. If the ranks do not give
+    what one process gives, a ``VerificationError`` says why, and which setting would."""
     seed: int | None = None
-    """Start of torch's, numpy's and random's generators, equal on all ranks. None: the states that they have in the
-    calling process, where they are afterwards what the run has made of them, as with a plain call."""
+    """Seed of torch's, numpy's and random's generators, equal on all ranks. None: ranks start from the states in the
+    calling process, which continues from where the run ends, as after a plain call."""
     name: str | None = None
-    """Shown in Spark's UI and in the result; None: the function's name."""
+    """Shown in Spark's UI and in the result. None: the function's name."""
     description: str = ""
     """Free text, kept with the result."""
     log: Log = "rank0"
-    """Whose output is shown as it comes: rank 0's, as that of one process; or "all", each line after its rank."""
+    """Whose output is shown as it comes: "rank0", as in one process; or "all", each line after its rank."""
     run_dir: str | os.PathLike[str] | None = field(default_factory=lambda: os.environ.get("LAGOM_RUN_DIR", RUN_DIR))
     """Each run gets a folder of its own here, with its settings, versions, ranks, their output, progress and result as
-    text; None: nothing is kept. A URL ("s3://bucket/runs") is one of fsspec's or pyarrow's. The environment variable
+    text. None keeps nothing. A URL ("s3://bucket/runs") is opened by fsspec or pyarrow. The environment variable
     LAGOM_RUN_DIR replaces the default."""
     timeline: bool | str | os.PathLike[str] = False
-    """A trace of what all ranks do, for chrome://tracing or Perfetto, as "timeline.json" in the run's folder; a path
+    """Records what all ranks do, for chrome://tracing or Perfetto, in "timeline.json" of the run's folder; a path
     writes it there as well. It has the first 100 steps, and samples of later ones."""
     hb_interval: float = 1.0
-    """Seconds between two reports of progress from a rank."""
+    """Seconds between two progress reports of a rank."""
     stall_timeout_s: float = 60.0
-    """A rank that gets nowhere for so many seconds (no batch, forward, backward or output) is named, with its Python
-    stack and the ranks that wait for it; math.inf: never."""
+    """Seconds without progress (no batch, forward, backward or output) after which a rank is named, with its Python
+    stack and the ranks that wait for it. math.inf: never."""
     timeout_s: float | None = None
-    """A rank that gets nowhere for so many seconds ends the run, with a StallError; None: none does."""
+    """Seconds without progress after which a rank ends the run with a StallError. None: never."""
 
     def __post_init__(self) -> None:
         for name, choices in (
