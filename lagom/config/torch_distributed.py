@@ -76,7 +76,7 @@ class TorchDistributedConfig:
     """How gradients travel between ranks. "fp16" and "bf16" halve the bytes; "powersgd" sends matrices as products of
     two thin ones. None: unchanged."""
     reduction: Reduction = "mean"
-    """How the gradients of all ranks are combined: "mean"; or "adasum", which adds gradients that point different ways."""
+    """How the gradients of all ranks are combined: "mean"; or "adasum", which adds gradients that point differently."""
     lr_scaling: LrScaling | None = None
     """"linear" multiplies the learning rates that optimizers are made with by the number of ranks, for
     ``batches="per_rank"``, where a batch is that much larger. None: the program's rates."""
