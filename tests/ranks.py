@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
+import platform
 import sys
 import tempfile
 import time
@@ -21,12 +22,16 @@ import torch._dynamo  # an optimizer imports it at its first step: 0.7 s in ever
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
+import lagom.gradients.reduction.powersgd
+import lagom.gradients.reduction.sliced  # noqa: F401  # a session imports both, in every forked rank
 from lagom.collectives.group import Group
+from lagom.collectives.native import native
 from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.config.torch_distributed import Backend, Batches, Collectives, Evaluation, MixedPrecision
 from lagom.errors import CollectiveError
 from lagom.files import own_disk
 from lagom.files.settle import settle
+from lagom.files.symbols import loaded, slots
 from lagom.monitor.spans import Spans
 from lagom.plan import Plan
 from lagom.row_split import whole_batch
@@ -71,6 +76,9 @@ def run_ranks(
     """
     plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm, collectives, zero_lvl, mixed_precision)
     plan = dataclasses.replace(plan, backend=backend, deepspeed_config=deepspeed_config, **fields)
+    for library in loaded():
+        slots(library, platform.machine())  # once here, and not for 0.2 s in every rank; see lagom.worker.warm
+    native()  # likewise
     with tempfile.TemporaryDirectory() as host_dir:
         pipes, processes = [], []
         for rank in range(world_size):
