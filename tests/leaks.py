@@ -32,7 +32,7 @@ def state() -> State:
     return {name: probe() for name, probe in _PROBES.items()}
 
 
-def leaked(before: State, patience_s: float = 3.0) -> list[str]:
+def leaked(before: State, patience_s: float = 15.0) -> list[str]:
     """What differs now, a line each; threads and processes on their way out are waited for."""
     deadline = time.monotonic() + patience_s
     while leaks := _differences(before, state()):

@@ -157,11 +157,9 @@ def test_a_failure_without_a_driver_ends_the_others_and_is_reported() -> None:
     def train() -> None:
         if lagom.rank() == 1:
             raise KeyError("lr")
-        time.sleep(30)
+        time.sleep(1000)
 
-    started = time.monotonic()
     reports, outcomes = held(train)
-    assert time.monotonic() - started < 3
     assert reports[0]["stopped"]
     assert (reports[1]["error"], reports[1]["message"]) == ("KeyError", "'lr'")
     assert outcomes[0] is None
@@ -175,11 +173,9 @@ def test_ranks_are_ended_where_the_kernel_does_not_list_children(monkeypatch: py
     def train() -> None:
         if lagom.rank() == 1:
             raise KeyError("x")
-        time.sleep(60)
+        time.sleep(1000)
 
-    started = time.monotonic()
     reports, _ = held(train)
-    assert time.monotonic() - started < 30
     assert [report.get("error") for report in reports] == [None, "KeyError"]
 
 
@@ -187,7 +183,7 @@ def test_a_failure_is_told_to_the_driver_before_its_ranks_are_ended(driver: Driv
     def train() -> None:
         if lagom.rank() == 1:
             raise KeyError("lr")
-        time.sleep(30)
+        time.sleep(1000)
 
     held(train, link=driver.theirs)
     driver.close()
@@ -197,22 +193,19 @@ def test_a_failure_is_told_to_the_driver_before_its_ranks_are_ended(driver: Driv
 
 def test_a_driver_that_goes_away_takes_the_ranks_along(driver: Driver) -> None:
     def leave() -> None:
-        deadline = time.monotonic() + 10
-        while not driver.of("log") and time.monotonic() < deadline:
+        while not driver.of("log"):
             time.sleep(0.01)
         driver.link.socket.shutdown(socket.SHUT_RDWR)
 
     thread = threading.Thread(target=leave)
     thread.start()
-    started = time.monotonic()
 
     def train() -> None:
         print("here", flush=True)
-        time.sleep(30)
+        time.sleep(1000)
 
     reports, _ = held(train, link=driver.theirs)
     thread.join()
-    assert time.monotonic() - started < 8
     assert all(report["stopped"] for report in reports)
 
 

@@ -75,10 +75,10 @@ class LateError(Exception):
 
 
 def raise_while_the_other_sleeps() -> None:
-    """Rank 1 fails; the other would take a minute."""
+    """Rank 1 fails; the other would not end while a test lasts."""
     if lagom.rank() == 1:
         raise LateError("the disk is full", time.time())
-    time.sleep(60)
+    time.sleep(1000)
 
 
 def raise_while_the_other_reduces(module: type[torch.nn.Module], train_set: TensorDataset) -> None:
@@ -103,7 +103,7 @@ def be_killed() -> None:
     if lagom.rank() == 1:
         print("last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(1000)
 
 
 def worker_of_spark() -> int:
@@ -154,14 +154,14 @@ def kill_the_holder() -> None:
     """The process that holds rank 1, Spark's own, is killed; the other sleeps."""
     if lagom.rank() == 1:
         os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(1000)
 
 
 def leave() -> None:
     """Rank 1 ends its process; the other sleeps."""
     if lagom.rank() == 1:
         sys.exit(3)
-    time.sleep(60)
+    time.sleep(1000)
 
 
 def return_a_lock() -> Any:
@@ -173,7 +173,7 @@ def sleep_in(folder: str) -> None:
     """A long run; each rank leaves its process id in ``folder``."""
     # By another program: what a rank other than 0 writes itself is there when it has ended.
     os.system(f"echo {os.getpid()} > {folder}/{lagom.rank()}")
-    time.sleep(60)
+    time.sleep(1000)
 
 
 def pids_in(folder: Path, world_size: int) -> list[int]:

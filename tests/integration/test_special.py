@@ -34,10 +34,8 @@ def test_dynamic_allocation_has_ranks_without_a_barrier_stage(spark: Any) -> Non
 
 @on("dynamic")
 def test_slots_of_dynamic_allocation_are_counted_up_to_its_most(spark: Any) -> None:
-    start = time.monotonic()
     with pytest.raises(PlanError, match=r"has 2 task slots; ask for at most 2, or raise spark.dynamicAllocation.max"):
         programs.run(programs.nothing, 3)
-    assert time.monotonic() - start < 2
 
 
 @on("dynamic")
@@ -50,9 +48,8 @@ def test_spark_does_not_repeat_a_rank(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(LagomError, match="gone, perhaps killed"):
         programs.run(count, 2, hparams={"folder": str(tmp_path)})
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["x", "x"]
-    with pytest.raises(programs.LateError, match="the disk is full") as caught:
-        programs.run(programs.raise_while_the_other_sleeps, 2)
-    assert time.time() - caught.value.at < 2  # the workers of Spark were killed before, and are new
+    with pytest.raises(programs.LateError, match="the disk is full"):
+        programs.run(programs.raise_while_the_other_sleeps, 2)  # the workers of Spark were killed before, and are new
     assert programs.run(programs.place, 2).per_rank == ((0, 2), (1, 2))
 
 

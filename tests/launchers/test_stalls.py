@@ -74,9 +74,9 @@ def test_a_rank_that_is_stuck_is_named_with_its_stack(kind: str, where: str, cap
     error = ended(train, hparams={"kind": kind})
     said = capfd.readouterr().err
     assert error.rank == 1
-    assert str(error).startswith("rank 1 made no progress for 3 s")
+    assert re.match(r"rank 1 made no progress for \d+ s", str(error))
     place = r"exchange \d+ of \d+ bytes \(gradients\)"
-    assert re.search(rf"rank 1 made no progress for [23] s; rank 0 waits for it in {place}\n", said)
+    assert re.search(rf"rank 1 made no progress for \d+ s; rank 0 waits for it in {place}\n", said)
     assert "rank 0 at" in said
     assert "in train: model(batch).mean().backward()" in said
     for text in (said, str(error.__cause__)):
@@ -122,9 +122,9 @@ def crossed() -> None:
 
 def test_ranks_that_wait_for_each_other_are_named(capfd: pytest.CaptureFixture[str]) -> None:
     error = ended(crossed)
-    assert "waited for other ranks for 3 s" in str(error)
+    assert re.search(r"waited for other ranks for \d+ s", str(error))
     assert "dist.recv(" in str(error.__cause__)
-    assert re.search(r"ranks 0, 1 waited for other ranks for [23] s, every one for others\n", capfd.readouterr().err)
+    assert re.search(r"ranks 0, 1 waited for other ranks for \d+ s, every one for others\n", capfd.readouterr().err)
 
 
 def test_a_rank_that_was_only_slow_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +228,7 @@ def test_of_a_program_that_is_distributed_already_the_exchange_is_named_too(capf
     error = ended(skipped)
     assert error.rank == 1
     place = r"all_reduce \d+ \(sum\) of 250 float32"
-    assert re.search(rf"rank 1 made no progress for [23] s; rank 0 waits for it in {place}\n", capfd.readouterr().err)
+    assert re.search(rf"rank 1 made no progress for \d+ s; rank 0 waits for it in {place}\n", capfd.readouterr().err)
 
 
 @pytest.mark.parametrize(

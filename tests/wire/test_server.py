@@ -39,12 +39,12 @@ class Driver:
             raise KeyError("rank")
 
     def rank(self, task: int) -> DriverClient:
-        link = dial(self.address, self.channel.secret, {"purpose": "task", "task": task}, 2.0)
+        link = dial(self.address, self.channel.secret, {"purpose": "task", "task": task}, 30.0)
         assert link is not None
         return link
 
     def stranger(self) -> socket.socket:
-        return socket.create_connection(self.address, timeout=2.0)
+        return socket.create_connection(self.address, timeout=30.0)
 
     def __enter__(self) -> Driver:
         self.channel.__enter__()
@@ -61,7 +61,7 @@ def driver() -> Iterator[Driver]:
         yield driver
 
 
-def until(condition: Callable[[], Any], patience_s: float = 2.0) -> bool:
+def until(condition: Callable[[], Any], patience_s: float = 30.0) -> bool:
     deadline = time.monotonic() + patience_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -77,7 +77,7 @@ def served(driver: Driver, task: int = 7) -> bool:
         if not until(lambda: (task, {"type": "hello", "task": task}) in driver.messages[before:]):
             return False
         driver.channel.send(task, {"type": "answer"})
-        return link.receive(2.0) == {"type": "answer"}
+        return link.receive(30.0) == {"type": "answer"}
     finally:
         link.close()
 
@@ -96,7 +96,7 @@ def introduced(driver: Driver, connection: socket.socket, **hello: Any) -> tuple
 
 def ended(connection: socket.socket) -> bool:
     """Whether the driver hangs up."""
-    connection.settimeout(2.0)
+    connection.settimeout(30.0)
     try:
         while connection.recv(1 << 16):
             pass
@@ -115,9 +115,9 @@ def test_ranks_are_heard_and_answered_each_its_own(driver: Driver) -> None:
     assert sorted(driver.messages) == [(task, {"from": task}) for task in range(3)]
     for task in range(3):
         driver.channel.send(task, {"to": task})
-    assert [link.receive(2.0) for link in links] == [{"to": task} for task in range(3)]
+    assert [link.receive(30.0) for link in links] == [{"to": task} for task in range(3)]
     driver.channel.broadcast({"to": "all"})
-    assert [link.receive(2.0) for link in links] == [{"to": "all"}] * 3
+    assert [link.receive(30.0) for link in links] == [{"to": "all"}] * 3
     for link in links:
         link.close()
     assert until(lambda: sorted(driver.closed) == [0, 1, 2])
@@ -130,7 +130,7 @@ def test_an_inherited_pair_of_sockets_is_served_without_a_proof(driver: Driver) 
     link.send({"a": 1})
     assert until(lambda: driver.messages == [(0, {"a": 1})])
     driver.channel.send(0, {"b": 2})
-    assert link.receive(2.0) == {"b": 2}
+    assert link.receive(30.0) == {"b": 2}
     link.close()
     assert until(lambda: driver.closed == [0])
 
@@ -252,13 +252,13 @@ def test_half_a_frame_and_the_end_is_the_end_of_that_rank_only(driver: Driver) -
     assert served(driver)
 
 
-def test_strangers_that_say_nothing_keep_nobody_waiting(driver: Driver) -> None:
-    strangers = [driver.stranger() for _ in range(200)]
-    started = time.monotonic()
-    assert served(driver)
-    assert time.monotonic() - started < 4.0  # they have 5 s
-    for connection in strangers:
-        connection.close()
+def test_strangers_that_say_nothing_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lagom.monitor.door._HELLO_S", 1000.0)  # who waits for one of them waits for ever
+    with Driver() as driver:
+        strangers = [driver.stranger() for _ in range(200)]
+        assert served(driver)
+        for connection in strangers:
+            connection.close()
 
 
 def test_a_stranger_that_says_nothing_is_hung_up_on_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +393,7 @@ def test_closing_gives_a_last_message_the_time_to_leave() -> None:
         link.send({"a": 1})
         assert until(lambda: driver.messages)
         driver.channel.broadcast({"type": "stop"})
-    assert link.receive(2.0) == {"type": "stop"}
+    assert link.receive(30.0) == {"type": "stop"}
     link.close()
 
 

@@ -130,8 +130,6 @@ def test_what_c_code_printed_is_written_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [threading.Thread, multiprocessing.get_context("fork").Process])
 def test_what_does_not_end_by_itself_is_given_up_and_named(kind: Any, tmp_path: Path) -> None:
-    started = time.monotonic()
-    code, out = rites(lambda: kind(target=time.sleep, args=(60,), name="mine").start(), tmp_path / "out")
+    code, out = rites(lambda: kind(target=time.sleep, args=(1000,), name="mine").start(), tmp_path / "out")
     assert code == 7
     assert out == "printed[lagom] ended what the function left running 0.3 s after it returned: mine\n"
-    assert time.monotonic() - started < 5
