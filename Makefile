@@ -7,12 +7,13 @@ READY := .venv/ready
 # A thousand processes start in the tests: none of them should compile lagom anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test check clean
+.PHONY: help setup demo test soak check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train examples/scalar_field.py on Spark local[2]"
 	@echo "make test    run the tests"
+	@echo "make soak    run the tests that make test leaves out, for an hour or more, and say how long they took"
 	@echo "make check   ruff, mypy and the tests, as CI does"
 	@echo "make setup   only set up .venv, and Java where there is none"
 	@echo "make clean   remove .venv and everything built"
@@ -28,6 +29,14 @@ demo: $(READY)
 
 test: $(READY)
 	@$(PYTHON) -m $(PYTEST)
+
+# Limits in seconds hold on a machine that does nothing else, so they come last and alone.
+soak: $(READY)
+	@start=$$(date +%s); failed=0; \
+	$(PYTHON) -m $(PYTEST) -m "soak and not latency" || failed=1; \
+	$(PYTHON) -m pytest -m latency || failed=1; \
+	echo "make soak took $$((($$(date +%s) - start) / 60)) minutes"; \
+	exit $$failed
 
 check: $(READY)
 	@failed=; \

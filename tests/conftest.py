@@ -14,6 +14,7 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import leaks
+from tests.integration import clusters
 
 # A shell's background job has it ignored, and so would all processes that tests start, and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -56,12 +57,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Which of several processes runs what: a file's tests in one of them, and all that start Spark in one."""
+    """Give all tests of a file, and all tests on one kind of Spark, to one process."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "Spark" if nodeid.startswith("tests/integration/") else nodeid.split("::", 1)[0]
+        path, _, name = nodeid.partition("::")
+        kinds = [kind for kind in clusters.KINDS if f"-{kind}-" in f"-{name.partition('[')[2][:-1]}-"]
+        if not path.startswith("tests/integration/") or not kinds:
+            return path
+        return f"Spark {max(kinds, key=len)}"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
-    """See ``_ByFile``: each kind of Spark is started once, and fixtures of a file are made once."""
+    """Start each kind of Spark once, and make the fixtures of a file once: see ``_ByFile``."""
     return _ByFile(config, log)

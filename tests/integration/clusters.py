@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,22 @@ def bare_python(torch: bool = True) -> Iterator[Path]:
 
 
 _SPARK_NEEDS = {"pyspark", "py4j", "pyarrow", "pandas", "numpy", "numpy.libs", "dateutil", "six.py", "pytz", "tzdata"}
+
+
+KINDS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "local[2]": lambda: local(2),
+    "local[4]": lambda: local(4),
+    "local-cluster": local_cluster,
+    "standalone": standalone,
+    "encrypted": lambda: encrypted("local[2]"),
+    "encrypted-cluster": lambda: encrypted("local-cluster[2,1,1024]"),
+    "connect": connect,
+    "foreign": foreign,
+    "dynamic": dynamic,
+    "gpus": with_gpus,
+    "torchless": torchless,
+}
+"""By what the parameter of a test says."""
 
 
 @functools.cache

@@ -12,20 +12,6 @@ import pytest
 
 from tests.integration import clusters, hosts
 
-STARTERS: dict[str, Any] = {
-    "local[2]": lambda: clusters.local(2),
-    "local[4]": lambda: clusters.local(4),
-    "local-cluster": clusters.local_cluster,
-    "standalone": clusters.standalone,
-    "encrypted": lambda: clusters.encrypted("local[2]"),
-    "encrypted-cluster": lambda: clusters.encrypted("local-cluster[2,1,1024]"),
-    "connect": clusters.connect,
-    "foreign": clusters.foreign,
-    "dynamic": clusters.dynamic,
-    "gpus": clusters.with_gpus,
-    "torchless": clusters.torchless,
-}
-
 
 @pytest.fixture(scope="session")
 def spark(request: pytest.FixtureRequest) -> Iterator[Any]:
@@ -34,7 +20,7 @@ def spark(request: pytest.FixtureRequest) -> Iterator[Any]:
         pytest.skip("no Java here")
     if request.param == "foreign" and not hosts.allowed():
         pytest.skip("no namespaces may be made here")
-    with STARTERS[request.param]() as session:
+    with clusters.KINDS[request.param]() as session:
         yield session
 
 
@@ -43,7 +29,7 @@ def no_remains() -> Iterator[None]:
     """Fails a test after which a folder of a run, or a file in memory, is left."""
     before = _remains()
     yield
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 15
     while (left := _remains() - before) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left
