@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import random
 import shutil
@@ -26,6 +27,7 @@ def built(config: pytest.Config, sanitizers: str) -> Path:
     The other programs of ``csrc/tests``, which have no threads, lie beside it, but with the sanitizer of threads.
     """
     assert config.cache is not None
+    faulthandler.cancel_dump_traceback_later()  # which would end the tests after two minutes, however slow the machine
     folder = config.cache.mkdir("csrc") / (sanitizers.partition(",")[0] or "plain")
     configured = ["-DLAGOM_HARNESS=ON", f"-DLAGOM_SANITIZE={sanitizers}", "-DCMAKE_BUILD_TYPE=Debug"]
     targets = ["--target", "harness"] if sanitizers == "thread" else []

@@ -253,7 +253,7 @@ def test_half_a_frame_and_the_end_is_the_end_of_that_rank_only(driver: Driver) -
 
 
 def test_strangers_that_say_nothing_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lagom.monitor.door._HELLO_S", 1000.0)  # who waits for one of them waits for ever
+    monkeypatch.setattr("lagom.wire.listener._HELLO_S", 1000.0)  # who waits for one of them waits for ever
     with Driver() as driver:
         strangers = [driver.stranger() for _ in range(200)]
         assert served(driver)
