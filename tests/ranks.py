@@ -77,7 +77,7 @@ def run_ranks(
     plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm, collectives, zero_lvl, mixed_precision)
     plan = dataclasses.replace(plan, backend=backend, deepspeed_config=deepspeed_config, **fields)
     for library in loaded():
-        slots(library, platform.machine())  # once here, and not for 0.2 s in every rank; see lagom.worker.warm
+        slots(library, platform.machine())  # once here, and not for 0.2 s in every rank; see lagom.host.preload
     native()  # likewise
     with tempfile.TemporaryDirectory() as host_dir:
         pipes, processes = [], []
