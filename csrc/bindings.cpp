@@ -14,7 +14,6 @@
 #include "communicator.hpp"
 #include "pages.hpp"
 #include "permutation.hpp"
-#include "png.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -167,20 +166,6 @@ NB_MODULE(_native, module) {
             if (n > uint64_t(1) << 62 || start > n || count > n - start)
                 throw lagom::Failure("there are no such places in that order");
             lagom::permute(n, key, start, count, static_cast<int64_t*>(at(out)));
-        },
-        Released());
-    module.def(
-        "decode_pngs",
-        [](uintptr_t data, uintptr_t offsets, size_t count, uint32_t height, uint32_t width, int channels, uintptr_t out,
-           uintptr_t is_done) {
-            const auto* const starts = static_cast<const int64_t*>(at(offsets));
-            const size_t size = size_t(height) * width * size_t(channels);
-            for (size_t i = 0; i < count; ++i) {
-                const auto* const cell = static_cast<const uint8_t*>(at(data)) + starts[i];
-                auto* const image = static_cast<uint8_t*>(at(out)) + i * size;
-                const bool done = lagom::decode_png(cell, size_t(starts[i + 1] - starts[i]), height, width, channels, image);
-                static_cast<bool*>(at(is_done))[i] = done;
-            }
         },
         Released());
     nb::class_<Pages>(module, "Pages")

@@ -6,7 +6,7 @@
 
 namespace lagom {
 
-// The CRC-32 of ISO 3309, as zlib, PNG and Parquet have it.
+// The CRC-32 of ISO 3309, as zlib and Parquet have it.
 uint32_t crc32(const uint8_t* data, size_t size);
 
 }  // namespace lagom

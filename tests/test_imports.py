@@ -76,7 +76,7 @@ ROOMS = {
     "data.parquet": "data.columns data.decoders data.sources errors fsspec numpy pandas pyarrow torch",
     "data.decoders": "collectives data.columns data.sources numpy torch",
     "data.sources": "data.columns errors deltalake fsspec numpy pyarrow",
-    "data.columns": "collectives errors cv2 numpy PIL pyarrow torch",
+    "data.columns": "errors cv2 numpy PIL pyarrow torch",
     # Programs that were written for others. Nothing imports these by name.
     "compat": "",
     "compat.horovod": "__init__ collectives compat config errors experiment gradients.reduction forward monitor world "

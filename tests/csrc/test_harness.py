@@ -1,4 +1,4 @@
-"""What is in ``csrc/tests``: ranks as threads, and damaged images, under AddressSanitizer and ThreadSanitizer."""
+"""What is in ``csrc/tests``: ranks as threads, and damaged pages, under AddressSanitizer and ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 import shutil
 import struct
 import subprocess
-import zlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -54,36 +53,10 @@ def test_ranks_as_threads_exchange_without_a_fault_that_a_sanitizer_sees(
     assert run(harness, 150) == "ok\n"
     if sanitizers == "thread":
         return  # nothing of what follows has threads
-    cases = tmp_path / "cases"
-    cases.write_bytes(b"".join(inflated(random.Random(seed)) for seed in range(6000)))
-    done = subprocess.run([harness.with_name("inflating"), cases], capture_output=True, text=True, check=False)
-    assert done.stdout + done.stderr == "ok, 6000 cases\n"
     pages = tmp_path / "pages"
     pages.write_bytes(b"".join(paged(random.Random(seed)) for seed in range(3000)))
     done = subprocess.run([harness.with_name("paging"), pages], capture_output=True, text=True, check=False)
     assert done.stdout + done.stderr == "ok, 3000 cases\n"
-
-
-def inflated(drawn: random.Random) -> bytes:
-    """A case of ``csrc/tests/inflating.cpp``: a deflated text, damaged as a rule, and what zlib makes of it."""
-    alphabet = drawn.choice([1, 2, 20, 256])
-    text = bytes(drawn.randrange(alphabet) for _ in range(drawn.choice([0, 1, 30, 300, 2000])))
-    text = text * drawn.choice([1, 1, 5])
-    deflate = zlib.compressobj(drawn.randrange(10), zlib.DEFLATED, drawn.choice([9, 15]), 8, drawn.randrange(5))
-    data = bytearray(deflate.compress(text) + deflate.flush())
-    for _ in range(drawn.choice([0, 1, 1, 1, 2, 5])):
-        data[drawn.choice([drawn.randrange(len(data)), drawn.randrange(min(len(data), 12))])] ^= 1 << drawn.randrange(8)
-    if drawn.random() < 0.1:
-        del data[drawn.randrange(len(data)) :]
-    size = max(0, len(text) + drawn.choice([0, 0, 0, 0, -1, 1, 7]))
-    judge = zlib.decompressobj()
-    try:
-        found = judge.decompress(bytes(data), size + 1)
-        is_whole = judge.eof and len(found) == size
-    except zlib.error:
-        is_whole = False
-    head = struct.pack("=III", len(data), size, is_whole)
-    return head + bytes(data) + (found if is_whole else b"")
 
 
 def paged(drawn: random.Random) -> bytes:

@@ -364,12 +364,12 @@ def test_pillow_reads_what_opencv_does_and_refuses_what_it_would_spoil(monkeypat
     table = pq.read_table(WRITTEN / "day=0" / "part-0.parquet", partitioning=None)
     for number in range(3):
         for name in ("png", "grey"):
-            assert np.array_equal(images._by_pillow(table[name][number].as_py()), row(number)[name])
+            assert np.array_equal(images.decode_by_pillow(table[name][number].as_py()), row(number)[name])
     header = b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4, "big")
     chunk = b"IHDR" + (1).to_bytes(4, "big") * 2 + bytes([16, 2, 0, 0, 0])
     deep = header + chunk + zlib.crc32(chunk).to_bytes(4, "big")
     with pytest.raises(ValueError, match="16 bits"):
-        images._by_pillow(deep)
+        images.decode_by_pillow(deep)
 
 
 @pytest.mark.parametrize(("world_size", "batches"), [(1, "split"), (2, "split"), (3, "split"), (2, "whole")])

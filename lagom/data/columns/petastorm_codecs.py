@@ -14,6 +14,7 @@ import torch
 from lagom.data.columns import images, lists
 from lagom.data.columns.encoded_cells import CellColumn, Encoded
 from lagom.data.columns.values import Dense
+from lagom.errors import LagomError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +31,8 @@ _WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.uint32): np.dtype(np.int64),
     np.dtype(np.uint64): np.dtype(np.int64),
 }
-_CELLS = 8
-"""That are worth a thread."""
+_CELLS, _BYTES = 8, 64 << 10
+"""Cells, or bytes of encoded cells, that are worth a thread."""
 
 
 def codec(field: UnischemaField, ragged: str) -> Codec | None:
@@ -39,9 +40,9 @@ def codec(field: UnischemaField, ragged: str) -> Codec | None:
     if field.codec == "NdarrayCodec":
         return NumpySaved(field, ragged)
     if field.codec == "CompressedNdarrayCodec":
-        return CellByCell(field, ragged, _unzipped, None)
+        return CellByCell(field, ragged, _unzipped)
     if field.codec == "CompressedImageCodec":
-        return CellByCell(field, ragged, images.image, images.size(field))
+        return CellByCell(field, ragged, images.decode)
     if field.shape == () and field.dtype is not None and field.dtype.kind in "biuf":
         return Scalar(field.dtype)
     return None
@@ -97,8 +98,6 @@ class CellByCell:
     field: UnischemaField
     ragged: str
     decode_one: Callable[[Any], NDArray[Any]]
-    size: images.Size | None
-    """Of images that may be decoded many at once."""
 
     def convert(self, array: Any, path: Path, where: Where) -> Values:
         """The cells as they are, with where they come from."""
@@ -122,30 +121,23 @@ class Decoder:
             cell = array[place].as_buffer() if array[place].is_valid else None
             try:
                 return None if cell is None else _checked(self.codec.decode_one(cell), self.codec.field)
+            except LagomError:  # a package is missing
+                raise
             except Exception as error:  # from any byte that is wrong
                 told = self.where.at(int(origins[place]))
                 why = f"does not decode as {self.codec.field.codec}: {error}"
                 raise told.error(self.path, 0, why) from error
 
-        size = self.codec.size
-        buffers = None if size is None else _Buffers(array)
-
         def some(places: range) -> list[NDArray[Any] | None]:
-            if size is None or buffers is None:
-                return [one(place) for place in places]
-            found, is_done = images.pngs(buffers.data, buffers.offsets[places.start : places.stop + 1], size)
-            done = (is_done & buffers.valid[places.start : places.stop]).tolist()
-            return [found[row] if done[row] else one(place) for row, place in enumerate(places)]
+            return [one(place) for place in places]
 
-        # A run of cells for each thread: handing them out one by one takes as long as decoding a small one.
-        threads = max(1, min(torch.get_num_threads(), len(array) // _CELLS))
-        if threads == 1:
-            cells = some(range(len(array)))
-        else:
-            bounds = [len(array) * number // threads for number in range(threads + 1)]
-            with ThreadPoolExecutor(threads) as pool:
-                parts = list(pool.map(some, starmap(range, pairwise(bounds))))
-            cells = [cell for part in parts for cell in part]
+        # Each thread gets a run of cells: handing them out one by one takes as long as decoding a small one.
+        worth = min(len(array), max(len(array) // _CELLS, array.nbytes // _BYTES))
+        threads = max(1, min(torch.get_num_threads(), worth))
+        bounds = [len(array) * number // threads for number in range(threads + 1)]
+        with ThreadPoolExecutor(threads) as pool:
+            parts = list(pool.map(some, starmap(range, pairwise(bounds))))
+        cells = [cell for part in parts for cell in part]
         return _cells(cells, self.codec.field, self.codec.ragged, self.path)
 
 
@@ -221,7 +213,6 @@ class _Buffers:
         width = np.int32 if pa.types.is_binary(array.type) else np.int64
         self.offsets = np.frombuffer(offsets, width)[array.offset : array.offset + len(array) + 1].astype(np.int64)
         self.data = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
-        self.valid: NDArray[np.bool_] = array.is_valid().to_numpy(zero_copy_only=False)
 
 
 def _alike(cells: _Buffers, field: UnischemaField, memory: ReusedArrays | None) -> NDArray[Any] | None:
