@@ -12,7 +12,7 @@ import pyarrow as pa
 
 def main(folder: str) -> None:
     """Rows 0 to 39 by kind, some deleted, some written again; a checkpoint in between."""
-    from deltalake import DeltaTable, write_deltalake  # type: ignore[import-not-found]
+    from deltalake import DeltaTable, write_deltalake
 
     def rows(start: int, stop: int) -> pa.Table:
         ids = list(range(start, stop))

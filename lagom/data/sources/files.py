@@ -89,17 +89,16 @@ def _located(sources: list[str], filesystem: Any) -> Location:
     for source, (other, _) in zip(sources, places, strict=True):
         if not other.equals(home):
             raise ValueError(f"{source} and {sources[0]} are in two file systems; a data set is in one")
-    tables = [delta.snapshot(home, path.rstrip("/")) for _, path in places]
-    table = tables[0]
+    folders = [path.rstrip("/") for _, path in places]
+    tables = [delta.snapshot(home, folder) for folder in folders]
+    table, folder = tables[0], folders[0]
     if len(tables) > 1 and any(tables):
         raise ValueError(f"{sources} are Delta tables, which are read one at a time")
     if table is not None:
-        folder = table.folder
-        told = [DataFile(f"{folder}/{name}", name, size, values) for name, size, values in table.files()]
+        told = [DataFile(f"{folder}/{name}", name, size, values) for name, size, values in sorted(table.files)]
         if not told:
             raise DataError(f"{sources[0]} has no rows: no file of this Delta table is current")
-        told.sort(key=lambda file: file.name)
-        return Location(home, folder, told, table.kinds(), table.names())
+        return Location(home, folder, told, table.kinds, table.names)
     files = [file for source, (_, path) in zip(sources, places, strict=True) for file in _files(home, path, source)]
     for file in files:
         if not file.size:
