@@ -32,9 +32,9 @@ def train(folder):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(batch["x"][:, None]), batch["y"][:, None]).backward()
         optimizer.step()
-    from lagom.data.decoders.fast_columns import is_there
+    from lagom.data.decoders.fast_columns import is_on
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
-    return weights, "lagom._native" in sys.modules, is_there()
+    return weights, "lagom._native" in sys.modules, is_on()
 
 hparams = {"folder": sys.argv[1]}
 config = TorchDistributedConfig(launcher="local", world_size=2, batches="split", seed=0, hparams=hparams)
@@ -60,7 +60,7 @@ def trained(table: Path, **switches: str) -> Any:
 
 def test_each_switch_leaves_the_weights_as_they_are(table: Path) -> None:
     whole = trained(table)
-    without_pages = trained(table, LAGOM_NATIVE_PAGES="0")
+    without_pages = trained(table, LAGOM_PAGE_DECODER="0")
     without = trained(table, LAGOM_NATIVE="0")
     assert [found[1:] for found in whole] == [[True, True]] * 2
     assert [found[1:] for found in without_pages] == [[True, False]] * 2

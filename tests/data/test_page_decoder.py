@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lagom.collectives.native import native
 from lagom.data import ParquetDataset, ParquetLoader
 from lagom.data.columns.unischema import UnischemaField
-from lagom.data.decoders import fast_columns, page_decoder
+from lagom.data.decoders import page_decoder
 from lagom.data.parquet.cursor import RowGroupCursor, RowGroupPart
 from lagom.errors import DataError
 
@@ -138,7 +138,7 @@ def read(folder: Path, field: UnischemaField, by_arrow: bool, **options: Any) ->
 
     with pytest.MonkeyPatch.context() as patch:
         if by_arrow:
-            patch.setattr(fast_columns, "is_there", lambda: False)
+            patch.setenv("LAGOM_PAGE_DECODER", "0")
         original = RowGroupCursor._by_arrow
         patch.setattr(RowGroupCursor, "_by_arrow", noted)
         patch.setattr("lagom.data.columns.unischema.found", lambda home, where: {"x": field})

@@ -1,54 +1,71 @@
-"""``FastColumns``: which columns of a table are so plain that their pages are decoded by lagom itself."""
+"""The seam to lagom's own decoder of Parquet's pages: ``FastColumns`` says what it decodes, Arrow decodes the rest.
+
+``LAGOM_PAGE_DECODER=0`` in the environment switches it off: Arrow then decodes all columns.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lagom.data.columns.petastorm_codecs import NumpySaved, Scalar, computable
 from lagom.data.decoders import page_decoder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from lagom.data.columns.tensor_columns import ColumnLeaf
     from lagom.data.decoders.page_decoder import ColumnChunk, Kind
     from lagom.data.parquet.table import OpenedTable, Table
 
+T = TypeVar("T")
 _KNOWN = 1024
-"""Row groups of which it is kept where their columns are, for the next epoch."""
+"""Row groups whose chunks are kept for the next epoch."""
 
 
 class FastColumns:
-    """Knows columns by their numbers; the others are read by Arrow, and so is one that turns out to be otherwise."""
+    """Columns of a table, by their numbers, that lagom decodes itself until one turns out to be unusual."""
 
     def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[ColumnLeaf]]]) -> None:
-        self._table = table
+        self.table = table
         self._kinds: dict[int, Kind] = {}
         self._saved: dict[int, NumpySaved] = {}
         self._known: dict[tuple[int, bool], dict[int, ColumnChunk]] = {}
+        self._spare: list[page_decoder.PageDecoder] = []
         self._lock = threading.Lock()
-        # What a filter keeps is known when Arrow has read it.
-        if not is_there() or table.filter is not None:
+        # A filter can be applied only to what Arrow has read.
+        if not is_on() or table.filter is not None:
             return
         for number, (name, found) in enumerate(leaves):
             if name not in table.partitions and len(found) == 1:
                 self._add(number, found[0])
 
     def _add(self, number: int, leaf: ColumnLeaf) -> None:
-        field = self._table.fields[number]
         codec = leaf.codec
         if isinstance(codec, NumpySaved):
             dtype = codec.field.dtype
             if None not in codec.field.shape and dtype is not None and dtype == computable(dtype):
                 self._saved[number] = codec
             return
-        kind = page_decoder.number(field)
+        kind = page_decoder.number(self.table.fields[number])
         if kind is not None and (codec is None or (isinstance(codec, Scalar) and codec.dtype == kind.dtype)):
             self._kinds[number] = kind
 
-    def leave(self, numbers: Sequence[int]) -> None:
+    def reader(self) -> FastReader:
+        """Make a reader for one cursor, with the memory of one that was closed."""
+        try:
+            return FastReader(self, self._spare.pop())
+        except IndexError:
+            return FastReader(self, page_decoder.PageDecoder())
+
+    def keep(self, spare: page_decoder.PageDecoder) -> None:
+        """Have the next reader take ``spare``."""
+        self._spare.append(spare)
+
+    def leave(self, numbers: Iterable[int]) -> None:
         """Have Arrow read these columns from now on."""
         for number in numbers:
             self._kinds.pop(number, None)
@@ -56,8 +73,8 @@ class FastColumns:
         self._known = {}
 
     def chunks(self, opened: OpenedTable, group: int, *, threads: bool) -> dict[int, ColumnChunk]:
-        """What row group number ``group`` has of such columns; with ``threads`` Arrow has threads for numbers."""
-        known = self._known  # that of now: another thread may have learnt that some are not plain
+        """Find the fast columns of row group number ``group``; with ``threads`` Arrow has threads for numbers."""
+        known = self._known  # another thread may replace it once a column turns out to be unusual
         chunks = known.get((group, threads))
         if chunks is None:
             chunks = self._looked_up(opened, group, threads)
@@ -66,17 +83,18 @@ class FastColumns:
         return chunks
 
     def _looked_up(self, opened: OpenedTable, group: int, threads: bool) -> dict[int, ColumnChunk]:
-        found = self._table.groups[group]
+        found = self.table.groups[group]
         numbers = tuple(self._saved)
-        if not threads or len(self._table.fields) == 1:
+        if not threads or len(self.table.fields) == 1:
             numbers = (*numbers, *self._kinds)
         metadata = opened.parquet.metadata
+        places = page_decoder.places(metadata) if numbers else {}
         chunks = {}
         for number in dict.fromkeys(numbers):
-            name = self._table.fields[number].name
+            name = self.table.fields[number].name
             kind = self._kind(number, opened, found.index, name)
-            if kind is not None and name in opened.places:
-                one = page_decoder.chunk(metadata, found.index, opened.places[name], kind)
+            if kind is not None and name in places:
+                one = page_decoder.chunk(metadata, found.index, places[name], kind)
                 if one is not None and one.num_values == found.num_rows:
                     chunks[number] = one
         return chunks
@@ -91,7 +109,7 @@ class FastColumns:
             return kind
         try:
             batch = next(opened.parquet.iter_batches(1, row_groups=[index], columns=[name], use_threads=False))
-        except (OSError, ValueError, StopIteration):  # which Arrow says of all of them
+        except (OSError, ValueError, StopIteration):  # Arrow says what is wrong when it reads all of them
             return None
         cell = batch.column(0)[0].as_py()
         shape = tuple(size for size in codec.field.shape if size is not None)
@@ -104,8 +122,66 @@ class FastColumns:
         return kind
 
 
-def is_there() -> bool:
-    """Whether lagom was built with its decoder, and that is not switched off by ``LAGOM_NATIVE_PAGES=0``."""
+class FastReader:
+    """Decodes the fast columns of one row group after another, for one cursor."""
+
+    def __init__(self, columns: FastColumns, decoder: page_decoder.PageDecoder) -> None:
+        self._all = columns
+        self._decoder = decoder
+        self._chunks: Mapping[int, ColumnChunk] = {}
+        self._path = ""
+
+    @property
+    def columns(self) -> Collection[int]:
+        """Numbers of the columns that are decoded here in the current row group."""
+        return self._chunks
+
+    @property
+    def are_numbers(self) -> bool:
+        """Whether none of these columns has arrays."""
+        return all(chunk.kind.shape == () for chunk in self._chunks.values())
+
+    def begin(self, opened: OpenedTable, group: int, *, threads: bool) -> Collection[int]:
+        """Begin row group number ``group``; returns the columns that Arrow need not read."""
+        table = self._all.table
+        self._path = table.files[table.groups[group].file].path
+        self._chunks = self._all.chunks(opened, group, threads=threads)
+        if self._chunks:
+            try:
+                self._decoder.begin(opened.file, self._chunks)
+            except (OSError, ValueError):  # Arrow will say what is wrong
+                self._chunks = {}
+        return self._chunks
+
+    def read(self, count: int) -> Mapping[int, NDArray[Any]] | None:
+        """Decode the next ``count`` rows; None where Arrow has to read the row group from here on."""
+        return self._checked(lambda: self._decoder.read(count))
+
+    def read_batches(self, count: int, size: int, skipped: int) -> list[tuple[list[int], NDArray[Any]]] | None:
+        """Decode the next ``count`` rows as ``PageDecoder.read_batches`` does; None as ``read``."""
+        return self._checked(lambda: self._decoder.read_batches(count, size, skipped))
+
+    def close(self) -> None:
+        """Let go of the file, and leave the memory to the next reader."""
+        self._decoder.end()
+        self._all.keep(self._decoder)
+
+    def _checked(self, read: Callable[[], T | None]) -> T | None:
+        try:
+            found = read()
+        except (OSError, ValueError):
+            found = None
+        if found is None:
+            self._all.leave(self._chunks)
+            self._chunks = {}
+        else:
+            table = self._all.table
+            table.stamps.check(table.home, self._path)  # the file may be written over while it is read
+        return found
+
+
+def is_on() -> bool:
+    """Return whether lagom was built with its page decoder, and nothing switches it off."""
     from lagom.collectives.native import native
 
-    return os.environ.get("LAGOM_NATIVE_PAGES") != "0" and native() is not None
+    return os.environ.get("LAGOM_PAGE_DECODER") != "0" and native() is not None

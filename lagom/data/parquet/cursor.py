@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lagom.data.columns.values import Block
-    from lagom.data.decoders.page_decoder import ColumnChunk
     from lagom.data.parquet.shard import RowPiece
     from lagom.data.parquet.streams import Source
     from lagom.data.parquet.table import OpenedTable
@@ -62,15 +61,13 @@ class RowGroupCursor:
         self._opened: OpenedTable | None = None
         self._group = -1
         self._at = 0
-        self._pages = source.spare_pages()
-        self._chunks: dict[int, ColumnChunk] = {}
+        self._fast = source.fast.reader()
         self._batches: Iterator[Any] | None = None
         self._rest: RowGroupPart | None = None
 
     def close(self) -> None:
         """Leave the memory that this decodes into to the next one."""
-        self._pages.end()
-        self._source.keep(self._pages)
+        self._fast.close()
 
     def read(self, piece: RowPiece, cuts: Cuts | None = None) -> Iterator[Block]:
         """The rows of ``piece``; with ``cuts`` those of whole batches lie batch by batch where that is worth it."""
@@ -102,23 +99,13 @@ class RowGroupCursor:
         is_next = self._rest is None and self._at >= piece.start
         if not is_next or self._batches is not None or not self._source.is_many:
             return False
-        return piece.stop - self._at >= 2 * size and all(one.kind.shape == () for one in self._chunks.values())
+        return piece.stop - self._at >= 2 * size and self._fast.are_numbers
 
     def _in_batches(self, count: int, cuts: Cuts, done: int) -> Block | None:
         """The next ``count`` rows, behind ``done`` of the piece; None where they turn out not to be plain."""
         skipped = (done - cuts.ahead) % cuts.size
-        try:
-            found = self._pages.read_batches(count, cuts.size, skipped)
-        except (OSError, ValueError):
-            return None
-        if found is None:
-            return None
-        self._check()
-        return self._source.in_batches(found, skipped, count)
-
-    def _check(self) -> None:
-        table = self._source.table
-        table.stamps.check(table.home, table.files[self._file].path)  # it may be written over while it is read
+        found = self._fast.read_batches(count, cuts.size, skipped)
+        return None if found is None else self._source.in_batches(found, skipped, count)
 
     def _begin(self, group: int) -> None:
         table = self._source.table
@@ -127,17 +114,10 @@ class RowGroupCursor:
             self._opened, self._file = self._source.open(file), file
         opened = self._opened
         self._group, self._at, self._rest = group, 0, None
-        self._chunks = self._source.plain.chunks(opened, group, threads=self._threads)
-        if self._chunks:
-            try:
-                self._pages.begin(opened.file, self._chunks)
-            except (OSError, ValueError):  # which Arrow will say
-                self._chunks = {}
+        columns = self._fast.begin(opened, group, threads=self._threads)
         self._batches = None
-        if len(self._chunks) < len(table.fields):
-            self._batches = table.batches(
-                opened.parquet, group, self._most, threads=self._threads, without=self._chunks
-            )
+        if len(columns) < len(table.fields):
+            self._batches = table.batches(opened.parquet, group, self._most, threads=self._threads, without=columns)
 
     def _next(self, wanted: int) -> RowGroupPart:
         """Rows from where it is on; ``wanted`` of them, where nobody else says how many."""
@@ -150,22 +130,14 @@ class RowGroupCursor:
             if batch is None:
                 raise self._short()
             wanted = len(batch)
-        if not self._chunks or not wanted:
+        if not self._fast.columns or not wanted:
             return RowGroupPart(batch, {})
-        try:
-            arrays = self._pages.read(min(wanted, self._most))
-        except (OSError, ValueError):
-            arrays = None
-        if arrays is None:
-            return self._by_arrow()
-        self._check()
-        return RowGroupPart(batch, arrays)
+        arrays = self._fast.read(min(wanted, self._most))
+        return self._by_arrow() if arrays is None else RowGroupPart(batch, arrays)
 
     def _by_arrow(self) -> RowGroupPart:
-        """The next rows, of a row group that turns out not to be plain."""
+        """The next rows, of a row group that lagom's own decoder does not know."""
         assert self._opened is not None
-        self._source.plain.leave(list(self._chunks))
-        self._chunks = {}
         self._batches = self._source.table.batches(self._opened.parquet, self._group, self._most, threads=self._threads)
         behind = self._at
         for batch in self._batches:

@@ -17,7 +17,6 @@ from lagom.data.columns.petastorm_codecs import CellByCell
 from lagom.data.columns.tensor_columns import ColumnLeaf, Where
 from lagom.data.decoders.batch_layout import BatchLayout, cut, joined
 from lagom.data.decoders.fast_columns import FastColumns
-from lagom.data.decoders.page_decoder import PageDecoder
 from lagom.data.decoders.reused_arrays import ReusedArrays
 from lagom.data.parquet.cursor import Cuts, RowGroupCursor
 from lagom.data.parquet.shard import EpochOrder, RankLane, RowPiece
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from lagom.data.columns.values import Block, Path
     from lagom.data.parquet.cursor import RowGroupPart
-    from lagom.data.parquet.table import Known, OpenedTable, Table
+    from lagom.data.parquet.table import OpenedTable, Table
 
 MOST = 1 << 16
 """Rows that are decoded at a time: fewer are slower, more take memory."""
@@ -57,28 +56,16 @@ class Source:
         self._leaves = leaves
         self._shapes: dict[Path, tuple[int, ...]] = {}
         self.memory = ReusedArrays()
-        self.plain = FastColumns(table, leaves)
-        self._spare: list[PageDecoder] = []
-        self._footers: OrderedDict[int, Known] = OrderedDict()
+        self.fast = FastColumns(table, leaves)
+        self._footers: OrderedDict[int, Any] = OrderedDict()
 
     def open(self, file: int) -> OpenedTable:
-        """The Parquet file number ``file``; its footer is read once, as row groups of many files take turns."""
+        """Open the Parquet file number ``file``; its footer is read once, as row groups of many files take turns."""
         opened = self.table.open(file, self._footers.pop(file, None))
-        self._footers[file] = opened.known
+        self._footers[file] = opened.parquet.metadata
         if len(self._footers) > _FOOTERS:
             self._footers.popitem(last=False)
         return opened
-
-    def spare_pages(self) -> PageDecoder:
-        """What decodes pages: one that another cursor has left, whose memory need not be made, or a new one."""
-        try:
-            return self._spare.pop()
-        except IndexError:
-            return PageDecoder()
-
-    def keep(self, pages: PageDecoder) -> None:
-        """Have the next cursor take ``pages``."""
-        self._spare.append(pages)
 
     @property
     def is_encoded(self) -> bool:

@@ -11,7 +11,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lagom.data.columns import unischema
-from lagom.data.decoders import page_decoder
 from lagom.data.sources.file_versions import FileVersions
 from lagom.data.sources.files import DataFile, arrow, locate
 from lagom.data.sources.footers import PAGE_BYTES, Footer, check_names, common_field, open_file, partitions_of
@@ -43,17 +42,6 @@ class OpenedTable(NamedTuple):
     """pyarrow's ``ParquetFile``."""
     file: Any
     """What it reads from."""
-    places: dict[str, tuple[int, str, bool]]
-    """As ``pages.places`` says."""
-
-    @property
-    def known(self) -> Known:
-        """What need not be read again."""
-        return self.parquet.metadata, self.places
-
-
-Known = tuple[Any, dict[str, tuple[int, str, bool]]]
-"""A file's footer, and what ``pages.places`` says of it."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +89,11 @@ class Table:
         text = repr((told, [str(field) for field in self.fields], str(self.filter), self.groups))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
-    def open(self, file: int, known: Known | None = None) -> OpenedTable:
-        """The Parquet file number ``file``, of which ``known`` is known."""
+    def open(self, file: int, footer: Any = None) -> OpenedTable:
+        """Open the Parquet file number ``file``; a known ``footer`` is not read again."""
         self.stamps.look(self.home, self.files[file].path)
-        footer, places = known or (None, None)
         source, opened = open_file(self.home, self.files[file], footer, whole=self.chunk_bytes <= PAGE_BYTES)
-        return OpenedTable(opened, source, page_decoder.places(opened.metadata) if places is None else places)
+        return OpenedTable(opened, source)
 
     def batches(
         self, opened: Any, group: int, most: int, *, threads: bool, without: Collection[int] = ()
