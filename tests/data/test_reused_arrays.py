@@ -77,7 +77,7 @@ def test_a_thread_ends_when_nobody_draws_any_more() -> None:
 
 _LEFT = """
 import os, time
-from lagom.data.parquet.prefetch import Ahead
+from lagom.data.parquet.prefetch import Prefetcher
 
 def items():
     yield 1
@@ -85,8 +85,8 @@ def items():
     os.write(1, b"read")
     yield 2
 
-next(Ahead(items(), 2))
-ahead = Ahead(items(), 2)
+next(Prefetcher(items(), 2))
+ahead = Prefetcher(items(), 2)
 next(ahead)
 """
 
