@@ -1,4 +1,4 @@
-"""The next batch of a pass over a loader, and whose share of it this is: a way for each way of sharing out."""
+"""``batch_source``: the next batch of a loader pass and this rank's share of it, for each kind of sharding."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 Fetch = Callable[[Any], Any]
-"""The next batch of a loader's iterator."""
+"""Returns the next batch of a loader's iterator."""
 
 
 class BatchSource(Protocol):
     """Takes the batches of one pass."""
 
     def take(self, fetch: Fetch, source: Any) -> tuple[Any, BatchShare | None]:
-        """The next batch, ``fetch(source)``, and this rank's share of it; None where every rank has all of it.
+        """Return the next batch, ``fetch(source)``, and this rank's share; None where every rank has the whole batch.
 
         Raises:
             StopIteration: at the end of the pass.
@@ -32,7 +32,7 @@ class BatchSource(Protocol):
 
 
 def batch_source(session: Session, loader: DataLoader[Any], current: LoaderPass) -> BatchSource:
-    """The one for the pass ``current`` over ``loader``."""
+    """Choose the source for the pass ``current`` over ``loader``."""
     if current.own and current.training:
         return SelfShardedSource(session)
     if is_iterable(loader) and current.sharded:
@@ -46,7 +46,7 @@ def batch_source(session: Session, loader: DataLoader[Any], current: LoaderPass)
 
 
 def _must_be_equal(session: Session, current: LoaderPass) -> bool:
-    """Whether forwards take rows of batches that are then taken to be the same on all ranks."""
+    """Return whether forwards split the rows of batches, which must then be the same on all ranks."""
     return session.plan.batches == "whole" if current.training else session.plan.evaluation == "gathered"
 
 
@@ -56,7 +56,7 @@ class _Whole:
 
 
 class _Dealt:
-    """From a data set with indices: the sampler told the shares, in order, ahead of the batches."""
+    """Batches of a data set with indices: the sampler has put their shares into a queue, ahead of the batches."""
 
     def __init__(self, current: LoaderPass) -> None:
         self._shares = current.shares
@@ -74,9 +74,9 @@ class _Dealt:
 
 
 class _Recounted:
-    """From a data set with indices that says it makes more or fewer rows of them, by its attribute ``lagom_resizes``.
+    """Batches of a data set with indices whose attribute ``lagom_resizes`` says that it changes the number of rows.
 
-    One exchange for each batch, as for a data set that shards itself, tells how many rows all ranks have.
+    One exchange for each batch, as for a data set that shards itself, sums the rows of all ranks.
     """
 
     def __init__(self, session: Session, current: LoaderPass) -> None:
@@ -89,7 +89,7 @@ class _Recounted:
 
 
 class _Streamed:
-    """From an iterable data set: the share comes with the batch."""
+    """Batches of an iterable data set: the share comes with the batch."""
 
     def __init__(self, session: Session, current: LoaderPass) -> None:
         self._comparison = SampleComparison(session, current)
@@ -113,7 +113,7 @@ class _Streamed:
 
 
 class _Compared:
-    """From an iterable data set, whole: it must be the same on all ranks."""
+    """Whole batches of an iterable data set, which must be the same on all ranks."""
 
     def __init__(self, session: Session, current: LoaderPass) -> None:
         self._comparison = SampleComparison(session, current)

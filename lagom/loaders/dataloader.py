@@ -1,4 +1,4 @@
-"""Loaders, patched where they are used: a loader that was built earlier, or arrived by pickle, is found too."""
+"""Patches of DataLoader at its use: loaders that were built earlier, or came by pickle, are sharded too."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TAKER = "_lagom_taker"
 
 @contextmanager
 def sharded_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
-    """Have loaders yield this rank's share, and count what they yield."""
+    """Have loaders yield this rank's share, and count the batches and samples that they yield."""
     loaders = _Loaders(session, streams)
     with ExitStack() as stack:
         stack.enter_context(replaced(_BaseDataLoaderIter, "__init__", _made(loaders)))
@@ -60,7 +60,7 @@ def sharded_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
 
 
 class _Loaders:
-    """Begins passes over loaders, and knows of what kind the earlier ones were."""
+    """Begins passes over loaders, and remembers the kinds of earlier passes."""
 
     def __init__(self, session: Session, streams: OwnStreams) -> None:
         self.session = session
@@ -70,7 +70,7 @@ class _Loaders:
         self._were_dealt = WeakIdKeyDictionary(ref_type=ObjectReference)
 
     def begin(self, loader: DataLoader[Any]) -> LoaderPass:
-        """A pass over ``loader`` begins."""
+        """Begin a pass over ``loader``."""
         session = self.session
         session.settle()  # the iterator draws from the common stream
         current = first_use(session, can_shard(session, loader), loader)
@@ -99,10 +99,10 @@ class _Loaders:
         return current
 
     def wide(self, loader: DataLoader[Any] | None, can_share: bool) -> int:
-        """How many batches of the loader's own make one of its next pass: more than 1 only in ``per_rank``.
+        """Return how many of the loader's own batches make one batch of its next pass: above 1 only in ``per_rank``.
 
-        As in the passes it had, which were all alike as a rule; else as if one began now. So a mean over
-        ``len(loader)`` after an evaluation is right, wherever it is computed.
+        The next pass is taken to be of the kind of the earlier ones, if all were of one kind; else as if it began now.
+        So a mean over ``len(loader)`` after an evaluation is right, wherever it is computed.
         """
         session = self.session
         if not session.distributed or session.plan.batches != "per_rank":
@@ -125,7 +125,7 @@ _ALL_OF_IT = (
 
 
 def can_shard(session: Session, loader: DataLoader[Any]) -> bool:
-    """Whether the loader's batches can be dealt out."""
+    """Return whether the loader's batches can be split between ranks."""
     return session.distributed and loader._auto_collation and not shards_itself(loader.dataset)
 
 
@@ -139,7 +139,8 @@ def _index_sampler(loaders: _Loaders) -> Any:
             return source
         if is_iterable(loader) and not loader._auto_collation:
             return source
-        # Without the loader: it holds its iterator, which holds this, and workers must end when both are dropped.
+        # No reference to the loader: it holds its iterator, which holds this sampler, and workers must end when both
+        # are dropped.
         ref, shared = weakref.ref(loader), can_shard(session, loader)
 
         def wide() -> int:
@@ -220,7 +221,7 @@ def _made(loaders: _Loaders) -> Any:
                 self._collate_fn = ShardedCollate(session, loader, loaders.streams)
                 self._collate_fn.begin(current, session.plan.batches)
         elif current.training and current.sharded:
-            # Workers of different ranks augment differently. They start after this.
+            # Workers of different ranks augment differently. Workers start after this line.
             self._base_seed = derive_seed(self._base_seed, session.rank)
 
     return init
@@ -277,7 +278,7 @@ def _yielding(session: Session, readers: Readers) -> Any:
                 session.dealt.ended(current)
             raise
         except Exception:
-            # The batch is lost, unless workers did not give it in time: then it is still to come.
+            # The batch is lost, unless workers timed out: then it is still to come.
             if received is None or self._rcvd_idx != received:
                 current.failed = current.training
                 if current.shares:
@@ -320,5 +321,5 @@ def _steps(loader: DataLoader[Any]) -> int | None:
     try:
         # An IterableDataset remembers that its length was asked for.
         return None if is_iterable(loader) else len(loader)
-    except Exception:  # a user's sampler may have no length, or fail to tell it
+    except Exception:  # a user's sampler may have no length, or fail to compute it
         return None

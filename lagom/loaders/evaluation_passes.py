@@ -1,4 +1,4 @@
-"""``EvaluationPassDetector``: finds passes whose rows were dealt out, and that turn out to be no training.
+"""``EvaluationPassDetector``: find passes that were sharded as training but turn out to be evaluations.
 
 See Note [Dealt passes].
 """
@@ -29,11 +29,11 @@ _KEY = "lagom_use"
 
 
 class _Mark:
-    """Kept in the metadata of a node, and so as long as the graph."""
+    """A mark in the metadata of a node, which lives as long as the graph."""
 
 
 def first_use(session: Session, can_share: bool, loader: DataLoader[Any] | None = None) -> LoaderPass:
-    """Decide what a pass that begins now, over ``loader``, is: training or evaluation, shared out or not."""
+    """Decide whether a pass over ``loader`` that begins now is training, and whether it is sharded."""
     grad = torch.is_grad_enabled()
     by_mode = grad and session.world_size > 1 and session.evaluates_by_mode()
     if by_mode and loader is not None and session.plan.batches != "whole" and session.dealt.expects_training(loader):
@@ -46,11 +46,11 @@ def first_use(session: Session, can_share: bool, loader: DataLoader[Any] | None 
 
 @dataclass(eq=False)
 class Use:
-    """What the program does with the rows of one pass."""
+    """The program's use of the rows of one pass."""
 
     reading: weakref.ref[LoaderPass]
     place: str
-    """Where the program reads, as ``file:line``."""
+    """Place of the program that reads the loader, as ``file:line``."""
     serial: int
     num_batches: int = 0
     num_rows: int = 0
@@ -59,27 +59,27 @@ class Use:
     has_forwards: bool = False
     has_ended: bool = False
     _mark: weakref.ref[_Mark] | None = None
-    """In the graph of the outputs for its first batch."""
+    """Mark in the graph of the model's outputs for the first batch."""
     _inputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    """What the model was called with first."""
+    """First input of the model."""
 
     @property
     def is_open(self) -> bool:
-        """Whether there may be more of its batches."""
+        """Return whether the pass may have more batches."""
         return not self.has_ended and self.reading() is not None
 
     @property
     def mark(self) -> _Mark | None:
-        """In the graph of its outputs, as long as there is one."""
+        """The mark in the graph of the outputs, as long as the graph lives."""
         return self._mark() if self._mark is not None else None
 
     @property
     def may_be_trained_on(self) -> bool:
-        """Whether a backward may still come: outputs or inputs of the model are kept."""
+        """Return whether a backward may still come: outputs or inputs of the model are alive."""
         return self.mark is not None or any(map(is_there, self._inputs))
 
     def forward(self, data: Any, outputs: Any) -> None:
-        """A model gave ``outputs`` for ``data`` of this pass."""
+        """Record that a model computed ``outputs`` for ``data`` of this pass."""
         if not self.has_forwards:
             self._inputs = [weakref.ref(tensor) for tensor in tensors(data)[:1]]
         self.has_forwards = True
@@ -92,10 +92,10 @@ class Use:
 
 
 class EvaluationPassDetector:
-    """Follows passes whose rows were dealt out because they seemed to be training.
+    """Tracks passes that were sharded because they seemed to be training.
 
     Args:
-        share_of: the share of the batch that data comes from, where that is known.
+        share_of: returns the share of the batch that data comes from, if known.
         say_once: tells the user something, the first time.
     """
 
@@ -103,25 +103,25 @@ class EvaluationPassDetector:
         self._share_of = share_of
         self._say_once = say_once
         self._pending: list[Use] = []
-        """Passes without a backward as yet."""
+        """Passes without a backward so far."""
         self._last: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """By data set: the last use of it by the place it was read at, as a hash of the whole stack."""
+        """By data set: the last use of it for each place that reads it, by a hash of the whole stack."""
         self._num_passes = 0
         self._last_evaluation = 0
 
     def expects_training(self, loader: DataLoader[Any]) -> bool:
-        """Whether a pass over ``loader`` that begins now in eval mode is training all the same.
+        """Return whether a pass over ``loader`` that begins now in eval mode is training nevertheless.
 
-        It is if the last one there was, and the mode is what an evaluation in between has left.
+        This is so if the last pass from the same place trained, and an evaluation in between has left the mode behind.
         """
         use = self._last.get(_key(loader), {}).get(_stack()[0])
         return use is not None and use.trains and use.serial < self._last_evaluation
 
     def began(self, loader: DataLoader[Any], current: LoaderPass, *, follows: bool) -> None:
-        """The pass ``current`` over ``loader`` begins; with ``follows`` its rows are dealt out.
+        """Begin tracking the pass ``current`` over ``loader``; with ``follows`` its rows are sharded.
 
         Raises:
-            LagomError: when an earlier one turns out to be no training.
+            LagomError: when an earlier pass turns out to be no training.
         """
         self.judge()
         self._num_passes += 1
@@ -135,15 +135,15 @@ class EvaluationPassDetector:
         self._pending.append(current.use)
 
     def yielded(self, current: LoaderPass, share: BatchShare | None, num_rows: int) -> None:
-        """The program sees a batch of ``current``."""
+        """Record that the program sees a batch of ``current``."""
         if (use := current.use) is not None and share is not None:
             share.use = use
             use.num_batches += 1
             use.num_rows += num_rows
 
     def forward(self, data: Any, outputs: Any) -> None:
-        """A model gave ``outputs`` for ``data``."""
-        if not self._pending or any(map(_is_wrapped, tensors(outputs))):  # by torch.func, which has no backward
+        """Record that a model computed ``outputs`` for ``data``."""
+        if not self._pending or any(map(_is_wrapped, tensors(outputs))):  # torch.func wraps them; it has no backward
             return
         share = self._share_of(data)
         use = next((use for use in reversed(self._pending) if use.is_open), None) if share is None else share.use
@@ -151,7 +151,7 @@ class EvaluationPassDetector:
             use.forward(data, outputs)
 
     def backward(self, roots: Sequence[Any]) -> None:
-        """A backward from ``roots`` is about to run."""
+        """Record that a backward from ``roots`` is about to run."""
         if not self._pending:
             return
         marks = {id(mark) for use in self._pending if not use.is_open and (mark := use.mark) is not None}
@@ -161,7 +161,7 @@ class EvaluationPassDetector:
         self._pending = [use for use in self._pending if not use.trains]
 
     def ended(self, current: LoaderPass) -> None:
-        """The pass is exhausted.
+        """Record that the pass is exhausted.
 
         Raises:
             LagomError: when it turns out to be no training.
@@ -174,10 +174,10 @@ class EvaluationPassDetector:
             self._refuse(use)
 
     def judge(self, *, at_end: bool = False) -> None:
-        """Look at passes that are over; with ``at_end`` the program is.
+        """Decide which finished passes were no training; with ``at_end`` the program is over, and so are all passes.
 
         Raises:
-            LagomError: when one turns out to be no training.
+            LagomError: when a pass turns out to be no training.
         """
         for use in list(self._pending):
             if use.is_open and not at_end:
@@ -203,13 +203,13 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 def _key(loader: DataLoader[Any]) -> Any:
     try:
         weakref.ref(loader.dataset)
-    except TypeError:  # a list
+    except TypeError:  # a list has no weak references
         return loader
     return loader.dataset
 
 
 def _stack() -> tuple[int, str]:
-    """Where the program reads: a hash of the stack outside of torch and lagom, and the file and line."""
+    """Return the place that reads the loader: a hash of the stack outside of torch and lagom, and its file and line."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "lagom"):
         frame = frame.f_back
@@ -237,21 +237,22 @@ _NO_BACKWARD = (
 
 # Note [Dealt passes]
 #
-# Whether a pass over a loader is training shows when it trains. Its first batch must be dealt out, or not, before
-# that, by what can be seen when it begins: gradients on, a model in training mode. Frameworks set both inside the
-# loop, and first programs set neither, so that an evaluation may be dealt out: its program then has a part of the
-# predictions, and divides by the length of the data set. That cannot be mended after the fact, but it can be said:
+# A pass over a loader shows that it is training only when a backward runs. Whether its first batch is sharded must be
+# decided earlier, by the facts at its beginning: gradients on, a model in training mode. Frameworks set both inside the
+# loop, and first programs set neither, so an evaluation may be sharded by mistake: its program then has a part of the
+# predictions, and divides by the length of the data set. This cannot be repaired later, but it can be reported:
 #
-#  - A pass that is exhausted, in which a model was called and no backward ran, is an error, there and then.
-#  - Unless a backward may still come: a loss summed over the epoch, whose graph is alive; rows that are kept, to be
-#    trained on later. The error then comes when the next pass begins, the graph and the rows being gone, or at the end
-#    of the program. A backward settles it that reaches the outputs for the first batch (a mark in the graph tells).
-#  - A pass that the program leaves before its end counts likewise, from its second batch on: with one batch
-#    programs look at shapes, or have lazy modules make their parameters.
-#  - Where no model was called nothing is known of what became of the rows (counted, kept, given to another
-#    library), and that is told, not refused.
+# - A pass that ends with a forward and without a backward is an error at once.
+# - The error is delayed while a backward may still come: for a loss summed over the epoch, whose graph is alive, or for
+#   rows that are kept to be trained on later. The error comes when the next pass begins and the graph and the rows are
+#   gone, or at the end of the program. A backward that reaches the outputs for the first batch (the graph holds a mark)
+#   shows that the pass is training.
+# - A pass that the program leaves early counts likewise, from its second batch on: programs take one batch to look at
+#   shapes, or to have lazy modules make their parameters.
+# - Without a forward, nothing is known about the use of the rows (counted, kept, given to another library): the user is
+#   warned.
 #
-# In the other direction, an evaluation that sets eval mode leaves it behind, and a training loop that sets its own mode
-# inside begins in it: it would be taken for evaluation. If the last pass over the same data set, begun from the
-# same place in the program (the whole stack, since frameworks have one loop for all), trained, and an evaluation has
-# come in between, the mode is what is left of that, and the pass is dealt out.
+# The opposite mistake: an evaluation leaves eval mode behind, and a training loop that sets its mode inside the loop
+# begins in eval mode, so it would be taken for an evaluation. The pass is sharded nevertheless if the last pass over
+# the same data set from the same place in the program trained, and an evaluation came in between. The place is the
+# whole stack, since frameworks have one loop for all passes.

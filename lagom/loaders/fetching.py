@@ -1,4 +1,4 @@
-"""How a loader fetches samples in this process: at once where it can, and with which random numbers."""
+"""Fetching of samples in this process: whole batches at once where possible, with the right random numbers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 PASS = "_lagom_pass"
-"""Where a loader's iterator keeps its ``Pass``."""
+"""Attribute of a loader's iterator that holds its ``LoaderPass``."""
 
 
 def fetching(session: Session, streams: OwnStreams) -> Any:
-    """``_SingleProcessDataLoaderIter.__init__``: batches at once; a rank's share augmented with numbers of its own."""
+    """Return ``_SingleProcessDataLoaderIter.__init__`` that chooses a fetcher: at once, and with the right draws."""
     original = vars(_SingleProcessDataLoaderIter)["__init__"]
 
     def patched_init(self: Any, loader: DataLoader[Any]) -> None:
@@ -43,7 +43,7 @@ def fetching(session: Session, streams: OwnStreams) -> Any:
 
 
 def make_fetcher(session: Session, streams: OwnStreams) -> Any:
-    """``_DatasetKind.create_fetcher`` that keeps what a data set of the rank's own draws from the common streams."""
+    """Return ``_DatasetKind.create_fetcher`` that has self-sharded data sets draw from the rank's own streams."""
     original: Any = _DatasetKind.create_fetcher
 
     def create_fetcher(kind: Any, dataset: Any, *args: Any) -> Any:
@@ -56,7 +56,7 @@ def make_fetcher(session: Session, streams: OwnStreams) -> Any:
 
 
 class _Fetcher:
-    """A loader's fetcher, drawing from the rank's own random numbers."""
+    """A loader's fetcher that draws from the rank's own random numbers."""
 
     def __init__(self, fetcher: Any, streams: OwnStreams) -> None:
         self._fetcher = fetcher
@@ -68,7 +68,7 @@ class _Fetcher:
 
 
 class _Waiting:
-    """A loader's fetcher that draws from the common random numbers, in a thread of the program's too."""
+    """A loader's fetcher that draws from the common random numbers, and locks them in the program's threads."""
 
     def __init__(self, fetcher: Any, session: Session) -> None:
         self._fetcher = fetcher
@@ -83,7 +83,7 @@ class _Waiting:
 
 
 def _is_plain(dataset: object) -> bool:
-    """Whether fetching from ``dataset`` certainly draws no random numbers."""
+    """Return whether fetching from ``dataset`` certainly draws no random numbers."""
     if type(dataset) is Subset:
         return _is_plain(dataset.dataset)
     if type(dataset) is ConcatDataset:

@@ -1,4 +1,4 @@
-"""Who gets what of a batch; and the index sampler of a loader in use, which gives each rank its share."""
+"""The rank's share of a batch's indices, and the index sampler that gives this share to a loader."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def split_batch(batch: Any, rank: int, world_size: int) -> tuple[Any, BatchShare]:
-    """The positions of ``rank`` in a batch: every position once over all ranks.
+    """Return the positions of ``rank`` in a batch; all ranks together have each position once.
 
-    A rank that gets none, in a batch shorter than the world, gets a copy of the first position that
-    counts nowhere, so that it takes the same steps as the others. Positions of a table know themselves how they are
-    dealt, so that a rank reads files of its own.
+    If the batch is shorter than the world, a rank without a position gets a copy of the first one, which counts
+    nowhere, so that all ranks take the same steps. ``Positions`` of a table split themselves, so that a rank reads
+    files of its own.
     """
     if not hasattr(batch, "__getitem__") or not hasattr(batch, "__len__"):
         batch = list(batch)
@@ -33,9 +33,9 @@ def split_batch(batch: Any, rank: int, world_size: int) -> tuple[Any, BatchShare
 
 
 def per_rank(batches: list[Any], rank: int, world_size: int, *, drop_last: bool) -> tuple[Any, BatchShare] | None:
-    """The share of ``rank`` in ``world_size`` batches that make one global batch.
+    """Return the share of ``rank`` in ``world_size`` batches that make one global batch.
 
-    Its own batch, whole; of a tail that has not a batch for everyone, its positions; None where that is dropped.
+    The share is one whole batch. A tail with fewer batches is split by positions, or dropped: then the result is None.
     """
     if batches and isinstance(batches[0], Positions):
         full = len(batches) == world_size or not drop_last
@@ -49,19 +49,19 @@ def per_rank(batches: list[Any], rank: int, world_size: int, *, drop_last: bool)
 
 
 def num_samples(data: Any) -> int:
-    """Rows of the first tensor or array in ``data`` that has rows, wherever texts stand beside it; 1 without one."""
+    """Return the number of rows of the first tensor or array in ``data`` that has rows; 1 without one."""
     count = num_rows(data)
     return 1 if count is None else count
 
 
 def num_rows(data: Any) -> int | None:
-    """Rows of the first tensor or array in ``data`` that has rows; None without one."""
+    """Return the number of rows of the first tensor or array in ``data`` that has rows; None without one."""
     if isinstance(data, torch.Tensor):
         return len(data) if data.dim() else None
     if isinstance(data, Mapping):
         parts: Iterable[Any] = data.values()
     elif isinstance(data, (list, tuple)):
-        # Of texts there are as many as rows, and nothing in them.
+        # A list of texts has as many texts as rows, and none of them has rows.
         parts = () if data and isinstance(data[0], (str, bytes)) and type(data) is list else data
     else:
         shape = getattr(data, "shape", None)
@@ -74,11 +74,11 @@ def num_rows(data: Any) -> int | None:
 
 
 class ShardedIndexSampler:
-    """Stands for a loader's batch sampler, or its sampler, wherever the loader is used.
+    """Stands for a loader's batch sampler, or its sampler, and yields this rank's share.
 
     Args:
-        start: gives the pass that an iteration belongs to.
-        wide: into how many batches of the loader's one of the next pass is dealt; tells its length.
+        start: returns the pass that an iteration belongs to.
+        wide: returns how many of the loader's batches make one of the next pass, for its length.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ShardedIndexSampler:
         current = self._current = self._session.starting or self._current or self._start()
         if not (current.training or current.sharded or self._session.plan.evaluation == "gathered"):
             return iter(self._source)
-        # Now, not when the first batch is drawn: iter() of a sampler may draw random numbers.
+        # At once, not when the first batch is drawn: iter() of a sampler may draw random numbers.
         batches = common_order(self._session, self._source, current)
         if not current.sharded:
             return batches
@@ -143,9 +143,9 @@ class ResumableIndexSampler(ShardedIndexSampler):
     """A ``ShardedIndexSampler`` for a source that has a state."""
 
     def state_dict(self) -> Any:
-        """Give the state of the source."""
+        """Return the state of the source."""
         return self._source.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Have the source go on from ``state``."""
+        """Have the source continue from ``state``."""
         self._source.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Iterable data sets: every rank goes through all of one, and keeps its share of each batch.
+"""Iterable data sets: every rank reads all samples, and keeps its share of each batch.
 
 See Note [Iterable data sets].
 """
@@ -26,13 +26,13 @@ _WHOLE, _SPLIT, _PER_RANK = range(3)
 
 
 class ShardedBatch(NamedTuple):
-    """What a loader's iterator gives in place of a batch of an iterable data set."""
+    """A loader iterator's result in place of a batch of an iterable data set."""
 
     data: Any
-    """The share, collated; None for one that would count nowhere, in an evaluation."""
+    """The collated share; None for an empty share in an evaluation."""
     share: BatchShare
     digest: bytes
-    """Of the whole batch."""
+    """Digest of the whole batch."""
 
 
 class ShardedCollate:
@@ -46,19 +46,20 @@ class ShardedCollate:
         self._world_size = session.world_size
         self._streams: OwnStreams | None = streams
         self._is_in_worker = False
-        # How, and whether for training. Shared, as persistent workers outlive the pass that they were started for.
+        # Kind of sharding, and whether the pass is training. In shared memory for persistent workers, which live longer
+        # than the pass that started them.
         self._how = torch.zeros(2, dtype=torch.int64)
         if loader.persistent_workers:
             self._how.share_memory_()
 
     def begin(self, current: LoaderPass, batches: str) -> None:
-        """What is collated from now on belongs to the pass ``current``."""
+        """Collate for the pass ``current`` from now on."""
         how = _PER_RANK if current.training and batches == "per_rank" else _SPLIT
         self._how[0] = how if current.sharded else _WHOLE
         self._how[1] = int(current.training)
 
     def __call__(self, samples: list[Any]) -> Any:
-        """``samples`` collated, or this rank's share of them as a ``ShardedBatch``."""
+        """Return ``samples`` collated, or this rank's share of them as a ``ShardedBatch``."""
         how, training = self._how.tolist()
         if how == _WHOLE:
             return self._collate(samples)
@@ -71,14 +72,14 @@ class ShardedCollate:
         else:
             mine, share = split_batch(samples, self._rank, self._world_size)
         data = self._collated(mine) if training or share.num_mine else None
-        # One sample may be the same by chance where they are few or simple, such as labels.
+        # Three samples: a single one may match by chance where samples are few or simple, such as labels.
         some = samples[0], samples[len(samples) // 2], samples[-1]
         return ShardedBatch(data, share, digest((len(samples), *some)))
 
     def _collated(self, samples: list[Any]) -> Any:
         if self._collate is default_collate:
             return self._collate(samples)
-        # It has other samples on every rank: draws of its own must not move the stream that orders them.
+        # The samples differ between ranks: draws of collate_fn must not move the stream that orders samples.
         with self._own().in_fetch():
             return self._collate(samples)
 
@@ -95,10 +96,10 @@ class ShardedCollate:
 
 
 class GroupedBatchSampler:
-    """Stands for the batch sampler of such a loader, which tells only how many samples make a batch."""
+    """Stands for the batch sampler of an iterable data set's loader, which only says how many samples make a batch."""
 
     def __init__(self, source: Any, wide: Callable[[], int]) -> None:
-        """``wide``: into how many batches of the loader's the next one is to be dealt."""
+        """``wide``: returns how many of the loader's batches make the next one."""
         self._source = source
         self._wide = wide
 
@@ -113,23 +114,23 @@ class GroupedBatchSampler:
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's data set is one."""
+    """Return whether the loader's data set is iterable."""
     return bool(loader._dataset_kind == _DatasetKind.Iterable)
 
 
 # Note [Iterable data sets]
 #
-# Nobody can tell where the samples of an iterable data set are, so every rank draws all of them, in its own
-# process or in workers of its own; what it need not collate, move and compute is dealt out: rank r keeps positions
-# r, r + world_size, ... of each batch. So batches, their order and number are those of one machine, whatever a data
-# set does with get_worker_info(). The share is taken in the loader's collate function, the one thing of a loader
-# that sees the samples of a batch together, in this process and in workers that were forked or spawned. What it
-# returns carries the share along, since workers that run dry make the number of a batch unknown beforehand.
+# The samples of an iterable data set have no indices, so every rank draws all of them, in its own process or in its own
+# workers. Ranks split only the collating, moving and computing: rank r keeps positions r, r + world_size, ... of each
+# batch. So batches, their order and their number are those of one process, whatever a data set does with
+# get_worker_info(). The loader's collate function takes the share: only collate_fn sees all samples of a batch, in this
+# process and in forked or spawned workers. It returns the share with the batch, since workers that run dry make the
+# number of a batch unknown beforehand.
 #
-# For per_rank one draw is world_size batches long: what one machine does with that batch_size.
+# With per_rank, ranks draw world_size batches at once, as one process does with a batch_size that is so much larger.
 #
-# Which samples come may hang on random numbers, so these are drawn from the common streams, in workers from
-# streams started equal: augmentation in such a data set is one machine's too. A data set that gives other
-# samples on every rank (that shards itself, or has a generator without a seed) would make "each sample once"
-# untrue silently: digests of three samples of each batch are compared, after 1, 2, 4, ... batches
-# (see digest.py). One that shards itself is told apart by its attribute: see sharded.py.
+# Which samples come may depend on random numbers, so these come from the common streams, or in workers from streams
+# with equal seeds; augmentation in such a data set also equals that of one process. A data set that gives different
+# samples on every rank (it shards itself, or has a generator without a seed) would silently break "each sample once".
+# So ranks compare digests of three samples of each batch after 1, 2, 4, ... batches (see sample_digest.py). A data set
+# that shards itself says so by its attribute: see self_sharded.py.

@@ -1,4 +1,4 @@
-"""``shuffle_order``: ``shuffle=True`` over very many samples, whose order is never written down."""
+"""``shuffle_order``: ``shuffle=True`` over very many samples, without storing the order."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 MANY = 100_000_000
-"""Samples from which the order is made on the fly. Torch's own takes 5 GB and 10 seconds there, on every rank."""
+"""Number of samples from which the order is computed on the fly: torch's own takes 5 GB and 10 s on every rank."""
 _BLOCKS = (1 << 12, 1 << 16)
-"""Places that are evaluated at once: the first time, so that an epoch begins at once, and then."""
+"""Places computed at once: few for the first block, so that an epoch begins at once, then more."""
 _ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
 _ALL = (1 << 64) - 1
 
 
 def shuffle_order(session: Session) -> Any:
-    """``RandomSampler.__iter__`` that takes no memory from ``MANY`` samples on; below, and alone, it is torch's."""
+    """Return ``RandomSampler.__iter__`` that stores no order from ``MANY`` samples on; else it is torch's."""
     original = vars(RandomSampler)["__iter__"]
 
     def iterate(self: RandomSampler) -> Iterator[int]:
@@ -37,7 +37,7 @@ def shuffle_order(session: Session) -> Any:
 
 
 def _orders(sampler: RandomSampler) -> Iterator[int]:
-    """As torch's sampler: one order after the other until there are as many as were asked for."""
+    """Yield the indices of successive orders until there are ``num_samples``, as torch's sampler does."""
     generator = sampler.generator
     if generator is None:
         generator = torch.Generator()
@@ -54,9 +54,9 @@ def _orders(sampler: RandomSampler) -> Iterator[int]:
 
 
 def permute(n: int, key: int, start: int, count: int) -> torch.Tensor:
-    """What stands at places ``start`` to ``start + count`` in the order of [0, n) that ``key`` chooses; int64.
+    """Return the values at places ``start`` to ``start + count`` of the order of [0, n) given by ``key``, as int64.
 
-    See Note [Order on the fly]. 25 ns each, or some microseconds without the compiled part.
+    See Note [Order on the fly]. It takes 25 ns each, or some microseconds without the compiled extension.
     """
     if not 0 <= start <= start + count <= n <= 1 << 62:
         raise ValueError(f"there are no places {start} to {start + count} in an order of {n}")
@@ -68,7 +68,7 @@ def permute(n: int, key: int, start: int, count: int) -> torch.Tensor:
 
 
 def permute_by_torch(n: int, key: int, start: int, count: int) -> torch.Tensor:
-    """The same without the compiled part."""
+    """Compute ``permute`` without the compiled extension."""
     bits = max((n - 1).bit_length(), 1)
     low = bits // 2
     low_mask, high_mask = (1 << low) - 1, (1 << (bits - low)) - 1
@@ -88,14 +88,14 @@ def permute_by_torch(n: int, key: int, start: int, count: int) -> torch.Tensor:
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """The finalizer of splitmix64 (Steele, Lea and Flood, 2014), in wrapping int64."""
+    """Apply the finalizer of splitmix64 (Steele, Lea and Flood, 2014) in wrapping int64."""
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, filling up with zeros: ``>>`` keeps the sign."""
+    """Shift right and fill with zeros: ``>>`` keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -111,10 +111,11 @@ def _signed(x: int) -> int:
 
 # Note [Order on the fly]
 #
-# A Feistel network permutes the numbers of b bits, b being the least with 2^b >= n: it parts a number in two, and eight
-# times changes one part by a mixture of the other with a key of the round, which can be undone, and so never gives two
-# numbers the same result. What comes out as n or more goes through it again until it does not ("cycle walking"; Black
-# and Rogaway, Ciphers with arbitrary finite domains, 2002), less than twice on average. That is a permutation of [0, n)
-# whose value at any place is computed from the place alone: no memory, and no time to begin.
+# A Feistel network permutes the numbers of b bits, where b is the least with 2^b >= n. It splits a number in two
+# halves; eight times, it changes one half by a hash of the other half and a round key. Each round can be undone, so two
+# numbers never give the same result. A result of n or more goes through the network again until it is below n ("cycle
+# walking"; Black and Rogaway, Ciphers with arbitrary finite domains, 2002), less than twice on average. The result is a
+# permutation of [0, n) whose value at a place is computed from the place alone: it needs no memory, and no time to
+# begin.
 #
-# Of the n! orders it can give 2^64, as torch.randperm can by its seed.
+# It can give 2^64 of the n! orders, as many as torch.randperm can by its seed.

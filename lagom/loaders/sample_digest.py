@@ -1,4 +1,4 @@
-"""Whether what a data set gives is the same on all ranks: a digest of samples, compared now and then."""
+"""Digests of samples, compared now and then to check that a data set gives the same samples on all ranks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _ELEMENTS = 256
-"""Of a tensor, that are looked at, spread over it."""
+"""Elements of a tensor that are hashed, spread over it."""
 _PARTS = 64
-"""Of a list or a dict, that are looked at."""
+"""Parts of a list or dict that are hashed."""
 _INTERVAL = 100
 _PLACE = "a batch of an iterable data set"
 
 
 def digest(sample: Any) -> bytes:
-    """A digest of what ``sample`` certainly has of data; equal where the samples are.
+    """Return a digest of the data in ``sample`` that cannot differ between ranks; equal samples have equal digests.
 
-    Tensors, arrays, numbers and text, in tuples, lists and dicts. Of other objects only the type, since what
-    is in them may be of this process: paths, times, the order of a set. Floating-point numbers count with 3
-    digits, since processors of two kinds may not decode an image alike. 10 microseconds for a pair of tensors.
+    Tensors, arrays, numbers and text count, in tuples, lists and dicts. Other objects count by their type only, since
+    their contents may belong to this process: paths, times, the order of a set. Floating-point numbers count with 3
+    digits, since two kinds of processors may decode an image differently. It takes 10 microseconds for a pair of
+    tensors.
     """
     found = hashlib.blake2b(digest_size=8)
     _add(found, sample)
@@ -36,7 +37,7 @@ def digest(sample: Any) -> bytes:
 
 
 class SampleComparison:
-    """Compares what the ranks see in a pass over an iterable data set, after 1, 2, 4, ... 64 and every 100 batches."""
+    """Compares the ranks' batches of an iterable data set after 1, 2, 4, ... 64 and every 100 batches."""
 
     def __init__(self, session: Session, current: LoaderPass) -> None:
         self._session = session
@@ -46,10 +47,10 @@ class SampleComparison:
         self._next = 1
 
     def batch(self, digest: bytes) -> None:
-        """The next batch has this digest.
+        """Add the digest of the next batch.
 
         Raises:
-            DivergenceError: on all ranks, when they saw different ones.
+            DivergenceError: on all ranks, when they saw different batches.
         """
         self._seen.update(digest)
         self._count += 1
@@ -58,10 +59,10 @@ class SampleComparison:
             self._compare(self._seen.digest())
 
     def end(self) -> None:
-        """There are no more.
+        """Compare the ranks at the end of the pass.
 
         Raises:
-            DivergenceError: on all ranks, unless all have ended with the same.
+            DivergenceError: on all ranks, unless all have ended after the same batches.
         """
         self._compare(b"end" + self._seen.digest())
 

@@ -1,4 +1,4 @@
-"""The order of samples: rank 0's, on all ranks."""
+"""Sample order: all ranks follow rank 0's."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _AHEAD = 64
 def common_order(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
     """Iterate over ``source``, a sampler or a batch sampler, in the order that rank 0 draws in the pass ``current``.
 
-    torch's own samplers draw from generators that are equal on all ranks, in the main thread; the orders of others
-    travel.
+    torch's own samplers draw from generators that are equal on all ranks, in the main thread. Rank 0 sends the order of
+    any other sampler.
     """
     if type(source) in _OWN or (type(source) is BatchSampler and type(source.sampler) in _OWN):
         return _own(session, source, current)
@@ -51,12 +51,12 @@ def common_order(session: Session, source: Any, current: LoaderPass) -> Iterator
 
 
 def has_state(source: Any) -> bool:
-    """Whether ``source`` can tell where it is, and go on from there, as torchdata's samplers can."""
+    """Return whether ``source`` can save its position and continue from it, as torchdata's samplers can."""
     return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
 
 
 def resumable(items: Iterator[Any], source: Any) -> Iterator[Any]:
-    """``items``, which are made of those of ``source``, with its state, if it has one."""
+    """Return ``items``, which are made from ``source``, with the state of ``source`` if it has one."""
     return _Resumable(items, source) if has_state(source) else items
 
 
@@ -79,9 +79,9 @@ class _Resumable:
 
 
 def synchronise(session: Session, loader: DataLoader[Any], *, own_order: bool = False) -> None:
-    """Set the generators that torch's samplers use to the states they have on rank 0; a collective.
+    """Set the generators of torch's samplers to their states on rank 0; a collective.
 
-    With ``own_order`` only the global one: the data set shards itself, and its order is its own.
+    With ``own_order`` only the global generator is set: the data set shards itself, and its order is its own.
     """
     assert session.group is not None
     session.at("the start of a pass over a data loader")
@@ -100,7 +100,7 @@ def synchronise(session: Session, loader: DataLoader[Any], *, own_order: bool = 
 
 
 def _own(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
-    """What a sampler of torch's yields; in another thread the main one may draw from its generator, too."""
+    """Yield from one of torch's samplers; in another thread it gets a generator that the main thread does not use."""
     is_sequential = type(getattr(source, "sampler", source)) is SequentialSampler
     if is_sequential or session.may_meet:
         yield from source
@@ -111,7 +111,7 @@ def _own(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
 
 
 def _drawing_from(source: Any, generator: torch.Generator) -> Any:
-    """A copy of a sampler of torch's that draws from ``generator``, if it has none of its own."""
+    """Return a copy of a torch sampler that draws from ``generator``, unless it has a generator of its own."""
     found = copy.copy(source)
     if type(source) is BatchSampler:
         found.sampler = _drawing_from(source.sampler, generator)
@@ -121,7 +121,7 @@ def _drawing_from(source: Any, generator: torch.Generator) -> Any:
 
 
 def _same(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
-    """What ``source`` yields, which is the same on all ranks: made sure of once, not batch by batch."""
+    """Yield from ``source``, which is the same on all ranks: checked once, not batch by batch."""
     items = iter(source)
     place = f"a pass over the data set {items.fingerprint}"
     if session.may_meet:
@@ -132,9 +132,10 @@ def _same(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
 
 
 class RankZeroOrder:
-    """Yields what rank 0's sampler yields. The others draw as well, for the sake of what their samplers remember.
+    """Yields the items of rank 0's sampler. Other ranks draw too, since their samplers may remember their draws.
 
-    One item at a time, since a sampler may look at the training so far; ahead only from what has been drawn.
+    Items are drawn one at a time, since a sampler may look at the training so far. They are drawn ahead only from a
+    list, tuple, dict or set.
     """
 
     def __init__(self, session: Session, source: Iterable[Any], step: int, current: LoaderPass, *, eager: bool) -> None:
@@ -197,7 +198,7 @@ class RankZeroOrder:
         self._end = end
 
     def _meet(self) -> None:
-        """Make sure that all ranks are here, and tell where one's sampler would have drawn another order."""
+        """Check that all ranks are here, and warn if a rank's sampler would have drawn another order."""
         session = self._session
         assert session.group is not None
         assert session.watch is not None
@@ -225,10 +226,10 @@ class RankZeroOrder:
         return self._session.group.broadcast_bytes(b"")
 
     def _alone(self, call: Callable[..., Result], *args: object) -> Result:
-        """Call what draws, which in a thread of the program's nothing else may do meanwhile."""
+        """Call a function that draws, while nothing else in a thread of the program may draw."""
         readers = self._current.readers
         with DRAWING:
-            # With workers the first batches are drawn outside of any call of the loader's that is watched.
+            # With workers, the first batches are drawn outside of the loader calls that are watched.
             return readers.read(call, *args) if self._session.is_in_thread and readers is not None else call(*args)
 
     def _draw(self, count: int) -> tuple[list[Any], Exception | None]:
@@ -237,14 +238,14 @@ class RankZeroOrder:
             return items, self._failure
         try:
             for _ in range(count):
-                items.append(next(self.mine))  # noqa: PERF401  # what came before a failure counts
+                items.append(next(self.mine))  # noqa: PERF401  # items before a failure count
         except Exception as error:  # StopIteration, or the user's
             return items, error
         return items, None
 
 
 def _differ(drawn: list[Any], items: list[Any]) -> bool:
-    with contextlib.suppress(TypeError):  # what cannot travel is not compared
+    with contextlib.suppress(TypeError):  # values that cannot be sent are not compared
         return encode_value(drawn) != encode_value(items)
     return False
 
@@ -273,12 +274,12 @@ def _error_from_text(described: list[str], mine: Exception | None) -> Exception:
     """Rebuild the error that another rank described: one of Python's own classes, else ``mine`` or a LagomError.
 
     Args:
-        mine: what the same code raised here; the other rank's may be of its class.
+        mine: error that the same code raised here; the other rank's may be of its class.
     """
     name, text, module = described
     kind = getattr(builtins, name, None) if module == "builtins" else None
     if isinstance(kind, type) and issubclass(kind, Exception):
-        with contextlib.suppress(TypeError):  # UnicodeDecodeError wants more
+        with contextlib.suppress(TypeError):  # UnicodeDecodeError takes more arguments
             return kind(text)
     if mine is not None and (type(mine).__name__, type(mine).__module__) == (name, module):
         return mine

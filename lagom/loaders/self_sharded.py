@@ -1,4 +1,4 @@
-"""Data sets that shard themselves, and say so: each rank's batches are its own."""
+"""Data sets that shard themselves and say so: each rank's batches are its own."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _PLACE = "a batch of a data set that shards itself"
 
 
 def shards_itself(dataset: object) -> bool:
-    """Whether ``dataset`` says that it gives every rank samples of its own: its attribute ``lagom_sharded`` is true."""
+    """Return whether ``dataset`` gives every rank samples of its own: its attribute ``lagom_sharded`` is true."""
     # torch wraps a datapipe.
     dataset = vars(dataset).get("_datapipe", dataset) if hasattr(dataset, "__dict__") else dataset
     return bool(getattr(dataset, "lagom_sharded", False))
 
 
 class PlacedDataset:
-    """A loader's ``collate_fn`` that takes the rank along to workers that are started anew.
+    """A loader's ``collate_fn`` that takes the rank along to spawned workers.
 
-    ``lagom.rank()``, by which the data set finds its part, knows of the run in this process and in forked ones only.
+    A data set finds its part by ``lagom.rank()``, which is known in this process and in forked ones only.
     """
 
     def __init__(self, session: Session, collate: Callable[[list[Any]], Any]) -> None:
@@ -55,11 +55,11 @@ def _arrived(collate: Any, place: Place) -> Any:
 
 
 class SelfShardedSource:
-    """Takes batches of such a data set: those that the ranks have at the same time make one batch.
+    """Takes batches of a self-sharded data set: the batches that the ranks take at the same time make one batch.
 
-    One exchange for each (1 to 2 ms over gloo) tells how many samples that has. A rank that has come to its
-    end while others have not gets its last batch again, cut to one sample where that is easy and counting nowhere,
-    so that all take the same number of steps.
+    One exchange for each batch (1 to 2 ms over gloo) sums its samples. A rank whose data set ends before the others'
+    gets its last batch again, so that all ranks take the same number of steps. The repeated batch counts nowhere, and
+    is cut to one sample where that is easy.
     """
 
     def __init__(self, session: Session) -> None:
@@ -69,10 +69,10 @@ class SelfShardedSource:
         self._ended = False
 
     def take(self, fetch: Callable[[Any], Any], source: Any) -> tuple[Any, BatchShare | None]:
-        """The next batch, ``fetch(source)``, and how it counts.
+        """Return the next batch, ``fetch(source)``, and its share of the global batch.
 
         Raises:
-            StopIteration: when all ranks are at their end.
+            StopIteration: when the data sets of all ranks have ended.
             DivergenceError: when this or another rank has no batch at all.
         """
         if not self._session.may_meet:
@@ -99,7 +99,7 @@ class SelfShardedSource:
         return data, share
 
     def recounted(self, data: Any, share: BatchShare) -> BatchShare:
-        """How a batch of ``share`` counts, of which ``data`` came: with the rows that there are, on all ranks.
+        """Return the share of a batch by the rows that ``data`` has on all ranks, where ``share`` counts samples.
 
         Raises:
             DivergenceError: when other ranks are elsewhere.
@@ -112,7 +112,7 @@ class SelfShardedSource:
         return share if found is None or not found.num_all else found
 
     def _agreed(self, num_mine: int) -> tuple[BatchShare | None, int]:
-        """How this rank's batch counts, None when there is none on any rank; and how many ranks never had one."""
+        """Agree on this rank's share, None if no rank has a batch; also return how many ranks never had one."""
         session = self._session
         assert session.frame is not None
         assert session.watch is not None
@@ -141,7 +141,7 @@ _NOT_COUNTED = (
 
 
 def first_sample(data: Any, count: int) -> Any:
-    """``data`` with its tensors cut to one row, if all of them have ``count`` rows; else as it is."""
+    """Return ``data`` with its tensors cut to one row if all of them have ``count`` rows, else unchanged."""
     found = tensors(data)
     if not found or any(not tensor.dim() or len(tensor) != count for tensor in found):
         return data
@@ -150,7 +150,7 @@ def first_sample(data: Any, count: int) -> Any:
 
 def _cut(data: Any) -> Any:
     if isinstance(data, torch.Tensor):
-        # No view: that would count as the batch that it is a part of.
+        # A copy, since a view would count as a part of its batch.
         return data[:1].clone()
     if isinstance(data, np.ndarray):
         return data[:1]

@@ -1,4 +1,4 @@
-"""``AtOnce``: a batch of a ``TensorDataset`` by one indexing of each tensor, rather than sample by sample."""
+"""``fetch_at_once``: fetch a batch of a ``TensorDataset`` by one indexing of each tensor, not sample by sample."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _METHODS = (
     (Subset, "__getitems__"),
     (_MapDatasetFetcher, "fetch"),
 )
-"""What somebody may have put something else in place of, to count or to time samples."""
+"""Methods that somebody may have replaced, to count or to time samples."""
 _INT = {int}
 _TORCHS = [vars(owner)[name] for owner, name in _METHODS]
 
 
 def fetch_at_once(fetcher: Any) -> Any:
-    """``fetcher``, or one in its place that gives the same batches, bit for bit, in less time."""
+    """Return ``fetcher``, or a faster one that gives the same batches, bit for bit."""
     if type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation:
         return fetcher
     if fetcher.collate_fn is not default_collate or not _collates_as_torch_does():
@@ -44,7 +44,7 @@ def fetch_at_once(fetcher: Any) -> Any:
 
 
 class _AtOnce:
-    """A loader's fetcher. What it cannot take at once goes to the fetcher that it stands for, errors too."""
+    """A loader's fetcher that leaves all unusual cases, and errors, to the fetcher that it stands for."""
 
     def __init__(self, fetcher: Any, subsets: Sequence[Any], dataset: Any) -> None:
         self._fetcher = fetcher
@@ -53,7 +53,7 @@ class _AtOnce:
         self._tensors = dataset.tensors
 
     def fetch(self, index: Any) -> Any:
-        """The batch of these samples."""
+        """Return the batch of these samples."""
         found = self._taken(index)
         return self._fetcher.fetch(index) if found is None else found
 
@@ -65,7 +65,7 @@ class _AtOnce:
             for subset in self._subsets:
                 indices = subset.indices
                 index = [indices[i] for i in index]
-            # Not what torch.tensor would make a number of: True, 1.5, a tensor.
+            # torch.tensor would turn True, 1.5 or a tensor into an index; index_select would not.
             if set(map(type, index)) != _INT:
                 return None
             for tensor in tensors:
@@ -73,12 +73,12 @@ class _AtOnce:
                     return None
             places = torch.frombuffer(array("q", index), dtype=torch.int64)  # in half the time of torch.tensor
             return [tensor.index_select(0, places) for tensor in tensors]
-        except (IndexError, TypeError, RuntimeError, OverflowError):  # negative ones and those that are not there
+        except (IndexError, TypeError, RuntimeError, OverflowError):  # negative or missing indices
             return None
 
 
 def _collates_as_torch_does() -> bool:
-    """Whether nobody has taught ``default_collate`` other ways with tuples and tensors."""
+    """Return whether ``default_collate`` handles tuples and tensors as torch defines."""
     kinds = [kind for key in default_collate_fn_map for kind in (key if isinstance(key, tuple) else (key,))]
     return default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn and not any(
         issubclass(tuple, k) for k in kinds
@@ -86,7 +86,7 @@ def _collates_as_torch_does() -> bool:
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether rows of ``tensor`` come out of one indexing as ``torch.stack`` gives them, strides and all."""
+    """Return whether one indexing of ``tensor`` gives rows as ``torch.stack`` does, including strides."""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
     if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.requires_grad:

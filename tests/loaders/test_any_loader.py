@@ -1,4 +1,4 @@
-"""Loaders of every kind, against the plain run: batch for batch, and the weights that training ends with."""
+"""Loaders of every kind against the plain run: each batch, and the weights after training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.session.loading import Doubling, Endless, Numbers, OwnLoader, dealt, 
 
 
 class ByLength(Sampler[list[int]]):
-    """Batches of other sizes, drawn with ``random`` and numpy, as a batch sampler of one's own."""
+    """A custom batch sampler: batches of different sizes, drawn with ``random`` and numpy."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -46,7 +46,7 @@ class ByLength(Sampler[list[int]]):
 
 
 class Shuffling(Sampler[int]):
-    """With ``set_epoch``-like state of its own: every pass starts one later."""
+    """A sampler with a state like ``set_epoch``: every pass starts one later."""
 
     def __init__(self, count: int) -> None:
         self.count, self.epoch = count, 0
@@ -60,7 +60,7 @@ class Shuffling(Sampler[int]):
 
 
 class InBatches(Numbers):
-    """Fetches a batch at once."""
+    """A data set that fetches a batch at once."""
 
     def __getitems__(self, indices: list[int]) -> list[int]:
         return [index * 10 for index in indices]
@@ -229,7 +229,7 @@ def test_len_under_per_rank_is_that_of_the_passes_a_loader_has_had() -> None:
             told.append(len(training))
             list(evaluated)
         told.append(len(evaluated))  # gradients are on again
-        list(evaluated)  # now it may be either
+        list(evaluated)  # training and evaluation from now on
         told.append(len(evaluated))
         with torch.no_grad():
             told.append(len(evaluated))
@@ -278,7 +278,7 @@ class TensorRows(Dataset[Tensor]):
 def test_a_program_whose_batches_come_from_no_loader_is_told_that_nothing_is_shared_out(
     batches: Any, always_slices: bool, is_told: str
 ) -> None:
-    """Once, and with the setting that would share it out; not where forwards are shared out by rows."""
+    """The message comes once and names the setting that would split the work; none where forwards are split."""
 
     def program(session: Session) -> list[str]:
         torch.manual_seed(1)

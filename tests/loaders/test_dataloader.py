@@ -1,4 +1,4 @@
-"""``lagom.loaders.dataloader``: what loaders yield on a rank."""
+"""``lagom.loaders.dataloader``: the batches that loaders yield on a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``lagom.loaders.evaluation_passes``: with ``batches="split"`` a pass over a loader is judged by what it does."""
+"""``lagom.loaders.evaluation_passes``: with ``batches="split"`` a pass over a loader is judged by its use."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_who_asks_for_its_share_in_evaluations_gets_it_in_these_too() -> None:
 
 
 def test_training_that_begins_in_the_mode_an_evaluation_left_is_shared_out() -> None:
-    """By one loop of a framework's for both; the evaluation sets its mode before it."""
+    """A framework has one loop for both, and the program sets eval mode before the evaluation."""
 
     def program(_: Session) -> Any:
         model, optimizer = made()
@@ -271,7 +271,7 @@ def test_training_that_begins_in_the_mode_an_evaluation_left_is_shared_out() -> 
 
 
 def test_an_evaluation_over_the_data_of_training_stays_one() -> None:
-    """From another line, or with its mode set anew."""
+    """The evaluation reads from another line, or the program sets the mode again."""
 
     def program(_: Session) -> Any:
         model, optimizer = made()

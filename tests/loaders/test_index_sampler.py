@@ -1,4 +1,4 @@
-"""``lagom.loaders.index_sampler``: who gets what of a batch."""
+"""``lagom.loaders.index_sampler``: each rank's share of a batch."""
 
 from __future__ import annotations
 

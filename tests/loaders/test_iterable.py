@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-ANEW = [kind for kind in KINDS if "multiprocessing_context" in KINDS[kind]]  # takes seconds: 2 ranks show it
+ANEW = [kind for kind in KINDS if "multiprocessing_context" in KINDS[kind]]  # takes seconds, so only 2 ranks
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_each_rank_gets_its_share_of_the_batches_of_one_machine(kind: str, world
     def run(session: Session) -> Any:
         options = dict(KINDS[kind])
         if session.world_size == 1:
-            options.pop("in_order", None)  # which would be any order
+            options.pop("in_order", None)  # the order would be arbitrary
         return epochs(DataLoader(WorkerSharded(13), batch_size=4, **options), session)
 
     plain = alone(run)
@@ -129,7 +129,7 @@ def test_the_weights_are_those_of_one_machine(world_size: int, batches: Any) -> 
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         points = Points(20)  # the last batch has 2
         for _ in range(3):
-            # In per_rank, what one machine does with as large a batch.
+            # With per_rank: the batch size with which one process does the same.
             for x, y in DataLoader(points, batch_size=6 if session.world_size > 1 else size):
                 optimizer.zero_grad()
                 nn.functional.mse_loss(model(x), y).backward()

@@ -1,4 +1,4 @@
-"""``lagom.loaders.permutation``: an order of any number of samples, evaluated on the fly."""
+"""``lagom.loaders.permutation``: an order of any number of samples, computed on the fly."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_fixed_points_and_neighbours_are_as_many_as_by_chance(n: int) -> None:
         order = permute(n, key, 0, n)
         fixed += int((order == torch.arange(n)).sum())
         neighbours += int((order.diff().abs() == 1).sum())
-    # Both are sums of rare things: of mean and variance 1 and 2 for each order. Five deviations.
+    # Both count rare events: mean and variance are 1 and 2 for each order. The limit is five deviations.
     assert abs(fixed - len(KEYS)) < 5 * len(KEYS) ** 0.5
     assert abs(neighbours - 2 * len(KEYS)) < 5 * (2 * len(KEYS)) ** 0.5
 
 
 @pytest.mark.parametrize("n", [1000, 10**9 + 7])
 def test_places_and_what_stands_there_have_nothing_to_do_with_each_other(n: int) -> None:
-    """Chi-square of 16 x 16 cells: a stretch of places against values, and of values against those behind them."""
+    """Chi-square test of 16 x 16 cells: places against values, and values against their successors."""
     for key in range(20):
         count = min(n, 200_000)
         order = permute(n, key, 0, count)
@@ -73,7 +73,7 @@ def test_places_and_what_stands_there_have_nothing_to_do_with_each_other(n: int)
         for first, second in ((places, values), (values[:-1], values[1:])):
             cells = torch.bincount(first * 16 + second, minlength=256).double()
             expected = len(first) / 256
-            # 255 degrees of freedom at most, of deviation 22.6.
+            # At most 255 degrees of freedom, whose deviation is 22.6.
             assert ((cells - expected) ** 2 / expected).sum() < 255 + 6 * 22.6
 
 

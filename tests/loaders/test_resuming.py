@@ -1,6 +1,6 @@
-"""Loaders that tell where they are and go on from there, as torchdata's ``StatefulDataLoader`` does.
+"""Loaders that save their position and continue from it, as torchdata's ``StatefulDataLoader`` does.
 
-It is in no pin: ``Resuming`` does what it does with samplers, with one process.
+torchdata is not among the pinned packages: ``Resuming`` treats samplers as its loader does, with one process.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class ResumingIterator(_BaseDataLoaderIter):
 
 
 def has_state(value: Any) -> bool:
-    """As ``isinstance`` has it with a protocol: methods of the class, whatever ``__getattr__`` gives."""
+    """Check for methods of the class, as ``isinstance`` does with a protocol, whatever ``__getattr__`` gives."""
     return hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict")
 
 
 class Shuffling(Sampler[int]):
-    """Its iterator knows where it is, as that of torchdata's sampler."""
+    """A sampler whose iterator can save its position, as torchdata's."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -137,7 +137,7 @@ class BatchingIterator:
 
 
 class Remembering(Batching):
-    """Knows by itself where it is, besides."""
+    """A batch sampler that also has a state of its own."""
 
     epoch = 0
 
@@ -153,14 +153,14 @@ class Remembering(Batching):
 
 
 class Fixed(Sampler[Any]):
-    """Without a state: a loader skips what it has had."""
+    """A sampler without a state: the loader skips the batches that it has given."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from ([5, 3, 1, 0], [2, 4, 6], [7, 8, 9, 10], [11, 12])
 
 
 def resumed(kind: str) -> Any:
-    """Batches until a break, and those of a loader that goes on from there; and of the next epoch."""
+    """Return the batches until a break, those of a loader that continues from there, and those of the next epoch."""
 
     def make() -> Resuming:
         sampler: Any = Fixed() if kind == "skips" else Batching(Shuffling(13), 4, drop_last=False)
@@ -194,5 +194,5 @@ def test_a_loader_goes_on_where_it_was(batches: Batches, world_size: int) -> Non
             mine = [rank[kind][0][k] for rank in ranks]
             if batches == "whole":
                 assert mine == [batch] * world_size
-            else:  # one that gets none has a copy
+            else:  # a rank without a sample has a copy
                 assert {*sum(mine, [])} == {*batch}  # noqa: RUF017

@@ -1,4 +1,4 @@
-"""``lagom.loaders.sample_digest``: what of a sample is compared."""
+"""``lagom.loaders.sample_digest``: the parts of a sample that are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``lagom.loaders.sampler_sync``: all ranks go through the samples in one order, rank 0's."""
+"""``lagom.loaders.sampler_sync``: all ranks read the samples in rank 0's order."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_rank_that_leaves_a_loop_alone_is_an_error_for_the_others_and_no_hang(
             return str(error)
         return ""
 
-    # The rank that left is at its end: for it, it is a warning.
+    # Rank 1, which left, is at the end of the program: it gets a warning.
     told = run_ranks(world_size, train)
     for text in told[:1] + told[2:]:
         assert "rank 0 at the start of a pass over a data loader, rank 1 at the end of the program" in text
@@ -191,7 +191,7 @@ def test_an_exception_of_the_program_that_only_rank_0_meets_is_told_as_text() ->
 
 
 class ByScore(torch.utils.data.Sampler[int]):
-    """Hardest first, by what the loop told it of the samples that it saw."""
+    """A sampler of the hardest samples first, by the scores that the loop gave them."""
 
     def __init__(self) -> None:
         self.scores = torch.zeros(12)
@@ -204,7 +204,7 @@ class ByScore(torch.utils.data.Sampler[int]):
 
 
 class Shuffled(ByScore):
-    """By the common random numbers."""
+    """A sampler in an order from the common random numbers."""
 
     def __iter__(self) -> Iterator[int]:
         yield from torch.randperm(12).tolist()

@@ -1,4 +1,4 @@
-"""``lagom.loaders.self_sharded``: data sets that shard themselves are left alone, and weighted."""
+"""``lagom.loaders.self_sharded``: data sets that shard themselves are not sharded again, but weighted."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_workers_that_are_started_anew_know_their_rank() -> None:
 
 
 class Part(IterableDataset[Any]):
-    """Batches of its own making, each rank's part of a common one."""
+    """Makes its own batches: each rank's part of a common one."""
 
     lagom_sharded = True
 
@@ -99,7 +99,7 @@ def test_the_weights_are_those_of_the_batches_taken_together(sizes: list[list[in
 
 
 def test_what_stands_for_no_sample_may_be_changed_before_the_model_gets_it() -> None:
-    """Also where this rank has had a batch of one sample, which counted."""
+    """Even where this rank has had a batch of one sample that counted."""
 
     def run(session: Session) -> Tensor:
         with placed(session):
@@ -189,7 +189,7 @@ def test_what_stands_for_no_sample_is_cut_to_one_where_all_tensors_have_a_row_fo
     x, y = torch.arange(6).view(3, 2), torch.arange(3)
     cut = first_sample({"x": x, "y": (y, "name")}, 3)
     assert cut["x"].tolist() == [[0, 1]]
-    assert cut["x"]._base is None  # it would count as the batch before
+    assert cut["x"]._base is None  # a view would count as the batch before
     assert cut["y"][0].tolist() == [0]
     assert cut["y"][1] == "name"
     packed = [x.view(-1), y]

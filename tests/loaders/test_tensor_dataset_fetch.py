@@ -1,4 +1,4 @@
-"""``lagom.loaders.tensor_dataset_fetch``: batches are those of torch's own fetcher, bit for bit."""
+"""``lagom.loaders.tensor_dataset_fetch``: batches equal those of torch's own fetcher, bit for bit."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_errors_are_torchs(index: Any) -> None:
     dataset = TensorDataset(torch.arange(5.0))
     said = []
     for made in (fetcher(dataset), fetch_at_once(fetcher(dataset))):
-        with pytest.raises(Exception) as caught:  # noqa: PT011  (whatever it is, both must)
+        with pytest.raises(Exception) as caught:  # noqa: PT011  (any error: both must raise the same)
             made.fetch(index)
         said.append((type(caught.value), str(caught.value)))
     assert said[0] == said[1]
