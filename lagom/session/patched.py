@@ -1,4 +1,4 @@
-"""What makes an unmodified program run on several ranks: torch, patched for the time of a run."""
+"""``patched``: patch torch for a run, so that an unmodified program runs on several ranks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = ["patched"]
 
 @contextmanager
 def patched(session: Session) -> Iterator[None]:
-    """Patch torch for the program of ``session``; undone exactly, also when it raises.
+    """Patch torch for the program of ``session``; undo everything exactly, also on exceptions.
 
-    With one rank only batches are counted and, on CUDA, moved to the device.
+    With one rank, batches are only counted and, on CUDA, moved to the device.
     """
     distributed = session.world_size > 1
     streams = OwnStreams(session.plan.seed, session.rank, session.device)

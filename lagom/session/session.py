@@ -1,4 +1,4 @@
-"""``Session``: what the patches know of a run."""
+"""``Session``: the state of a run that the patches share."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("lagom")
 
 _LOOKED_AT = frozenset(2**i for i in range(10))
-"""Backwards whose loss is looked at: whether the average over shares is exact."""
+"""Backwards whose loss is examined for whether the average over shares is exact."""
 _SOME = 4
-"""Backwards after which it is known how the program's batches come, and whether forwards are shared out."""
+"""Backwards after which it is known whether batches come from loaders, and whether forwards are split."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -59,94 +59,94 @@ class Session:
 
     plan: Plan
     group: Group | None
-    """The ranks; None when there is only one."""
+    """All ranks; None when there is only one."""
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     device: torch.device
     host_dir: Path
-    """A directory that the ranks of this host share during the run."""
+    """Directory that the ranks of this host share during the run."""
     store: Store | None
-    """A torch Store that all ranks reach, for what torch itself makes."""
+    """A torch Store that all ranks reach, for torch's own use."""
     key: bytes = field(default=b"", repr=False)
-    """What the ranks of this run know and nobody else does."""
+    """Secret that only the ranks of this run know."""
     spans: Spans | None = None
-    """Where what the program does is noted; None where no timeline is wanted."""
+    """Record of the program's activities; None without a timeline."""
 
     live: bool = field(default=True, init=False)
-    """False in processes forked from the rank, such as loader workers: patches do nothing there; and once joined."""
+    """False once ``joined``, and in forked processes such as loader workers: patches do nothing there."""
     has_arrived: bool = field(default=False, init=False)
-    """What came with the program has been unpacked; from now on it is the program that makes things."""
+    """The program has been unpacked; from now on, the program creates the modules and loaders."""
     joined: bool = field(default=False, init=False)
-    """The program has called ``init_process_group``: it is distributed by itself, and patches are off for good."""
+    """The program has called ``init_process_group``: it is distributed by itself, and patches stay off."""
     began: str = field(default="", init=False)
-    """What of the program was distributed before that, in words."""
+    """Parts of the program that lagom distributed before the program joined, in words."""
     samples_trained: int = field(default=0, init=False)
     num_rehearsed: int = field(default=0, init=False)
-    """Backwards of a rehearsal so far."""
+    """Number of backwards in a rehearsal so far."""
     ticks: int = field(default=0, init=False)
-    """Of batches, forwards and backwards: as long as it grows, the program gets somewhere."""
+    """Progress counter (batches + forwards + backwards); the stall detector watches it."""
     data_s: float = field(default=0.0, init=False)
-    """For which the program has waited for batches."""
+    """Seconds that the program has waited for batches."""
     _loss: weakref.ref[torch.Tensor] | None = field(default=None, init=False)
     reported: dict[str, float | int] = field(default_factory=dict, init=False)
-    """What the program reported last; shown along with the progress."""
+    """Values that the program reported last; shown with the progress."""
     pictures: deque[str] = field(default_factory=deque, init=False)
-    """PNGs as base64, that the program has shown and the driver has not been told of."""
+    """PNGs as base64 that the program has shown, and that are not sent to the driver yet."""
     position: int | None = field(default=None, init=False)
-    """Which batch of its pass a model was called with last; None where ranks may be at different ones."""
+    """Number, in its pass, of the batch that a model was last called with; None where ranks may differ."""
     depth: int = field(default=0, init=False)
-    """Of nested backwards; recomputed forwards must find the random numbers of the first time."""
+    """Depth of nested backwards; forwards that a backward recomputes must see the random numbers of the first time."""
     common: CommonStreams = field(init=False)
-    """The random numbers that are equal on all ranks."""
+    """Random number streams that are equal on all ranks."""
     terms: LossTermWeights = field(init=False)
-    """Of losses, and their weights."""
+    """Terms of losses and their weights."""
     passes: PassTracker = field(default_factory=PassTracker, init=False)
     dealt: EvaluationPassDetector = field(init=False)
-    """Passes whose rows were dealt out because they seemed to be training."""
+    """Detector of passes that were sharded because they seemed to be training."""
     running: RunningValueDetector = field(init=False)
-    """What forwards keep of the rows that they are called with."""
+    """Detector of values that forwards keep from the rows that they see."""
     _starting: threading.local = field(default_factory=threading.local, init=False)
     modules: ModuleRegistry = field(default_factory=ModuleRegistry, init=False)
     leaves: Leaves = field(default_factory=Leaves, init=False)
     synchronised: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
-    """Buffers that are equal on all ranks because of what lagom does in the forward."""
+    """Buffers that lagom's forward keeps equal on all ranks."""
     repeated: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """Inputs of forwards that a backward repeats: leaves whose gradients stay the rank's own."""
     provenance: BatchTracker = field(init=False)
-    """Of tensors: which batches they come from."""
+    """The batches that tensors come from."""
     region: SlicedForward | None = field(default=None, init=False)
-    """The sliced forward under way."""
+    """The sliced forward that is running."""
     probed: BatchStatistics | None = field(default=None, init=False)
-    """Statistics for BatchNorm while a forward is only looked at."""
+    """Statistics for BatchNorm during a probe of a forward."""
     frame: AgreedExchange | None = field(default=None, init=False)
     watch: DivergenceMonitor | None = field(default=None, init=False)
     replicate: Replicate | None = field(default=None, init=False)
     optimizers: OptimizerGroup | None = field(default=None, init=False)
-    """With ``zero_lvl``."""
+    """Only with ``zero_lvl``."""
     gradients: GradientShards | None = field(default=None, init=False)
-    """With ``zero_lvl=2``."""
+    """Only with ``zero_lvl=2``."""
     weights: ParameterShards | None = field(default=None, init=False)
-    """With ``zero_lvl=3``."""
+    """Only with ``zero_lvl=3``."""
     fail: Callable[[BaseException], None] | None = field(default=None, init=False)
-    """Ends the run with an error of another thread than the main one; None where nobody is to be told."""
+    """Ends the run with an error of a thread other than the main one; None where nobody receives the error."""
     notes: SealedStore | None = field(default=None, init=False)
-    """What ranks leave for each other, which is no collective."""
+    """Notes that ranks leave for each other without a collective."""
     reads_in_threads: bool = field(default=False, init=False)
-    """A thread of the program's reads a loader: the global generators may move on at any moment."""
+    """A thread of the program reads a loader, so the global generators may advance at any moment."""
     _thread: int = field(default_factory=threading.get_ident, init=False)
     _said: set[str] = field(default_factory=set, init=False)
     _num_losses: int = field(default=0, init=False)
     draws_otherwise: bool = field(default=False, init=False)
-    """A sampler of this rank would have drawn another order than rank 0's, whose order holds."""
+    """A sampler of this rank would have drawn another order than rank 0's, which all ranks follow."""
     has_sliced: bool = field(default=False, init=False)
-    """Ranks have shared out a forward by its rows."""
+    """Ranks have split a forward by its rows."""
     is_probing: bool = field(default=False, init=False)
     num_micro_batches: int = field(default=1, init=False)
-    """In which a forward has run, at most."""
+    """Largest number of micro-batches in a forward so far."""
     shares_forwards: bool = field(default=True, init=False)
-    """False where a forward of blocks is not to be had: DeepSpeed's third stage gathers parameters by its own hooks."""
+    """False if forwards cannot run in blocks: DeepSpeed's stage 3 gathers parameters by its own hooks."""
 
     def __post_init__(self) -> None:
         if self.store is not None:
@@ -170,7 +170,7 @@ class Session:
 
     @property
     def distributed(self) -> bool:
-        """Whether there are other ranks, and this process is one of them."""
+        """Return whether there are other ranks and this process is a rank."""
         return self.live and self.world_size > 1
 
     @property
@@ -184,21 +184,21 @@ class Session:
 
     @property
     def may_meet(self) -> bool:
-        """Whether there are other ranks, and this thread may exchange anything with them: the program's main one."""
+        """Return whether there are other ranks and this is the main thread, which may exchange data with them."""
         return self.distributed and threading.get_ident() == self._thread
 
     @property
     def is_in_thread(self) -> bool:
-        """Whether there are other ranks, and this is not the thread that may exchange anything with them."""
+        """Return whether there are other ranks and this is a thread that must not exchange data with them."""
         return self.distributed and not self.may_meet
 
     def at(self, place: str) -> None:
-        """Make sure that all ranks are at ``place`` of the program; a DivergenceError on all of them otherwise."""
+        """Check that all ranks are at ``place`` of the program; else raise a DivergenceError on all of them."""
         if self.watch is not None and self.frame is not None:
             self.watch.at(self.frame, place)
 
     def yielded(self, current: LoaderPass, share: BatchShare | None, num_samples: int) -> None:
-        """The program sees a training batch; its share holds until another one's or the end of its pass."""
+        """Record a training batch; its share holds until the next batch or the end of its pass."""
         self.ticks += 1
         self.passes.yielded(current, share)
         self.provenance.batch(share)
@@ -212,22 +212,22 @@ class Session:
             self.watch.batch(self.frame)
 
     def ended(self, current: LoaderPass) -> None:
-        """The pass is exhausted."""
+        """Record that the pass is exhausted."""
         self.passes.ended(current)
         self.settle()
 
     def settle(self) -> None:
-        """Have generators that ranks drew from unevenly be equal again, unless this is a thread of the program's."""
+        """Reseed generators that ranks drew from unevenly, unless this is a thread of the program."""
         if self.may_meet:
             self.common.settle()
 
     def evaluating(self, current: LoaderPass) -> None:
-        """The program sees a batch of a pass that is evaluation."""
+        """Record a batch of an evaluation pass."""
         self.ticks += 1
         self.passes.evaluating(current)
 
     def trained(self) -> None:
-        """A backward ran."""
+        """Record that a backward ran."""
         self.ticks += 1
         if self.plan.batches != "whole" and self.passes.by_mode() is not None and not self.passes.trains():
             self.say_once(
@@ -236,12 +236,13 @@ class Session:
             )
 
     def uses(self, data: Any) -> BatchShare | None:
-        """A model is called with ``data``: the share of the batch it comes from holds until another is seen.
+        """Return the share of the batch that a model's input ``data`` comes from; it holds until the next batch.
 
-        None where it is not known to come from one: not directly, as a view, or through another model.
+        None if no such batch is known: ``data`` comes from one neither directly, nor as a view, nor through another
+        model.
 
         Raises:
-            LagomError: when it has the rows of another batch, one with another weight.
+            LagomError: when it has as many rows as another batch with another weight.
         """
         self.ticks += 1
         found = self.provenance.share(data)
@@ -252,16 +253,16 @@ class Session:
         return found
 
     def tell_weights(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor]) -> None:
-        """A backward from ``roots`` is about to reach ``leaves``: find those that only look like samples.
+        """Prepare a backward from ``roots`` to ``leaves``: find the leaves that only look like samples.
 
         Raises:
-            DivergenceError: when one was taken for the perturbation of a batch, and is trained with another.
+            DivergenceError: when a leaf was taken for the perturbation of a batch, and is trained with another batch.
         """
         self.tell_loss(roots)
         self.provenance.tell_weights(roots, leaves, self.passes.share)
 
     def tell_loss(self, roots: Sequence[Any]) -> None:
-        """A backward from ``roots`` is about to run."""
+        """Record that a backward from ``roots`` is about to run."""
         self.dealt.backward(roots)
         self._num_losses += 1
         if self._num_losses in _LOOKED_AT and self.plan.batches != "whole" and self.passes.share is not None:
@@ -269,12 +270,12 @@ class Session:
                 self.say_once(caveat)
         if self._num_losses == _SOME and not (self.passes.have_read or self.has_sliced):
             self.say_once(NOT_SHARED["whole" if self.plan.batches == "whole" else "split"])
-        # Not held, as its graph would be; a loop's variable keeps it for about as long as it is of interest.
+        # A weak reference, since a strong one would keep the graph; the loop's own variable keeps the loss long enough.
         self._loss = weakref.ref(roots[0]) if len(roots) == 1 else None
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """While a forward is only looked at: nothing is exchanged."""
+        """Probe a forward meanwhile: exchange nothing."""
         self.is_probing = True
         try:
             yield
@@ -283,7 +284,7 @@ class Session:
 
     @contextmanager
     def statistics(self, probed: BatchStatistics) -> Iterator[None]:
-        """Have BatchNorm use ``probed``."""
+        """Have BatchNorm use ``probed`` meanwhile."""
         self.probed = probed
         try:
             yield
@@ -292,9 +293,9 @@ class Session:
 
     @property
     def share_in_forward(self) -> BatchShare | None:
-        """Of the batch that a forward sees, if the other ranks run it as well.
+        """This rank's share of the batch that a forward sees, if the other ranks run the same forward.
 
-        They do not while they evaluate: every rank has whole batches, or the numbers of batches differ.
+        In an evaluation they do not: every rank has whole batches, or the numbers of batches differ.
         """
         if self.region is not None:
             return self.region.share
@@ -302,44 +303,44 @@ class Session:
 
     @property
     def weight(self) -> float:
-        """What the root of a backward is multiplied by."""
+        """The factor for the root of a backward."""
         share = self.passes.share
         return 1.0 if share is None else share.weight(self.world_size)
 
     def likeness(self, leaf: torch.Tensor) -> Likeness:
-        """How much ``leaf`` is like this rank's share of a batch, and not like something to be trained."""
+        """Return how closely ``leaf`` resembles this rank's share of a batch."""
         return self.provenance.likeness(leaf, self.passes.share)
 
     def evaluates_by_mode(self) -> bool:
-        """Whether the modules that are trained are all in eval mode."""
+        """Return whether all trained modules are in eval mode."""
         return self.modules.in_eval_mode(self.leaves, self.watch.reached if self.watch is not None else set())
 
     def progress(self) -> dict[str, int | float | None]:
-        """Where training is, as plain numbers; may be called from another thread."""
+        """Return the progress of training as plain numbers; may be called from another thread."""
         now = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks, "data_s": self.data_s}
         return {**now, "loss": self._last_loss(), **self.reported}
 
     def waited(self) -> list[int]:
-        """Nanoseconds for which this rank has waited for each other; may be called from another thread."""
+        """Return the nanoseconds that this rank has waited for each other rank; may be called from another thread."""
         if self.joined:
             return next((found for one in whole_groups(self.world_size) if (found := one.waited())), [])
         return self.group.waited() if self.group is not None else []
 
     def standing(self) -> tuple[str, int, list[int]]:
-        """The exchange in which this rank waits, in words, its number, and who has not come; no words where none."""
+        """Return the exchange in which this rank waits (empty if none), its number, and the missing ranks."""
         if self.joined:
             return next((found for one in whole_groups(self.world_size) if (found := one.standing())[0]), ("", 0, []))
         return self.group.standing() if self.group is not None else ("", 0, [])
 
     def _last_loss(self) -> float | None:
-        """Of this rank's share, where it is a single number on the CPU: to read one off a GPU would have it wait."""
+        """Return the loss of this rank's share if it is one number on the CPU: reading it off a GPU would block."""
         loss = self._loss() if self._loss is not None else None
         if type(loss) is not torch.Tensor or loss.numel() != 1 or loss.device.type != "cpu":
             return None
         return float(loss.detach())
 
     def say_once(self, text: str) -> None:
-        """Log ``text``, the first time."""
+        """Log ``text`` unless it was logged before."""
         if text not in self._said:
             self._said.add(text)
             log.warning(text)

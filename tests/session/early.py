@@ -1,4 +1,4 @@
-"""A library that has torch's function by its name since before any run."""
+"""A library that imported torch's function by name before any run."""
 
 from torch.distributed import init_process_group
 

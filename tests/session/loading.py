@@ -1,4 +1,4 @@
-"""Data sets and samplers, and what loaders yield from them."""
+"""Data sets and samplers, and helpers that collect the batches of loaders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Drawing(Numbers):
 
 
 class Broken(Numbers):
-    """Fails for one index."""
+    """A data set that fails for one index."""
 
     def __init__(self, count: int, broken: int) -> None:
         super().__init__(count)
@@ -62,7 +62,7 @@ class Nondeterministic(Sampler[int]):
 
 
 class Stream(IterableDataset[Any]):
-    """0, 1, 2, ...; each worker of a loader gives all of them, as torch has it."""
+    """A stream of 0, 1, 2, ...; as in torch, each worker of a loader gives all of it."""
 
     def __init__(self, count: int = 7) -> None:
         self.count = count
@@ -77,7 +77,7 @@ class Sized(Stream):
 
 
 class WorkerSharded(Stream):
-    """Each worker gives a part, of a size of its own."""
+    """A stream of which each worker gives a part of another size."""
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -88,7 +88,7 @@ class WorkerSharded(Stream):
 
 
 class Shuffled(Stream):
-    """In an order that is drawn, each number with others that are drawn."""
+    """A stream in a random order, each number together with random ones."""
 
     def __iter__(self) -> Iterator[Any]:
         order = torch.randperm(self.count).tolist()
@@ -106,7 +106,7 @@ class Unseeded(Stream):
 
 
 class RankSharded(Stream):
-    """Gives a rank its part, of another size for each, and says so."""
+    """A self-sharded stream: each rank gets a part of another size."""
 
     lagom_sharded = True
 
@@ -121,7 +121,7 @@ class OwnLoader(DataLoader[Any]):
 
 
 class Doubling(DataLoader[Any]):
-    """With an ``__iter__`` of its own."""
+    """A loader with an ``__iter__`` of its own."""
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
@@ -129,7 +129,7 @@ class Doubling(DataLoader[Any]):
 
 
 class Endless(DataLoader[Any]):
-    """Makes its one iterator when it is made, and keeps it, to keep its workers."""
+    """A loader that makes its one iterator at once and keeps it, to keep its workers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -154,7 +154,7 @@ class Repeating:
 
 
 def noisy_collate(samples: list[Any]) -> Any:
-    """Draws as many numbers as there are samples."""
+    """Draw one number for each sample."""
     drawn = [torch.rand(()).item() + random.random() + np.random.rand() for _ in samples]
     return default_collate(samples), drawn
 
@@ -168,7 +168,7 @@ def flat(parts: Any) -> list[int]:
 
 
 def seen(loader: Any, session: Session) -> list[list[int]]:
-    """The batches of a pass; copies that count nowhere left out."""
+    """Return the batches of a pass, without copies that count nowhere."""
     epoch = []
     for batch in loader:
         share = session.passes.share
@@ -177,10 +177,10 @@ def seen(loader: Any, session: Session) -> list[list[int]]:
 
 
 def epochs(loader: Any, session: Session) -> Any:
-    """Two of them."""
+    """Return the batches of two epochs."""
     return [seen(loader, session) for _ in range(2)]
 
 
 def dealt(batch: list[int], world_size: int) -> list[list[int]]:
-    """What each rank gets of a batch."""
+    """Return each rank's part of a batch."""
     return [batch[rank::world_size] for rank in range(world_size)]

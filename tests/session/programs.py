@@ -1,4 +1,4 @@
-"""Small programs that train, each in a way of its own; they return what was trained."""
+"""Small programs, each of which trains in its own way and returns the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loaders whose samples cannot be loaded: a pass keeps its place, or says that it cannot."""
+"""Loaders with samples that cannot be loaded: a pass keeps its place, or says that it cannot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.session.loading import Broken, Numbers, Stream
 
 
 def train(loader: Any, session: Session) -> Any:
-    """Train on what can be loaded; the weight of each batch, the samples, and the slope that comes out."""
+    """Train on the loadable samples; return the weight of each batch, the samples, and the resulting slope."""
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
