@@ -1,4 +1,4 @@
-"""``on_import``: what is done with a package's modules when the program imports them, and only then."""
+"""``on_import``: change a package's modules when the program imports them, and only then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def on_import(changes: Mapping[str, Change]) -> Iterator[None]:
-    """Call ``changes[name]`` with the module of that name: now if it has been imported, else when it is meanwhile."""
+    """Call ``changes[name]`` with the module of that name: at once if it is imported, else on its import."""
     finder = _Finder(changes)
     for name, change in changes.items():
         if name in sys.modules:
@@ -31,7 +31,7 @@ def on_import(changes: Mapping[str, Change]) -> Iterator[None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds a module on its path, and has its loader call us when it has run it."""
+    """Finds a module on its path, and has its loader call a change after running it."""
 
     def __init__(self, changes: Mapping[str, Change]) -> None:
         self._changes = changes
@@ -46,7 +46,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _then(loader: importlib.abc.Loader, change: Change) -> None:
-    """Have this one ``loader`` call ``change`` with the module that it runs next; it keeps its type."""
+    """Have this one ``loader`` call ``change`` with the module that it runs next; the loader keeps its type."""
     run = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""``ObjectReference``: what a ``WeakIdKeyDictionary`` of other objects than tensors holds."""
+"""``ObjectReference``: keys of a ``WeakIdKeyDictionary`` of objects that are no tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class ObjectReference(weakref.ref[Any]):
-    """A weak reference to any object, equal to others of the same one, whatever the object says that it equals.
+    """A weak reference to any object, equal to other references to the same object, whatever its ``__eq__`` says.
 
-    torch's own asks what it refers to for an attribute. A module that passes on the attributes that it lacks to another
-    one (a proxy) cannot answer before it has that one.
+    torch's own reference reads an attribute of the object. A module that passes unknown attributes on to another one (a
+    proxy) cannot answer before it has that module.
     """
 
     __slots__ = ("_id",)

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Have ``owner.name`` be ``value`` for a while, then what it was; an inherited name is inherited again."""
+    """Set ``owner.name`` to ``value``, then restore it; an inherited name is inherited again."""
     inherited = name not in vars(owner)
-    # From the dict: the staticmethod or property itself, not what attribute access makes of it.
+    # From the dict: the staticmethod or property itself, not the result of attribute access.
     before = vars(owner).get(name)
     setattr(owner, name, value)
     try:
