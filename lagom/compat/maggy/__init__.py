@@ -1,6 +1,6 @@
-"""Programs written for Maggy run as they are, with no Maggy installed, once this has been imported.
+"""Runs programs written for Maggy as they are, without Maggy, once this package is imported.
 
-Within a lagom run, and under ``lagom run``, that happens when the program imports maggy. See Note [Maggy].
+Within a lagom run, and under ``lagom run``, the program's own import of maggy does it. See Note [Maggy].
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ install()
 
 # Note [Maggy]
 #
-# Maggy's names resolve to lagom: a finder in front of sys.meta_path answers for "maggy" and what is below it. There
-# were two public spellings, `maggy.experiment_config` with train_set and test_set, and later `maggy.config` with
-# dataset=[...]; both are the same class here. A Maggy program is a driver program: it starts the ranks itself, by
-# `experiment.lagom`, so `lagom run` runs it once, in its own process, and not on every rank.
+# A finder in front of sys.meta_path answers for "maggy" and its submodules (maggy_modules.py). Maggy had two public
+# spellings, `maggy.experiment_config` with train_set and test_set, and later `maggy.config` with dataset=[...]; both
+# are one class here. A Maggy program is a driver program: it starts the ranks itself, by `experiment.lagom`, so
+# `lagom run` runs it once, in its own process, and not on every rank.
 #
-# What differs from a program of lagom's own: a batch size is each rank's own (batches="per_rank"), as it was there; a
-# data set that the config lacks reaches the function as None; the stage in deepspeed_config counts where zero_lvl is 0;
-# and where there are no GPUs, forwards that were to be in fp16 by DeepSpeed, which has that for GPUs only, are in bf16.
+# Differences from a program for lagom, as in Maggy: a batch size is each rank's own (batches="per_rank"); a data set
+# that the config lacks reaches the function as None; the stage in deepspeed_config counts where zero_lvl is 0. Without
+# GPUs, forwards run in bf16 where DeepSpeed's config asks for fp16, which it has for GPUs only.
 #
-# What does not differ, though Maggy did otherwise: test sets are evaluated exactly, not padded; a loader shuffles when
-# it says so, and anew in each epoch; loader workers work; what a function returns may be anything.
+# Differences from Maggy: test sets are evaluated exactly, not padded; a loader with shuffle=True has a new order in
+# each epoch; loader workers work; a function may return anything.

@@ -1,4 +1,4 @@
-"""``maggy.config`` and ``maggy.experiment_config``: Maggy's configs, as lagom's."""
+"""``maggy.config`` and ``maggy.experiment_config``: Maggy's configs, as subclasses of lagom's."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ TfDistributedConfig = unserved(
 
 
 class TorchDistributedConfig(config.TorchDistributedConfig):
-    """Maggy's, with any field of lagom's; ``batches`` is "per_rank" unless it is given.
+    """Maggy's config, which takes any field of lagom's; ``batches`` is "per_rank" unless it is given.
 
-    As in Maggy, fields may be given by position, in the order of either release, and may be set afterwards.
+    As in Maggy, fields may be passed by position, in the order of either release, and set afterwards.
 
     Args:
-        module: as lagom's.
-        positional: what follows ``module`` in Maggy 1.1, where the first is a list (of data sets), else in Maggy 1.0.
-        given: any of lagom's fields. ``dataset`` may be a list of any length.
+        module: lagom's field.
+        positional: the fields after ``module``, in the order of Maggy 1.1 if the first is a list (of data sets), else
+            in that of Maggy 1.0.
+        given: fields of lagom's config. ``dataset`` may be a list of any length.
     """
 
     __slots__ = ("sets",)
 
     sets: Sequence[Any] | None
-    """``dataset``, where that is no pair."""
+    """``dataset``, if it is not a pair."""
 
     def __init__(self, module: Any = None, *positional: Any, **given: Any) -> None:
         names = _LATER if _is_later(positional) else _EARLIER
@@ -62,7 +63,7 @@ class TorchDistributedConfig(config.TorchDistributedConfig):
             sets = None
         if given.get("backend", "torch") == "deepspeed":
             given["zero_lvl"] = given.get("zero_lvl") or _stage(given.get("deepspeed_config"))
-            given["deepspeed_config"] = _with_adam_of_torch(given.get("deepspeed_config"))
+            given["deepspeed_config"] = _with_torch_adam(given.get("deepspeed_config"))
         elif given.get("deepspeed_config") is not None:
             warnings.warn("deepspeed_config is not used: backend is 'torch'", stacklevel=2)
             del given["deepspeed_config"]
@@ -81,25 +82,25 @@ class TorchDistributedConfig(config.TorchDistributedConfig):
             object.__setattr__(self, name, before)
             raise
 
-    def changed(self, given: Mapping[str, Any]) -> TorchDistributedConfig:
-        """One like this, but for the fields that are ``given``."""
+    def replace(self, given: Mapping[str, Any]) -> TorchDistributedConfig:
+        """Return a copy with the fields in ``given`` replaced."""
         found = TorchDistributedConfig(**{each.name: getattr(self, each.name) for each in fields(self)} | dict(given))
         object.__setattr__(found, "sets", self.sets)
         return found
 
-    def told(self, given: Mapping[str, Any]) -> TorchDistributedConfig:
-        """This one, with what is ``given`` for those fields that have the values they have by default."""
+    def with_defaults(self, given: Mapping[str, Any]) -> TorchDistributedConfig:
+        """Return a copy that takes from ``given`` the fields that have their default values."""
         plain = TorchDistributedConfig()
-        return self.changed({n: value for n, value in given.items() if getattr(self, n) == getattr(plain, n)})
+        return self.replace({n: value for n, value in given.items() if getattr(self, n) == getattr(plain, n)})
 
     @property
     def ds_config(self) -> Any:
-        """Maggy's name for ``deepspeed_config``."""
+        """Return ``deepspeed_config``, by Maggy's name."""
         return self.deepspeed_config
 
 
 class BaseConfig(TorchDistributedConfig):
-    """Of an experiment without a module: its function runs once, as in Maggy."""
+    """Config of an experiment without a module, whose function runs once, as in Maggy."""
 
     __slots__ = ()
 
@@ -122,8 +123,8 @@ def _stage(deepspeed_config: Any) -> int:
     return stage if isinstance(stage, int) else 0
 
 
-def _with_adam_of_torch(deepspeed_config: Any) -> Any:
-    """As in Maggy: DeepSpeed's own Adam is compiled when it is first used, which takes a compiler and minutes."""
+def _with_torch_adam(deepspeed_config: Any) -> Any:
+    """Ask for torch's Adam, as Maggy did: DeepSpeed compiles its own on first use, which takes minutes."""
     optimizer = deepspeed_config.get("optimizer") if isinstance(deepspeed_config, Mapping) else None
     if not isinstance(optimizer, Mapping) or optimizer.get("type") != "Adam":
         return deepspeed_config

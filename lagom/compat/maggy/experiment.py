@@ -23,36 +23,38 @@ log = logging.getLogger("lagom")
 def lagom(
     train_fn: Callable[..., Any], config: lagom_config.TorchDistributedConfig | None = None, **search: Any
 ) -> Result:
-    """Run ``train_fn`` on every rank; as ``lagom.experiment.lagom``.
+    """Run ``train_fn`` on every rank, like ``lagom.experiment.lagom``.
 
-    What Maggy hands to every function and this config has not got is None: ``module``, ``train_set``, ``test_set``,
-    ``dataset``.
+    ``module``, ``train_set``, ``test_set`` and ``dataset`` are None for a function that asks for them if the config
+    lacks them.
 
     Args:
-        search: what releases before 1.0 took in place of a config.
+        search: arguments of releases before 1.0.
 
     Raises:
-        NotImplementedError: when it is given; all it could ask for was a search.
+        NotImplementedError: for such arguments, which could only ask for a search.
     """
     if search or isinstance(config, str):
         raise NotImplementedError(f"Maggy's search before 1.0 is not served by lagom; {SEARCH}")
     if config is None:
         config = BaseConfig(name="maggy_experiment", description="experiment without config object")
     if isinstance(config, TorchDistributedConfig):
-        config = config.told(experiment.what_is_told())
-        if _halves(config.deepspeed_config) and not choose(config.launcher).cluster().gpus_per_slot:
+        config = config.with_defaults(experiment.what_is_told())
+        if _asks_for_fp16(config.deepspeed_config) and not choose(config.launcher).cluster().gpus_per_slot:
             log.warning("DeepSpeed has no fp16 on CPUs: forwards are computed in bf16, with mixed_precision='bf16'")
             wanted = {**(config.deepspeed_config or {}), "fp16": {"enabled": False}}
-            config = config.changed({"deepspeed_config": wanted, "mixed_precision": "bf16"})
-    return experiment.lagom(_completed(train_fn, config), config)
+            config = config.replace({"deepspeed_config": wanted, "mixed_precision": "bf16"})
+    return experiment.lagom(_with_missing_arguments(train_fn, config), config)
 
 
-def _halves(deepspeed_config: Any) -> bool:
+def _asks_for_fp16(deepspeed_config: Any) -> bool:
     fp16 = deepspeed_config.get("fp16") if isinstance(deepspeed_config, Mapping) else None
     return isinstance(fp16, Mapping) and bool(fp16.get("enabled"))
 
 
-def _completed(train_fn: Callable[..., Any], config: lagom_config.TorchDistributedConfig) -> Callable[..., Any]:
+def _with_missing_arguments(
+    train_fn: Callable[..., Any], config: lagom_config.TorchDistributedConfig
+) -> Callable[..., Any]:
     try:
         asked = inspect.signature(train_fn).parameters
     except (TypeError, ValueError):

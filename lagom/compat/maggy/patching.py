@@ -1,4 +1,4 @@
-"""``maggy.core.patching``: Maggy's loaders, as lagom's and torch's own."""
+"""``maggy.core.patching``: Maggy's loaders, as subclasses of torch's and lagom's."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ __all__ = ["MaggyDataLoader", "MaggyPetastormDataLoader"]
 
 
 class MaggyDataLoader(DataLoader[Any]):
-    """torch's own: within a run it is dealt out as any other."""
+    """torch's loader, which a run shards like any other."""
 
 
 class MaggyPetastormDataLoader(PetastormDataLoader):
-    """Batches of the data set at ``dataset``, which petastorm or Spark wrote; within a run each rank's own.
-
-    Args:
-        dataset: as all others, as for ``lagom.PetastormDataLoader``.
-    """
+    """Loads batches of a data set that petastorm or Spark wrote; see ``lagom.PetastormDataLoader``."""
 
     def __init__(self, dataset: Any, batch_size: int = 1, transform_spec: Any = None, **options: Any) -> None:
         super().__init__(dataset, batch_size, transform_spec, **options)

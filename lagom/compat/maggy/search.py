@@ -1,4 +1,4 @@
-"""What of Maggy lagom does not serve: its search and ablation, which say so when they are used."""
+"""Stand-ins for Maggy's search and ablation, which lagom does not serve; using one is an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Searchspace"]
 
 
 def unserved(name: str, instead: str) -> type:
-    """A class that stands for Maggy's ``name`` and cannot be made."""
+    """Return a class that stands for Maggy's ``name`` and raises when it is instantiated."""
 
     def __init__(self: Any, *args: Any, **named: Any) -> NoReturn:
         raise NotImplementedError(f"Maggy's {name} is not served by lagom; {instead}")

@@ -1,4 +1,4 @@
-"""``maggy.tensorboard``: where a training function keeps what TensorBoard shows."""
+"""``maggy.tensorboard``: the folder for TensorBoard's files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["logdir"]
 
 
 def logdir() -> str:
-    """A folder in the working directory; that of rank 0 is there when the run is over, as other files are."""
+    """Make and return a folder in the working directory; after the run it holds the files of rank 0."""
     path = os.path.abspath("training_logs")
     os.makedirs(path, exist_ok=True)
     return path

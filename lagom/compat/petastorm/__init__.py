@@ -1,11 +1,11 @@
-"""Petastorm 0.12.1 works with the pyarrow, numpy and pandas of today once this has been imported.
+"""Makes petastorm 0.12.1 work with today's pyarrow, numpy and pandas, once this package is imported.
 
-Within a lagom run that happens when the program imports petastorm. See Note [Another world for one package].
+Within a lagom run, the program's own import of petastorm does it. See Note [Another world for one package].
 """
 
 from __future__ import annotations
 
-# Relative, here and beside: these files travel to processes that have no lagom, under another name.
+# Imports are relative in this folder: its files travel to processes without lagom, under another name.
 from . import finder
 
 finder.install()

@@ -1,4 +1,4 @@
-"""Imports petastorm with old names of pyarrow and numpy, which nobody else sees; of the standard library alone.
+"""Imports petastorm with old names of pyarrow and numpy, which nobody else sees. Standard library only.
 
 See Note [Another world for one package].
 """
@@ -18,26 +18,26 @@ from types import ModuleType
 from typing import Any
 
 SHIM = "lagom_petastorm_shim.zip"
-"""The archive that stands for petastorm on ``sys.path`` of processes without lagom; see ``travel``."""
+"""Archive that stands for petastorm on ``sys.path`` of processes without lagom; see ``travel``."""
 _PACKAGE = "petastorm"
 _VIEW = "petastorm._lagom_"
 _SEEN = ("pyarrow", "pyarrow.parquet", "pyarrow.filesystem", "pyarrow.hdfs", "numpy", "distutils", "distutils.version")
-"""Modules that petastorm sees otherwise than others do."""
+"""Modules that petastorm sees through a view."""
 
 
 def install() -> None:
-    """Have this process import petastorm so; once is enough."""
+    """Put the finder in front of ``sys.meta_path``, once."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def view(name: str) -> ModuleType:
-    """The module ``name`` as petastorm sees it: all that is in it, and the names that it lost."""
+    """Return petastorm's view of the module ``name``: the whole module and the names that it has dropped."""
     return importlib.import_module(_VIEW + name.replace(".", "_"))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds petastorm's modules, and the views that they have of others."""
+    """Finds petastorm's modules and their views of other modules."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name.startswith(_VIEW):
@@ -46,14 +46,14 @@ class _Finder(importlib.abc.MetaPathFinder):
                     return importlib.util.spec_from_loader(name, _View(seen))
         if name != _PACKAGE and not name.startswith(_PACKAGE + "."):
             return None
-        spec = PathFinder.find_spec(name, path, target) if path is not None else _package()
+        spec = PathFinder.find_spec(name, path, target) if path is not None else _find_package()
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = _Loader(spec.loader.name, spec.loader.path)
         return spec
 
 
-def _package() -> ModuleSpec | None:
-    """Where petastorm is. A script of that name, whose folder stands first on ``sys.path``, is not it."""
+def _find_package() -> ModuleSpec | None:
+    """Find petastorm; skip a script of that name, whose folder stands first on ``sys.path``."""
     for entry in sys.path:
         spec = PathFinder.find_spec(_PACKAGE, [entry]) if os.path.basename(entry) != SHIM else None
         if spec is not None and spec.submodule_search_locations is not None:
@@ -77,7 +77,7 @@ def _check_version() -> None:
 
 
 class _Loader(SourceFileLoader):
-    """Runs a module of petastorm's with an ``import`` of its own."""
+    """Runs a module of petastorm with an ``__import__`` of its own."""
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__builtins__"] = {**vars(builtins), "__import__": _import}
@@ -86,7 +86,7 @@ class _Loader(SourceFileLoader):
 
 
 class _View(importlib.abc.Loader):
-    """Makes a view of a module, which need not be there any more."""
+    """Fills a view of a module, which may no longer exist."""
 
     def __init__(self, seen: str) -> None:
         self._seen = seen
@@ -98,18 +98,18 @@ class _View(importlib.abc.Loader):
         real = _real(self._seen)
         own = {name: value for name, value in vars(real).items() if not name.startswith("__")} if real else {}
         names = importlib.import_module(f"{__package__}.names")
-        vars(module).update(own | names.added(self._seen, own))
+        vars(module).update(own | names.old_names(self._seen, own))
 
-        def other(name: str) -> Any:  # a submodule that was imported since, or what numpy makes when it is asked
+        def find(name: str) -> Any:  # a submodule that was imported since, or a name that numpy creates on demand
             if real is None or (name.startswith("__") and name != "__version__"):
                 raise AttributeError(f"{self._seen} has no {name!r} that petastorm could see")
             return getattr(real, name)
 
-        vars(module)["__getattr__"] = other
+        vars(module)["__getattr__"] = find
 
 
 def _real(name: str) -> ModuleType | None:
-    if name.startswith("distutils"):  # where it is there still, it warns of its end
+    if name.startswith("distutils"):  # where it still exists, it warns that it is deprecated
         return None
     try:
         return importlib.import_module(name)
@@ -124,7 +124,7 @@ def _import(
     fromlist: Sequence[str] | None = (),
     level: int = 0,
 ) -> Any:
-    """What ``import`` calls in petastorm's modules."""
+    """Import a module for petastorm: a view, or the module itself."""
     top = name.partition(".")[0]
     if level or top not in _SEEN:
         return builtins.__import__(name, globals, locals, fromlist or (), level)
@@ -137,13 +137,13 @@ def _import(
 
 # Note [Another world for one package]
 #
-# Petastorm uses names that pyarrow and numpy have dropped: pyarrow.filesystem, the old ParquetDataset, np.unicode_. To
-# put them back where they were would change what every other user of these packages sees: their ParquetDataset
-# is another one, and libraries ask by hasattr which numpy they have. So petastorm alone gets them. A finder in front
-# of sys.meta_path finds its modules where they are, and a loader runs each with a dict of builtins whose __import__
-# answers "pyarrow" and a few more with a view: a module with all that is in the real one, and the old names. Python
-# takes the __import__ of an import statement from the builtins of the module that the statement stands in, so this
-# holds for imports inside of functions as well, and for no other package.
+# Petastorm uses names that pyarrow and numpy have dropped: pyarrow.filesystem, the old ParquetDataset, np.unicode_.
+# Adding them to the real modules would change these for every other package: today's ParquetDataset is another class,
+# and libraries ask by hasattr which numpy they have. So only petastorm gets them. A finder in front of sys.meta_path
+# finds petastorm's modules, and a loader runs each with a dict of builtins whose __import__ answers "pyarrow" and a
+# few more with a view: a module with all names of the real one, and the old ones. Python takes the __import__ of an
+# import statement from the builtins of the module around it, so imports inside functions get the view too, and no
+# other package does.
 #
-# Views have names below petastorm's. So what is pickled with a reference to one (functions that petastorm sends to
-# Spark's executors) is found wherever petastorm is imported through this finder.
+# Views have names below petastorm's. So a pickled reference to one (functions that petastorm sends to Spark's
+# executors) is found wherever petastorm is imported through this finder.

@@ -1,7 +1,8 @@
-"""Pyarrow's data sets and file systems as they were before version 15, as far as petastorm uses them."""
+"""The data sets and file systems of pyarrow before version 15, as far as petastorm uses them."""
 
 from __future__ import annotations
 
+import operator
 import posixpath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def local_type() -> Any:
-    """The class of local file systems: fsspec's has the methods that pyarrow's had."""
+    """Return fsspec's class of local file systems, which has the methods that pyarrow's had."""
     from fsspec.implementations.local import LocalFileSystem
 
     return LocalFileSystem
 
 
-def _delegated(name: str) -> Any:
+def _delegate(name: str) -> Any:
     def method(self: Any, *args: Any, **options: Any) -> Any:
         return getattr(self._hdfs, name)(*args, **options)
 
@@ -30,12 +31,12 @@ def _delegated(name: str) -> Any:
 
 
 class HadoopFileSystem:
-    """What petastorm's client of several name nodes has its methods from; it hands them on to a connection."""
+    """Base class of petastorm's client for several name nodes; passes method calls on to a connection."""
 
     _hdfs: Any
 
     for _name in ("open", "exists", "isdir", "isfile", "info", "ls", "find", "walk", "mkdir", "rm", "delete"):
-        locals()[_name] = _delegated(_name)
+        locals()[_name] = _delegate(_name)
 
 
 def connect(
@@ -46,7 +47,7 @@ def connect(
     driver: str = "libhdfs",
     extra_conf: dict[str, str] | None = None,
 ) -> Any:
-    """A connection to HDFS; ``driver`` says nothing any more, as pyarrow has only one."""
+    """Connect to HDFS. ``driver`` is ignored: pyarrow has only one."""
     del driver
     from fsspec.implementations import arrow
 
@@ -54,21 +55,21 @@ def connect(
 
 
 class PartitionSet:
-    """The values that one level of folders stands for."""
+    """Partition values of one level of folders."""
 
     def __init__(self, name: str, keys: list[str] | None = None) -> None:
         self.name = name
         self.keys = keys or []
 
     def get_index(self, key: str) -> int:
-        """The number of ``key``, a new one where it has none."""
+        """Return the number of ``key``, which is added if it is new."""
         if key not in self.keys:
             self.keys.append(key)
         return self.keys.index(key)
 
     @property
     def dictionary(self) -> Any:
-        """The values as an Arrow array: integers where all are."""
+        """Return the values as an Arrow array, of integers if all are integers."""
         try:
             return pa.array([int(key) for key in self.keys])
         except ValueError:
@@ -76,7 +77,7 @@ class PartitionSet:
 
 
 class ParquetPartitions:
-    """The levels of folders that stand for columns."""
+    """Levels of folders that stand for columns."""
 
     def __init__(self) -> None:
         self.levels: list[PartitionSet] = []
@@ -89,7 +90,7 @@ class ParquetPartitions:
         return self.levels[level]
 
     def get_index(self, level: int, name: str, key: str) -> int:
-        """The number of a value at a level."""
+        """Return the number of a partition value at a level."""
         if level == len(self.levels):
             self.levels.append(PartitionSet(name))
             self.partition_names.add(name)
@@ -99,7 +100,7 @@ class ParquetPartitions:
 
 
 class ParquetDatasetPiece:
-    """A file, or a row group of one."""
+    """A file or one of its row groups."""
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class ParquetDatasetPiece:
         return open(self.path, "rb") if self.open_file_func is None else self.open_file_func(self.path)
 
     def get_metadata(self) -> Any:
-        """The file's footer."""
+        """Read the footer of the file."""
         with self._source() as source:
             return pq.ParquetFile(source, **self.file_options).metadata
 
@@ -144,7 +145,7 @@ class ParquetDatasetPiece:
         partitions: ParquetPartitions | None = None,
         **options: Any,
     ) -> Any:
-        """Its rows as a table, with a dictionary column for each partition."""
+        """Read the rows as a table, with a dictionary column for each partition."""
         names = None if columns is None else list(columns)
         with self._source() as source:
             file = pq.ParquetFile(source, **self.file_options)
@@ -162,7 +163,7 @@ class ParquetDatasetPiece:
 
 
 class ParquetDataset:
-    """The files of a folder, or of a list: what they are, not what is in them."""
+    """Lists the files of a folder or a list, without reading them."""
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class ParquetDataset:
         metadata_nthreads: int = 1,
     ) -> None:
         del validate_schema, metadata_nthreads
-        self.fs = _with_fsspec(filesystem)
+        self.fs = _to_fsspec(filesystem)
         is_one = isinstance(path_or_paths, str) or (len(path_or_paths) == 1 and self.fs.isdir(path_or_paths[0]))
         self.paths = path_or_paths
         self.partitions: ParquetPartitions | None = None
@@ -181,7 +182,7 @@ class ParquetDataset:
         self.metadata_path: str | None = None
         one = path_or_paths if isinstance(path_or_paths, str) else path_or_paths[0]
         if is_one and self.fs.isdir(one):
-            self.pieces = self._walked(one.rstrip("/"))
+            self.pieces = self._list_pieces(one.rstrip("/"))
         else:
             files = [path_or_paths] if isinstance(path_or_paths, str) else list(path_or_paths)
             for file in files:
@@ -193,7 +194,7 @@ class ParquetDataset:
         if filters is not None:
             self.pieces = [piece for piece in self.pieces if self._passes(piece, _conjunctions(filters))]
 
-    def _walked(self, folder: str) -> list[ParquetDatasetPiece]:
+    def _list_pieces(self, folder: str) -> list[ParquetDatasetPiece]:
         self.partitions = ParquetPartitions()
         base = "/" + folder.strip("/") + "/"
         pieces = []
@@ -202,7 +203,7 @@ class ParquetDataset:
             *above, file = ("/" + path).partition(base)[2].split("/")
             if file in ("_common_metadata", "_metadata") and not above:
                 setattr(self, f"{file[1:]}_path", posixpath.join(folder, file))
-            if any(_hidden(part) and "=" not in part for part in above) or _hidden(file) or _marker(file):
+            if any(_is_hidden(part) and "=" not in part for part in above) or _is_hidden(file) or _is_marker(file):
                 continue
             keys = []
             for level, part in enumerate(part for part in above if "=" in part):
@@ -234,7 +235,7 @@ class ParquetDataset:
         return any(all(_holds(values[name], how, wanted) for name, how, wanted in one) for one in conjunctions)
 
 
-def _with_fsspec(filesystem: Any) -> Any:
+def _to_fsspec(filesystem: Any) -> Any:
     if filesystem is None:
         return local_type()()
     if isinstance(filesystem, pa.fs.FileSystem):
@@ -244,11 +245,11 @@ def _with_fsspec(filesystem: Any) -> Any:
     return filesystem
 
 
-def _hidden(name: str) -> bool:
+def _is_hidden(name: str) -> bool:
     return name.startswith((".", "_"))
 
 
-def _marker(name: str) -> bool:
+def _is_marker(name: str) -> bool:
     return name.endswith((".crc", "_$folder$"))
 
 
@@ -261,14 +262,15 @@ def _holds(value: Any, how: str, wanted: Any) -> bool:
         kinds = {type(one) for one in wanted}
         found = any(kind(value) in wanted for kind in kinds)
         return found == (how == "in")
-    value = type(wanted)(value)
-    held: bool = {
-        "=": value == wanted,
-        "==": value == wanted,
-        "!=": value != wanted,
-        "<": value < wanted,
-        ">": value > wanted,
-        "<=": value <= wanted,
-        ">=": value >= wanted,
-    }[how]
-    return held
+    return bool(_COMPARE[how](type(wanted)(value), wanted))
+
+
+_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+    "<=": operator.le,
+    ">=": operator.ge,
+}

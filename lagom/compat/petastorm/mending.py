@@ -1,4 +1,4 @@
-"""What is changed in modules of petastorm's once they have run: shards in a lagom run, and where it opens pickles."""
+"""Changes to petastorm's modules once they have run: sharding in a lagom run, Spark jobs, processes and pickles."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from .finder import view
 
 
 def mend(module: ModuleType) -> None:
-    """Change what has to be changed in ``module``, which is petastorm's and has just run."""
+    """Apply the changes to ``module`` of petastorm, which has just run."""
     for change in _CHANGES.get(module.__name__, ()):
         change(module)
 
 
 def _place() -> Any:
-    """Where this process stands in a lagom run that shares work out; None in no such run."""
-    place = sys.modules.get("lagom.world")
-    found = None if place is None else place._place
-    if found is None or found.world_size == 1:
+    """Return this process's place in a lagom run that shards the program's data; None elsewhere."""
+    world = sys.modules.get("lagom.world")
+    place = None if world is None else world.place_in_run()
+    if place is None or place.world_size == 1:
         return None
     distributed = sys.modules.get("torch.distributed")
-    # A program that is distributed by itself sees to its shards.
-    return None if distributed is not None and distributed.is_initialized() else found
+    # A program that is distributed already shards by itself.
+    return None if distributed is not None and distributed.is_initialized() else place
 
 
 def _shard_readers(module: Any) -> None:
-    """Readers give each rank its row groups, unless the program says which."""
+    """Let readers give each rank its row groups, unless the program chooses a shard."""
     for name in ("make_reader", "make_batch_reader"):
-        setattr(module, name, _sharded(getattr(module, name)))
+        setattr(module, name, _shard(getattr(module, name)))
 
 
-def _sharded(make: Any) -> Any:
-    told = inspect.signature(make)
+def _shard(make: Any) -> Any:
+    signature = inspect.signature(make)
 
     @functools.wraps(make)
     def made(*args: Any, **options: Any) -> Any:
         place = _place()
         if place is not None:
-            given = told.bind_partial(*args, **options).arguments
+            given = signature.bind_partial(*args, **options).arguments
             if given.get("cur_shard") is None and given.get("shard_count") is None:
                 options |= {"cur_shard": place.rank, "shard_count": place.world_size}
         return make(*args, **options)
@@ -53,12 +53,12 @@ def _sharded(make: Any) -> Any:
 
 
 def _weigh_batches(module: Any) -> None:
-    """Batches of petastorm's loaders count as those of a data set that shards itself."""
+    """Weight batches of petastorm's loaders like those of a data set that shards itself."""
     for kind in (module.LoaderBase, module.InMemBatchedDataLoader):
-        kind.__iter__ = _weighed(kind.__iter__)
+        kind.__iter__ = _weigh(kind.__iter__)
 
 
-def _weighed(plain: Any) -> Any:
+def _weigh(plain: Any) -> Any:
     @functools.wraps(plain)
     def iterated(self: Any) -> Any:
         batches = plain(self)
@@ -71,7 +71,7 @@ def _loader(batches: Any) -> Any:
     from torch.utils.data import DataLoader, IterableDataset
 
     class Shard(IterableDataset[Any]):
-        """One pass of a loader of petastorm's."""
+        """One pass over a loader of petastorm."""
 
         lagom_sharded = True
 
@@ -82,14 +82,14 @@ def _loader(batches: Any) -> Any:
 
 
 def _ship_to_executors(module: Any) -> None:
-    """Spark's executors, which run functions that name petastorm, import it as this process does."""
+    """Let Spark's executors import petastorm through this package: they run functions that refer to it."""
     name, parameter = _JOBS[module.__name__]
     plain = getattr(module, name)
-    told = inspect.signature(plain)
+    signature = inspect.signature(plain)
 
     @functools.wraps(plain)
     def shipping(*args: Any, **options: Any) -> Any:
-        spark = told.bind(*args, **options).arguments[parameter]
+        spark = signature.bind(*args, **options).arguments[parameter]
         travel.ship(getattr(spark, "sparkContext", spark))
         return plain(*args, **options)
 
@@ -101,11 +101,11 @@ _JOBS = {
     "petastorm.etl.rowgroup_indexing": ("build_rowgroup_index", "spark_context"),
     "petastorm.spark_utils": ("dataset_as_rdd", "spark_session"),
 }
-"""Functions that run jobs of Spark's, or come before them, and which argument is the session or context."""
+"""By module, the function that runs or precedes a Spark job, and its argument for the session or context."""
 
 
 def _start_processes(module: Any) -> None:
-    """Processes of a pool, which begin as new interpreters, import petastorm as this one does."""
+    """Let pool processes, which are new interpreters, import petastorm through this package."""
 
     def popen(args: list[str], executable: str) -> Any:
         path = os.pathsep.join(filter(None, [travel.archive(), os.environ.get("PYTHONPATH")]))
@@ -129,7 +129,7 @@ _OTHERS = (
 
 
 def _open_only_schemas(module: Any) -> None:
-    """Pickles of data sets may name what schemas and indexes are made of; petastorm itself admits all of builtins."""
+    """Restrict pickles of data sets to the parts of schemas and indexes; petastorm admits all builtins."""
     import numpy as np
 
     kind = module.RestrictedUnpickler

@@ -8,10 +8,10 @@ from . import legacy
 from .finder import view
 
 
-def added(name: str, own: dict[str, Any]) -> dict[str, Any]:
-    """What petastorm's view of the module ``name`` has beside, or in place of, what is in it: ``own``."""
-    found: dict[str, Any] = _ADDED[name]()
-    return {key: value for key, value in found.items() if key not in own or key in _INSTEAD.get(name, ())}
+def old_names(name: str, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the old names that petastorm's view of the module ``name`` adds to, or replaces in, ``own``."""
+    found: dict[str, Any] = _OLD_NAMES[name]()
+    return {key: value for key, value in found.items() if key not in own or key in _REPLACED.get(name, ())}
 
 
 def _pyarrow() -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _version() -> dict[str, Any]:
     return {"LooseVersion": Version}
 
 
-_ADDED = {
+_OLD_NAMES = {
     "pyarrow": _pyarrow,
     "pyarrow.parquet": _parquet,
     "pyarrow.filesystem": lambda: {"LocalFileSystem": legacy.local_type()},
@@ -63,5 +63,5 @@ _ADDED = {
     "distutils": lambda: {"version": view("distutils.version")},
     "distutils.version": _version,
 }
-_INSTEAD = {"pyarrow": ("parquet",), "pyarrow.parquet": ("ParquetDataset",)}
-"""Names that today's module has for something else."""
+_REPLACED = {"pyarrow": ("parquet",), "pyarrow.parquet": ("ParquetDataset",)}
+"""Old names that today's module uses for something else."""

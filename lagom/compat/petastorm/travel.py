@@ -1,4 +1,4 @@
-"""Takes this package to processes that begin anew and may have no lagom: Spark's Python workers, petastorm's pools."""
+"""Ships this package to new processes that may have no lagom: Spark's Python workers, petastorm's pools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .finder import SHIM
 
 _FILES = ("__init__", "finder", "legacy", "mending", "names", "travel")
 _NAME = "_lagom_petastorm"
-_STAND_IN = f'''"""Stands for petastorm, before it on sys.path; imports the real one in the way that lagom does."""
+_STAND_IN = f'''"""Stands before petastorm on sys.path; imports the real one as lagom does."""
 
 import importlib
 import sys
@@ -30,7 +30,7 @@ _shipped: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def ship(context: Any) -> None:
-    """Have the Python workers of a SparkContext import petastorm as this process does."""
+    """Let the Python workers of a SparkContext import petastorm as this process does."""
     if context not in _shipped:
         before = list(sys.path)
         context.addPyFile(archive())
@@ -40,12 +40,15 @@ def ship(context: Any) -> None:
 
 @functools.cache
 def archive() -> str:
-    """The path of an archive that, on ``sys.path``, has ``import petastorm`` work; it lives as long as this process."""
+    """Make an archive that makes ``import petastorm`` work from ``sys.path``; return its path.
+
+    It is deleted when this process ends.
+    """
     for entry in sys.path:
         if os.path.basename(entry) == SHIM and os.path.exists(entry):
             return entry
     folder = tempfile.mkdtemp(prefix="lagom-petastorm-")
-    atexit.register(_removed, folder, os.getpid())
+    atexit.register(_remove, folder, os.getpid())
     path = os.path.join(folder, SHIM)
     with zipfile.ZipFile(path, "w") as made:
         made.writestr("petastorm/__init__.py", _STAND_IN)
@@ -56,6 +59,6 @@ def archive() -> str:
     return path
 
 
-def _removed(folder: str, pid: int) -> None:
+def _remove(folder: str, pid: int) -> None:
     if os.getpid() == pid:  # a forked process has inherited the call
         shutil.rmtree(folder, ignore_errors=True)
