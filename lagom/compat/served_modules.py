@@ -85,9 +85,10 @@ class ServedModules(importlib.abc.MetaPathFinder):
         return any(spec and spec.origin and spec.submodule_search_locations is not None for spec in specs)
 
     def _forget(self, *, all_modules: bool) -> None:
-        for name, module in list(sys.modules.items()):
-            is_served = isinstance(getattr(module, "__loader__", None), _Loader) or module.__name__.startswith("lagom.")
-            if name.partition(".")[0] in self._packages and (all_modules or is_served):
+        for name in [name for name in sys.modules if name.partition(".")[0] in self._packages]:
+            module = sys.modules[name]
+            is_served = isinstance(module.__loader__, _Loader) or module.__name__.startswith("lagom.")
+            if all_modules or is_served:
                 del sys.modules[name]
 
 
