@@ -52,10 +52,10 @@ SCANS = "pyarrow, several row groups at once"
 # Against petastorm's best of the same kind, and against the scan; from issue and prototypes.
 TARGETS = {
     ("numbers", "shuffled"): (5.0, 0.3),
-    ("numbers", "in order"): (2.5, 0.7),
+    ("numbers", "in order"): (2.5, 0.5),
     ("lists", "shuffled"): (2.0, None),
     ("lists", "in order"): (3.0, None),
-    ("arrays", "shuffled"): (25.0, None),
+    ("arrays", "shuffled"): (10.0, None),
     ("images", "shuffled"): (2.0, None),
 }
 

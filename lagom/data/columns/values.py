@@ -197,11 +197,6 @@ class RowSpan(NamedTuple):
 def batch(span: RowSpan) -> dict[str, Any]:
     """What the program sees of rows: values by column, structs as dicts in it."""
     block, start, stop, step = span
-    tensors = getattr(block, "tensors", None)  # of a block that lies batch by batch
-    if tensors is not None and step == 1:
-        whole: dict[str, Any] | None = tensors(start, stop)
-        if whole is not None:
-            return whole
     found: dict[str, Any] = {}
     for path, values in block.items():
         if step == 1 and type(values) is Dense:  # most columns of most tables, and nothing but this takes time here

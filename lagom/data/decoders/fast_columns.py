@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lagom.data.columns.petastorm_codecs import NumpySaved, Scalar, computable
 from lagom.data.decoders import page_decoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from lagom.data.decoders.page_decoder import ColumnChunk, Kind
     from lagom.data.parquet.table import OpenedTable, Table
 
-T = TypeVar("T")
 _KNOWN = 1024
 """Row groups whose chunks are kept for the next epoch."""
 
@@ -136,11 +135,6 @@ class FastReader:
         """Numbers of the columns that are decoded here in the current row group."""
         return self._chunks
 
-    @property
-    def are_numbers(self) -> bool:
-        """Whether none of these columns has arrays."""
-        return all(chunk.kind.shape == () for chunk in self._chunks.values())
-
     def begin(self, opened: OpenedTable, group: int, *, threads: bool) -> Collection[int]:
         """Begin row group number ``group``; returns the columns that Arrow need not read."""
         table = self._all.table
@@ -155,20 +149,8 @@ class FastReader:
 
     def read(self, count: int) -> Mapping[int, NDArray[Any]] | None:
         """Decode the next ``count`` rows; None where Arrow has to read the row group from here on."""
-        return self._checked(lambda: self._decoder.read(count))
-
-    def read_batches(self, count: int, size: int, skipped: int) -> list[tuple[list[int], NDArray[Any]]] | None:
-        """Decode the next ``count`` rows as ``PageDecoder.read_batches`` does; None as ``read``."""
-        return self._checked(lambda: self._decoder.read_batches(count, size, skipped))
-
-    def close(self) -> None:
-        """Let go of the file, and leave the memory to the next reader."""
-        self._decoder.end()
-        self._all.keep(self._decoder)
-
-    def _checked(self, read: Callable[[], T | None]) -> T | None:
         try:
-            found = read()
+            found = self._decoder.read(count)
         except (OSError, ValueError):
             found = None
         if found is None:
@@ -178,6 +160,11 @@ class FastReader:
             table = self._all.table
             table.stamps.check(table.home, self._path)  # the file may be written over while it is read
         return found
+
+    def close(self) -> None:
+        """Let go of the file, and leave the memory to the next reader."""
+        self._decoder.end()
+        self._all.keep(self._decoder)
 
 
 def is_on() -> bool:

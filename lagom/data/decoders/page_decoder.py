@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections import defaultdict
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -117,7 +116,6 @@ class PageDecoder:
     def __init__(self) -> None:
         self._native: dict[int, Any] = {}
         self._memories: dict[int, ReusedArrays] = {}
-        self._batches: dict[np.dtype[Any], ReusedArrays] = {}
         self._windows: dict[int, _Window] = {}
         self._chunks: Mapping[int, ColumnChunk] = {}
         self._whole = np.empty(0, np.uint8)
@@ -165,32 +163,11 @@ class PageDecoder:
             number: self._memories[number].empty((count, *one.kind.shape), one.kind.dtype)
             for number, one in self._chunks.items()
         }
-        outs = {number: (array.ctypes.data, count, 0) for number, array in found.items()}
+        outs = {number: array.ctypes.data for number, array in found.items()}
         return found if self._read(outs, count) else None
 
-    def read_batches(self, count: int, size: int, skipped: int) -> list[tuple[list[int], NDArray[Any]]] | None:
-        """The next ``count`` numbers of each column, where batches of ``size`` have them, ``skipped`` of the first one.
-
-        For each type the columns, and an array of shape ``(batches, columns, size)``; None where ``read`` gives None.
-
-        Raises:
-            OSError: when they cannot be read.
-        """
-        kinds: dict[np.dtype[Any], list[int]] = defaultdict(list)
-        for number in sorted(self._chunks):
-            kinds[self._chunks[number].kind.dtype].append(number)
-        found = []
-        outs: dict[int, tuple[int, int, int]] = {}
-        for dtype, numbers in kinds.items():
-            shape = -(-(skipped + count) // size), len(numbers), size
-            array = self._batches.setdefault(dtype, ReusedArrays()).empty(shape, dtype)
-            first, jump, width = array.ctypes.data, array.strides[0], array.strides[1]
-            outs |= {number: (first + place * width, size, jump) for place, number in enumerate(numbers)}
-            found.append((numbers, array))
-        return found if self._read(outs, count, skipped) else None
-
-    def _read(self, outs: Mapping[int, tuple[int, int, int]], count: int, skipped: int = 0) -> bool:
-        """Read ``count`` values into ``outs``: addresses, and ``piece`` and ``jump`` of ``csrc/pages.hpp``."""
+    def _read(self, outs: Mapping[int, int], count: int) -> bool:
+        """Read ``count`` values to each address in ``outs``."""
         from lagom.collectives.native import native
 
         done = dict.fromkeys(outs, 0)
@@ -198,9 +175,8 @@ class PageDecoder:
             told = []
             for number, rows in done.items():
                 window = self._windows[number]
-                told.append(
-                    (self._native[number], window.address, window.size, *outs[number], skipped + rows, count - rows)
-                )
+                out = outs[number], count, 0  # `Pages::Out`: all values side by side
+                told.append((self._native[number], window.address, window.size, *out, rows, count - rows))
             for number, (used, rows, status, wanted) in zip(list(done), native().read_pages(told), strict=True):
                 self._windows[number].use(used)
                 if status == _UNUSUAL or (status == _STARVED and not self._windows[number].refill(wanted)):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lagom.data.columns import values
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,15 +38,6 @@ class RowGroupPart(NamedTuple):
         return RowGroupPart(batch, {number: array[start:stop] for number, array in self.arrays.items()})
 
 
-class Cuts(NamedTuple):
-    """Where batches begin."""
-
-    size: int
-    """Rows of one."""
-    ahead: int
-    """Rows of a piece before the first that begins in it."""
-
-
 class RowGroupCursor:
     """Reads pieces of row groups, each from where the one before ended."""
 
@@ -69,20 +59,12 @@ class RowGroupCursor:
         """Leave the memory that this decodes into to the next one."""
         self._fast.close()
 
-    def read(self, piece: RowPiece, cuts: Cuts | None = None) -> Iterator[Block]:
-        """The rows of ``piece``; with ``cuts`` those of whole batches lie batch by batch where that is worth it."""
+    def read(self, piece: RowPiece) -> Iterator[Block]:
+        """Read the rows of ``piece``."""
         if piece.group != self._group or piece.start < self._at:
             self._begin(piece.group)
         while self._at < piece.stop:
-            if cuts is not None and self._lies_in_batches(piece, cuts.size):
-                block = self._in_batches(min(piece.stop - self._at, self._most), cuts, self._at - piece.start)
-                if block is not None:
-                    self._at += values.num_rows(block)
-                    yield block
-                    continue
-                rows = self._by_arrow()
-            else:
-                rows = self._next(piece.stop - self._at)
+            rows = self._next(piece.stop - self._at)
             skipped = max(0, piece.start - self._at)
             if skipped >= rows.num_rows:
                 self._at += rows.num_rows
@@ -94,18 +76,6 @@ class RowGroupCursor:
             self._at += used
             if used > skipped:
                 yield self._source.convert(rows.cut(skipped, used), piece.group, first, is_last=self._is_last)
-
-    def _lies_in_batches(self, piece: RowPiece, size: int) -> bool:
-        is_next = self._rest is None and self._at >= piece.start
-        if not is_next or self._batches is not None or not self._source.is_many:
-            return False
-        return piece.stop - self._at >= 2 * size and self._fast.are_numbers
-
-    def _in_batches(self, count: int, cuts: Cuts, done: int) -> Block | None:
-        """The next ``count`` rows, behind ``done`` of the piece; None where they turn out not to be plain."""
-        skipped = (done - cuts.ahead) % cuts.size
-        found = self._fast.read_batches(count, cuts.size, skipped)
-        return None if found is None else self._source.in_batches(found, skipped, count)
 
     def _begin(self, group: int) -> None:
         table = self._source.table

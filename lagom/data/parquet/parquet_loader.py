@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import DataLoader, dataloader
+from torch.utils.data import DataLoader
 
 from lagom.data.parquet.dataset import ParquetDataset
 
@@ -64,9 +63,6 @@ class ParquetLoader(DataLoader[Any]):
         self._ends = deque()
         return _Counted(self, super().__iter__(), self._ends)
 
-    def _get_iterator(self) -> Any:
-        return _Unnamed(self) if self.num_workers == 0 and _is_torchs_own() else super()._get_iterator()
-
     def state_dict(self) -> dict[str, Any]:
         """Where the pass that goes on is, or the next one begins: behind the last batch that the program has seen.
 
@@ -82,21 +78,6 @@ class ParquetLoader(DataLoader[Any]):
         """
         self._batches.load(state)
         self._state = (state["epoch"], state["rows"])
-
-
-class _Unnamed(dataloader._SingleProcessDataLoaderIter):
-    """Torch's, which tells a profiler of each batch only where there is one. See Note [Batches without a name]."""
-
-    def __next__(self) -> Any:
-        if not _is_torchs_own() or torch.autograd._profiler_enabled():
-            return super().__next__()
-        data = self._next_data()  # type: ignore[no-untyped-call]
-        self._num_yielded += 1
-        return data
-
-
-def _is_torchs_own() -> bool:
-    return dataloader._BaseDataLoaderIter.__next__.__globals__ is vars(dataloader)
 
 
 class _Noting:
@@ -141,10 +122,3 @@ class _Counted:
             raise
         self._loader._state = self._ends.popleft()
         return data
-
-
-# Note [Batches without a name]
-#
-# Torch's iterator opens a range for profilers around each batch, for which the interpreter is given away and asked back
-# twice. Beside a thread that reads ahead that is a third of a batch's time: 20 of 61 us, with 20 columns. Where
-# somebody has put a function of their own in the place of torch's, as lagom does on ranks, that one is called.

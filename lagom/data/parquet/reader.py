@@ -68,7 +68,6 @@ class TableReader:
                 narrow,
                 len(places) * places.step // narrow.step,
                 decodes=decodes,
-                is_regular=places.step == narrow.step,
             )
         self._passes.move_to_end(epoch)
         while len(self._passes) > _PASSES:
@@ -141,14 +140,9 @@ def _whole(block: Block) -> list[RowSpan]:
 class _Pass:
     """What one process reads of an epoch: the positions of a lane, in order, ahead in a thread."""
 
-    def __init__(
-        self, source: Source, order: EpochOrder, lane: RankLane, size: int, *, decodes: bool, is_regular: bool
-    ) -> None:
-        """Rows are asked for ``size`` at a time, all of these where it ``is_regular``; with ``decodes`` cells are
-        decoded ahead.
-        """
+    def __init__(self, source: Source, order: EpochOrder, lane: RankLane, size: int, *, decodes: bool) -> None:
+        """Rows are asked for ``size`` at a time; with ``decodes`` cells are decoded ahead."""
         self._size = size
-        self._is_regular = is_regular
         self._decodes = decodes
         self.lane = lane
         self._source = source
@@ -186,7 +180,7 @@ class _Pass:
         """Have the block that position ``at`` of the lane is in."""
         if self._ahead is None or at < self._first or at > self._last + _JUMP * (self._last - self._first):
             self.close()
-            found = blocks(self._source, self._order, self.lane, at, self._size, is_regular=self._is_regular)
+            found = blocks(self._source, self._order, self.lane, at, self._size)
             if self._decodes and self._source.is_encoded:
                 self._ahead = Prefetcher(decoded(found, self._source.table.row_bytes, at), _DECODED_AHEAD)
             else:

@@ -10,7 +10,6 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from lagom.data.columns import values
 from lagom.data.columns.values import RowSpan
-from lagom.data.decoders.batch_layout import BatchLayout
 
 if TYPE_CHECKING:
     from lagom.data.columns.values import Block
@@ -43,9 +42,6 @@ class Rows(Sequence[Any]):
                 raise ValueError("rows are cut forwards")
             return Rows([RowSpan(self.block(), start, stop, step)])
         place = index + len(self) if index < 0 else index
-        if place and any(isinstance(span.block, BatchLayout) for span in self._spans):
-            # Row by row that is slow. The first is looked at by torch, which then asks for the batch.
-            self._spans = [RowSpan(self.block(), 0, len(self), 1)]
         for span in self._spans:
             inside = range(span.start, span.stop, span.step)
             if 0 <= place < len(inside):

@@ -15,10 +15,9 @@ from lagom.data.columns import values
 from lagom.data.columns.encoded_cells import Encoded
 from lagom.data.columns.petastorm_codecs import CellByCell
 from lagom.data.columns.tensor_columns import ColumnLeaf, Where
-from lagom.data.decoders.batch_layout import BatchLayout, cut, joined
 from lagom.data.decoders.fast_columns import FastColumns
 from lagom.data.decoders.reused_arrays import ReusedArrays
-from lagom.data.parquet.cursor import Cuts, RowGroupCursor
+from lagom.data.parquet.cursor import RowGroupCursor
 from lagom.data.parquet.shard import EpochOrder, RankLane, RowPiece
 from lagom.data.parquet.shuffle_window import ShuffleWindow
 
@@ -37,8 +36,6 @@ AHEAD = 3
 """Blocks in the order of the table that may wait for the program, which are small."""
 _AT_ONCE = 2
 """Windows of rows that are decoded at the same time, where row groups are so small."""
-_MANY = 4
-"""Columns whose tensors take longer than what is in them. See Note [Batch by batch]."""
 _FOOTERS = 256
 """That are kept: of a large file, 1 MB or so."""
 _DECODED_ROWS, _DECODED_BYTES = 512, 1 << 20
@@ -111,62 +108,47 @@ class Source:
             self._shapes[path] = (0,)  # no list of the table is there
         return self._shapes[path]
 
-    @property
-    def is_many(self) -> bool:
-        """Whether tensors of a batch are many, and all of numbers; these then lie batch by batch."""
-        return len(self._leaves) >= _MANY and all(len(one) == 1 and one[0].nulls != "mask" for _, one in self._leaves)
 
-    def in_batches(self, found: Sequence[tuple[Sequence[int], NDArray[Any]]], skipped: int, count: int) -> Block:
-        """Read ``count`` rows of numbers after ``skipped``, by column, as ``PageDecoder.read_batches`` gives them."""
-        names = [name for name, _ in self._leaves]
-        groups = [([names[number] for number in numbers], array) for numbers, array in found]
-        return BatchLayout(groups, names, skipped, count)
-
-
-def blocks(source: Source, order: EpochOrder, lane: RankLane, at: int, size: int, *, is_regular: bool = True) -> Blocks:
+def blocks(source: Source, order: EpochOrder, lane: RankLane, at: int, size: int) -> Blocks:
     """The rows of ``lane`` from position ``at`` of it or before, each block with the position that it begins at.
 
-    Blocks in the order of the table end where batches of ``size`` rows do; with ``is_regular`` all of these are used.
+    Blocks in the order of the table end where batches of ``size`` rows do.
     """
     if order.is_plain:
-        return _in_order(source, order, at, size, is_regular)
+        return _in_order(source, order, at, size)
     return _shuffled(source, order, lane, at)
 
 
-def _in_order(source: Source, order: EpochOrder, at: int, size: int, is_regular: bool) -> Blocks:
+def _in_order(source: Source, order: EpochOrder, at: int, size: int) -> Blocks:
     rest: list[Block] = []
     num_rest = 0
-    with closing(_row_groups(source, order, at, size if is_regular else None)) as found:
+    with closing(_row_groups(source, order, at)) as found:
         for block in found:
             count = values.num_rows(block)
             start = 0
             if rest:
                 # A batch that two blocks share is joined here rather than where the program waits for it.
                 start = min(count, size - num_rest)
-                rest.append(cut(block, 0, start))
+                rest.append(values.cut(block, 0, start))
                 num_rest += start
                 if num_rest < size:
                     continue
-                yield at, joined(rest)
+                yield at, values.joined(rest)
                 at, rest, num_rest = at + num_rest, [], 0
             stop = count - (count - start) % size
             if stop > start:
-                yield at, cut(block, start, stop)
+                yield at, values.cut(block, start, stop)
                 at += stop - start
             if stop < count:
-                rest, num_rest = [cut(block, stop, count)], count - stop
+                rest, num_rest = [values.cut(block, stop, count)], count - stop
     if rest:
-        yield at, joined(rest)
+        yield at, values.joined(rest)
 
 
-def _row_groups(source: Source, order: EpochOrder, at: int, size: int | None) -> Generator[Block, None, None]:
-    """The rows from ``at`` on in the order of the table; small row groups are decoded by several threads.
-
-    Batches of ``size`` rows begin at ``at``, and may lie one behind the other in blocks.
-    """
+def _row_groups(source: Source, order: EpochOrder, at: int) -> Generator[Block, None, None]:
+    """Read the rows from ``at`` on in the order of the table; several threads decode small row groups."""
     most = min(MOST, order.window)
     pieces = deque(order.pieces(0, at, order.num_rows))
-    begun = 0
     threads = min(torch.get_num_threads(), _AT_ONCE * order.window // max(order.counts))
     if threads < 2:
         with closing(RowGroupCursor(source, most, is_alone=True, is_last=True)) as cursor:
@@ -174,8 +156,8 @@ def _row_groups(source: Source, order: EpochOrder, at: int, size: int | None) ->
                 yield from cursor.read(piece)
         return
 
-    def read(cursor: RowGroupCursor, piece: RowPiece, ahead: int) -> tuple[RowGroupCursor, list[Block]]:
-        return cursor, list(cursor.read(piece, None if size is None else Cuts(size, ahead)))
+    def read(cursor: RowGroupCursor, piece: RowPiece) -> tuple[RowGroupCursor, list[Block]]:
+        return cursor, list(cursor.read(piece))
 
     with ExitStack() as stack, ThreadPoolExecutor(threads) as pool:
         made = [RowGroupCursor(source, most, is_alone=False, is_last=True) for _ in range(threads)]
@@ -183,9 +165,7 @@ def _row_groups(source: Source, order: EpochOrder, at: int, size: int | None) ->
         reading: deque[Future[tuple[RowGroupCursor, list[Block]]]] = deque()
         while pieces or reading:
             while pieces and cursors:
-                piece = pieces.popleft()
-                reading.append(pool.submit(read, cursors.popleft(), piece, -begun % (size or 1)))
-                begun += piece.stop - piece.start
+                reading.append(pool.submit(read, cursors.popleft(), pieces.popleft()))
             cursor, found = reading.popleft().result()
             cursors.append(cursor)
             yield from found
