@@ -80,7 +80,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
         raise_failure(outcomes)
         loaded = [outcome.load() for outcome in outcomes]
         values = [outcome["value"] for outcome in loaded]
-        advice = "" if the_plan.already_distributed else remedy(the_plan.batches, the_plan.evaluation)
+        advice = "" if the_plan.already_distributed else remedy(the_plan.config.batches, the_plan.config.evaluation)
         value = aggregate(values, [outcome["samples"] for outcome in loaded], advice)
         if records is not None:
             records.ended({"outcome": "returned", "value": value, "per_rank": values})
@@ -145,8 +145,9 @@ def _kept(
         "config": settings,
         "source": source,
     }
-    plan_facts = {name: getattr(the_plan, name) for name in ("world_size", "seed", "gpu", "ranks_per_slot", "zero_lvl")}
-    records = new_records(config.run_dir, config.run_dir == DEFAULT_RUN_DIR, {**facts, **plan_facts})
+    facts |= {name: getattr(the_plan, name) for name in ("world_size", "gpu", "ranks_per_slot")}
+    facts |= {name: getattr(config, name) for name in ("seed", "zero_lvl")}
+    records = new_records(config.run_dir, config.run_dir == DEFAULT_RUN_DIR, facts)
     try:
         yield records
     except BaseException as error:
@@ -157,7 +158,7 @@ def _kept(
         raise
     finally:
         if records is not None:
-            if the_plan.timeline:
+            if the_plan.config.timeline:
                 records.merge_timelines(None if isinstance(config.timeline, bool) else config.timeline)
             records.close()
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
-from lagom.config.torch_distributed import (
-    Backend,
-    Batches,
-    Collectives,
-    Compression,
-    Evaluation,
-    Log,
-    LrScaling,
-    MicroBatches,
-    MixedPrecision,
-    Reduction,
-)
 from lagom.errors import PlanError
 
 
@@ -50,8 +38,10 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A run as it will be, equal on the driver and all ranks."""
+    """A run as it will be, equal on the driver and all ranks: the config, and facts of the cluster."""
 
+    config: TorchDistributedConfig
+    """The settings, without what the function is given: that travels with the call."""
     name: str
     launcher: str
     world_size: int
@@ -60,28 +50,8 @@ class Plan:
     barrier: bool
     gpu: bool
     """Each rank has a GPU: NCCL moves its gradients; else gloo does."""
-    batches: Batches
-    evaluation: Evaluation
-    sync_batchnorm: bool
-    seed: int | None
-    hb_interval: float
-    log: Log = "rank0"
     keeps_logs: bool = False
-    """What every rank writes is to reach the driver."""
-    stall_timeout_s: float = 60.0
-    timeout_s: float | None = None
-    zero_lvl: int = 0
-    """What is sharded over the ranks."""
-    backend: Backend = "torch"
-    deepspeed_config: Mapping[str, Any] | None = None
-    mixed_precision: MixedPrecision = False
-    micro_batches: MicroBatches = None
-    collectives: Collectives = "auto"
-    timeline: bool = False
-    """What ranks do is noted."""
-    gradient_compression: Compression | None = None
-    reduction: Reduction = "mean"
-    lr_scaling: LrScaling | None = None
+    """What every rank writes reaches the driver."""
     encrypted: bool = False
     """The channel between driver and ranks is encrypted, as what Spark sends is."""
     one_host: bool = False
@@ -93,8 +63,16 @@ class Plan:
 
     @property
     def num_slots(self) -> int:
-        """Tasks the run takes."""
+        """Tasks that the run takes."""
         return -(-self.world_size // self.ranks_per_slot)
+
+    def with_config(self, **changes: Any) -> Plan:
+        """Return this plan with other settings.
+
+        Raises:
+            ValueError: when a setting has a value that it cannot have.
+        """
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **changes))
 
 
 def plan(
@@ -116,31 +94,14 @@ def plan(
             + (", or ".join(remedies) or "start some first")
         )
     return Plan(
+        config=dataclasses.replace(config, module=None, train_set=None, test_set=None, dataset=None, hparams={}),
         name=config.name or name,
         launcher=cluster.launcher,
         world_size=world_size,
         ranks_per_slot=ranks_per_slot,
         barrier=cluster.barrier,
         gpu=cluster.gpus_per_slot > 0,
-        batches=config.batches,
-        evaluation=config.evaluation,
-        sync_batchnorm=config.sync_batchnorm,
-        seed=config.seed,
-        hb_interval=float(config.hb_interval),
-        log=config.log,
         keeps_logs=config.log == "all" or (config.run_dir is not None and bool(os.fspath(config.run_dir))),
-        stall_timeout_s=float(config.stall_timeout_s),
-        timeout_s=None if config.timeout_s is None else float(config.timeout_s),
-        zero_lvl=config.zero_lvl,
-        backend=config.backend,
-        deepspeed_config=config.deepspeed_config,
-        mixed_precision=config.mixed_precision,
-        micro_batches=config.micro_batches,
-        collectives=config.collectives,
-        timeline=bool(config.timeline),
-        gradient_compression=config.gradient_compression,
-        reduction=config.reduction,
-        lr_scaling=config.lr_scaling,
         encrypted=cluster.encrypted,
         one_host=cluster.encrypted and not config.allow_unencrypted_collectives,
         already_distributed=already_distributed,

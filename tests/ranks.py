@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import pickle
@@ -11,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,7 +26,8 @@ import lagom.gradients.reduction.sliced  # noqa: F401  # a session imports both,
 from lagom.collectives.group import Group
 from lagom.collectives.native import native
 from lagom.collectives.run_store import SealedStore, all_gather_by
-from lagom.config.torch_distributed import Backend, Batches, Collectives, Evaluation, MixedPrecision
+from lagom.config import TorchDistributedConfig
+from lagom.config.torch_distributed import Batches, Collectives, MixedPrecision
 from lagom.errors import CollectiveError
 from lagom.files import own_disk
 from lagom.files.settle import settle
@@ -57,25 +57,18 @@ def run_ranks(
     function: Callable[[Session], Any],
     *,
     batches: Batches = "split",
-    evaluation: Evaluation = "gathered",
-    sync_batchnorm: bool = True,
-    zero_lvl: int = 0,
-    mixed_precision: MixedPrecision = False,
     seed: int = 0,
     patches: bool = True,
     always_slices: bool = True,
     collectives: Collectives = COLLECTIVES,
-    backend: Backend = "torch",
-    deepspeed_config: Mapping[str, Any] | None = None,
-    **fields: Any,
+    **config: Any,
 ) -> list[Any]:
     """Run ``function(session)`` on every rank; the results in rank order.
 
     With ``patches=False`` torch is left alone; with ``always_slices`` forwards are sliced also where that does
-    not pay; ``fields`` are further fields of the plan. Everything dies after 60 s.
+    not pay; ``config`` are further fields of the config. Everything dies after 60 s.
     """
-    plan = _plan(world_size, batches, evaluation, seed, sync_batchnorm, collectives, zero_lvl, mixed_precision)
-    plan = dataclasses.replace(plan, backend=backend, deepspeed_config=deepspeed_config, **fields)
+    plan = _plan(world_size, batches=batches, seed=seed, collectives=collectives, **config)
     for library in loaded():
         slots(library, platform.machine())  # once here, and not for 0.2 s in every rank; see lagom.host.preload
     native()  # likewise
@@ -109,35 +102,19 @@ def alone(function: Callable[[Session], Any], seed: int = 0) -> Any:
 
 def session_alone(host_dir: Path, device: str = "cpu", mixed_precision: MixedPrecision = False) -> Session:
     """A session of one rank, in this process."""
-    plan = _plan(1, "split", "replicated", 0, mixed_precision=mixed_precision)
+    plan = _plan(1, batches="split", evaluation="replicated", seed=0, mixed_precision=mixed_precision)
     return _session(plan, 0, None, None, host_dir, torch.device(device))
 
 
-def _plan(
-    world_size: int,
-    batches: Batches,
-    evaluation: Evaluation,
-    seed: int,
-    sync_batchnorm: bool = True,
-    collectives: Collectives = COLLECTIVES,
-    zero_lvl: int = 0,
-    mixed_precision: MixedPrecision = False,
-) -> Plan:
+def _plan(world_size: int, **config: Any) -> Plan:
     return Plan(
+        config=TorchDistributedConfig(**config),
         name="test",
         launcher="local",
         world_size=world_size,
         ranks_per_slot=1,
         barrier=True,
         gpu=False,
-        batches=batches,
-        evaluation=evaluation,
-        sync_batchnorm=sync_batchnorm,
-        collectives=collectives,
-        seed=seed,
-        hb_interval=1.0,
-        zero_lvl=zero_lvl,
-        mixed_precision=mixed_precision,
     )
 
 
@@ -243,15 +220,15 @@ def _run(
             all_gather_by(SealedStore(store, _KEY), "ways", rank, plan.world_size, _TIMEOUT_S),
             lambda name, place, size: gloo(PrefixStore(name, store), place, size),
             key=_KEY,
-            shares_memory=plan.collectives == "auto",
+            shares_memory=plan.config.collectives == "auto",
         )
     session = _session(plan, rank, group, store, host_dir, torch.device("cpu"))
     whole_batch.ALWAYS = always_slices
     if not patches:
-        seed_everything(plan.seed or 0)
+        seed_everything(plan.config.seed or 0)
         return function(session)
     with own_disk(str(host_dir), rank, plan.world_size, plan.world_size), patched(session):
-        seed_everything(plan.seed or 0)
+        seed_everything(plan.config.seed or 0)
         value = function(session)
         if session.watch is not None and session.watch._told is not None:
             # Tests catch the error on the ranks, to compare it; a program that does is told again at its end.

@@ -91,7 +91,7 @@ def cells(session: Session, table: Sequence[Cell], backend: Backend) -> list[dic
     """Each as a run of its own, on these ranks."""
     found = []
     for level, name, dtype in table:
-        plan = dataclasses.replace(session.plan, zero_lvl=level, backend=backend)
+        plan = session.plan.with_config(zero_lvl=level, backend=backend)
         own = {f.name: getattr(session, f.name) for f in dataclasses.fields(session) if f.init}
         with patched(Session(**own | {"plan": plan})):
             seed_everything(0)

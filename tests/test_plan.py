@@ -22,7 +22,8 @@ def local(slots: int, **more: Any) -> Cluster:
 
 
 def test_deepspeed_has_all_levels_and_its_own_settings() -> None:
-    found = plan(TorchDistributedConfig(backend="deepspeed", zero_lvl=3, deepspeed_config={"a": 1}), local(2))
+    config = TorchDistributedConfig(backend="deepspeed", zero_lvl=3, deepspeed_config={"a": 1})
+    found = plan(config, local(2)).config
     assert (found.backend, found.zero_lvl, found.deepspeed_config) == ("deepspeed", 3, {"a": 1})
 
 
@@ -106,8 +107,10 @@ def test_the_config_names_the_run_else_the_function_does() -> None:
 
 
 def test_what_the_ranks_must_know_is_in_the_plan_and_the_plan_travels() -> None:
-    config = TorchDistributedConfig(seed=None, batches="per_rank", evaluation="sharded", hb_interval=3)
-    found = plan(config, spark(2, barrier=False))
-    assert (found.seed, found.batches, found.evaluation, found.hb_interval) == (None, "per_rank", "sharded", 3.0)
-    assert not found.barrier
-    assert pickle.loads(pickle.dumps(found)) == found
+    given = [b"x" * 1_000_000]
+    config = TorchDistributedConfig(batches="per_rank", evaluation="sharded", hb_interval=3, train_set=given)
+    travelled = pickle.dumps(plan(config, spark(2, barrier=False)))
+    assert len(travelled) < 10_000
+    found = pickle.loads(travelled)
+    assert (found.config.batches, found.config.evaluation, found.config.hb_interval) == ("per_rank", "sharded", 3.0)
+    assert (found.world_size, found.barrier) == (2, False)

@@ -78,7 +78,7 @@ def _own(driver: Driver, name: str) -> Callable[..., Any]:
                 f"optimizer.{name}() at zero_lvl={engines.stage} would be DeepSpeed's part of one rank; use "
                 "backend='torch', where it is whole, or save the model's state_dict(), which is whole here too"
             )
-        if engine.num_backwards and "gradient_accumulation_steps" not in (driver.session.plan.deepspeed_config or {}):
+        if engine.num_backwards and "gradient_accumulation_steps" not in (driver.session.config.deepspeed_config or {}):
             raise LagomError(
                 "zero_grad() throws gradients away that DeepSpeed has taken over already; call it before backward() or "
                 "after step(), or use backend='torch'"

@@ -47,13 +47,13 @@ def driven_by_deepspeed(session: Session) -> Iterator[None]:
         LagomError: when DeepSpeed is not installed, or is to scale losses that lagom scales.
     """
     plan = session.plan
-    if plan.mixed_precision and dtype_of(plan.mixed_precision, session.device) is torch.float16:
+    if plan.config.mixed_precision and dtype_of(plan.config.mixed_precision, session.device) is torch.float16:
         raise LagomError(
             "mixed_precision=True is fp16 on this device, whose scale DeepSpeed keeps itself; set "
             "deepspeed_config={'fp16': {'enabled': True}}"
         )
     engines = Engines(
-        settings(plan.deepspeed_config, plan.zero_lvl, session.say_once),
+        settings(plan.config.deepspeed_config, plan.config.zero_lvl, session.say_once),
         rank=session.rank,
         world_size=session.world_size,
         device=session.device,
@@ -110,7 +110,7 @@ class Driver:
         with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
             if able:
                 self.engines.start(self._whole(able[0]), able[0], self.step_of(able[0]))
-            elif "optimizer" in (self.session.plan.deepspeed_config or {}):
+            elif "optimizer" in (self.session.config.deepspeed_config or {}):
                 self.engines.start(module, None, None)
         for one in [one for one in self.session.modules if type(one).__module__.startswith("deepspeed.")]:
             del self.session.modules[one]  # the engine is a module, too, and none of the program's
@@ -184,7 +184,7 @@ class Driver:
 
     def _refuse_undriven(self, leaves: Sequence[Tensor]) -> None:
         session = self.session
-        shared_out = session.passes.share is not None or session.plan.batches == "whole"
+        shared_out = session.passes.share is not None or session.config.batches == "whole"
         name_of = session.modules.name_of
         for leaf in leaves if session.world_size > 1 else ():
             if not self.engines.drives([leaf]) and is_averaged(leaf, session.likeness(leaf), shared_out=shared_out):

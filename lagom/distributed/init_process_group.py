@@ -133,7 +133,7 @@ class _Joining:
 
 def _tell(session: Session) -> None:
     plan = session.plan
-    if plan.gradient_compression or plan.lr_scaling or plan.reduction != "mean":
+    if plan.config.gradient_compression or plan.config.lr_scaling or plan.config.reduction != "mean":
         session.say_once(
             "the program is distributed by itself: gradient_compression, reduction and lr_scaling are not for it"
         )

@@ -137,11 +137,13 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
     original = vars(nn.Module)["__call__"]
     session, streams = forwards.session, forwards.streams
     on_cuda = session.device.type == "cuda"
-    may_slice = session.world_size > 1 and (session.plan.batches == "whole" or session.plan.evaluation == "gathered")
-    micro = MicroBatches(session, original, forwards.within) if session.plan.micro_batches is not None else None
+    may_slice = session.world_size > 1 and (
+        session.config.batches == "whole" or session.config.evaluation == "gathered"
+    )
+    micro = MicroBatches(session, original, forwards.within) if session.config.micro_batches is not None else None
     run = original if micro is None else micro.call
     slicer = Slicer(session, run, forwards.outside) if may_slice else None
-    slices_training = session.plan.batches == "whole"
+    slices_training = session.config.batches == "whole"
     several = session.world_size > 1
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -74,7 +74,7 @@ class _Backwards:
         self._running: Sequence[Tensor] = ()
         """What a steady backward reaches, while it runs."""
         self.accumulation = Accumulation(session, self._replicate)
-        if session.plan.zero_lvl > 1 or not self._replicate.reduction.is_linear:
+        if session.config.zero_lvl > 1 or not self._replicate.reduction.is_linear:
             # To keep whole gradients for later is what such a level is there to avoid; and what a reduction makes of a
             # sum, which is not the sum of what it makes, must not depend on when it is noticed that a loop accumulates.
             self.accumulation.close()
@@ -278,7 +278,7 @@ class _Backwards:
             return [i for i, one in enumerate(inputs) if isinstance(one, Tensor)]
         session = self._session
         session.tell_weights(outputs, [one for one in inputs if isinstance(one, Tensor) and one.is_leaf])
-        shared_out = session.passes.share is not None or session.plan.batches == "whole"
+        shared_out = session.passes.share is not None or session.config.batches == "whole"
         return [
             i
             for i, one in enumerate(inputs)

@@ -155,5 +155,5 @@ def _fork(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> ForkedRank:
     if hasattr(os, "pidfd_open"):
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(pid)
-    pulse = Pulse(spec.plan.stall_timeout_s)
+    pulse = Pulse(spec.plan.config.stall_timeout_s)
     return ForkedRank(seat.rank, pid, pidfd, DriverClient(ours), out_read, err_read, stacks_fd, pulse)

@@ -49,7 +49,9 @@ class RankSupervisor:
 
     def __init__(self, link: DriverClient | None, plan: Plan) -> None:
         self._plan = plan
-        self._look_s = min([plan.stall_timeout_s / 4, *([plan.timeout_s / 4] if plan.timeout_s else []), 1.0])
+        self._look_s = min(
+            [plan.config.stall_timeout_s / 4, *([plan.config.timeout_s / 4] if plan.config.timeout_s else []), 1.0]
+        )
         self._ranks: list[ForkedRank] = []
         self._link = link
         self._selector = selectors.DefaultSelector()
@@ -156,7 +158,7 @@ class RankSupervisor:
     def _feel(self, rank: ForkedRank) -> None:
         """See whether ``rank`` still gets anywhere."""
         pulse, quiet_s = rank.pulse, rank.pulse.quiet_s
-        over = self._plan.timeout_s is not None and quiet_s >= self._plan.timeout_s
+        over = self._plan.config.timeout_s is not None and quiet_s >= self._plan.config.timeout_s
         if not over and (pulse.stalls or quiet_s < pulse.patience_s):
             return
         now = {**self._doing(rank), "rank": rank.rank, "quiet_s": quiet_s}
@@ -173,7 +175,10 @@ class RankSupervisor:
     def _doing(self, rank: ForkedRank) -> Message:
         """What ``rank`` said last of it; where it says nothing, as in C code that keeps Python to itself, its stack."""
         pulse = rank.pulse
-        if pulse.doing is not None and time.monotonic() - pulse.heard_at < 2 * self._look_s + self._plan.hb_interval:
+        if (
+            pulse.doing is not None
+            and time.monotonic() - pulse.heard_at < 2 * self._look_s + self._plan.config.hb_interval
+        ):
             return {**pulse.doing, "state": stack_dump.state(rank.pid)}
         state = stack_dump.state(rank.pid)
         stack = "" if state else stack_dump.read_stack(rank.pid, rank.stacks)

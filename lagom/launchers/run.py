@@ -42,7 +42,7 @@ class RunView:
         records: RunRecords | None = None,
     ) -> None:
         self.plan = plan
-        lost_s = min(_LOST_S, plan.timeout_s or _LOST_S)
+        lost_s = min(_LOST_S, plan.config.timeout_s or _LOST_S)
         self.channel = DriverServer(self._take, self._close, payload_fd, self._hush, lost_s)
         self.reports: dict[int, Message] = {}
         self._can_gather = can_gather
@@ -65,7 +65,7 @@ class RunView:
         self._lock = threading.Lock()
         self._records = records
         self._progress = Progress(plan, where, records.said if records is not None else None)
-        self._output = Output(plan.log == "all", self._progress.make_room)
+        self._output = Output(plan.config.log == "all", self._progress.make_room)
 
     def __enter__(self) -> RunView:
         self.channel.__enter__()
@@ -222,7 +222,7 @@ class RunView:
         elif kind == "stalled":
             self._stalled[message["rank"]] = message
             # Those that wait for it will find out at about the same time.
-            beat_s = min(self.plan.hb_interval, self.plan.stall_timeout_s / 4)
+            beat_s = min(self.plan.config.hb_interval, self.plan.config.stall_timeout_s / 4)
             self.channel.call_later(beat_s + 0.5, lambda: self._events.put({"type": "stalls"}))
             return
         elif kind == "stopping":

@@ -47,7 +47,7 @@ def batch_source(session: Session, loader: DataLoader[Any], current: LoaderPass)
 
 def _must_be_equal(session: Session, current: LoaderPass) -> bool:
     """Return whether forwards split the rows of batches, which must then be the same on all ranks."""
-    return session.plan.batches == "whole" if current.training else session.plan.evaluation == "gathered"
+    return session.config.batches == "whole" if current.training else session.config.evaluation == "gathered"
 
 
 class _Whole:

@@ -75,11 +75,11 @@ class _Loaders:
         session.settle()  # the iterator draws from the common stream
         current = first_use(session, can_shard(session, loader), loader)
         current.own = session.distributed and shards_itself(loader.dataset)
-        if current.own and session.plan.batches == "whole":
+        if current.own and session.config.batches == "whole":
             raise LagomError(_OWN_IN_WHOLE)
         if current.sharded:
             session.began = session.began or "a data loader was shared out"
-        gathered = session.plan.evaluation == "gathered" and not current.own
+        gathered = session.config.evaluation == "gathered" and not current.own
         if session.distributed and (current.sharded or current.training or gathered):
             if session.may_meet:
                 synchronise(session, loader, own_order=current.own)
@@ -89,11 +89,11 @@ class _Loaders:
             current.published, current.readers = Publication(session, name), self.readers
             current.generator = None if session.may_meet else self.readers.generator(current)
         self._were_dealt.setdefault(loader, set()).add(current.training and current.sharded)
-        if session.may_meet and session.plan.backend == "torch":
-            is_dealt = current.training and current.sharded and session.plan.evaluation != "sharded"
+        if session.may_meet and session.config.backend == "torch":
+            is_dealt = current.training and current.sharded and session.config.evaluation != "sharded"
             session.dealt.began(loader, current, follows=is_dealt)
         if current.training:
-            if session.distributed and not (current.sharded or current.own or session.plan.batches == "whole"):
+            if session.distributed and not (current.sharded or current.own or session.config.batches == "whole"):
                 session.say_once(_ALL_OF_IT)
             current.steps = _steps(loader)
         return current
@@ -105,7 +105,7 @@ class _Loaders:
         So a mean over ``len(loader)`` after an evaluation is right, wherever it is computed.
         """
         session = self.session
-        if not session.distributed or session.plan.batches != "per_rank":
+        if not session.distributed or session.config.batches != "per_rank":
             return 1
         kinds = self._were_dealt.get(loader, set()) if loader is not None else set()
         if session.starting is None and len(kinds) == 1:
@@ -219,7 +219,7 @@ def _made(loaders: _Loaders) -> Any:
         elif is_iterable(loader):
             if can_shard(session, loader) and (current.sharded or loader.persistent_workers):
                 self._collate_fn = ShardedCollate(session, loader, loaders.streams)
-                self._collate_fn.begin(current, session.plan.batches)
+                self._collate_fn.begin(current, session.config.batches)
         elif current.training and current.sharded:
             # Workers of different ranks augment differently. Workers start after this line.
             self._base_seed = derive_seed(self._base_seed, session.rank)
@@ -241,7 +241,7 @@ def _begun_again(loaders: _Loaders) -> Any:
             current = self.__dict__[PASS] = loaders.begin(loader)
             self.__dict__[_TAKER] = batch_source(session, loader, current)
             if isinstance(self._collate_fn, ShardedCollate):
-                self._collate_fn.begin(current, session.plan.batches)
+                self._collate_fn.begin(current, session.config.batches)
         if current.sharded:
             self._in_order = True  # shares are matched to batches by their order
         session.starting = current

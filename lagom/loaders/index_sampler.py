@@ -104,7 +104,7 @@ class ShardedIndexSampler:
     def __iter__(self) -> Iterator[Any]:
         # A loader that resumes begins its sampler anew within its pass.
         current = self._current = self._session.starting or self._current or self._start()
-        if not (current.training or current.sharded or self._session.plan.evaluation == "gathered"):
+        if not (current.training or current.sharded or self._session.plan.config.evaluation == "gathered"):
             return iter(self._source)
         # At once, not when the first batch is drawn: iter() of a sampler may draw random numbers.
         batches = common_order(self._session, self._source, current)
@@ -113,7 +113,7 @@ class ShardedIndexSampler:
         current.shares.clear()
         if not current.training:
             return resumable(self._dealt_for_evaluation(batches), batches)
-        if self._session.plan.batches == "per_rank":
+        if self._session.plan.config.batches == "per_rank":
             return resumable(self._dealt_per_rank(batches, current), batches)
         return resumable(self._dealt(batches, current), batches)
 

@@ -251,7 +251,7 @@ def _differ(drawn: list[Any], items: list[Any]) -> bool:
 
 
 def _is_dealt(session: Session, current: LoaderPass) -> bool:
-    return session.plan.batches != "whole" and current.training and current.sharded
+    return session.config.batches != "whole" and current.training and current.sharded
 
 
 _OTHERWISE = (

@@ -42,7 +42,7 @@ class MicroBatches:
     """
 
     def __init__(self, session: Session, original: Callable[..., Any], alone: Callable[[], Any]) -> None:
-        asked = session.plan.micro_batches
+        asked = session.config.micro_batches
         assert asked is not None
         self._session = session
         self._original = original

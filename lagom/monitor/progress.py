@@ -34,7 +34,9 @@ class Progress:
         self._hosts: dict[str, list[int]] = {}
         self._said_waiting = False
         display = notebook()
-        self._table = NotebookTable(display, max if plan.batches == "whole" else sum) if display is not None else None
+        self._table = (
+            NotebookTable(display, max if plan.config.batches == "whole" else sum) if display is not None else None
+        )
         self._live = sys.stderr.isatty() or self._table is not None
         self._shown_at = time.monotonic() if not self._live else 0.0
         self._began = time.monotonic()

@@ -62,9 +62,9 @@ def _scale(session: Session, optimizer: Optimizer) -> None:
         f"lr_scaling='linear': {type(optimizer).__name__} has the learning rate {float(group['lr']):g} in place of "
         f"{float(before):g}, for {session.world_size} ranks"
     )
-    if session.plan.batches != "per_rank":
+    if session.config.batches != "per_rank":
         text += (
-            f"; with batches={session.plan.batches!r} a batch is no larger than on one machine, for which the "
+            f"; with batches={session.config.batches!r} a batch is no larger than on one machine, for which the "
             "program's own rate is made"
         )
     session.say_once(text)

@@ -30,10 +30,10 @@ def sharded_steps(session: Session) -> Iterator[None]:
     assert session.watch is not None
     assert session.replicate is not None
     with ExitStack() as stack:
-        if session.plan.zero_lvl > 1:
+        if session.config.zero_lvl > 1:
             session.gradients = stack.enter_context(sharded_gradients(session))
             session.replicate.overlap.parts = session.gradients
-        if session.plan.zero_lvl > 2:
+        if session.config.zero_lvl > 2:
             assert session.gradients is not None
             weights = stack.enter_context(sharded_parameters(session))
             session.gradients.parts_of = weights.parts

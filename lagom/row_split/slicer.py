@@ -62,9 +62,9 @@ def slices(session: Session, module: nn.Module) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False  # a transform of torch.func's, which exchanges cannot be a part of
     evaluates = not (torch.is_grad_enabled() and module.training)
-    if evaluates and session.plan.evaluation != "gathered":
+    if evaluates and session.config.evaluation != "gathered":
         return False
-    if session.plan.batches == "whole":
+    if session.config.batches == "whole":
         return True
     current = session.passes.evaluation()
     return evaluates and current is not None and not current.own
@@ -150,7 +150,7 @@ class Slicer:
         session = self._session
         if self._has_work or self._depth or session.rank or not (torch.is_grad_enabled() and module.training):
             return
-        if session.plan.batches == "whole" and session.passes.trains():
+        if session.config.batches == "whole" and session.passes.trains():
             self._has_work = True
             session.say_once(
                 f"{type(module).__name__} is small, so every rank computes all rows of each batch: to share them out "
@@ -221,7 +221,7 @@ class Slicer:
         try:
             return tree_unflatten(self._gathered(outputs, finding, exchange, candidate), spec)
         except UnequalInputError:
-            if session.plan.batches == "whole":
+            if session.config.batches == "whole":
                 raise
             # An evaluation that calls a model with a share of a training batch.
             finding.reason = "was called with other inputs on other ranks"

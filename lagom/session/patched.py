@@ -37,10 +37,10 @@ def patched(session: Session) -> Iterator[None]:
     With one rank, batches are only counted and, on CUDA, moved to the device.
     """
     distributed = session.world_size > 1
-    streams = OwnStreams(session.plan.seed, session.rank, session.device)
+    streams = OwnStreams(session.config.seed, session.rank, session.device)
     with ExitStack() as stack:
         stack.enter_context(own_init_process_group(session))
-        asked = session.plan.mixed_precision
+        asked = session.config.mixed_precision
         precision = Precision(session, asked) if asked else None
         if precision is not None:
             stack.enter_context(precision.backwards())
@@ -52,23 +52,23 @@ def patched(session: Session) -> Iterator[None]:
             end_tracking = stack.enter_context(log_once_to_mlflow(session))
             stack.enter_context(write_events_once(session))
             stack.enter_context(tracked_modules(session))
-            if session.plan.backend == "torch":
+            if session.config.backend == "torch":
                 stack.enter_context(synchronised_backward(session))
                 stack.enter_context(fast_steps())
-                if session.plan.zero_lvl:
+                if session.config.zero_lvl:
                     stack.enter_context(sharded_steps(session))
-            if session.plan.lr_scaling is not None and not session.plan.already_distributed:
+            if session.config.lr_scaling is not None and not session.plan.already_distributed:
                 stack.enter_context(scaled_rates(session))
-            if session.plan.sync_batchnorm:
+            if session.config.sync_batchnorm:
                 stack.enter_context(whole_batch_statistics(session))
         if distributed or session.plan.rehearsal is not None:
             stack.enter_context(shared_files(session))
-        has_forwards = distributed or session.device.type == "cuda" or session.plan.micro_batches is not None
+        has_forwards = distributed or session.device.type == "cuda" or session.config.micro_batches is not None
         if has_forwards:
             stack.enter_context(own_forwards(session, streams))
         if precision is not None:
             stack.enter_context(precision.forwards())
-        if session.plan.backend == "deepspeed":
+        if session.config.backend == "deepspeed":
             if not distributed:
                 stack.enter_context(tracked_modules(session))
             stack.enter_context(driven_by_deepspeed(session))

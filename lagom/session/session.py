@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from lagom.collectives.group import Group
+    from lagom.config import TorchDistributedConfig
     from lagom.monitor.spans import Spans
     from lagom.plan import Plan
     from lagom.row_split.probe import BatchStatistics
@@ -152,7 +153,7 @@ class Session:
         if self.store is not None:
             on_one_host = self.local_world_size == self.world_size
             self.notes = SealedStore(self.store, self.key, self.host_dir if on_one_host else None)
-        self.common = CommonStreams(self.plan.seed)
+        self.common = CommonStreams(self.config.seed)
         self.terms = LossTermWeights(self.world_size, self.say_once)
         self.provenance = BatchTracker(self.world_size, self.leaves)
         self.running = RunningValueDetector(self.synchronised, self.say_once)
@@ -162,11 +163,16 @@ class Session:
             self.watch = DivergenceMonitor(
                 self.group, self.leaves, self.modules.made, self.synchronised, self.modules.name_of
             )
-            reduced = reduction(self.group, self.plan.gradient_compression, self.plan.reduction == "adasum")
+            reduced = reduction(self.group, self.config.gradient_compression, self.config.reduction == "adasum")
             self.replicate = Replicate(
                 self.group, self.leaves, self.watch, self.frame, self.likeness, self.modules.name_of, reduced
             )
         _alive.add(self)
+
+    @property
+    def config(self) -> TorchDistributedConfig:
+        """The settings of the run."""
+        return self.plan.config
 
     @property
     def distributed(self) -> bool:
@@ -229,7 +235,7 @@ class Session:
     def trained(self) -> None:
         """Record that a backward ran."""
         self.ticks += 1
-        if self.plan.batches != "whole" and self.passes.by_mode() is not None and not self.passes.trains():
+        if self.config.batches != "whole" and self.passes.by_mode() is not None and not self.passes.trains():
             self.say_once(
                 "a loop over a data loader trains while the whole model is in eval mode: every rank trains on all of "
                 "its batches, which is right but not faster; call model.train() before the loop"
@@ -265,11 +271,11 @@ class Session:
         """Record that a backward from ``roots`` is about to run."""
         self.dealt.backward(roots)
         self._num_losses += 1
-        if self._num_losses in _LOOKED_AT and self.plan.batches != "whole" and self.passes.share is not None:
+        if self._num_losses in _LOOKED_AT and self.config.batches != "whole" and self.passes.share is not None:
             for caveat in caveats(roots):
                 self.say_once(caveat)
         if self._num_losses == _SOME and not (self.passes.have_read or self.has_sliced):
-            self.say_once(NOT_SHARED["whole" if self.plan.batches == "whole" else "split"])
+            self.say_once(NOT_SHARED["whole" if self.config.batches == "whole" else "split"])
         # A weak reference, since a strong one would keep the graph; the loop's own variable keeps the loss long enough.
         self._loss = weakref.ref(roots[0]) if len(roots) == 1 else None
 

@@ -63,15 +63,15 @@ class _Finding:
 
 def _others(plan: Plan, found: _Finding) -> Iterator[Plan]:
     """Settings to try: those that might be right; where all agrees, one that might be faster."""
-    if found.verdict in ("random", "own") and plan.batches == "per_rank":
+    if found.verdict in ("random", "own") and plan.config.batches == "per_rank":
         # Other batches are those of another training.
-        yield from (other for other in _alternatives(plan) if other.batches == "per_rank")
+        yield from (other for other in _alternatives(plan) if other.config.batches == "per_rank")
     elif found.verdict in ("random", "own", "differs", "fails"):
         yield from _alternatives(plan)
-    elif found.verdict == "agrees" and plan.batches == "whole":
-        yield dataclasses.replace(plan, batches="split")
+    elif found.verdict == "agrees" and plan.config.batches == "whole":
+        yield plan.with_config(batches="split")
     elif found.verdict == "agrees" and not found.is_shared:
-        yield dataclasses.replace(plan, batches="whole")
+        yield plan.with_config(batches="whole")
 
 
 def _is_better(other: _Finding, found: _Finding) -> bool:
@@ -84,7 +84,7 @@ def _may_run(plan: Plan, found: _Finding, better: Plan | None) -> bool:
     """Whether the run is one to start: it gives what one process gives, or comes as near to it as there is a way."""
     if found.verdict in ("random", "own"):
         is_shown = any(row.what == "printed" and row.level > AgreementLevel.AGREES for row in found.rows)
-        return plan.batches == "per_rank" or (better is None and not is_shown)
+        return plan.config.batches == "per_rank" or (better is None and not is_shown)
     return found.verdict in ("agrees", "raises", "unlike")
 
 
@@ -100,7 +100,7 @@ class _Rehearsals:
     def judge(self, plan: Plan) -> _Finding:
         """Whether the run that ``plan`` describes would give what one process gives."""
         finding = self._compared(plan, pinned=False)
-        if finding.verdict == "differs" and plan.batches != "whole":
+        if finding.verdict == "differs" and plan.config.batches != "whole":
             # Dropout and augmentation draw other numbers on each rank, of the same distribution.
             pinned = self._compared(plan, pinned=True)
             if pinned.verdict in ("agrees", "own"):
@@ -108,7 +108,7 @@ class _Rehearsals:
         return finding
 
     def _compared(self, plan: Plan, *, pinned: bool) -> _Finding:
-        group = plan.world_size if plan.batches == "per_rank" else 1
+        group = plan.world_size if plan.config.batches == "per_rank" else 1
         rehearsal = Rehearsal(group_size=group, pinned=pinned)
         one = self._one(rehearsal)
         ranks = self._run(
@@ -180,19 +180,22 @@ _VERDICTS = {
 
 def _alternatives(plan: Plan) -> Iterator[Plan]:
     """Other settings, the one that changes least first."""
-    safe = "gathered" if plan.evaluation == "sharded" else plan.evaluation
-    ways: list[tuple[Batches, Evaluation]] = [(plan.batches, safe), ("whole", safe), ("split", safe)]
-    ways += [(batches, "replicated") for batches in dict.fromkeys((plan.batches, "whole", "split"))]
+    safe = "gathered" if plan.config.evaluation == "sharded" else plan.config.evaluation
+    ways: list[tuple[Batches, Evaluation]] = [(plan.config.batches, safe), ("whole", safe), ("split", safe)]
+    ways += [(batches, "replicated") for batches in dict.fromkeys((plan.config.batches, "whole", "split"))]
     for batches, evaluation in dict.fromkeys(ways):
-        if (batches, evaluation) != (plan.batches, plan.evaluation):
-            yield dataclasses.replace(plan, batches=batches, evaluation=evaluation)
+        if (batches, evaluation) != (plan.config.batches, plan.config.evaluation):
+            yield plan.with_config(batches=batches, evaluation=evaluation)
 
 
 def _named(plan: Plan, asked: Plan) -> str:
     """The setting, as one writes it."""
-    is_told = plan.batches != asked.batches or plan.evaluation == asked.evaluation
-    parts = [f"batches={plan.batches!r}"] if is_told else []
-    return ", ".join(parts + ([f"evaluation={plan.evaluation!r}"] if plan.evaluation != asked.evaluation else []))
+    is_told = plan.config.batches != asked.config.batches or plan.config.evaluation == asked.config.evaluation
+    parts = [f"batches={plan.config.batches!r}"] if is_told else []
+    return ", ".join(
+        parts
+        + ([f"evaluation={plan.config.evaluation!r}"] if plan.config.evaluation != asked.config.evaluation else [])
+    )
 
 
 # Note [Rehearsals]

@@ -60,7 +60,7 @@ def run(
         group, store = None, None
         if seat is not None and place.world_size > 1:
             stack.enter_context(threads(seat.threads))
-            group, store = stack.enter_context(process_group(seat, place.world_size, device, plan.collectives))
+            group, store = stack.enter_context(process_group(seat, place.world_size, device, plan.config.collectives))
         elif seat is not None:
             stack.enter_context(threads(seat.threads))
         if plan.already_distributed:
@@ -77,7 +77,7 @@ def run(
             local_world_size=place.local_world_size,
             device=device,
             host_dir=host_dir,
-            spans=Spans(place.rank) if plan.timeline and plan.rehearsal is None else None,
+            spans=Spans(place.rank) if plan.config.timeline and plan.rehearsal is None else None,
         )
         watch(session)
         if plan.rehearsal is not None:
@@ -91,7 +91,7 @@ def run(
         session.has_arrived = True
         if seat is not None:  # without, this is the process that has been set so
             set_process_settings(call.get("settings", {}))
-        stack.enter_context(seeded(plan.seed, call["random"]))
+        stack.enter_context(seeded(plan.config.seed, call["random"]))
         provided = dict(call["provided"]) | {"reporter": Reporter(session)}
         positional, named = arguments(call["function"], MadeArguments(provided))
         if seat is not None:  # without, what the program forks is the caller's

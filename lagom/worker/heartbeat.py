@@ -35,8 +35,8 @@ class Heartbeat:
 
     def __init__(self, control: DriverClient, plan: Plan, stacks_fd: int | None) -> None:
         self._control = control
-        self._stall_s = plan.stall_timeout_s
-        self._interval_s = min(plan.hb_interval, plan.stall_timeout_s / 4)
+        self._stall_s = plan.config.stall_timeout_s
+        self._interval_s = min(plan.config.hb_interval, plan.config.stall_timeout_s / 4)
         self._stacks_fd = stacks_fd
         self._lock = threading.Lock()
         self._session: Session | None = None

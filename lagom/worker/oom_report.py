@@ -126,13 +126,13 @@ def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) 
     smaller = "smaller batches (a loop that accumulates gradients over several keeps its meaning)"
     if session.num_micro_batches > 1:
         smaller = f"micro_batches={2 * session.num_micro_batches}, twice as many as there were, or {smaller}"
-    elif session.plan.micro_batches is None and session.plan.backend == "torch":
+    elif session.config.micro_batches is None and session.config.backend == "torch":
         smaller = f"micro_batches='auto' (forwards in parts, where rows do not depend on each other), {smaller}"
-    if not session.plan.mixed_precision:
+    if not session.config.mixed_precision:
         smaller += " or mixed_precision='bf16' would need less for activations"
     with contextlib.suppress(Exception):  # any third party's optimizer
         ranks = session.world_size
-        able = [one for one in _levels(max(ranks, 2)) if one.possible and one.zero_lvl > session.plan.zero_lvl]
+        able = [one for one in _levels(max(ranks, 2)) if one.possible and one.zero_lvl > session.config.zero_lvl]
         fitting = [one for one in able if one.held + others + wanted <= limit.num_bytes]
         if fitting and ranks > 1:
             return f"zero_lvl={fitting[0].zero_lvl} would fit: {_of(fitting[0])}; {smaller}"

@@ -218,7 +218,7 @@ def test_classes_are_what_they_were_afterwards() -> None:
     def train(session: Session) -> Any:
         from lagom.optimizers.zero_steps import sharded_steps
 
-        inside = session.plan.zero_lvl
+        inside = session.plan.config.zero_lvl
         with sharded_steps(session):
             changed = vars(SGD)["step"] is not before[0]
             SGD([nn.Parameter(torch.ones(3))], 0.1)

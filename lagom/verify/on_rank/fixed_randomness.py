@@ -27,7 +27,7 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 @contextmanager
 def fixed_randomness(session: Session) -> Iterator[None]:
     """Switch dropout off, and start the generators from a sample's index where it is fetched; in loader workers too."""
-    seed = session.plan.seed or 0
+    seed = session.config.seed or 0
     attention = F.scaled_dot_product_attention
 
     def without_dropout(
