@@ -14,8 +14,9 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
-from lagom.run_state.loader_pass import BatchShare, LoaderPass, is_there, tensors
+from lagom.run_state.loader_pass import BatchShare, LoaderPass, is_there
 from lagom.run_state.loss_terms import metadata, nodes_below, nodes_of
+from lagom.run_state.nested_tensors import tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,8 +10,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import DivergenceError, LagomError
 from lagom.run_state.leaves import Leaves, Likeness, multiplied
-from lagom.run_state.loader_pass import BatchShare, is_there, tensors
+from lagom.run_state.loader_pass import BatchShare, is_there
 from lagom.run_state.loss_terms import share_behind
+from lagom.run_state.nested_tensors import tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

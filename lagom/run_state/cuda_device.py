@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.run_state.nested_tensors import tensors
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -32,13 +34,5 @@ def follow_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     state = next(chain(module.parameters(), module.buffers()), None)
     if state is None or state.device.type != "cpu":
         return
-    if any(_is_on(value, device.type) for value in (*args, *kwargs.values())):
+    if any(tensor.device.type == device.type for tensor in tensors((args, kwargs))):
         module.to(device)
-
-
-def _is_on(value: Any, kind: str) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.device.type == kind
-    if isinstance(value, (list, tuple)):
-        return any(_is_on(part, kind) for part in value)
-    return isinstance(value, dict) and any(_is_on(part, kind) for part in value.values())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lagom.errors import LagomError
+from lagom.run_state.nested_tensors import tensors
 
 if TYPE_CHECKING:
     from lagom.files.publishing import Publication, Readers
@@ -161,23 +162,6 @@ class PassTracker:
                 return innermost.current
             self._training.pop()
         return self._last
-
-
-def tensors(data: Any) -> list[torch.Tensor]:
-    """Return the tensors in ``data``, which may be a tensor, or tuples, lists and dicts of them."""
-    if isinstance(data, torch.Tensor):
-        return [data]
-    if isinstance(data, dict):
-        data = data.values()
-    elif not isinstance(data, (tuple, list)):
-        return []
-    found: list[torch.Tensor] = []
-    for part in data:
-        if isinstance(part, torch.Tensor):
-            found.append(part)
-        elif isinstance(part, (tuple, list, dict)):
-            found += tensors(part)
-    return found
 
 
 def is_there(ref: weakref.ref[torch.Tensor]) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from lagom.run_state.loader_pass import tensors
+from lagom.run_state.nested_tensors import tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import numbers
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lagom.contents import entries, is_array, is_metrics, is_plain, is_tensor, name_of
 from lagom.loaders.index_sampler import num_samples
+from lagom.run_state.nested_tensors import tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,7 +116,7 @@ def digests(data: Any) -> tuple[bytes, ...]:
     """One for each sample of a batch: of its row in the tensors that have as many rows."""
     count = num_samples(data)
     hashes = [hashlib.blake2b(digest_size=8) for _ in range(count)]
-    for tensor in _tensors(data):
+    for tensor in tensors(data):
         if tensor.dim() and len(tensor) == count and tensor.layout == torch.strided:
             rows = tensor.detach().cpu().contiguous().reshape(count, -1).view(torch.uint8).numpy()
             for row, digest in zip(rows, hashes, strict=True):
@@ -127,14 +127,4 @@ def digests(data: Any) -> tuple[bytes, ...]:
 def row_shapes(data: Any) -> tuple[tuple[int, ...], ...]:
     """Of one sample's row in each tensor of a batch."""
     count = num_samples(data)
-    return tuple(tuple(tensor.shape[1:]) for tensor in _tensors(data) if tensor.dim() and len(tensor) == count)
-
-
-def _tensors(data: Any) -> Iterator[torch.Tensor]:
-    if isinstance(data, torch.Tensor):
-        yield data
-    elif isinstance(data, Mapping):
-        yield from _tensors(list(data.values()))
-    elif isinstance(data, (tuple, list)):
-        for part in data:
-            yield from _tensors(part)
+    return tuple(tuple(tensor.shape[1:]) for tensor in tensors(data) if tensor.dim() and len(tensor) == count)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lagom.errors import LagomError
+from lagom.run_state.nested_tensors import tensors
 from lagom.zero.parameters.storage import ParameterStorage
 
 if TYPE_CHECKING:
@@ -80,21 +81,21 @@ class ParameterUses(TorchDispatchMode):
         weights = self._weights
         if self._apart:
             if weights.units and function not in _NO_VALUES:
-                _refuse_apart(weights, [*tensors_in(args), *tensors_in(kwargs.values())])
+                _refuse_apart(weights, tensors((args, kwargs)))
             return function(*args, **kwargs)
         if not weights.units or weights.is_busy or function in _NO_VALUES:
             return function(*args, **kwargs)
         written = self._written.get(function)
         if written is None:
             written = self._written[function] = _written(function)
-        given = [*tensors_in(args), *tensors_in(kwargs.values())] if kwargs else [*tensors_in(args)]
+        given = tensors((args, kwargs) if kwargs else args)
         blank: list[ParameterStorage] = []
         if any(map(_is_low, given)):
             # All that it uses, lest one is let go of for another.
             blank = weights.need(units_of(weights, given), self._blank(function, args))
         if not written:
             return function(*args, **kwargs)
-        changed = units_of(weights, tensors_in(_at(args, kwargs, written)))
+        changed = units_of(weights, tensors([*_at(args, kwargs, written)]))
         try:
             result = function(*args, **kwargs)
         except BaseException:
@@ -108,18 +109,9 @@ class ParameterUses(TorchDispatchMode):
         if function not in _OVERWRITE:
             return []
         unit = self._weights.unit(args[0])
-        if unit is None or args[0].nbytes != unit.num_bytes or unit in units_of(self._weights, tensors_in(args[1:])):
+        if unit is None or args[0].nbytes != unit.num_bytes or unit in units_of(self._weights, tensors(args[1:])):
             return []
         return [unit]
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among ``values``, and in lists and tuples there."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
 
 
 def _is_low(tensor: Tensor) -> bool:
@@ -129,9 +121,9 @@ def _is_low(tensor: Tensor) -> bool:
         return False
 
 
-def units_of(weights: ParameterShards, tensors: Iterable[Tensor]) -> list[ParameterStorage]:
+def units_of(weights: ParameterShards, given: Iterable[Tensor]) -> list[ParameterStorage]:
     """What these have their memory in, those that are shared out."""
-    return [unit for tensor in tensors if (unit := unit_of(weights, tensor)) is not None]
+    return [unit for tensor in given if (unit := unit_of(weights, tensor)) is not None]
 
 
 def unit_of(weights: ParameterShards, tensor: Tensor) -> ParameterStorage | None:
@@ -176,8 +168,8 @@ def in_thread(weights: ParameterShards) -> Callable[[threading.Thread], None]:
     return run
 
 
-def _refuse_apart(weights: ParameterShards, tensors: Iterable[Tensor]) -> None:
-    if units_of(weights, tensors):
+def _refuse_apart(weights: ParameterShards, given: Iterable[Tensor]) -> None:
+    if units_of(weights, given):
         raise LagomError(
             "a parameter is used in another thread than the one that trains; with zero_lvl=3 it is whole only where "
             "training needs it: use it, or a copy of its numbers, in the thread that trains, or use zero_lvl=2"

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lagom.errors import LagomError
 from lagom.patching.replace import replaced
-from lagom.zero.parameters.dispatch import tensors_in, unit_of, units_of
+from lagom.run_state.nested_tensors import tensors
+from lagom.zero.parameters.dispatch import unit_of, units_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ def _changing(weights: ParameterShards, original: Callable[..., Any]) -> Callabl
 
     @functools.wraps(original)
     def method(self: Tensor, *args: Any) -> Any:
-        units = units_of(weights, tensors_in([self, *args]))
+        units = units_of(weights, tensors([self, *args]))
         if not units:
             return original(self, *args)
         weights.need(units)
