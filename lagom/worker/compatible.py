@@ -1,4 +1,8 @@
-"""Packages that do not work beside today's others, and the parts of lagom that have them work when imported."""
+"""Makes packages importable in a run: a part of ``lagom.compat`` is imported when the program imports its package.
+
+The parts are named by strings, because nothing may import ``lagom.compat``. Entry points would need an installed
+lagom, which executors do not have: lagom travels with the run.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,15 @@ _BY_PACKAGE = {
     "petastorm": "lagom.compat.petastorm",
     "sparkdl": "lagom.compat.horovod",
 }
-"""What to import before a package; by name, as nothing here depends on it. Where it has ``installed``, it serves the
-package itself, from ``install`` to ``remove``; and ``leave`` ends what a run has begun."""
+"""Module to import before each package. If it has ``installed``, it serves the package itself, from ``install`` to
+``remove``, and its ``leave`` ends what a run has begun."""
 _OF_DISTRIBUTED = ("horovod", "sparkdl")
-"""Only for programs that are distributed by themselves: others may ask whether Horovod is there, and behave by it."""
+"""Packages for programs that are distributed already; others may test whether Horovod is there, and act on it."""
 
 
 @contextmanager
 def compatible(already_distributed: bool = False) -> Iterator[None]:
-    """Have the program find these packages in working order; nothing is imported until it asks for one."""
+    """Make the packages importable; nothing is imported until the program imports one."""
     finder = _First(
         {
             package: home
