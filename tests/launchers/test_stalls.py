@@ -130,21 +130,21 @@ def test_ranks_that_wait_for_each_other_are_named(capfd: pytest.CaptureFixture[s
 def test_a_rank_that_was_only_slow_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
     def slow() -> int:
         if lagom.rank() == 1:
-            time.sleep(2.5)
+            time.sleep(5.0)
         return lagom.rank()
 
     config = TorchDistributedConfig(launcher="local", world_size=2, stall_timeout_s=0.8)
     assert list(experiment.lagom(slow, config).per_rank) == [0, 1]
-    assert "time.sleep(2.5)" in capfd.readouterr().err
+    assert "time.sleep(5.0)" in capfd.readouterr().err
 
 
 def test_output_is_progress(capfd: pytest.CaptureFixture[str]) -> None:
     def talks() -> None:
         for number in range(8):
             print(number, flush=True)
-            time.sleep(0.25)
+            time.sleep(0.6)
 
-    config = TorchDistributedConfig(launcher="local", world_size=1, stall_timeout_s=1.2, timeout_s=1.5)
+    config = TorchDistributedConfig(launcher="local", world_size=1, stall_timeout_s=3.0, timeout_s=3.5)
     experiment.lagom(talks, config)
     assert "no progress" not in capfd.readouterr().err
 
@@ -157,13 +157,13 @@ def _computes(seconds: float) -> None:
 
 def test_a_rank_that_waits_for_processes_which_compute_gets_somewhere(capfd: pytest.CaptureFixture[str]) -> None:
     def hogwild() -> None:
-        processes = [multiprocessing.get_context("fork").Process(target=_computes, args=(4.0,)) for _ in range(2)]
+        processes = [multiprocessing.get_context("fork").Process(target=_computes, args=(5.0,)) for _ in range(2)]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
 
-    config = TorchDistributedConfig(launcher="local", world_size=1, stall_timeout_s=1.5, timeout_s=2.5)
+    config = TorchDistributedConfig(launcher="local", world_size=1, stall_timeout_s=3.0, timeout_s=3.5)
     experiment.lagom(hogwild, config)
     assert "no progress" not in capfd.readouterr().err
 
