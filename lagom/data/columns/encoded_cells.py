@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lagom.data.columns import values
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
@@ -104,11 +105,7 @@ class Encoded:
         return len(self.array)
 
     def cut(self, start: int, stop: int, step: int = 1) -> Encoded:
-        import pyarrow as pa
-
-        part = self.array.slice(start, max(0, stop - start))
-        if step > 1:
-            part = part.take(pa.array(np.arange(0, len(part), step)))
+        part = values.sliced(self.array, start, stop, step)
         return Encoded(part, self.origins[start:stop:step], self.decoder)
 
     def decoded(self) -> CellColumn:
@@ -125,10 +122,6 @@ class Encoded:
         memory: ReusedArrays | None,
         pool: Executor | None = None,
     ) -> Encoded:
-        import pyarrow as pa
-
-        array = parts[0].array if len(parts) == 1 else pa.concat_arrays([part.array for part in parts])
+        array = values.gathered([part.array for part in parts], index)
         origins = np.concatenate([part.origins for part in parts])
-        if index is None:
-            return Encoded(array, origins, parts[0].decoder)
-        return Encoded(array.take(pa.array(index)), origins[index], parts[0].decoder)
+        return Encoded(array, origins if index is None else origins[index], parts[0].decoder)

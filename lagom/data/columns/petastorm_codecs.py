@@ -6,7 +6,7 @@ import io
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise, starmap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -201,6 +201,27 @@ def _unzipped(cell: Any) -> NDArray[Any]:
     return found
 
 
+class Header(NamedTuple):
+    """What ``numpy.save`` writes before an array."""
+
+    shape: tuple[int, ...]
+    is_fortran: bool
+    dtype: np.dtype[Any]
+    size: int
+    """Bytes of the header."""
+
+
+def read_header(cell: bytes) -> Header | None:
+    """Read the header of a saved array; None where it has none."""
+    head = io.BytesIO(cell)
+    try:
+        version = np.lib.format.read_magic(head)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        return Header(*read(head), head.tell())
+    except Exception:  # from any byte that is wrong: the tokenizer has errors of its own
+        return None
+
+
 class _Buffers:
     """The cells of a binary Arrow array."""
 
@@ -221,16 +242,10 @@ def _alike(cells: _Buffers, field: UnischemaField, memory: ReusedArrays | None) 
     if not len(lengths) or (lengths != lengths[0]).any():
         return None
     matrix = cells.data[cells.offsets[0] : cells.offsets[-1]].reshape(len(lengths), int(lengths[0]))
-    head = io.BytesIO(matrix[0].tobytes())
-    try:
-        version = np.lib.format.read_magic(head)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(head)
-        start = head.tell()
-        if _misfit(shape, dtype, field):
-            return None
-    except Exception:  # from any byte that is wrong: the tokenizer has errors of its own
+    header = read_header(matrix[0].tobytes())
+    if header is None or _misfit(header.shape, header.dtype, field):
         return None
+    shape, is_fortran, dtype, start = header
     size = int(np.prod(shape)) * dtype.itemsize
     if start + size != lengths[0] or (matrix[:, :start] != matrix[0, :start]).any():
         return None

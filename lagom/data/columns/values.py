@@ -129,10 +129,7 @@ class Arrow:
         return len(self.array)
 
     def cut(self, start: int, stop: int, step: int = 1) -> Arrow:
-        import pyarrow as pa
-
-        part = self.array.slice(start, max(0, stop - start))
-        return Arrow(part if step == 1 else part.take(pa.array(np.arange(0, len(part), step))), self.finish)
+        return Arrow(sliced(self.array, start, stop, step), self.finish)
 
     def batch(self) -> Any:
         return self.finish(self.array)
@@ -144,10 +141,23 @@ class Arrow:
         memory: ReusedArrays | None,
         pool: Executor | None = None,
     ) -> Arrow:
-        import pyarrow as pa
+        return Arrow(gathered([part.array for part in parts], index), parts[0].finish)
 
-        array = parts[0].array if len(parts) == 1 else pa.concat_arrays([part.array for part in parts])
-        return Arrow(array if index is None else array.take(pa.array(index)), parts[0].finish)
+
+def sliced(array: Any, start: int, stop: int, step: int) -> Any:
+    """Take the rows ``start``, ``start + step``, ... before ``stop`` of an Arrow array."""
+    import pyarrow as pa
+
+    part = array.slice(start, max(0, stop - start))
+    return part if step == 1 else part.take(pa.array(np.arange(0, len(part), step)))
+
+
+def gathered(arrays: Sequence[Any], index: NDArray[np.int64] | None) -> Any:
+    """Join Arrow arrays; with ``index`` only the rows there."""
+    import pyarrow as pa
+
+    array = arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
+    return array if index is None else array.take(pa.array(index))
 
 
 Block = Mapping[Path, Any]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lagom.data.columns import types
+from lagom.data.columns.petastorm_codecs import read_header
 from lagom.data.decoders.reused_arrays import ReusedArrays
 from lagom.data.sources.footers import PAGE_BYTES
 
@@ -66,19 +66,13 @@ def saved(cell: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Kind | N
 
     None where rows of a batch would not be what lies in the file, an array of ``dtype`` and ``shape``.
     """
-    head = io.BytesIO(cell)
-    try:
-        version = np.lib.format.read_magic(head)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        found, is_fortran, stored = read(head)
-    except Exception:  # from any byte that is wrong: the tokenizer has errors of its own
-        return None
+    header = read_header(cell)
     size = prod(shape) * dtype.itemsize
-    if is_fortran or found != shape or stored != dtype or not dtype.isnative or not size:
+    if header is None or header[:3] != (shape, False, dtype) or not dtype.isnative or not size:
         return None
-    if len(cell) != head.tell() + size or dtype.kind not in "biuf":
+    if len(cell) != header.size + size or dtype.kind not in "biuf":
         return None
-    return Kind("BYTE_ARRAY", dtype, shape, cell[: head.tell()])
+    return Kind("BYTE_ARRAY", dtype, shape, cell[: header.size])
 
 
 def places(metadata: Any) -> dict[str, tuple[int, str, bool]]:
