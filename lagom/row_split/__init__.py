@@ -1,4 +1,4 @@
-"""A forward whose rows the ranks share out, where a probe has shown that each row is computed by itself.
+"""Forwards that ranks share by rows, where a probe has shown that each row is computed independently.
 
 Start with ``slicer.py``; ``probe.py`` decides, ``whole_batch.py`` gathers the outputs. See Note [Probe].
 """

@@ -1,4 +1,4 @@
-"""``compare``: whether blocks of a batch came out as the whole did."""
+"""``compare``: check that the blocks of a batch give the outputs of the whole."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compare(finding: SplitFinding, outputs: list[Any], parts: list[list[Any]], t
 
 
 def are_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether both have the same shape and next to the same numbers."""
+    """Return whether both have the same shape and almost the same numbers."""
     if one.shape != other.shape:
         return False
     if not (one.is_floating_point() or one.is_complex()):
@@ -46,7 +46,7 @@ def are_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def tolerance_for(candidate: SplitCandidate) -> float:
-    """Relative, for sums in another order in the least exact numbers in use."""
+    """Return a relative tolerance for sums in another order, in the least exact type in use."""
     kinds = {p.dtype for p in candidate.module.parameters() if p.is_floating_point()}
     if torch.is_autocast_enabled(candidate.device.type):
         kinds.add(torch.get_autocast_dtype(candidate.device.type))
@@ -59,7 +59,7 @@ _TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4}
 def compare_buffers(
     whole: list[tuple[Tensor, Tensor]], part: list[tuple[Tensor, Tensor]], noted: BatchStatistics
 ) -> None:
-    """Compare buffers, but for BatchNorm's.
+    """Compare buffers, except BatchNorm's.
 
     Raises:
         NotByRowsError: when they differ.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lagom.row_split.whole_batch import Block
 
 Kind = tuple[str, int]
-"""Name of an operation that draws, and the number of dimensions of what it draws."""
+"""Name of an operation that draws, and the number of dimensions of its result."""
 
 
 class UnsupportedDrawError(Exception):
@@ -26,11 +26,11 @@ class UnsupportedDrawError(Exception):
 
 
 class Draws(TorchDispatchMode):
-    """Has each rank draw what one machine would, and keep its own rows. Every rank's generator stays the same.
+    """Has each rank draw the numbers of one process and keep its own rows, so that all generators stay equal.
 
     Args:
-        axes: by kind of draw, the dimension that counts the rows of the batch (times something); None: none does.
-        remedy: what an error says to do.
+        axes: by kind of draw, the dimension that counts the rows of the batch (or a multiple); None: none does.
+        remedy: advice at the end of an error.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class Draws(TorchDispatchMode):
             ) from None
 
     def axis(self, function: OpOverload, shape: tuple[int, ...]) -> int | None:
-        """The dimension of ``shape`` that counts rows of the batch."""
+        """Return the dimension of ``shape`` that counts rows of the batch."""
         kind = (str(function), len(shape))
         if kind in self.axes:
             return self.axes[kind]
-        # Not drawn when the module was looked at: a layer that it skips at random, as a rule.
+        # This kind was not drawn in the probe: usually by a layer that is skipped at random.
         rows = [d for d, size in enumerate(shape) if size == self.block.num_mine]
         return rows[0] if rows else None
 
 
 def draws(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``function`` draws random numbers; attention does so where it drops some of it."""
+    """Return whether ``function`` draws random numbers; attention does if it has dropout."""
     if torch.Tag.nondeterministic_seeded not in function.tags or function.name() == "aten::dropout":
         return False
     for index, argument in enumerate(function._schema.arguments):
@@ -78,10 +78,10 @@ def draws(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def shape_of(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of what ``function`` draws.
+    """Return the shape of the random numbers of ``function``.
 
     Raises:
-        UnsupportedDrawError: when what it draws depends on the numbers of its input.
+        UnsupportedDrawError: when the draw depends on the numbers of its input.
     """
     index = _size_argument(function)
     if index is not None:
@@ -100,7 +100,7 @@ def drawn(
     block: Block,
     find_axis: Callable[[OpOverload, tuple[int, ...]], int | None],
 ) -> Any:
-    """What ``function`` draws, as this block's part of what it draws for the whole batch."""
+    """Run ``function`` for the whole batch, and return this block's part of its draw."""
     shape = shape_of(function, args, kwargs)
     axis = find_axis(function, shape)
     if axis is None or shape[axis] % block.num_mine:
@@ -138,7 +138,7 @@ def _size_argument(function: OpOverload) -> int | None:
 
 
 def _empty(shape: tuple[int, ...], like: Tensor, axis: int) -> Tensor:
-    """As ``like``, more along ``axis``: with the dimensions in the same order in memory, in which it is filled."""
+    """Return an empty tensor like ``like``, longer along ``axis``, with its dimensions in the same memory order."""
     if not like.numel():
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     order = sorted(range(like.dim()), key=lambda d: (like.stride(d), like.shape[d]), reverse=True)

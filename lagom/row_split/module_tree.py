@@ -1,4 +1,4 @@
-"""What a module has inside of it, and which of its calls are of one kind."""
+"""``ModuleTree``: the modules inside a module, and the kinds of its calls."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class ModuleTree:
         self._found: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
 
     def of(self, module: nn.Module, *, says: bool = True) -> list[nn.Module]:
-        """All modules inside one, and itself; none when it has no parameters yet, or none at all."""
+        """Return ``module`` and all modules inside it; an empty list if it has no parameters, or none yet."""
         found = self._found.get(module)
         if found is None or found.structure != _structure([module, *found.others]):
             state = [*module.parameters(), *module.buffers()]
             if any(is_lazy(tensor) for tensor in state):
-                return []  # its first call makes them
+                return []  # the first call makes them
             modules = list(module.modules())
-            # What TorchScript runs is C++'s: whether it works row by row is not looked into.
+            # C++ runs TorchScript, so nothing shows whether it works row by row.
             scripted = any(isinstance(one, torch.jit.ScriptModule) for one in modules)
             trained = not scripted and any(isinstance(tensor, nn.Parameter) for tensor in state)
             if scripted and says:
@@ -50,7 +50,7 @@ class ModuleTree:
         return [module, *found.others] if found.trained else []
 
     def surroundings(self, module: nn.Module) -> Surroundings:
-        """What the forwards inside of a module, of which ``of`` was asked before, can see."""
+        """Return the values that forwards inside ``module`` can see; ``of`` must have been called for it before."""
         found: _Inside = self._found[module]
         return found.surroundings
 
@@ -58,10 +58,10 @@ class ModuleTree:
 def run_with(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: TreeSpec
 ) -> Callable[[list[Any]], Any]:
-    """What makes a ``call`` with other leaves of its arguments than ``leaves``.
+    """Return a function that makes the ``call`` with other leaves of its arguments than ``leaves``.
 
     Raises:
-        NotByRowsError: when called, where the call changes the lists and dicts that it is given.
+        NotByRowsError: by the function, if the call changes the lists and dicts of its arguments.
     """
 
     def run(changed: list[Any]) -> Any:
@@ -78,23 +78,23 @@ def run_with(
 
 
 class _Inside(NamedTuple):
-    """What is inside a module."""
+    """The modules inside a module."""
 
     trained: bool
-    """It has parameters, and is no TorchScript."""
+    """The module has parameters, and is no TorchScript."""
     others: list[nn.Module]
-    """All its modules but itself: what holds its own key is never let go of."""
+    """All its modules except itself: a dictionary value that refers to its weak key would keep it alive."""
     structure: object
     surroundings: Surroundings
 
 
 def _structure(modules: list[nn.Module]) -> object:
-    """Another one when any of ``modules`` has got other modules."""
+    """Return a fingerprint of the submodule tree; it changes when a child is added or replaced."""
     return [tuple(map(id, module.__dict__["_modules"].values())) for module in modules]
 
 
 def kind_of(candidate: SplitCandidate, spec: TreeSpec, surroundings: Surroundings) -> object:
-    """Equal for calls that the same finding holds for."""
+    """Return a key that is equal for calls to which the same finding applies."""
     leaves = tuple(
         (leaf.dim(), leaf.dtype, leaf.requires_grad, is_batch(leaf, candidate.rows))
         if isinstance(leaf, torch.Tensor)
@@ -107,15 +107,15 @@ def kind_of(candidate: SplitCandidate, spec: TreeSpec, surroundings: Surrounding
 
 
 def _sign(leaf: object) -> int:
-    """Of a number: one that is zero may switch off what mixes rows."""
+    """Return the sign of a number: a zero may switch off the mixing of rows."""
     return (leaf > 0) - (leaf < 0) if isinstance(leaf, float) else 0
 
 
 def _state(module: nn.Module) -> object:
-    """What of a module's attributes may have its forward take another way: modes, hooks, and whatever is its own."""
+    """Return the state of ``module`` that may change its forward's way: modes, hooks, and its own attributes."""
     state = module.__dict__
     hooked = [name for name in _HOOKS if state.get(name)]
-    # An id, for it may be replaced; with the type, since ids are used again.
+    # By id, as an attribute may be replaced; otherwise by type, since ids are reused.
     own = [
         (name, value if type(value) in _PLAIN else (id(value) if callable(value) else type(value)))
         for name, value in state.items()
@@ -127,7 +127,7 @@ def _state(module: nn.Module) -> object:
 
 
 def numbers_of(modules: Sequence[nn.Module]) -> object:
-    """The numbers among the attributes of ``modules``."""
+    """Return the numbers among the attributes of ``modules``."""
     return [
         {name: value for name, value in module.__dict__.items() if type(value) in (int, float)} for module in modules
     ]

@@ -1,4 +1,4 @@
-"""``probe``: finds out whether a module computes each row of its batch by itself, so that ranks can share the rows out.
+"""``probe``: find out whether a module computes each row of its batch independently, so that ranks can share rows.
 
 See Note [Probe].
 """
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 UNIFORM = "is called with rows that are all alike, which does not show whether it mixes them"
-"""Why a forward is not looked at this time."""
+"""The reason why a forward is not probed this time."""
 
 
 class ChangedError(LagomError):
-    """A forward that was only looked at has changed its parameters."""
+    """A forward has changed its parameters in a probe."""
 
 
 class BatchStatistics:
-    """BatchNorm in a probe: statistics of the whole batch are noted, and then serve its blocks."""
+    """BatchNorm in a probe: statistics of the whole batch are recorded, then used for its blocks."""
 
     def __init__(self) -> None:
         self.noted: list[tuple[Tensor, Tensor]] = []
@@ -47,16 +47,16 @@ class BatchStatistics:
         self._replayed: Iterator[tuple[Tensor, Tensor]] | None = None
 
     def replay(self) -> None:
-        """From now on give what was noted."""
+        """Give the recorded statistics from now on."""
         self._replayed = iter(self.noted)
 
     @property
     def replays(self) -> bool:
-        """Whether a block is run, not the whole."""
+        """Return whether a block is run, not the whole batch."""
         return self._replayed is not None
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance for the next BatchNorm of a block."""
+        """Return mean and biased variance for the next BatchNorm of a block."""
         assert self._replayed is not None
         found = next(self._replayed, None)
         if found is None:
@@ -70,10 +70,10 @@ def probe(
     world_size: int,
     statistics: Callable[[BatchStatistics], Any],
 ) -> None:
-    """Complete a finding: run the module whole and in blocks, and compare. Leaves everything as it was.
+    """Complete a finding: run the module whole and in blocks, and compare. Restore all state.
 
     Args:
-        statistics: a context in which BatchNorm uses those given.
+        statistics: context manager in which BatchNorm uses its argument.
     """
     try:
         if candidate.is_uniform:
@@ -84,7 +84,7 @@ def probe(
         finding.reason = str(error)
     except ChangedError:
         raise
-    except Exception as error:  # a forward that does not run on a part of its batch
+    except Exception as error:  # the forward does not run on a part of its batch
         finding.reason = f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
 
 
@@ -94,7 +94,7 @@ def examine(
     num_blocks: int,
     statistics: Callable[[BatchStatistics], Any],
 ) -> None:
-    """As ``probe``, of any number of blocks; raises what it finds, and what the forward raises on a part.
+    """Probe with any number of blocks; raise the reasons that ``probe`` records, and errors of the forward on a part.
 
     Raises:
         NotByRowsError: when rows are not computed one by one, or may not be.
@@ -117,10 +117,10 @@ def examine(
 
 
 def check_probe(candidate: SplitCandidate) -> None:
-    """Whether anything would see a part of the batch that is not known to do without.
+    """Check that nothing else would see a part of the batch, such as a hook.
 
     Raises:
-        NotByRowsError: when so.
+        NotByRowsError: when something would, or might.
     """
     for leaf in candidate.leaves:
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
@@ -152,7 +152,7 @@ def _look(
     begin_again: Callable[[], None],
 ) -> None:
     noted = BatchStatistics()
-    # Copies: what a forward changes in place is the program's.
+    # Copies, since the forward may change its input in place, and the input is the program's.
     given = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.leaves]
     versions = _versions(given)
     parameters = list(candidate.module.parameters())
@@ -184,7 +184,7 @@ def _look(
 
 
 def _spoil(candidate: SplitCandidate, outputs: list[Any], factors: list[int | None]) -> None:
-    """Make sure that a row that is no number spoils no other one: it would by a weight of zero, too."""
+    """Check that a row of NaN spoils no other row: it would spoil others even by a weight of zero."""
     leaves, row = list(candidate.leaves), candidate.rows // 2
     for index, leaf in enumerate(leaves):
         if is_batch(leaf, candidate.rows) and (leaf.is_floating_point() or leaf.is_complex()):
@@ -216,13 +216,13 @@ def _silent() -> Iterator[io.StringIO]:
 def _run(
     candidate: SplitCandidate, recorder: Recorder, leaves: list[Any], rows: int, noted: BatchStatistics
 ) -> tuple[list[Any], list[int | None], TreeSpec]:
-    """Outputs, cut off from their graph; of each the rows per row of the input; and their structure."""
+    """Run the forward; return its detached outputs, each one's rows per input row, and the outputs' structure."""
     with _silent() as said, recorder, recorder.refused_reads():
         outputs, spec = tree_flatten(candidate.run(leaves))
     if said.getvalue():
         raise NotByRowsError("prints, and would print of a part of the batch")
     factors = [_factor(output, recorder, rows) for output in outputs]
-    # Copies: what lives on after this is kept by the program.
+    # Copies, so that storages that are still alive afterwards are those that the program keeps.
     copies = [output.detach().clone() if isinstance(output, torch.Tensor) else output for output in outputs]
     outputs.clear()
     known = chain(candidate.module.parameters(), candidate.module.buffers(), *noted.noted)
@@ -249,22 +249,22 @@ def _versions(leaves: list[Any]) -> list[int | None]:
 
 # Note [Probe]
 #
-# A forward is sliced only where this changes nothing but the speed, and that is found out, not assumed. A module's
-# first call with inputs of a kind is its own, whole, and tells how much work it is. If that is worth sharing, then
-# before the second call it is run whole and in the blocks of all ranks, one after the other, on every rank. That
-# takes no exchange, so that all ranks find the same, and a forward that fails on a block fails alike everywhere.
-# Outputs must agree, and besides
+# A forward is sliced only where this changes nothing but the speed, and a probe shows this. A module's first call with
+# inputs of a kind runs whole, and tells how much work it is. If that work is worth sharing, then before the second call
+# every rank runs the forward whole, and in the blocks of all ranks, one after the other. The probe exchanges nothing,
+# so all ranks find the same, and a forward that fails on a block fails equally everywhere. The outputs must agree, and
+# moreover:
 #
-# - nothing that is computed from the input may stay behind in an attribute, a list or a closure, where the program
-#   would find a part of the batch: what lives on when the output is gone, by weak references to the storages of all
-#   that was computed;
-# - a row that is no number (NaN) may spoil no other one, as it does also by a mean that is weighted by zero so far;
-# - no number of the input may decide anything (item(), numpy(), masks that select): another batch might do otherwise;
-# - buffers must come out the same, but for BatchNorm's, whose statistics are the whole's in each block;
-# - what it draws at random must be as many numbers for each row; see ``Draws``;
-# - hooks of the program's and prints would see a part of the batch.
+# - Nothing computed from the input may stay behind in an attribute, a list or a closure, where the program would find a
+#   part of the batch. Weak references to the storages of all results show what is alive after the output is gone.
+# - A row of NaN may spoil no other row; it does so even through a mean that has the weight zero so far.
+# - No number of the input may decide anything (item(), numpy(), masks that select): another batch might take another
+#   way.
+# - Buffers must be equal afterwards, except BatchNorm's, whose statistics are the whole batch's in each block.
+# - Random draws must have a fixed count for each row; see ``Draws``.
+# - The program's hooks and prints would see a part of the batch, so there may be none.
 #
-# A batch whose rows are all alike, as of a warm-up with zeros, shows nothing: the next one is looked at.
-# Parameters that are (almost) zero get some size in the meantime: a gate that starts closed would hide a coupling of
-# the rows that shows later. Random numbers, buffers and attributes are put back. Parameters are not, for a copy might
-# not fit: a module whose calls of its own change them (momentum encoders) is found out by these, and not looked at.
+# A batch of equal rows, as of a warm-up with zeros, shows nothing: the next batch is probed. Parameters that are almost
+# zero are enlarged during the probe: a gate that starts closed would hide a coupling of rows that shows later. Random
+# numbers, buffers and attributes are restored. Parameters are not, as a copy might not fit: a module whose own calls
+# change them (momentum encoders) is recognised by its first calls, and not probed.

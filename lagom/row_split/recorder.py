@@ -1,4 +1,4 @@
-"""``Recorder``: notes what a forward does, operation by operation. See Note [Probe]."""
+"""``Recorder``: record the operations of a forward. See Note [Probe]."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Work(TorchDispatchMode):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what a forward does: draws, what comes of its input, and what reads numbers of it."""
+    """Records a forward's draws and the results that come from its input; refuses reads of the input's numbers."""
 
     def __init__(self, inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
             raise NotByRowsError(f"takes decisions by the numbers of its input ({function})")
         written = [a for a, s in zip(args, function._schema.arguments, strict=False) if _is_written(s)]
         if any(isinstance(a, torch.Tensor) and _storage(a) in self._parameters for a in written):
-            # Before it is done: other blocks would change it otherwise, and what is changed here would stay.
+            # Before the operation: other blocks would change the parameter differently, and no copy of it is kept.
             raise NotByRowsError("changes a parameter")
         result = self.draw(function, args, kwargs) if draws(function, args, kwargs) else function(*args, **kwargs)
         if follows:
@@ -80,18 +80,18 @@ class Recorder(TorchDispatchMode):
         return result
 
     def draw(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that draws, and note what."""
+        """Run an operation that draws, and record its kind and shape."""
         shape = shape_of(function, args, kwargs)
         self.drawn.append(((str(function), len(shape)), shape))
         return function(*args, **kwargs)
 
     def follows_input(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` was computed from the input."""
+        """Return whether ``tensor`` was computed from the input."""
         return _storage(tensor) in self._of_input
 
     @contextmanager
     def refused_reads(self) -> Iterator[None]:
-        """Have a forward fail that takes numbers of its input out of torch, where they are followed no further."""
+        """Have a forward fail that takes numbers of its input out of torch, where they cannot be tracked."""
         with ExitStack() as stack:
             for name in ("numpy", "tolist", "__dlpack__"):
                 stack.enter_context(replaced(torch.Tensor, name, self._refused_read(getattr(torch.Tensor, name))))
@@ -106,12 +106,12 @@ class Recorder(TorchDispatchMode):
         return read
 
     def keeps(self, known: Iterable[Tensor]) -> bool:
-        """Whether anything computed from the input is still there, but for ``known``: the program keeps it."""
+        """Return whether the program keeps anything computed from the input, except ``known``."""
         expected = self._given.union(_storage(tensor) for tensor in known)
         return any(not ref.expired() for key, ref in self._of_input.items() if key not in expected)
 
     def _note(self, tensor: Tensor) -> None:
-        # The reference keeps the address from being used again, not the numbers.
+        # The reference keeps the address from being reused, without keeping the numbers.
         if tensor.layout == torch.strided:
             self._of_input.setdefault(_storage(tensor), StorageWeakRef(storage_of(tensor)))
 
@@ -120,7 +120,7 @@ _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class BlockRecorder(Recorder):
-    """Notes the same of a block; draws are those of the whole batch, found by comparison with them."""
+    """Records the same for a block; finds the row dimension of each draw by comparison with the whole batch's."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class BlockRecorder(Recorder):
         self._axes = axes
 
     def draw(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw for the whole batch, as the whole did."""
+        """Draw for the whole batch, as the whole run did."""
         return drawn(function, args, kwargs, self._block, self._axis)
 
     def _axis(self, function: OpOverload, shape: tuple[int, ...]) -> int | None:

@@ -1,4 +1,4 @@
-"""``restored_state``: what a forward that is only looked at has changed is put back."""
+"""``restored_state``: restore the state that a probed forward has changed."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SMALL = 1e-3
-"""Parameters no larger than this are taken for numbers that will grow: gates that start closed."""
+"""Parameters up to this size are taken for gates that start closed, and will grow."""
 
 
 @contextmanager
 def restored_state(
     module: nn.Module, inside: Sequence[nn.Module], *, opens: bool = True
 ) -> Iterator[Callable[[], None]]:
-    """Puts back what a forward changes: random numbers, buffers, attributes. Gives a function that does so at once.
+    """Restore the random numbers, buffers and attributes that a forward changes; yield a function that does so at once.
 
     Args:
-        opens: give parameters that are next to nothing some size meanwhile.
+        opens: enlarge parameters that are almost zero meanwhile.
     """
-    with DRAWING:  # else what a thread draws meanwhile would be put back, too
+    with DRAWING:  # otherwise a thread's draws would be undone too
         states, kept = random_states(), [*_attributes(inside), *_contents(inside)]
 
         def put_back() -> None:
@@ -62,12 +62,12 @@ def _refill(holder: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 def _contents(inside: Sequence[nn.Module]) -> Iterator[Callable[[], object]]:
     for buffer, before in buffers_of(inside):
-        # Through .data: a graph may hold the buffer, and its version.
+        # Through .data, since a graph may hold the buffer and its version.
         yield partial(buffer.data.copy_, before)
 
 
 def _opened(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Give parameters that are next to nothing some size, for now: a closed gate hides what is behind it."""
+    """Enlarge parameters that are almost zero, for now: a closed gate hides the modules behind it."""
     found: list[tuple[Tensor, Tensor]] = []
     for index, parameter in enumerate(module.parameters()):
         if parameter.is_floating_point() and parameter.numel() and float(parameter.detach().abs().max()) <= SMALL:
@@ -78,7 +78,7 @@ def _opened(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 
 def buffers_of(inside: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
-    """Each buffer, and a copy of what is in it now."""
+    """Return each buffer with a copy of its content."""
     found = {
         id(buffer): buffer
         for module in inside
@@ -89,7 +89,7 @@ def buffers_of(inside: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
 
 
 def marks_of(module: nn.Module) -> list[int]:
-    """Of each of its parameters the sum of the bits of a million numbers at most: another one after a change."""
+    """Return for each parameter the sum of the bits of at most a million numbers, which differs after a change."""
     marks = []
     for parameter in module.parameters():
         if parameter.layout == torch.strided and not parameter.is_meta and parameter.itemsize in _BITS:

@@ -1,4 +1,4 @@
-"""``Slicer``: forwards of which each rank computes its block of the rows, where that changes nothing but the speed."""
+"""``Slicer``: split forwards by rows between ranks, where this changes nothing but the speed."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 _COUNTS = "changes numbers among its attributes, or what it can see, by which a later call may go another way"
 _MAX_KINDS = 64
-"""Kinds of input of one module, after which it is no longer looked at."""
+"""Kinds of input of one module after which new ones are no longer probed."""
 
 
 @dataclass(eq=False)
 class SlicedForward:
-    """A sliced forward under way."""
+    """A sliced forward that is running."""
 
     share: BatchShare
     draws: Draws | None
 
     @contextmanager
     def entered(self, session: Session) -> Iterator[None]:
-        """Have BatchNorm and random draws see the whole batch; once, also where it is entered again inside."""
+        """Have BatchNorm and random draws see the whole batch; a nested entry changes nothing."""
         before = session.region
         if before is self:
             yield
@@ -56,11 +56,11 @@ class SlicedForward:
 
 
 def slices(session: Session, module: nn.Module) -> bool:
-    """Whether a call of ``module`` is one that the ranks may share out by rows: all have the same input."""
+    """Return whether ranks may split a call of ``module`` by rows: all of them have the same input."""
     if not session.distributed or session.depth or session.is_probing or not session.shares_forwards:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False  # a transform of torch.func's, which exchanges cannot be a part of
+        return False  # torch.func's transforms cannot contain exchanges
     evaluates = not (torch.is_grad_enabled() and module.training)
     if evaluates and session.config.evaluation != "gathered":
         return False
@@ -93,10 +93,10 @@ class Slicer:
         self._changing: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         self._depth = 0
         self._has_work = False
-        """A forward was seen that pays, or it was said that none does."""
+        """A forward that pays was seen, or the user was told that none does."""
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``module(*args, **kwargs)`` is; every rank has the same arguments."""
+        """Return ``module(*args, **kwargs)``, where every rank has the same arguments."""
         small = self._small.get(module)
         if small is not None and args and small == (_shape(args[0]), torch.is_grad_enabled()):
             return self._original(module, *args, **kwargs)
@@ -110,7 +110,7 @@ class Slicer:
         candidate = SplitCandidate(module, inside, run, leaves, rows, self._session.device)
         known: dict[object, SplitFinding] = self._findings.setdefault(module, {})
         around = self._insides.surroundings(module)
-        # Blocks of a single row are looked at by themselves: a squeeze() makes something else of them.
+        # Blocks of a single row are a kind of their own: squeeze() changes their shape.
         kind = kind_of(candidate, spec, around), rows < 2 * self._group.world_size
         finding = known.get(kind)
         if module in self._counting:
@@ -130,7 +130,7 @@ class Slicer:
         if finding is None or finding.reason is not None:
             return self._descend(module, args, kwargs)
         if not (finding.sliced or self._pays(finding, candidate)):
-            # Known by its first argument only: to look at all of them takes longer than such a module does.
+            # By the first argument only: comparing all arguments takes longer than such a module.
             self._small[module] = _shape(args[0]) if args else None, torch.is_grad_enabled()
             self._say_small(module)
             return self._original(module, *args, **kwargs)
@@ -143,10 +143,10 @@ class Slicer:
         if module in self._changing:
             self._counting[module] = None
             self._say_whole(module, what)
-        self._changing[module] = None  # once may have been to initialise them, or to fill a cache
+        self._changing[module] = None  # the first change may initialise numbers, or fill a cache
 
     def _say_small(self, module: nn.Module) -> None:
-        """Say once how a loop over a loader is shared out that trains nothing but small models."""
+        """Say once how to share the work of a loop over a loader that trains only small models."""
         session = self._session
         if self._has_work or self._depth or session.rank or not (torch.is_grad_enabled() and module.training):
             return
@@ -159,7 +159,7 @@ class Slicer:
             )
 
     def _descend(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``module`` whole; those inside it may be sliced."""
+        """Run ``module`` whole; modules inside it may be sliced."""
         self._depth += 1
         try:
             with self._outside():
@@ -176,7 +176,7 @@ class Slicer:
         finding.reason = next(filter(None, reasons), None)
         finding.sliced = finding.reason is None
         if finding.reason == UNIFORM:
-            finding.reason = None  # perhaps the next batch
+            finding.reason = None  # the next batch may differ
         elif finding.reason is not None:
             self._say_whole(candidate.module, finding.reason)
 
@@ -223,7 +223,7 @@ class Slicer:
         except UnequalInputError:
             if session.config.batches == "whole":
                 raise
-            # An evaluation that calls a model with a share of a training batch.
+            # An evaluation called a model with a share of a training batch.
             finding.reason = "was called with other inputs on other ranks"
             return candidate.run(candidate.leaves)
 
@@ -251,15 +251,15 @@ def _shape(data: Any) -> torch.Size | None:
 
 
 def _is_dual(leaf: Any) -> bool:
-    """Whether ``leaf`` carries a derivative in forward mode."""
+    """Return whether ``leaf`` carries a derivative in forward mode."""
     return isinstance(leaf, torch.Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
 
 
 def _glimpse(tensor: torch.Tensor) -> bytes:
-    """Some of the numbers in ``tensor``."""
+    """Return some of the numbers in ``tensor`` as bytes."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return b""
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)
     some = flat[:: max(1, len(flat) // 61)][:64]
-    # A copy: a single number is contiguous whatever its stride, and bytes have to lie side by side.
+    # A copy: a single number is contiguous whatever its stride, and bytes must lie side by side.
     return bytes(some.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().data)

@@ -1,4 +1,4 @@
-"""``SplitCandidate`` and ``SplitFinding``: a call whose rows might be shared out, and what is known of such calls."""
+"""``SplitCandidate`` and ``SplitFinding``: a call that ranks might split by rows, and facts about such calls."""
 
 from __future__ import annotations
 
@@ -23,60 +23,60 @@ class SplitCandidate:
 
     module: nn.Module
     inside: Sequence[nn.Module]
-    """All its modules."""
+    """The module and all modules inside it."""
     run: Callable[[list[Any]], Any]
-    """Calls the module with these leaves of its arguments."""
+    """Calls the module with other leaves of its arguments."""
     leaves: list[Any]
-    """Of its arguments."""
+    """Leaves of the arguments."""
     rows: int
-    """Of the batch: the leaves with so many are sliced."""
+    """Rows of the batch: leaves with this number of rows are sliced."""
     device: torch.device
 
     @property
     def is_uniform(self) -> bool:
-        """Whether the rows of its batch are all alike: a mean over them would be each of them, and nothing seen."""
+        """Return whether all rows of the batch are equal: then a mean over them is each of them, and shows nothing."""
         batches = [leaf for leaf in self.leaves if is_batch(leaf, self.rows)]
         return self.rows > 1 and bool(batches) and all(bool((leaf == leaf[:1]).all()) for leaf in batches)
 
     def block_of(self, block: Block) -> list[Any]:
-        """The leaves for one block."""
+        """Return the leaves for one block."""
         return [block.of(leaf.detach()) if is_batch(leaf, self.rows) else leaf for leaf in self.leaves]
 
 
 @dataclass
 class SplitFinding:
-    """What is known of a module's forward on inputs of one kind."""
+    """Facts about a module's forward on inputs of one kind."""
 
     rows: int
-    """Of the batch that it was looked at with."""
+    """Rows of the batch that was probed."""
     flops: float = 0.0
-    """For these rows."""
+    """Operations for these rows."""
     num_bytes: int = 0
-    """Of its outputs, for these rows."""
+    """Size of the outputs for these rows."""
     spec: TreeSpec | None = None
-    """How its outputs are laid out."""
+    """Structure of the outputs."""
     factors: list[int | None] = field(default_factory=list)
-    """Of each output, rows per row of the batch; None for what is no tensor."""
+    """Rows of each output per row of the batch; None for an output that is no tensor."""
     axes: dict[Kind, int | None] = field(default_factory=dict)
-    """Its random draws; see ``Draws``."""
+    """Row dimensions of the random draws; see ``Draws``."""
     reason: str | None = None
-    """Why it runs whole on every rank; None: it is sliced."""
+    """Why it runs whole on every rank; None if it is sliced."""
     sliced: bool = False
-    """It was found to compute its rows one by one."""
+    """The probe has shown that it computes its rows one by one."""
 
 
 def is_batch(leaf: Any, rows: int) -> bool:
-    """Whether ``leaf`` is a tensor with a row for each sample."""
+    """Return whether ``leaf`` is a tensor with a row for each sample."""
     return is_dense(leaf) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
 def is_dense(leaf: Any) -> bool:
-    """Whether ``leaf`` is a tensor that has its rows one after the other: a sparse or a nested one has not."""
+    """Return whether ``leaf`` is a tensor whose rows lie one after the other; a sparse or nested one is not."""
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested
 
 
 def measured(candidate: SplitCandidate, call: Callable[[], Any]) -> tuple[Any, SplitFinding]:
-    """Make the ``call``; its output, and how much work it was."""
+    """Make the ``call``; return its output and a finding with its amount of work."""
     with Work() as work:
         output = call()
     own = sum(parameter.numel() for parameter in candidate.module.parameters())

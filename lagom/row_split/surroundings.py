@@ -1,4 +1,4 @@
-"""``Surroundings``: what forwards of a program's can see besides their arguments. See Note [Surroundings]."""
+"""``Surroundings``: values that a program's forwards can see besides their arguments. See Note [Surroundings]."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 _MOST = 2000
-"""Objects that are looked at."""
+"""Largest number of objects that are searched."""
 _ITEMS = 64
-"""Items of a container that are compared."""
+"""Number of items of a container that are compared."""
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _CONTAINERS = (dict, list, tuple, set, deque)
 
 
 class Surroundings:
-    """Values, containers and generators that the forwards of ``modules`` can reach; found once."""
+    """Values, containers and generators that the forwards of ``modules`` can reach; collected once."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.iterates = False
-        """An iterator is among them, which cannot be put back."""
+        """One of them is an iterator, which cannot be restored."""
         self._places: list[tuple[Any, Any]] = []
-        """Where plain values and tensors are: a dict and a key, or a cell and None."""
+        """Places of plain values and tensors: a dict and a key, or a cell and None."""
         self._containers: list[Any] = []
         self._states: list[Callable[[], object]] = []
-        """Of generators and arrays."""
+        """Functions that return the states of generators and arrays."""
         self._seen: dict[int, object] = {id(module): module for module in modules}
         for module in modules:
             if _origin(type(module).__module__) != "core":
                 own = module.__dict__
                 self._values(own, (n for n in own if n not in _EVERYONES and type(own[n]) not in _PLAIN))
                 self._in_class(type(module))
-        self._seen.clear()  # or modules that it has seen would never go
+        self._seen.clear()  # otherwise it would keep modules alive
 
     def flags(self) -> object:
-        """Another one when a forward might take another way: by a switch, or a number that is no longer zero."""
+        """Return a key that changes when a forward might take another way: by a switch, or a number's sign."""
         return tuple([_flag(_at(of, key)) for of, key in self._places])
 
     def state(self) -> object:
-        """Another one when any of it has changed."""
+        """Return a key that changes when any of the values has changed."""
         places = [_item(_at(of, key)) for of, key in self._places]
         return places, [_items(one) for one in self._containers], [state() for state in self._states]
 
@@ -74,7 +74,7 @@ class Surroundings:
             if not issubclass(type(value), types.ModuleType):
                 self._place(held, name, value)
             elif _origin(value.__name__) == "program" and self._is_new(value):
-                self._named(vars(value), names)  # settings: names that are looked up as its attributes
+                self._named(vars(value), names)  # settings: their attributes are looked up by name
 
     def _values(self, held: Any, names: Iterable[Any]) -> None:
         for name in list(names)[:_ITEMS]:
@@ -87,7 +87,7 @@ class Surroundings:
             self._look(value)
 
     def _look(self, value: Any) -> None:
-        kind = type(value)  # and not isinstance(), which asks a proxy what it is
+        kind = type(value)  # isinstance() would ask a proxy for its class
         if issubclass(kind, (staticmethod, classmethod, types.MethodType)):
             self._look(value.__func__)
         elif issubclass(kind, property):
@@ -129,7 +129,7 @@ class Surroundings:
 
 
 def _state_of(value: Any) -> Callable[[], object] | None:
-    """What tells the state of a generator or an array; None for others."""
+    """Return a function that returns the state of a generator or an array; None for other objects."""
     kind, numpy = type(value), sys.modules.get("numpy")
     if issubclass(kind, torch.Generator):
         return lambda: bytes(value.get_state().numpy().data)
@@ -148,7 +148,7 @@ def _state_of(value: Any) -> Callable[[], object] | None:
 
 def _at(of: Any, key: Any) -> Any:
     if isinstance(of, dict):
-        return dict.get(of, key)  # and not its own, which may make what it does not have
+        return dict.get(of, key)  # a subclass's own get may create missing items
     if not isinstance(of, types.CellType):
         return of.get(key)
     try:
@@ -171,7 +171,7 @@ def _item(value: Any) -> object:
 
 
 def _items(container: Any) -> object:
-    """How much is in it but for tensors, which a look finds by itself, and what is plain; a dict's are places."""
+    """Return the size and items of a container, without tensors; plain values of a dict are places of their own."""
     of_dict = isinstance(container, dict)
     some = list(dict.values(container) if of_dict else container)[-_ITEMS:]
     kept = [_item(item) for item in some if not issubclass(type(item), torch.Tensor)]
@@ -180,7 +180,7 @@ def _items(container: Any) -> object:
 
 @cache
 def _origin(name: str | None) -> str:
-    """Whether a module of this name is of the "core" (torch's, lagom's, Python's), a "library" or the "program"."""
+    """Return the origin of a module's name: "core" (torch, lagom, Python), a "library" or the "program"."""
     top = (name or "").partition(".")[0]
     if top in _CORE or (top in sys.stdlib_module_names and top != "__main__"):
         return "core"
@@ -194,12 +194,13 @@ _EVERYONES = frozenset(vars(nn.Module()))
 
 # Note [Surroundings]
 #
-# A look at a forward runs it more often than the program does (see Note [Probe]), and what it finds holds as long as
-# the forward takes the same way. Attributes of modules are put back, and calls are told apart by them; but a forward
-# may also count its calls in a global variable, draw from a generator of its own, or ask a config whether to mix rows
-# in this epoch. So what its code can reach is found: what is in attributes; what the functions of its class name among
-# their globals and have in closures; and so on through functions and objects of the program's, of which libraries'
-# objects are asked for their values, and not for their code. Where a forward's call changes any of it twice, it is not
-# looked at, and runs whole (once may be a cache that is filled). Calls between which a switch was turned, or a number
-# became other than zero, are of different kinds, each looked at by itself. Numbers count by their sign only, for a
-# loop's counters are among them. Not seen is what C keeps, and what is in files.
+# A probe runs a forward more often than the program does (see Note [Probe]), and its finding holds while the forward
+# takes the same way. Attributes of modules are restored, and calls are distinguished by them. But a forward may also
+# count its calls in a global variable, draw from a generator of its own, or ask a config whether to mix rows in this
+# epoch. So all values that its code can reach are collected: attributes of modules; the globals and closures that their
+# methods name; and so on through functions and objects of the program. Objects of libraries count by their values, not
+# by their code.
+#
+# A forward whose calls change any of these twice is not probed, and runs whole (a single change may fill a cache).
+# Calls that differ in a switch, or in a number's sign, are of different kinds, and each kind is probed. Numbers count
+# by their sign only, since a loop's counters are among them. State inside C code, and in files, is not seen.

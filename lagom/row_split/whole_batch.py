@@ -1,4 +1,4 @@
-"""A whole batch on every rank: each computes a block of its rows, all get the outputs of all. See Note [Whole]."""
+"""Whole batches on every rank: each computes a block of rows, and all get all outputs. See Note [Whole]."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 ALWAYS = False
 """Slice whether it pays or not: for tests and benchmarks."""
 _SPEED = {"cpu": 5e10, "cuda": 2e13}
-"""Operations per second of a rank that is kept busy, roughly."""
+"""Rough number of operations per second of a busy rank."""
 _LATENCY = {"memory": 4e-4, "cpu": 1.5e-3, "cuda": 5e-5}
-"""Seconds that slicing and its exchange take, however small: through shared memory, over gloo, on GPUs."""
+"""Seconds for slicing and the smallest exchange: through shared memory, over gloo, on GPUs."""
 _BANDWIDTH = {"memory": 2e9, "cpu": 5e8, "cuda": 2e10}
 """Bytes per second of an exchange."""
 
@@ -34,9 +34,9 @@ _BANDWIDTH = {"memory": 2e9, "cpu": 5e8, "cuda": 2e10}
 def pays(
     flops: float, num_bytes: float, world_size: int, device: torch.device, *, training: bool, shares_memory: bool
 ) -> bool:
-    """Whether slicing a forward of ``flops``, whose outputs are ``num_bytes``, saves more time than it takes.
+    """Return whether slicing a forward of ``flops`` with ``num_bytes`` of outputs saves more time than it takes.
 
-    By constants, not by measuring: all ranks must decide alike, and each run as the one before.
+    Constants decide, not measurements: all ranks must decide equally, and each run like the one before.
     """
     if ALWAYS:
         return True
@@ -47,7 +47,7 @@ def pays(
 
 @dataclass(frozen=True)
 class Block:
-    """The rows of a batch that are one rank's: neighbours, as many as the other ranks' or one more."""
+    """One rank's rows of a batch: consecutive, as many as the other ranks' or one more."""
 
     rank: int
     world_size: int
@@ -56,39 +56,38 @@ class Block:
 
     @cached_property
     def start(self) -> int:
-        """The first row."""
+        """Index of the first row."""
         return self.num_all * self.rank // self.world_size
 
     @cached_property
     def num_mine(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.num_all * (self.rank + 1) // self.world_size - self.start
 
     @property
     def even(self) -> bool:
-        """Whether all ranks have as many."""
+        """Return whether all ranks have the same number of rows."""
         return self.num_all % self.world_size == 0
 
     @cached_property
     def others(self) -> tuple[Block, ...]:
-        """Of all ranks, in order."""
+        """Blocks of all ranks, in order."""
         return tuple(Block(rank, self.world_size, self.num_all) for rank in range(self.world_size))
 
     def of(self, tensor: Tensor, factor: int = 1) -> Tensor:
-        """A view of this rank's rows of a tensor that has ``factor`` rows for each of the batch's."""
+        """Return a view of this rank's rows of a tensor that has ``factor`` rows for each row of the batch."""
         return tensor.narrow(0, factor * self.start, factor * self.num_mine)
 
 
 class UnequalInputError(DivergenceError):
-    """Ranks gather what was computed from different inputs."""
+    """Ranks gather results of different inputs."""
 
 
 class Gatherer:
     """Exchanges blocks of rows for whole tensors.
 
     Args:
-        meet: finds out where in the program the ranks are, when they gather different things; it raises unless all
-            are at the place given.
+        meet: finds out where ranks are when they gather different things; it raises unless all are at the given place.
     """
 
     def __init__(self, group: Group, meet: Callable[[str], None]) -> None:
@@ -99,12 +98,12 @@ class Gatherer:
     def gather(
         self, tensors: Sequence[Tensor], factors: Sequence[int], block: Block, place: str, signed: bytes = b""
     ) -> list[Tensor]:
-        """The whole of each of ``tensors``, of which every rank gives its block of rows; a collective.
+        """Return the whole tensors of which each rank gives its block of rows, ``tensors``; a collective.
 
         Args:
             factors: of each tensor, the rows per row of the batch.
-            place: what this is, for an error.
-            signed: equal on all ranks, or it is an error.
+            place: words for this place in an error.
+            signed: bytes that must be equal on all ranks.
 
         Raises:
             DivergenceError: on all ranks, when they gather different things.
@@ -117,7 +116,7 @@ class Gatherer:
             mine = [tensors[i].detach() for i in indices]
             into = [[other.of(wholes[i], factors[i]) for i in indices] for other in block.others]
             if device.type != "cpu":
-                # Without a signature: to look at it would wait for all that is under way.
+                # Without a signature, since reading it would wait for all work on the device.
                 self._gather(mine, into)
                 continue
             shapes = repr([(w.shape, w.dtype) for w in wholes])
@@ -128,7 +127,7 @@ class Gatherer:
         return wholes
 
     def _in_frame(self, mine: list[Tensor], into: list[list[Tensor]], mark: bytes, block: Block) -> bool:
-        """Exchange signatures, and what is small along with them; whether all are equal."""
+        """Exchange signatures together with small tensors; return whether all signatures are equal."""
         sizes = [sum(map(_num_bytes, parts)) for parts in into]
         if max(sizes) > self._frame.room:
             if not self._frame.exchange(mark):
@@ -165,11 +164,13 @@ _UNEQUAL = (
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // 16) * 16  # each starts where any type may
+    return (
+        -(-tensor.numel() * tensor.element_size() // 16) * 16
+    )  # each starts at an offset that is aligned for any type
 
 
 def _rooms(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Views of ``flat``, one for each of ``tensors``."""
+    """Yield views of ``flat``, one for each of ``tensors``."""
     offset = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
@@ -179,14 +180,14 @@ def _rooms(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @dataclass(eq=False)
 class Exchange:
-    """How the outputs of one sliced forward become whole, and the gradients of its inputs."""
+    """Gathers the outputs of one sliced forward, and the gradients of its inputs."""
 
     gatherer: Gatherer
     block: Block
     place: str
 
     def gather(self, tensors: Sequence[Tensor], factors: Sequence[int], signed: bytes = b"") -> list[Tensor]:
-        """See ``Gatherer.gather``."""
+        """Gather whole tensors by ``Gatherer.gather``."""
         return self.gatherer.gather(tensors, factors, self.block, self.place, signed)
 
 
@@ -230,7 +231,7 @@ class Gather(Function):
 def gathered(
     blocks: Sequence[Tensor], exchange: Exchange, factors: Sequence[int], signed: bytes = b""
 ) -> Sequence[Tensor]:
-    """The whole of each of ``blocks``, differentiably where they are."""
+    """Return the whole of each of ``blocks``, with a gradient if any block needs one."""
     if torch.is_grad_enabled() and any(block.requires_grad for block in blocks):
         wholes: tuple[Tensor, ...] = Gather.apply(exchange, factors, signed, *blocks)  # type: ignore[no-untyped-call]
         return wholes
@@ -238,7 +239,7 @@ def gathered(
 
 
 def sliced(whole: Tensor, exchange: Exchange) -> Tensor:
-    """This rank's block of ``whole``, differentiably where it is."""
+    """Return this rank's block of ``whole``, with a gradient if ``whole`` needs one."""
     return _sliced(whole, exchange, 1)
 
 
@@ -250,7 +251,7 @@ def _sliced(whole: Tensor, exchange: Exchange, factor: int) -> Tensor:
 
 
 def passes_gather(roots: Iterable[Tensor | GradientEdge]) -> bool:
-    """Whether the graph of ``roots`` goes through what was gathered."""
+    """Return whether the graph of ``roots`` passes through a ``Gather``."""
     edges = (root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots)
     pending = [node for node in edges if node is not None]
     seen = set(pending)
@@ -267,13 +268,14 @@ def passes_gather(roots: Iterable[Tensor | GradientEdge]) -> bool:
 
 # Note [Whole]
 #
-# The program sees whole batches and whole outputs, equal on all ranks, so everything it computes from them is equal
-# too: any loss, any metric, any branch. Only inside the forward of a module does a rank have its block of the rows.
+# The program sees whole batches and whole outputs, equal on all ranks, so everything that it computes from them is
+# equal too: any loss, any metric, any branch. Only inside the forward of a module does a rank have its block of the
+# rows.
 #
-# With R ranks, write g for the gradient of one machine. What is whole has the gradient g on every rank. What is a
-# block has R g, so that the average over the ranks of the gradients of parameters, each of which has its block's
-# part of the sum over rows, is the sum of one machine. So a gather's gradient is the block of g, times R, and a
-# slice's is what is gathered, divided by R. Parameters that the program uses outside a sliced forward (weight decay in
-# the loss) have g on every rank, and the average is g. Two forwards in a row pass whole tensors on. BatchNorm in a
-# sliced forward sees the same factor on all ranks; see Note [BatchNorm]. Both operations are linear, and written in
-# terms of each other, so gradients of gradients are right as well: the gradient of R S(g) is R G(v) / R.
+# With R ranks, write g for the gradient of one process. A whole tensor has the gradient g on every rank. A block has
+# the gradient R g: the gradient of a parameter on a rank covers its block's part of the sum over rows, so the average
+# over the ranks is the sum of one process. So the gradient of a gather is the block of g, times R, and the gradient of
+# a slice is the gathered gradient, divided by R. Parameters that the program uses outside a sliced forward (weight
+# decay in the loss) have g on every rank, and the average is g. Two forwards in a row pass whole tensors on. BatchNorm
+# in a sliced forward sees the same factor on all ranks; see Note [BatchNorm]. Both operations are linear, and each is
+# the other's gradient, so second gradients are right as well: the gradient of R S(g) is R G(v) / R.

@@ -1,4 +1,4 @@
-"""Models and loops of many kinds under ``batches="whole"``: a plain run is the judge of losses, weights and buffers."""
+"""Models and loops of many kinds under ``batches="whole"``: losses, weights and buffers equal those of a plain run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def models_of(kind: ModuleType) -> dict[str, Callable[[], Any]]:
 
 
 def outcomes(kind: ModuleType) -> dict[str, Any]:
-    """What each model ends with: a list of numbers, or the text of its exception."""
+    """Run each model; return its list of numbers, or the text of its exception."""
     found: dict[str, Any] = {}
     for name, train in models_of(kind).items():
         torch.manual_seed(0)
@@ -70,7 +70,7 @@ def on_ranks(kind: ModuleType, world_size: int) -> list[dict[str, Any]]:
 
 def test_so_they_are_where_only_some_forwards_are_worth_sharing_out(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = ("memory", "cpu")
-    # About as long as the work of such models takes: batches of 8 pay, and tails of 5 do not.
+    # About the time of such models' work: batches of 8 pay, and tails of 5 do not.
     monkeypatch.setattr(whole_batch, "_LATENCY", dict.fromkeys(ways, 3e-8))
     monkeypatch.setattr(whole_batch, "_BANDWIDTH", dict.fromkeys(ways, 1e15))
     wanted = in_one_process(calls)
@@ -79,7 +79,7 @@ def test_so_they_are_where_only_some_forwards_are_worth_sharing_out(monkeypatch:
 
 
 def cases() -> Iterator[Any]:
-    """Three ranks show more than two, as their blocks differ in size. Two are for the first kind, or on request."""
+    """Run three ranks, whose blocks differ in size; two only for the first kind, or in a soak."""
     for kind in KINDS:
         for name in models_of(kind):
             yield pytest.param(kind, name, 3, id=f"{name}-3")

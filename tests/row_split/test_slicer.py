@@ -1,4 +1,4 @@
-"""``batches="whole"``: every loss, metric and random number is that of one machine, on every rank."""
+"""``batches="whole"``: every loss, metric and random number is that of one process, on every rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Program = Callable[[Session], Any]
 
 
 def data(num: int = 37, width: int = 5) -> TensorDataset:
-    """Samples with a target each; the last batch of 8 is an uneven tail of 5."""
+    """Make samples with a target each; the last batch of 8 is an uneven tail of 5."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(num, width, generator=generator, dtype=torch.float64)
     return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
 
 def trained(model: nn.Module, loss_of: Callable[[Any, Tensor, Tensor], Tensor], epochs: int = 2) -> list[Any]:
-    """Losses of all steps, and weights in the end."""
+    """Train; return the losses of all steps, and the final weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses = []
     for _ in range(epochs):
@@ -81,7 +81,7 @@ def test_a_compiled_model_trains_and_is_evaluated() -> None:
     wanted = alone(program)
     for batches in ("whole", "split"):
         for found in run_ranks(2, program, batches=batches, always_slices=True):
-            own = slice(1, None) if batches == "split" else slice(None)  # the losses are the share's
+            own = slice(1, None) if batches == "split" else slice(None)  # the losses are those of the share
             for one, other in zip(found[own], wanted[own], strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
@@ -292,7 +292,7 @@ class Hooked(nn.Module):
 
 
 class Caching(nn.Module):
-    """Changes the dict, or the object, that it is called with."""
+    """Changes the dict or the object in its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,9 +397,9 @@ def whole_on_every_rank(session: Session) -> list[str]:
 
 
 def rows_seen(model: nn.Linear, rows: list[int]) -> nn.Module:
-    """``model``, noting in ``rows`` how many its forwards compute.
+    """Return ``model`` with a forward that appends its number of rows to ``rows``.
 
-    By no hook, and a list that it cannot see: these would keep it from being sliced.
+    It uses no hook, and no list that lagom can see: either would keep the model from being sliced.
     """
     note = rows.append
 
@@ -422,7 +422,7 @@ def test_each_rank_computes_its_block() -> None:
         return rows
 
     first, second, third = run_ranks(3, program, batches="whole")
-    # Whole; then looked at, whole, with a row that is no number, and in blocks; then blocks; one sample is for all.
+    # Whole; in the probe: whole, with a row of NaN, and in blocks; then blocks; every rank computes a single sample.
     assert first == [10, 10, 10, 3, 3, 4, 3, 3, 1]
     assert second == [10, 10, 10, 3, 3, 4, 3, 3, 1]
     assert third == [10, 10, 10, 3, 3, 4, 4, 4, 1]
@@ -456,7 +456,7 @@ def test_what_shares_out_small_models_is_said_once() -> None:
             session._said.clear()
             return found
 
-        for _ in range(3):  # without a loader there are no batches to share out
+        for _ in range(3):  # without a loader there are no batches to split
             small(torch.randn(8, 5, dtype=torch.float64)).sum().backward()
         with torch.no_grad():
             for x, _ in loader:
@@ -578,7 +578,7 @@ def test_an_evaluation_on_one_rank_only_is_an_error_on_all() -> None:
 
 
 class Centred(nn.Module):
-    """Mixes rows by their mean, which is nothing where all are alike."""
+    """Mixes rows by their mean; equal rows do not show this."""
 
     def __init__(self) -> None:
         super().__init__()
