@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "lagom"
 
 ALLOWED = {
-    "launchers/spark.py::travelling": "the driver's own function, pickled a line above, by value",
+    "launchers/spark.py::task_by_value": "the driver's own function, pickled a line above, by value",
     "launchers/spark_task.py::run": "the run as the driver describes it, inside Spark's job",
     "host/executor.py::attend": "what became of ranks, from a process forked a line above, by a file without a name",
     "host/fork_server.py::_attend": "the run as the driver describes it, over an inherited pair of sockets",
