@@ -130,5 +130,22 @@ WITH_EVALUATION = ("convolution", "early_stopping", "siamese", "sums", "uncertai
 """Programs whose evaluations tell how they are run."""
 RATHER_WHOLE = ("adversarial", "codebook", "convolution", "inplace", "meta", "noise", "stateful")
 """Programs that are run on whole batches also without slicing what does not pay."""
+SHARED_BY_THREE = (
+    *("accumulation", "averaging", "carried", "codebook", "convolution", "detection", "early_stopping", "endless"),
+    *("experts", "folds", "functional", "ignored", "journal", "line_search", "packed", "penalty", "resumed"),
+    *("siamese", "stateful", "sums", "tied", "translation", "two_losses", "variational"),
+)
+"""Programs for which three ranks may differ from two: uneven or empty shares, sums in another order, state, files.
+
+On three ranks the other programs run with ``pytest -m soak``.
+"""
+AS_SCRIPTS = (
+    *("adversarial", "convolution", "data_parallel", "early_stopping", "exported", "finetuned", "functional"),
+    *("journal", "language", "loss_inside", "resumed", "siamese", "sums", "variational"),
+)
+"""Programs that also run as scripts: those that print, write files, save a module or read what they have saved.
+
+A script only parses arguments, calls ``train`` and saves its result; the others run with ``pytest -m soak``.
+"""
 DISTRIBUTED = ("parallel",)
 """Programs that are distributed already; see ``test_distributed.py``."""

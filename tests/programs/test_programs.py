@@ -10,16 +10,27 @@ import pytest
 
 from lagom.config.torch_distributed import Evaluation
 from tests.programs import judge
-from tests.programs.expectations import CASES, DISTRIBUTED, RATHER_WHOLE, WITH_EVALUATION, Case
+from tests.programs.expectations import CASES, DISTRIBUTED, RATHER_WHOLE, SHARED_BY_THREE, WITH_EVALUATION, Case
 from tests.ranks import RankFailedError
 
 LOSSES = ("a mean with weights of its own", "a sum over a batch")
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
+SPLITS = ("equal", "by share", "off", "apart", "error")
 
 
 def cases(*split: str, among: Sequence[str] = ()) -> pytest.MarkDecorator:
     chosen = [case for case in CASES if case.split in split and (not among or case.program in among)]
     return pytest.mark.parametrize("case", chosen, ids=str)
+
+
+def cases_on_ranks(*split: str) -> pytest.MarkDecorator:
+    """Each case on two ranks, and on three where these may differ."""
+    chosen = [case for case in CASES if case.split in split]
+    on_two = [pytest.param(case, 2, id=f"{case}-2") for case in chosen]
+    on_three = [
+        pytest.param(case, 3, id=f"{case}-3", marks=() if case.program in SHARED_BY_THREE else pytest.mark.soak)
+        for case in chosen
+    ]
+    return pytest.mark.parametrize(("case", "world_size"), [*on_two, *on_three])
 
 
 @cache
@@ -39,7 +50,7 @@ def test_every_program_is_judged() -> None:
     assert judge.PROGRAMS.keys() == {case.program for case in CASES} | set(DISTRIBUTED)
 
 
-@each_case
+@cases(*SPLITS)
 def test_one_rank_gives_the_bits_of_a_plain_run(case: Case) -> None:
     plain, run = plain_run(case), judge.on_ranks(case.program, case.options, 1)
     assert judge.differences(run.ranks[0].value, plain.ranks[0].value, tolerance=0.0) == []
@@ -49,8 +60,7 @@ def test_one_rank_gives_the_bits_of_a_plain_run(case: Case) -> None:
     assert run.ranks[0].left == plain.ranks[0].left == []
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@cases("equal", "by share", "off")
+@cases_on_ranks("equal", "by share", "off")
 def test_split(case: Case, world_size: int) -> None:
     judge_split(case, world_size, "gathered")
 
@@ -84,8 +94,7 @@ def judge_split(case: Case, world_size: int, evaluation: Evaluation) -> None:
         assert judge.differences(first.value, plain.ranks[0].value, tolerance=1e-6) != []
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@cases("apart")
+@cases_on_ranks("apart")
 def test_split_warns_of_ranks_apart(case: Case, world_size: int) -> None:
     run = judge.on_ranks(case.program, case.options, world_size)
     for rank in run.ranks[1:]:
@@ -93,15 +102,13 @@ def test_split_warns_of_ranks_apart(case: Case, world_size: int) -> None:
     assert all(case.why in rank.said for rank in run.ranks)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@cases("error")
+@cases_on_ranks("error")
 def test_split_says_why_it_cannot(case: Case, world_size: int) -> None:
     with pytest.raises(RankFailedError, match=case.why):
         judge.on_ranks(case.program, case.options, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@each_case
+@cases_on_ranks(*SPLITS)
 def test_whole(case: Case, world_size: int) -> None:
     judge_whole(case, world_size, always_slices=True)
 

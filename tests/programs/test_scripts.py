@@ -10,13 +10,16 @@ import pytest
 
 from lagom import cli
 from tests.programs import judge
-from tests.programs.expectations import CASES, Case
+from tests.programs.expectations import AS_SCRIPTS, CASES, Case
 
 FIRST = {case.program: case for case in reversed(CASES)}
 """The first case of each program: it is called with what the script takes when it gets no arguments."""
 
 
-@pytest.mark.parametrize("case", FIRST.values(), ids=FIRST)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=() if name in AS_SCRIPTS else pytest.mark.soak) for name, case in FIRST.items()],
+)
 def test_a_script_on_two_ranks(case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """With the setting that is right for it: "whole" where "split" does not give the numbers of one process."""
     whole = case.split != "equal"
