@@ -232,7 +232,7 @@ PROGRAMS: list[Program] = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_weights_statistics_and_evaluation_are_those_of_one_machine(program: Program, world_size: int) -> None:
     expected = alone(program)

@@ -184,7 +184,7 @@ def _raise(_: Tensor) -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "accumulate",
     [

@@ -14,7 +14,7 @@ from tests.ranks import alone, run_ranks
 from tests.session.programs import PROGRAMS, Program, deepcopied, mlp, mse, plain, several_backwards, sgd, sparse
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_the_weights_are_those_of_one_machine(program: Program, world_size: int) -> None:
     expected = alone(program)

@@ -116,7 +116,7 @@ PROGRAMS: list[Program] = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_the_gradients_are_those_of_one_machine(program: Program, world_size: int) -> None:
     check(program, run_ranks(world_size, program))

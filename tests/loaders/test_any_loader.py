@@ -139,7 +139,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 SLOW = ("forkserver", "spawn")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("name", [name for name in LOADERS if name not in SLOW])
 def test_batches_are_those_of_one_machine_dealt_out(name: str, world_size: int) -> None:
     _same_batches(LOADERS[name], world_size)
@@ -191,7 +191,7 @@ TRAINED: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_ends_with_the_weights_of_one_machine(name: str, world_size: int) -> None:
     def run(_: Session) -> list[Tensor]:

@@ -360,7 +360,7 @@ def assert_equal(found: Any, expected: Any) -> None:
         torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("program", [*SLICED, *WHOLE], ids=lambda program: program.__name__)
 def test_losses_and_weights_are_those_of_one_machine(program: Program, world_size: int) -> None:
     expected = alone(program)

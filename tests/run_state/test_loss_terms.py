@@ -111,7 +111,7 @@ PROGRAMS: dict[str, Callable[[Session], list[Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_weights_are_those_of_one_machine(name: str, world_size: int) -> None:
     expected = alone(PROGRAMS[name])
