@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -46,14 +48,30 @@ def rng_untouched() -> Iterator[None]:
     assert leaks.rng_state() == before, "a generator of this process was drawn from or seeded"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what is marked ``gpu`` where there is none."""
-    if torch.cuda.is_available():
-        return
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where there is none; where several processes share the tests, put long files first."""
     skip = pytest.mark.skip(reason="no GPU here")
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)
+    if hasattr(config, "workerinput"):
+        sizes = Counter(item.path for item in items)
+        items.sort(key=lambda item: (_place(item.path), 0 if "integration" in item.path.parts else -sizes[item.path]))
+
+
+_LONG = ("integration", "csrc", "test_kills", "notebooks", "test_stalls", "test_run", "test_mlflow", "test_rehearsals")
+"""Folders and files whose few tests last long, the longest first; a file that begins last would keep one process busy
+while the others have nothing to do."""
+
+
+def _place(path: Path) -> int:
+    return next((place for place, name in enumerate(_LONG) if name in (*path.parts, path.stem)), len(_LONG))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have xdist give out the tests in the order in which they were collected."""
+    config.option.loadscopereorder = False
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
