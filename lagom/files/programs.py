@@ -19,7 +19,7 @@ from lagom.patching.replace import replaced
 log = logging.getLogger("lagom")
 
 _LIBRARIES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")})
-_LIBRARIES += (os.path.join(str(Path(__file__).parents[2]), ""),)
+_LIBRARIES += (os.path.join(str(Path(__file__).parents[1]), ""),)
 
 
 @contextmanager

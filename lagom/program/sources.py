@@ -31,7 +31,7 @@ def lagom_zip() -> bytes:
     compiled = importlib.util.find_spec("lagom._native")
     # In an editable installation it is not beside the sources.
     beside = {} if compiled is None or not compiled.origin else {f"lagom/{Path(compiled.origin).name}": compiled.origin}
-    return _zip([Path(__file__).parent, Path(cloudpickle.__file__).parent], beside)
+    return _zip([Path(__file__).parents[1], Path(cloudpickle.__file__).parent], beside)
 
 
 def modules_zip(function: Callable[..., Any]) -> bytes:

@@ -19,7 +19,7 @@ _JUMP_NS = 4_321_987_654_321
 """More than an hour, and no whole number of anything."""
 _LIBRARIES = (
     *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep,
     "<frozen ",
 )
 

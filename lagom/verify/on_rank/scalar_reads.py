@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lagom.verify.on_rank.record import RecordedRead
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 
 @contextmanager
