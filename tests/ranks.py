@@ -40,7 +40,7 @@ from lagom.session.patched import patched
 from lagom.session.session import Session
 
 _CONTEXT = multiprocessing.get_context("fork")
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 120.0
 _KEY = b"known to these ranks"
 COLLECTIVES: Collectives = "gloo" if os.environ.get("LAGOM_TEST_COLLECTIVES") == "gloo" else "auto"
 """Of ranks: "auto" has them exchange through shared memory, "gloo" does not; see CONTRIBUTING.md."""
@@ -66,7 +66,7 @@ def run_ranks(
     """Run ``function(session)`` on every rank; the results in rank order.
 
     With ``patches=False`` torch is left alone; with ``always_slices`` forwards are sliced also where that does
-    not pay; ``config`` are further fields of the config. Everything dies after 60 s.
+    not pay; ``config`` are further fields of the config. Everything dies after 120 s.
     """
     plan = _plan(world_size, batches=batches, seed=seed, collectives=collectives, **config)
     for library in loaded():

@@ -73,7 +73,7 @@ def run(
         env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=170,
         check=False,
     )
     return done.returncode, done.stdout, done.stderr

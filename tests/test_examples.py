@@ -70,7 +70,6 @@ def test_example_runs_and_leaves_nothing(
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(110)
 @pytest.mark.parametrize(
     "name",
     [

@@ -56,7 +56,7 @@ def shown(folder: Path, *python: str) -> tuple[str, list[str]]:
         env=os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=170,
         check=True,
     )
     # Warnings name the script's file.

@@ -339,7 +339,6 @@ def test_the_example_runs_unchanged_under_lagom_run() -> None:
 
 @pytest.mark.integration
 @pytest.mark.soak
-@pytest.mark.timeout(110)
 def test_the_example_runs_on_spark() -> None:
     done = run("-n", "2", "--master", "spark", "examples/maggy/scalar_field.py", "--epochs", "1", "--points", "500")
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from typing import Any
 from lagom.worker.rank_process import die_with
 from tests.integration import hosts
 
-_START_S = 40.0
+_START_S = 120.0
 _CONF = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",

@@ -61,7 +61,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/integration" in item.path.as_posix():
             item.add_marker(pytest.mark.integration)
-            item.add_marker(pytest.mark.timeout(180))
             item.add_marker(pytest.mark.flaky(reruns=1))
             kinds = {kind for marker in item.iter_markers("soak_on") for kind in marker.args}
             if kinds & set(item.callspec.params.values() if kinds else ()):  # type: ignore[attr-defined]

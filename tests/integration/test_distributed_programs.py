@@ -93,7 +93,7 @@ def run(folder: Path, form: str, *python: str) -> str:
         env=os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=170,
         check=False,
     )
     assert done.returncode == 0, done.stderr

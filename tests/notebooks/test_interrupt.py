@@ -70,7 +70,6 @@ def test_a_run_is_interrupted_nothing_is_left_and_the_next_cell_works(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(180)  # Spark starts in it
 def test_a_run_on_spark_is_interrupted_its_job_ends_and_the_next_cell_works(
     notebook: Notebook, capsys: pytest.CaptureFixture[str]
 ) -> None:

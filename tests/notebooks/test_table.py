@@ -86,6 +86,6 @@ def drawn(chromium: str, page: str, folder: Path) -> set[Any]:
     shot = folder / "page.png"
     options = ["--no-sandbox", "--headless", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
     command = [chromium, *options, "--window-size=900,600", f"--screenshot={shot}", f"file://{folder / 'page.html'}"]
-    subprocess.run(command, check=True, capture_output=True, timeout=50)
+    subprocess.run(command, check=True, capture_output=True, timeout=170)
     with Image.open(shot) as picture:
         return {colour for _, colour in picture.convert("RGB").getcolors(1 << 20) or []}

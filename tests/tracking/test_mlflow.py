@@ -147,7 +147,6 @@ def kept(folder: Path, uri: str) -> Any:
     return alone(lambda _: standing_in(folder, uri, read))
 
 
-@pytest.mark.timeout(180)
 def test_what_is_logged_and_read_is_that_of_one_process(in_memory: Path) -> None:
     def folder(name: str) -> Path:
         (in_memory / name).mkdir()
@@ -325,7 +324,6 @@ def server() -> Iterator[tuple[str, Counter[str]]]:
             thread.join()
 
 
-@pytest.mark.timeout(180)
 def test_a_server_is_asked_as_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a launcher: MLflow is imported on the ranks, and the run is ended at the end of the process."""
 

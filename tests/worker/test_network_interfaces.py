@@ -81,7 +81,7 @@ def test_of_two_networks_one_of_which_is_dead_the_living_one_is_taken(
             text=True,
             env=env,
             cwd=ROOT,
-            timeout=40,
+            timeout=170,
             check=False,
         )
     assert done.returncode == 0, done.stderr
