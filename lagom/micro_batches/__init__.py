@@ -1,4 +1,4 @@
-"""Forwards in parts of a batch, for batches whose activations do not fit the device.
+"""Forwards in micro-batches, for batches whose activations do not fit the device.
 
-Start with ``split_forward.py``; ``examiner.py`` finds out whether, and in how many parts.
+Start with ``split_forward.py``; ``examiner.py`` decides whether a forward may be split, and into how many parts.
 """

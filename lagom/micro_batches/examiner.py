@@ -1,4 +1,4 @@
-"""``MicroBatchExaminer``: decides whether a forward may run in micro-batches, and in how many it fits."""
+"""``MicroBatchExaminer``: decide whether a forward may run in micro-batches, and in how many it fits."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ _slot: Any = vars(torch._C.TensorBase)["grad"]
 
 @dataclass
 class MicroBatchFinding:
-    """What is known of a module's forward on inputs of one kind."""
+    """Facts about a module's forward on inputs of one kind."""
 
     finding: SplitFinding
-    """Its ``reason`` is why it does not run in micro-batches."""
+    """The ``reason`` in it says why the forward does not run in micro-batches."""
     repeats: bool = False
-    """It leaves nothing behind, so that it can be run again."""
+    """The forward changes no state, so it can be repeated."""
     gains: bool = True
-    """A forward keeps more for its backward than its inputs and outputs."""
+    """The forward keeps more for its backward than its inputs and outputs."""
     passing: bool = False
-    """The reason may be another one at the next call."""
+    """The reason may be gone at the next call."""
     ends: list[dict[str, Any]] = field(default_factory=list)
     """States of the generators after each run."""
 
 
 class MicroBatchExaminer:
-    """Looks at forwards, and leaves everything as it was."""
+    """Examines forwards, and restores all state."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def look(self, candidate: SplitCandidate, num: int) -> MicroBatchFinding:
-        """Whether ``num`` micro-batches are exact: run the forward whole and in parts, and compare."""
+        """Examine whether ``num`` micro-batches are exact: run the forward whole and in parts, and compare."""
         found = MicroBatchFinding(SplitFinding(candidate.rows))
         try:
             self._find(candidate, found, num)
@@ -92,12 +92,12 @@ class MicroBatchExaminer:
     def _compared_whole(
         self, watched: SplitCandidate, found: MicroBatchFinding, num: int, noted: list[BatchStatistics]
     ) -> bool:
-        """Compare on all rows; False where memory does not suffice for that, and some of them will do."""
+        """Compare on all rows; return False if memory is short for all rows, but some rows are enough."""
         try:
             self._compare(watched, found.finding, num, noted)
         except Exception as error:
             batches = [leaf for leaf in watched.leaves if is_batch(leaf, watched.rows)]
-            # Of one tensor some of the rows will do. Among several one may have so many by chance.
+            # Some rows are enough if only one tensor has rows; of several, one may have this size by chance.
             if wanted_bytes(error) is None or len(batches) != 1 or found.ends:
                 raise
             traceback.clear_frames(error.__traceback__)
@@ -115,7 +115,7 @@ class MicroBatchExaminer:
             examine(candidate, finding, num, statistics)
 
     def _watched(self, candidate: SplitCandidate, found: MicroBatchFinding, leaves: list[Any]) -> Any:
-        """A run that may leave nothing behind."""
+        """Run the forward, which must not change any state."""
         before = numbers_of(candidate.inside), _held(candidate.inside)
         buffers = buffers_of(candidate.inside)
         output = candidate.run(leaves)
@@ -128,7 +128,7 @@ class MicroBatchExaminer:
 
     @contextmanager
     def _aside(self) -> Iterator[list[BatchStatistics]]:
-        """Nothing is exchanged, and nothing stays in autocast's cache, where a gradient would be missing from it."""
+        """Exchange nothing meanwhile, and keep autocast's cache empty: its entries would lack gradients."""
         noted: list[BatchStatistics] = []
         before = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -139,12 +139,12 @@ class MicroBatchExaminer:
             torch.set_autocast_cache_enabled(before)
 
     def _gains(self, candidate: SplitCandidate, num: int) -> bool:
-        """Whether a part keeps anything for its backward that would not be kept of micro-batches too."""
+        """Return whether a part's graph keeps anything besides inputs, outputs, parameters and buffers."""
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
             saved[tensor.untyped_storage()._cdata] = tensor.nbytes
-            return tensor.detach()  # an output that its own graph keeps would never go
+            return tensor.detach()  # an output in its own graph would never be freed
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), self._tried(candidate) as noted:
             block = candidate.block_of(Block(0, num, candidate.rows))
@@ -158,20 +158,21 @@ class MicroBatchExaminer:
 
     @contextmanager
     def _tried(self, candidate: SplitCandidate) -> Iterator[BatchStatistics]:
-        """Around a run of a part, with gradients: everything is as it was afterwards."""
+        """Run a part with gradients meanwhile, then restore all state."""
         said = io.StringIO()
         kept = restored_state(candidate.module, candidate.inside, opens=False)
         with self._aside(), kept, redirect_stdout(said), redirect_stderr(said):
             yield BatchStatistics()
 
     def number(self, candidate: SplitCandidate, least: int) -> int | None:
-        """Of micro-batches, from ``least`` on: twice the first of its doubles that fits; None: none does.
+        """Return a number of micro-batches that fits: twice the first fitting one of ``least`` and its doubles.
 
-        The forward and backward of one is tried, beside room for the outputs of all and their gradients. Gradients of
-        parameters are there as those of the trial. Twice, since memory has holes, and batches need not be equal.
+        None if no number fits. The trial runs the forward and backward of one micro-batch, with space reserved for the
+        outputs of all and their gradients. The trial also holds gradients of all parameters. Twice the number, since
+        memory is fragmented and batches differ in size.
 
         Raises:
-            NotByRowsError: where a part cannot be tried.
+            NotByRowsError: when a part cannot be tried.
         """
         check_probe(candidate)
         num = min(least, candidate.rows)
@@ -202,7 +203,7 @@ class MicroBatchExaminer:
             wanted = [p for p in candidate.module.parameters() if p.requires_grad]
             if not roots or not wanted:
                 return
-            self._session.depth += 1  # the rank's own backward
+            self._session.depth += 1  # marks the backward as the rank's own
             try:
                 torch.autograd.grad(roots, wanted, [torch.zeros_like(one) for one in roots], allow_unused=True)
             finally:
@@ -211,7 +212,7 @@ class MicroBatchExaminer:
 
 
 def backward_has_room(module: nn.Module, outputs: Any, device: torch.device) -> bool:
-    """Whether gradients that are not there yet could be had now, and those of what the forward gave."""
+    """Return whether the missing gradients of parameters and outputs could be allocated now."""
     missing = sum(p.nbytes for p in module.parameters() if p.requires_grad and _slot.__get__(p) is None)
     given = sum(one.nbytes for one in tree_leaves(outputs) if isinstance(one, torch.Tensor) and one.requires_grad)
     try:
@@ -224,13 +225,13 @@ def backward_has_room(module: nn.Module, outputs: Any, device: torch.device) -> 
 
 
 def narrowed(candidate: SplitCandidate, rows: int) -> SplitCandidate:
-    """The same call with the first ``rows`` only."""
+    """Return the same call with the first ``rows`` rows only."""
     leaves = [leaf[:rows] if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
     return replace(candidate, leaves=leaves, rows=rows)
 
 
 def _held(inside: Sequence[nn.Module]) -> object:
-    """Which objects are in the attributes of ``inside``, and in the lists and dicts among them."""
+    """Return the ids of the objects in the attributes of ``inside``, and in the lists and dicts among them."""
     holders = [holder for module in inside for holder in (module.__dict__, *module.__dict__.values())]
     return [
         [(key, id(value)) for key, value in holder.items()] if isinstance(holder, dict) else list(map(id, holder))

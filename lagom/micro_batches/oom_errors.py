@@ -1,4 +1,4 @@
-"""``wanted_bytes``: tells errors of a lack of memory from others."""
+"""``wanted_bytes``: recognise errors that mean a lack of memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 <
 
 
 def wanted_bytes(error: BaseException) -> int | None:
-    """What could not be had; 0 where the error does not say; None where it is about something else."""
+    """Return the size of the failed allocation, 0 if the error does not name it, None for any other error."""
     if isinstance(error, torch.OutOfMemoryError):
         found = _CUDA.search(str(error))
         return int(float(found[1]) * _UNITS.get(found[2], 1)) if found else 0
     if isinstance(error, MemoryError):
         return 0
-    # Not of any exception: a foreign __str__ may do anything.
+    # Only of a RuntimeError: a foreign exception's __str__ may do anything.
     found = _CPU.search(str(error)) if type(error) is RuntimeError else None
     return int(found[1]) if found else None

@@ -1,4 +1,4 @@
-"""``MicroBatchRunner``: a forward, one micro-batch after the other, each checkpointed. See Note [Micro-batches]."""
+"""``MicroBatchRunner``: run a forward as checkpointed micro-batches, one after another. See Note [Micro-batches]."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _REMEDY = "drop micro_batches for this program"
 
 
 class MicroBatchRunner:
-    """Runs forwards that have been found to compute their rows one by one.
+    """Runs forwards that are known to compute their rows one by one.
 
     Args:
-        left_alone: a context in which modules that are called are left alone.
+        left_alone: a context in which called modules are not split.
     """
 
     def __init__(self, session: Session, left_alone: Callable[[], AbstractContextManager[None]]) -> None:
@@ -37,7 +37,7 @@ class MicroBatchRunner:
         self._left_alone = left_alone
 
     def outputs(self, candidate: SplitCandidate, finding: SplitFinding, num: int) -> Any:
-        """The outputs of all micro-batches, put together."""
+        """Return the concatenated outputs of all micro-batches."""
         begun = random_states()
         parts: list[Sequence[Any]] = []
         end: dict[str, Any] = {}
@@ -45,7 +45,7 @@ class MicroBatchRunner:
             part = _Part(self, candidate, finding, block, begun)
             leaves = [block.of(leaf) if is_of_batch else leaf for leaf, is_of_batch in _marked(candidate)]
             if torch.is_grad_enabled():
-                # Random numbers are the part's own business, python's and numpy's too.
+                # Each part restores the random numbers itself, including those of python and numpy.
                 outputs = checkpoint(part, *leaves, use_reentrant=False, preserve_rng_state=False)
             else:
                 outputs = part(*leaves)
@@ -58,7 +58,7 @@ class MicroBatchRunner:
         return tree_unflatten(_together(parts, finding, candidate), finding.spec)
 
     def run(self, part: _Part, leaves: list[Any]) -> list[Any]:
-        """One micro-batch; modules inside it are left alone, and it finds the numbers of the first time again."""
+        """Run one micro-batch with the generators' first states; modules inside it are not split."""
         candidate, finding = part.candidate, part.finding
         before = random_states() if part.ran else None
         set_random_states(part.begun)
@@ -79,7 +79,7 @@ class MicroBatchRunner:
 
 
 class _Part:
-    """What a checkpoint calls, and calls again in the backward."""
+    """The function of a checkpoint, which calls it again in the backward."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class _Part:
         self.finding = finding
         self.block = block
         self.begun = begun
-        """Put the generators to where the whole forward began."""
+        """States of the generators at the beginning of the whole forward."""
         self.ran = False
         self._owner = owner
 

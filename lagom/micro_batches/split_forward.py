@@ -1,4 +1,4 @@
-"""``MicroBatches``: forwards that run in parts of a batch, one after another, and keep less for the backward."""
+"""``MicroBatches``: run forwards in parts of a batch, one after another, to keep less for the backward."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _MAX_KINDS = 64
-"""Kinds of input of one module, after which it is no longer looked at."""
+"""Kinds of input of one module after which new ones are no longer examined."""
 
 
 class MicroBatches:
-    """Calls modules, in micro-batches where that is exact. See Note [Micro-batches].
+    """Calls modules, in micro-batches where this is exact. See Note [Micro-batches].
 
     Args:
         original: ``nn.Module.__call__``.
-        alone: a context in which modules that are called are left alone.
+        alone: a context in which called modules are not split.
     """
 
     def __init__(self, session: Session, original: Callable[..., Any], alone: Callable[[], Any]) -> None:
@@ -49,21 +49,21 @@ class MicroBatches:
         self._alone = alone
         self._fixed = asked if asked != "auto" else None
         self.descends = False
-        """Whether what is called inside of the module under way may run in micro-batches by itself."""
+        """Modules inside the running module may run in micro-batches by themselves."""
         self._forced = 1
-        """While so: how many, at least."""
+        """Least number of micro-batches for them."""
         self._examiner = MicroBatchExaminer(session)
         self._in_parts = MicroBatchRunner(session, self._left_alone)
         self._insides = ModuleTree(lambda _: None)
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        """Of modules: what is known of them, by kinds of input."""
+        """By module: findings by kind of input."""
         self._learnt: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        """Of modules that have run out of memory: how many micro-batches they need."""
+        """By module that has run out of memory: the number of micro-batches that it needs."""
         self._fitted: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        """Of modules: the most rows after which there was room for a backward."""
+        """By module: the largest number of rows after which there was memory for a backward."""
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """What ``module(*args, **kwargs)`` is."""
+        """Return ``module(*args, **kwargs)``."""
         session = self._session
         if not session.live or session.is_probing or session.depth:
             return self._original(module, *args, **kwargs)
@@ -116,7 +116,7 @@ class MicroBatches:
         return found
 
     def _descend(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
-        """Run ``module`` whole; those inside it may run in micro-batches."""
+        """Run ``module`` whole; modules inside it may run in micro-batches."""
         before = self.descends, self._forced
         self.descends, self._forced = True, num
         try:
@@ -125,7 +125,7 @@ class MicroBatches:
             self.descends, self._forced = before
 
     def _watched(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
-        """Make the call; in (more) micro-batches, if memory does not suffice."""
+        """Make the call; repeat it in more micro-batches while memory is short."""
         begun, before = random_states(), num
         while True:
             try:
@@ -143,7 +143,7 @@ class MicroBatches:
                 if wanted_bytes(error) is None:
                     raise
                 short = error
-            # Its frames hold what the forward has made.
+            # The frames of the traceback hold the forward's tensors.
             traceback.clear_frames(short.__traceback__)
             if self._session.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -154,7 +154,7 @@ class MicroBatches:
             self._learnt[module] = num
 
     def _has_room(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
-        """Whether there is room for the backward, as far as it is known and can be helped."""
+        """Return False if memory for the backward is short and micro-batches would help."""
         rows = args[0].size(0) if args and isinstance(args[0], torch.Tensor) and args[0].dim() else 0
         if not torch.is_grad_enabled() or rows <= self._fitted.get(module, 1):
             return True
@@ -169,10 +169,10 @@ class MicroBatches:
     def _more(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int, short: Exception
     ) -> int:
-        """How many micro-batches the module needs, which ran out of memory in ``num``.
+        """Return a number of micro-batches that the module fits in, after it ran out of memory in ``num``.
 
         Raises:
-            Exception: ``short``, where it cannot be helped.
+            Exception: ``short``, if micro-batches do not help.
         """
         name = type(module).__name__
         candidate, spec = self._candidate(module, args, kwargs)
@@ -202,18 +202,19 @@ class MicroBatches:
 
 # Note [Micro-batches]
 #
-# What autograd keeps for a backward grows with the batch. A module that computes its rows one by one, found out by the
-# probe that also shares rows out over ranks, gives the same for parts of the batch, one after the other, each of them
-# checkpointed: nothing but inputs and outputs is kept, and the backward computes a part once more, runs back through
-# it, and goes on to the one before. The program sees one call, one output and one backward; gradients of parameters are
-# the sum over the parts, which is that over the rows. It costs one forward more.
+# The memory that autograd keeps for a backward grows with the batch. A module that computes its rows one by one (the
+# probe of the row split shows this) gives the same outputs for parts of the batch, one after another. Each part is
+# checkpointed: only its inputs and outputs are kept, and the backward computes each part again before it runs back
+# through it. The program sees one call, one output and one backward; gradients of parameters are the sum over the
+# parts, which is the sum over the rows. The cost is one more forward.
 #
-# A forward is repeated then, which slicing does not do, so it must leave nothing behind either: no buffer, attribute or
-# statistics of BatchNorm. Random numbers are drawn for the whole batch by every part, of which it keeps its rows, and
-# all generators begin anew for each part, so dropout is that of the whole batch, in the backward too.
+# Other than slicing, this repeats a forward, so the forward may change no state: no buffer, attribute or BatchNorm
+# statistics. Every part draws the random numbers of the whole batch, and keeps those of its rows. All generators begin
+# anew for each part, so dropout is that of the whole batch, in the backward too.
 #
-# With "auto" a call is made as it is, and again in parts when it has run out of memory: nothing has been stepped, the
-# generators are put back, and that the forward leaves nothing behind is found out before. How many parts is found by
-# trying: the forward and backward of one, beside room for all outputs and their gradients. A backward that runs out of
-# memory cannot be repeated, as its graph is gone; so before the first one of a size room for gradients is tried as
-# well, and what is short there counts as a forward that was. Ranks need not agree: nothing of this is exchanged.
+# With "auto", a call runs whole first, and again in parts when it has run out of memory: there was no step yet, the
+# generators are restored, and the examination shows beforehand that the forward changes no state. The number of parts
+# is found by trials: the forward and backward of one part, with space reserved for all outputs and their gradients. A
+# backward that runs out of memory cannot be repeated, as its graph is gone. So before the first backward of a size,
+# memory for its gradients is tried as well, and a lack of it counts like a forward that ran out of memory. Ranks need
+# not agree, as all this exchanges nothing.

@@ -1,4 +1,4 @@
-"""``micro_batches``: forwards in parts, with the weights of whole ones, and in less memory."""
+"""``micro_batches``: forwards in parts give the weights of whole forwards, in less memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.ranks import RankFailedError, alone, run_ranks
 MB = 1 << 20
 ROOT = Path(__file__).parents[2]
 WIDTH = 70
-"""A matrix of so many rows is shared out at level 3."""
+"""Rows of a matrix that is sharded at level 3."""
 
 
 class Residual(nn.Module):
-    """Keeps several activations, and draws."""
+    """Keeps several activations, and draws random numbers."""
 
     def __init__(self, dropout: float = 0.3) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_one_process_trains_as_without_them() -> None:
     [(2, 0, "split"), (2, 1, "whole"), (2, 2, "split"), (2, 3, "whole"), (3, 0, "whole"), (3, 3, "split")],
 )
 def test_ranks_train_as_without_them(world_size: int, zero_lvl: int, batches: Batches) -> None:
-    """With dropout, whose numbers are those of the whole batch, and a tail where ranks have other numbers of rows."""
+    """Dropout has the numbers of the whole batch; in the tail, ranks have different numbers of rows."""
 
     def train(session: Session) -> Any:
         return trained(session, network(), mean_loss)
@@ -103,7 +103,7 @@ def test_ranks_train_as_without_them(world_size: int, zero_lvl: int, batches: Ba
 
 
 class Odd(nn.Module):
-    """What can be asked of a forward that runs in parts."""
+    """A forward that is odd in one way, named by ``kind``."""
 
     seen: Tensor
 
@@ -146,7 +146,7 @@ WHOLE = [
 
 
 def test_what_is_not_exact_in_parts_runs_whole() -> None:
-    """Weights are those without, whatever a forward does; and it runs in parts where it may."""
+    """The weights are right whatever a forward does, and it runs in parts where it may."""
 
     def loss_of(model: Any, x: Tensor, y: Tensor) -> Any:
         rest = (torch.linspace(0, 1, len(x), dtype=x.dtype),) if model.kind == "by coincidence" else ()
@@ -171,7 +171,7 @@ def test_what_is_not_exact_in_parts_runs_whole() -> None:
 
 
 def test_rows_that_are_all_alike_do_not_show_how_others_fare() -> None:
-    """A warm-up with zeros, as programs have it; then batches."""
+    """A warm-up with zeros, as in many programs; then batches."""
 
     def train(session: Session) -> Any:
         model = Odd("mixes rows").double()
@@ -195,7 +195,7 @@ def test_batchnorm_keeps_the_statistics_of_the_batch_and_what_is_around_it_runs_
 
 
 def test_forms_of_a_loss() -> None:
-    """Gradients of inputs, two forwards in one loss, a frozen part, a loss inside of the module, and autocast."""
+    """Gradients of inputs, two forwards in one loss, a frozen part, a loss inside the module, and autocast."""
 
     class WithLoss(nn.Module):
         def __init__(self) -> None:
@@ -256,10 +256,10 @@ class Deep(nn.Module):
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Of this process, to so much more than it has: an allocation fails then, as on a GPU."""
+    """Limit the memory of this process to ``num_bytes`` more than it has: a further allocation fails, as on a GPU."""
     libc = ctypes.CDLL(None)
-    libc.mallopt(-8, 1)  # M_ARENA_MAX: no 64 MB of addresses for each thread
-    libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed can be had again
+    libc.mallopt(-8, 1)  # M_ARENA_MAX: no 64 MB of address space for each thread
+    libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: freed memory can be allocated again
     libc.malloc_trim(0)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + num_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -285,8 +285,8 @@ def _deep(only: int | None, num_bytes: int = 110 * MB, *, evaluates: bool = Fals
 
 @pytest.mark.parametrize(("world_size", "zero_lvl", "only"), [(1, 0, None), (2, 0, 1), (2, 3, None)])
 def test_a_forward_that_ran_out_of_memory_runs_again_in_parts(world_size: int, zero_lvl: int, only: int | None) -> None:
-    """Also where it is one rank alone that has too little."""
-    # Ranks are forked from a new process: how far a limit goes depends on what earlier tests left of a heap.
+    """The same if only one rank has too little memory."""
+    # Ranks are forked from a new process: the effect of a limit depends on the heap that earlier tests left.
     call = f"from {__name__} import run_with_little_memory as run; run({world_size}, {zero_lvl}, {only})"
     done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -329,12 +329,12 @@ def test_attention_that_drops_nothing_runs_in_parts() -> None:
         return {**found, "draw": found["draw"], "outer": outer}
 
     found = run_ranks(1, train, micro_batches=2)[0]
-    assert found["outer"] == ["CatBackward0"]  # all of it, and not layer by layer
+    assert found["outer"] == ["CatBackward0"]  # the whole, not layer by layer
     assert differ(found, alone(train)) < 1e-12
 
 
 class Short(nn.Module):
-    """Has no memory for more than two rows."""
+    """Runs out of memory for more than two rows."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
