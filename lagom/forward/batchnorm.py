@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 def whole_batch_statistics(session: Session) -> Iterator[None]:
     """Have ``F.batch_norm``, which every BatchNorm layer calls, see the whole batch. See Note [BatchNorm].
 
-    Out of reach are TorchScript modules, and a ``batch_norm`` imported by its name before the run.
+    TorchScript modules, and a ``batch_norm`` imported by name before the run, are out of reach.
     """
     _tell_dynamo()
     original = F.batch_norm
     eager = WholeBatchStatistics(session, original).batch_norm
 
-    @torch._disable_dynamo  # also where a frame that it could not compile runs as it is: it would go on inside
+    @torch._disable_dynamo  # also in a frame that Dynamo cannot compile: it would compile the functions inside
     def uncompiled(*args: Any) -> Tensor:
         return eager(*args)
 
@@ -63,7 +63,7 @@ def whole_batch_statistics(session: Session) -> Iterator[None]:
 
 
 def _tell_dynamo() -> None:
-    """Have Dynamo look up torch's functions by name now: what it finds under a name later it takes for torch's own."""
+    """Have Dynamo look up torch's functions by name now: it takes any function found later for torch's own."""
     rules: Any = sys.modules.get(
         "torch._dynamo.trace_rules"
     )  # done when it is imported, but undone by torch.distributed
@@ -72,7 +72,7 @@ def _tell_dynamo() -> None:
 
 
 class WholeBatchStatistics:
-    """Computes them, over the ranks."""
+    """Computes BatchNorm with statistics over all ranks."""
 
     def __init__(self, session: Session, original: Callable[..., Tensor]) -> None:
         assert session.group is not None
@@ -82,12 +82,12 @@ class WholeBatchStatistics:
         self._frame = AgreedExchange(self._group)
         self._signatures: dict[tuple[object, ...], bytes] = {}
         self._part: tuple[int, tuple[object, ...]] | None = None
-        """The layer that was called last with less than the rank's share of a batch, and that share."""
+        """The layer that was last called with less than the rank's share of a batch, and that share's id."""
 
     def batch_norm(
         self, input: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """As ``F.batch_norm(training=True)`` of the whole batch; updates the running statistics."""
+        """Run ``F.batch_norm(training=True)`` of the whole batch; update the running statistics."""
         if self._session.probed is not None:
             return self._probed(self._session.probed, input, running, weight, bias, eps)
         share = self._session.share_in_forward
@@ -146,7 +146,7 @@ class WholeBatchStatistics:
         raise DivergenceError(f"other ranks ran another layer in place of {layer}")
 
     def _gathered(self, input: Tensor, share: BatchShare, identity: tuple[object, ...]) -> Tensor:
-        """A row per rank: elements, those that count, whether as dealt, means, sums of squared deviations."""
+        """Gather a row per rank: elements, those that count, whether the share is complete, means, deviations."""
         channels = input.shape[1]
         size = self._group.world_size
         rows = torch.zeros(size, 3 + 2 * channels, dtype=torch.float64, device=input.device)
@@ -154,7 +154,7 @@ class WholeBatchStatistics:
         if count:
             mean, var = moments(input)
             mine = rows[self._group.rank]
-            # One by one: to copy a list to a GPU would wait for all that is under way.
+            # One by one: copying a list to a GPU would wait for all its running work.
             mine[0] = count
             mine[1] = count if share.num_mine else 0
             mine[2] = input.shape[0] == max(share.num_mine, 1)
@@ -168,7 +168,8 @@ class WholeBatchStatistics:
         for buffer, new in ((running_mean, mean), (running_var, var * (count / (count - 1).clamp(min=1)))):
             if buffer is not None:
                 self._session.synchronised[buffer] = None
-                # Through .data: torch's kernel counts no version either; the graph of another forward may hold it.
+                # Through .data: another forward's graph may hold the buffer, and torch's kernel does not raise its
+                # version either.
                 buffer.data.mul_(1 - momentum).add_((new * momentum).to(buffer.dtype))
 
 
@@ -181,6 +182,6 @@ _OF_PARTS = (
 
 def _check(input: Tensor, count: Tensor, share: BatchShare) -> None:
     alone = input.numel() == input.shape[1] and share.num_all == 1
-    # On a GPU, looking at the count would wait for all that is under way.
+    # On a GPU, reading the count would wait for all its running work.
     if alone or (count.device.type == "cpu" and count.item() == 1):
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")

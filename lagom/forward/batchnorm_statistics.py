@@ -1,4 +1,4 @@
-"""BatchNorm's arithmetic over ranks that have a share of the batch each. See Note [BatchNorm]."""
+"""BatchNorm's arithmetic over ranks that each have a share of the batch. See Note [BatchNorm]."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class BatchNormCall:
-    """One forward, as its backward needs it."""
+    """Facts of one forward that its backward needs."""
 
     all_reduce: Callable[[Tensor], None]
     """Sums float64 over the ranks, in place."""
     eps: float
     counted: bool
-    """This rank's input is part of the batch; False for the copy that a rank without a sample runs."""
+    """The rank's input is part of the batch; False for the copy that a rank without a sample runs."""
     count: Tensor
     """Elements per channel, over all ranks."""
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Sum over the ranks."""
+        """Return the sum of ``numbers`` over the ranks."""
         total = numbers.to(torch.float64, copy=True).contiguous()
         self.all_reduce(total)
         return total
 
 
 def moments(input: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per channel."""
+    """Return mean and biased variance per channel."""
     x = input.to(torch.promote_types(input.dtype, torch.float32))
-    if x.device.type == "cpu":  # torch's own kernel for it: 3 times as fast as var_mean
+    if x.device.type == "cpu":  # torch's own kernel is 3 times as fast as var_mean
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
     else:
         var, mean = torch.var_mean(x, [i for i in range(x.dim()) if i != 1], correction=0)
@@ -43,7 +43,7 @@ def moments(input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def combine_moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Elements that count, mean and biased variance over all ranks, and elements of what one machine would have.
+    """Return count, mean and biased variance over all ranks, and the count that one process would have.
 
     From means m_r, sums of squared deviations M_r and counts n_r: m = sum n_r m_r / n and
     M = sum M_r + sum n_r (m_r - m)^2 (Chan, Golub and LeVeque, 1979).
@@ -61,7 +61,7 @@ def combine_moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class Normalise(Function):
-    """Normalises by given statistics, and differentiates as if they were computed from the inputs of all ranks.
+    """Normalises by given statistics, with gradients as if these were computed from the inputs of all ranks.
 
     See Note [BatchNorm] for the formula.
     """
@@ -118,7 +118,7 @@ def _fixed(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Te
 def _of_fixed(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """w / s dy, sum(dy x') and sum(dy) of this rank, in one pass."""
+    """Return w / s dy, sum(dy x') and sum(dy) of this rank, computed in one pass."""
     if x.numel() == 0:
         return torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
@@ -137,7 +137,7 @@ def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     def average(numbers: Tensor) -> Tensor:
         summed: Tensor = _Sum.apply(numbers.sum(dims) * call.counted, call)  # type: ignore[no-untyped-call]
         result = summed.div(call.count.to(mean.dtype)).view(shape)
-        # What a copy's output does to the statistics counts nowhere; still this rank takes part in the exchange.
+        # A copy's influence on the statistics counts nowhere, but its rank takes part in the exchange.
         return result if call.counted else result.detach() + 0 * result
 
     centred = x - average(x)
@@ -152,7 +152,7 @@ def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
 
 
 class _Sum(Function):
-    """The sum over the ranks, whose gradient is the sum of the gradients."""
+    """Sum over the ranks, whose gradient is the sum of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, numbers: Tensor, call: BatchNormCall) -> Tensor:
@@ -167,22 +167,22 @@ class _Sum(Function):
 
 # Note [BatchNorm]
 #
-# One machine computes y = w x' + b with x' = (x - m) / s, s^2 = v + eps, from the mean m and the biased variance v
-# of all n elements of a channel, and (Ioffe and Szegedy, 2015)
+# One process computes y = w x' + b with x' = (x - m) / s, s^2 = v + eps, from the mean m and the biased variance v of
+# all n elements of a channel, and (Ioffe and Szegedy, 2015)
 #
 #     dx = w / s (dy - sum(dy) / n - x' sum(dy x') / n),   dw = sum(dy x'),   db = sum(dy)
 #
-# with sums over all n. Here ranks r hold n_r of them each. The root of each rank's backward is multiplied by
-# R n_r / n, and the loss of one machine is sum (n_r / n) L_r, so dy on every rank is R times that of one machine:
-# the same factor everywhere. The formula is linear in dy. So with its sums taken over the ranks, dx is R times
-# that of one machine too, and the average over the R ranks of each rank's own part of dw and db is theirs.
+# with sums over all n. Here, rank r holds n_r of the elements. The root of each rank's backward is multiplied by
+# R n_r / n, and the loss of one process is sum (n_r / n) L_r, so dy on every rank is R times that of one process: the
+# same factor everywhere. The formula is linear in dy. So with its sums taken over the ranks, dx is R times that of one
+# process too, and the average over the R ranks of their own parts of dw and db is that of one process.
 #
-# A rank without a sample runs a copy that counts nowhere: its n_r is 0, its dy is 0, and m and v do not depend
-# on its x: dx = w / s dy there.
+# A rank without a sample runs a copy that counts nowhere: its n_r is 0, its dy is 0, and m and v do not depend on its
+# x, so dx = w / s dy there.
 #
-# All ranks take part in each exchange, so none may decide by its own input that there is nothing to exchange.
-# They decide by what they gathered. When all ranks have the same statistics and not as many rows as they were
-# dealt, the input is no share of the batch but something that each holds whole (a memory bank): mean and
-# variance are the same counted once or R times, only the unbiased variance of the running statistics wants the
-# count of one. Its gradients may stay those of a batch of R copies: the average over the ranks is the same.
-# In any other case counts are what they are, also for inputs of [batch * time] rows.
+# All ranks take part in each exchange, so no rank may decide by its own input that there is nothing to exchange. Ranks
+# decide by the gathered statistics. When all ranks have the same statistics, and not as many rows as their shares, the
+# input is no share of the batch but data that each rank holds whole (a memory bank). Mean and variance are equal
+# whether it counts once or R times; only the unbiased variance of the running statistics needs the count of one. The
+# gradients may stay those of a batch of R copies: the average over the ranks is the same. In any other case the counts
+# are used as they are, also for inputs of [batch * time] rows.

@@ -1,4 +1,4 @@
-"""Modules and parameters: which there are, and what happens around an outermost forward."""
+"""Patches of modules and parameters: track their creation, and prepare each outermost forward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def tracked_modules(session: Session) -> Iterator[None]:
-    """Note modules and parameters as they are made: constructed, unpickled or copied."""
+    """Record modules and parameters as they are created: constructed, unpickled or copied."""
     init, setstate = vars(nn.Module)["__init__"], vars(nn.Module)["__setstate__"]
 
     def patched_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -58,10 +58,10 @@ def _numbered(session: Session, make: Callable[..., torch.Tensor]) -> Callable[.
 
 @contextmanager
 def own_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
-    """Around an outermost forward: bring the module to its input's device, and draw from the rank's own stream.
+    """Before an outermost forward, move the module to its input's device, and switch to the rank's own random stream.
 
-    The own stream serves where ranks have different samples of a batch: dropout must differ there. Not in a
-    module's first call, in which parameters may be made, nor in a backward, where checkpoints repeat a forward.
+    The own stream serves where ranks have different samples of a batch: dropout must differ there. It does not serve in
+    a module's first call, which may create parameters, nor in a backward, where checkpoints repeat a forward.
     """
     forwards = _Forwards(session, streams)
     call = _called(forwards)
@@ -79,18 +79,18 @@ _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 
 
 class _Forwards:
-    """Whether a forward is under way, and which modules have been called before."""
+    """Tracks whether a forward is running, and which modules have been called before."""
 
     def __init__(self, session: Session, streams: OwnStreams) -> None:
         self.session = session
         self.streams = streams
         self.inside = False
         self._called: dict[int, weakref.ref[nn.Module]] = {}
-        """By id: modules may be equal to others, or have no hash."""
+        """Modules by id: they may be equal to others, or have no hash."""
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Modules called in here are a part of another's forward."""
+        """Treat modules called meanwhile as parts of another module's forward."""
         before, self.inside = self.inside, True
         try:
             yield
@@ -99,7 +99,7 @@ class _Forwards:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Modules called in here are outermost ones."""
+        """Treat modules called meanwhile as outermost ones."""
         self.inside = False
         try:
             yield
@@ -107,7 +107,7 @@ class _Forwards:
             self.inside = True
 
     def draws_own(self, function: Any) -> bool:
-        """Whether this call, an outermost one, draws from the rank's own stream."""
+        """Return whether this outermost call draws from the rank's own stream."""
         session = self.session
         trains = session.distributed and getattr(function, "training", True) and torch.is_grad_enabled()
         if not (trains and session.depth == 0 and session.passes.share is not None):
@@ -115,12 +115,12 @@ class _Forwards:
         return not isinstance(function, nn.Module) or self._was_called(function)
 
     def trains_own(self, module: nn.Module) -> bool:
-        """As ``draws_own``, of a module in training, with gradients on, on one of several ranks."""
+        """Return ``draws_own`` for a module in training, with gradients on, on one of several ranks."""
         session = self.session
         return session.depth == 0 and session.passes.share is not None and self._was_called(module)
 
     def _was_called(self, module: nn.Module) -> bool:
-        """Whether it was before; from now on it has been."""
+        """Return whether ``module`` was called before, and record this call."""
         key = id(module)
         if (ref := self._called.get(key)) is not None and ref() is module:
             return True
@@ -191,7 +191,7 @@ def _checkpointed(forwards: _Forwards) -> Callable[..., Iterator[None]]:
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         function = _as_in_forward(forwards.session, function)
-        # It notes the state of the generators before it calls the function, to repeat it in the backward.
+        # It records the generators' states before it calls the function, to restore them in the backward.
         if forwards.inside or forwards.session.depth:
             yield from original(function, *args, **kwargs)
             return
@@ -207,7 +207,7 @@ def _checkpointed(forwards: _Forwards) -> Callable[..., Iterator[None]]:
 
 @contextmanager
 def reentrant_checkpoints(session: Session) -> Iterator[None]:
-    """Note the inputs of forwards that a backward repeats, and have it find the whole batch again."""
+    """Record the inputs of forwards that a backward repeats, and have the repetition see the whole batch again."""
     function = torch.utils.checkpoint.CheckpointFunction
     apply, detach = function.apply, torch.utils.checkpoint.detach_variable
 
@@ -229,7 +229,7 @@ def reentrant_checkpoints(session: Session) -> Iterator[None]:
 
 
 def _as_in_forward(session: Session, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of a checkpoint, which finds the whole batch again when the backward repeats it."""
+    """Return a checkpoint's ``function`` that sees the whole batch again when the backward repeats it."""
     region = session.region
     if region is None:
         return function

@@ -1,4 +1,4 @@
-"""Mixed precision by flag: forwards under autocast, and gradients of fp16 that neither vanish nor overflow."""
+"""Mixed precision by a setting: forwards under autocast, and fp16 gradients that neither vanish nor overflow."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 FIRST_SCALE = 2.0**16
-"""These three are torch's own GradScaler's."""
+"""The values of torch's own GradScaler, like the next two."""
 GROWTH_INTERVAL = 2000
 _FACTOR = 2.0
 
 
 def dtype_of(asked: Literal[True, "bf16", "fp16"], device: torch.device) -> torch.dtype:
-    """What ``mixed_precision`` means on ``device``."""
+    """Return the type that ``mixed_precision`` means on ``device``."""
     if asked is True:
         has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if has_bf16 else torch.float16
@@ -40,7 +40,7 @@ def dtype_of(asked: Literal[True, "bf16", "fp16"], device: torch.device) -> torc
 
 
 class Precision:
-    """What ``mixed_precision`` does to a program. See Note [Mixed precision]."""
+    """Patches a program for ``mixed_precision``. See Note [Mixed precision]."""
 
     def __init__(self, session: Session, asked: Literal[True, "bf16", "fp16"]) -> None:
         self._session = session
@@ -48,19 +48,19 @@ class Precision:
         self.dtype = dtype_of(asked, session.device)
         self._off = False
         self._active = False
-        """Whether an outermost forward is under way, in our autocast."""
+        """An outermost forward is running in lagom's autocast."""
         self._converts = False
         self._entering = False
         self._depth = 0
-        """Of backwards inside each other."""
+        """Depth of nested backwards."""
         self._scaled_leaves: set[int] = set()
         """Ids of leaves that divide by the scale."""
         self._own: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        """Of modules: whether they have parameters, and all in float32."""
+        """By module: whether it has parameters, all of them in float32."""
 
     @contextmanager
     def outputs(self) -> Iterator[None]:
-        """What the outermost module gives is float32; to be entered before what shares forwards out."""
+        """Convert the outermost module's outputs to float32; enter this before the patches that split forwards."""
         original = vars(nn.Module)["__call__"]
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ class Precision:
 
     @contextmanager
     def forwards(self) -> Iterator[None]:
-        """Outermost forwards run under autocast; to be entered after what shares them out."""
+        """Run outermost forwards under autocast; enter this after the patches that split forwards."""
         original = vars(nn.Module)["__call__"]
         enter = vars(torch.autocast)["__enter__"]
         init = vars(torch.amp.GradScaler)["__init__"]
@@ -112,7 +112,7 @@ class Precision:
 
     @contextmanager
     def backwards(self) -> Iterator[None]:
-        """With fp16, gradients are scaled inside of backwards; to be entered before what averages them."""
+        """With fp16, scale gradients inside of backwards; enter this before the patches that average them."""
         original = torch.autograd._engine_run_backward
         scaling = _Scaling(self._session) if self.dtype is torch.float16 else None
 
@@ -145,7 +145,7 @@ class Precision:
         repeated = self._session.repeated
         found = {id(leaf): leaf for leaf in reached_leaves(outputs, args[3]) if leaf not in repeated}
         leaves = [leaf for key, leaf in found.items() if key not in self._scaled_leaves]
-        # A backward inside another is given gradients that are scaled already.
+        # A nested backward is given gradients that are scaled already.
         roots = args[0]
         if self._depth == 1:
             roots = tuple(None if one is None else one * scaling.scale for one in roots)
@@ -174,7 +174,7 @@ class Precision:
         if self._off or self._active or self._depth or not self._session.live:
             return False
         if torch.is_autocast_enabled(self._device):
-            return False  # a checkpoint that repeats a forward, as it was
+            return False  # a checkpoint repeats a forward in its own autocast
         own: bool | None = self._own.get(module)
         if own is None:
             dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
@@ -186,7 +186,7 @@ class Precision:
 
 
 class _Scaling:
-    """Keeps the factor by which losses are multiplied, and leaves steps out when gradients have overflowed."""
+    """Keeps the factor that losses are multiplied by, and skips steps when gradients have overflowed."""
 
     def __init__(self, session: Session) -> None:
         self.scale = FIRST_SCALE
@@ -195,18 +195,18 @@ class _Scaling:
         self._held: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
 
     def unscale(self, leaf: Tensor) -> RemovableHandle:
-        """From now on ``leaf`` accumulates what it would without the scale; the first of its hooks."""
+        """Have ``leaf`` accumulate unscaled gradients, by a hook before all its others; return the hook's handle."""
         inverse = 1.0 / self.scale
         others = dict(leaf._backward_hooks or {})
         handle: RemovableHandle = leaf.register_hook(lambda gradient: gradient * inverse)
         hooks: Any = leaf._backward_hooks
-        for key, hook in others.items():  # autograd goes by insertion, whatever an OrderedDict says
+        for key, hook in others.items():  # autograd follows insertion, whatever an OrderedDict's order is
             del hooks[key]
             hooks[key] = hook
         return handle
 
     def before(self, optimizer: Optimizer) -> None:
-        """A step comes: without gradients, which changes nothing, where some are not finite."""
+        """Before a step, take away the gradients if some are not finite: then the step changes nothing."""
         every = [p for group in optimizer.param_groups for p in group["params"]]
         if self._session.gradients is None:
             graded = [p for p in every if p.grad is not None]
@@ -237,7 +237,7 @@ class _Scaling:
         return all(row[0] for row in rows)
 
     def after(self, optimizer: Optimizer) -> None:
-        """The step is over: gradients are what they were."""
+        """After the step, restore the gradients."""
         for p, gradient in self._held.pop(optimizer, ()):
             p.grad = gradient
 
@@ -253,13 +253,15 @@ def _are_finite(gradients: Iterable[Tensor | None]) -> bool:
 
 # Note [Mixed precision]
 #
-# The forward of an outermost module runs under torch.autocast, and what it gives is float32 again, so a loss that the
-# program computes by itself has all digits. Parameters, gradients and optimizer state stay in float32. Modules without
-# parameters (losses, as a rule) run as they are, and so do modules that the program itself has made double or half.
-# A program that enters autocast outside of forwards, or makes a GradScaler, manages this itself and is left alone.
+# The forward of an outermost module runs under torch.autocast, and its outputs are converted to float32, so a loss that
+# the program computes itself has all digits. Parameters, gradients and optimizer state stay in float32. Modules without
+# parameters (usually losses) run unchanged, and so do modules that the program itself has converted to double or half.
+# A program that enters autocast outside of forwards, or makes a GradScaler, manages precision itself: lagom then
+# changes nothing.
 #
 # In fp16 small gradients vanish, so the roots of a backward are multiplied by a scale. Each leaf divides by it before
-# it accumulates, by a hook that comes before all others: whatever the program does with gradients (clips, adds up,
-# looks at them), they have their true size. When some are not finite the optimizer's next step is left out and the
-# scale halved; after 2000 good steps it is doubled, as by torch.amp.GradScaler. Gradients are averaged before that, so
-# all ranks decide alike. What torch.autograd.grad returns is not scaled, and a closure's gradients are not looked at.
+# it accumulates, by a hook that comes before all others: in all that the program does with gradients (clips, adds up,
+# looks at them), they have their true size. When some are not finite, the optimizer's next step is skipped and the
+# scale is halved; after 2000 good steps it is doubled, as by torch.amp.GradScaler. Gradients are averaged before this
+# decision, so all ranks decide equally. Results of torch.autograd.grad are not scaled, and a closure's gradients are
+# not checked.

@@ -1,4 +1,4 @@
-"""Find modules whose forwards keep running values of what they are called with: of a rank's share of each batch."""
+"""``RunningValueDetector``: find modules whose forwards keep running values of a rank's share of each batch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 _CONTAINERS = "torch.nn.modules.container"
-"""What is in torch's containers is of the layer that has them."""
+"""torch's containers: values in them belong to the layer around them."""
 
 
 class RunningValueDetector:
-    """Looks at the second training forward of each outermost module: the first may make parameters.
+    """Examines the second training forward of each outermost module, as the first may make parameters.
 
     Args:
-        synchronised: buffers that are those of the whole batch, as BatchNorm's are.
+        synchronised: buffers that follow the whole batch, as BatchNorm's do.
         say_once: tells the user something, the first time.
     """
 
@@ -30,7 +30,7 @@ class RunningValueDetector:
         self._num_calls: dict[int, int] = {}
 
     def before(self, module: nn.Module) -> list[tuple[str, Tensor, int]] | None:
-        """What a forward of ``module`` might change, by name, with its version; None where that is not of interest."""
+        """Return name, value and version of each tensor that ``module`` might change; None if it is not examined."""
         calls = self._num_calls.get(id(module), 0)
         if calls > 1:
             return None
@@ -38,14 +38,14 @@ class RunningValueDetector:
         return [(name, one, one._version) for name, one in _values(module)] if calls else None
 
     def after(self, module: nn.Module, seen: list[tuple[str, Tensor, int]]) -> None:
-        """Tell of what a forward of ``module`` has changed."""
+        """Warn about values that a forward of ``module`` has changed."""
         changed = [name for name, one, version in seen if one._version != version and one not in self._synchronised]
         if changed:
             self._say_once(_CHANGED.format(kind=type(module).__name__, name=changed[0]))
 
 
 def _values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers and frozen parameters of layers that are not torch's own, by name."""
+    """Yield buffers and frozen parameters of layers that are not torch's own, by name."""
     for path, part in _parts(module):
         if type(part).__module__.startswith("torch.") and type(part).__module__ != _CONTAINERS:
             continue
@@ -56,7 +56,7 @@ def _values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The module and those inside it, by name; torch's own walk hashes them, which a class may not allow."""
+    """Yield the module and those inside it, by name; torch's own walk hashes modules, and a class may forbid that."""
     met, left = {id(module)}, [("", module)]
     while left:
         path, part = left.pop()

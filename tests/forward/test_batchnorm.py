@@ -1,4 +1,4 @@
-"""BatchNorm on several ranks has the statistics, and gives the gradients, of one machine."""
+"""BatchNorm on several ranks has the statistics and gradients of one process."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def train(
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     every: int = 1,
 ) -> dict[str, Tensor]:
-    """Two epochs of SGD in float64, then an evaluation; all that it left behind."""
+    """Train two epochs of SGD in float64, then evaluate; return the resulting state."""
     model.double()
     x = torch.randn(count, *shape, dtype=torch.float64) * 3 + 2
     y = torch.sin(x.flatten(1)[:, :1])
     measure = loss or (lambda x, y: F.mse_loss(model(x), y))
     model.train()
-    measure(x[:3], y[:3]).detach()  # makes the parameters of lazy modules
+    measure(x[:3], y[:3]).detach()  # creates the parameters of lazy modules
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     for epoch in range(2):
         model.train()
@@ -132,7 +132,7 @@ def of_each_row_and_time(_: Session) -> dict[str, Tensor]:
 
 
 class Bank(nn.Module):
-    """Normalises something that is no batch, along with the batch."""
+    """Normalises data that is no batch, along with the batch."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def many_channels(_: Session) -> dict[str, Tensor]:
 
 def compiled(_: Session) -> dict[str, Tensor]:
     model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-    warnings.simplefilter("ignore")  # torch.compile's own, after a graph break
+    warnings.simplefilter("ignore")  # torch.compile warns after a graph break
     fast = torch.compile(model, backend="eager")
     return train(model, loss=lambda x, y: F.mse_loss(fast(x), y))
 
@@ -325,7 +325,7 @@ def test_replicated_batches_and_evaluation_are_left_alone() -> None:
             model(a).sum().backward()
         with torch.no_grad():
             for (a,) in DataLoader(TensorDataset(x), batch_size=2):
-                model(torch.cat([a, a]))  # in training mode: forgotten, or wanted
+                model(torch.cat([a, a]))  # in training mode, by mistake or on purpose
         model(x)
         return [*model.buffers()]
 
@@ -400,7 +400,7 @@ def test_a_rank_whose_rows_are_all_filtered_out_takes_part() -> None:
     def run(session: Session) -> Any:
         model = nn.BatchNorm1d(2, momentum=1.0)
         (x,) = next(iter(DataLoader(TensorDataset(torch.arange(12.0).view(6, 2)), batch_size=6)))
-        y = model(x[x[:, 0] % 4 == 0])  # with two ranks: all of rank 0's
+        y = model(x[x[:, 0] % 4 == 0])  # with two ranks: all rows of rank 0
         y.square().sum().backward()
         assert model.weight.grad is not None
         return model.running_mean, model.running_var, model.weight.grad / session.world_size
@@ -414,7 +414,7 @@ def test_a_rank_whose_rows_are_all_filtered_out_takes_part() -> None:
 
 @contextmanager
 def as_on_gpus(session: Session) -> Iterator[None]:
-    """The patches, with statistics that cannot travel along with a message, as those on GPUs."""
+    """Patch with an exchange that has no room for statistics in its first message, as on GPUs."""
     init = AgreedExchange.__init__
 
     def without_room(self: AgreedExchange, group: Group, size: int = 0) -> None:
@@ -433,7 +433,7 @@ def test_on_gpus_an_exchange_begins_with_a_message_which_may_ask_for_something_e
         states = []
         for i, (batch,) in enumerate(DataLoader(TensorDataset(x), batch_size=6)):
             optimizer.zero_grad()
-            if i and session.rank == 0:  # the other rank is in the first exchange of its forward meanwhile
+            if i and session.rank == 0:  # the other rank is already in the first exchange of its forward
                 states.append(copy.deepcopy(optimizer.state_dict()["state"]))
             model(batch).square().mean().backward()
             optimizer.step()

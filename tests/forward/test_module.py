@@ -1,4 +1,4 @@
-"""``lagom.forward.module``: what happens around a forward."""
+"""``lagom.forward.module``: preparation of a forward."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_modules_with_their_own_equality_are_tracked() -> None:
 
 
 class Proxy(nn.Module):
-    """Passes on what it lacks to the module inside; two of its bases construct it."""
+    """Passes unknown attributes on to the module inside; two of its bases construct it."""
 
     def __init__(self, inner: nn.Module) -> None:
         nn.Module.__init__(self)

@@ -1,4 +1,4 @@
-"""``mixed_precision`` gives what autocast and a GradScaler give when they are written by hand, and nothing else."""
+"""``mixed_precision`` gives the results of a handwritten autocast and GradScaler, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _with_scaler() -> list[Tensor]:
     for _ in range(3):
         for x, y in _loader():
             optimizer.zero_grad()
-            # Small enough not to overflow: which steps are left out depends on how many samples a rank has.
+            # Small enough not to overflow: the skipped steps would depend on a rank's number of samples.
             scaler.scale(0.01 * nn.functional.mse_loss(_by_hand(torch.float16)(model, x), y)).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -83,7 +83,7 @@ def _with_scaler() -> list[Tensor]:
 
 
 class _Noting(nn.Module):
-    """A layer that tells what it computes in."""
+    """A layer that records the type that it computes in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_a_step_whose_gradients_overflow_is_left_out_on_all_ranks(world_size: in
         weights = []
         for factor in (0.01, 1e6, 0.01):
             optimizer.zero_grad()
-            # One rank alone overflows.
+            # A single rank overflows.
             mine = factor if session.rank == session.world_size - 1 else 0.01
             (mine * _plainly(model, torch.ones(2, 3)).sum()).backward()
             optimizer.step()

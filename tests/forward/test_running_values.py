@@ -1,4 +1,4 @@
-"""``lagom.forward.running_values`` and BatchNorm of parts: normalisations that see a rank's share are told of."""
+"""``lagom.forward.running_values`` and BatchNorm of parts: warnings about normalisations that see a rank's share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 
 class Frozen(nn.Module):
-    """Running values as frozen parameters in a container, as Keras' layers have them."""
+    """Running values as frozen parameters in a container, as in Keras' layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Ghost(nn.Module):
 
 
 class Named(nn.BatchNorm1d):
-    """A layer of the program's with torch's running statistics, which are those of the whole batch."""
+    """A layer of the program with torch's running statistics, which follow the whole batch."""
 
 
 LAYERS: dict[str, tuple[Any, list[str]]] = {
