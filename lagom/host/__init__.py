@@ -1,5 +1,6 @@
-"""The process that holds the ranks of one task: on an executor of Spark, or below the local fork server.
+"""The host process of one task: forks its ranks, on a Spark executor or below the local fork server.
 
-Start with ``rank_host.py`` (forks the ranks) and ``supervisor.py`` (carries their words to the driver, ends them).
-``executor.py`` and ``fork_server.py`` are the two that start it; ``descendants.py`` ends what programs leave behind.
+Start with ``rank_host.py`` (forks the ranks) and ``supervisor.py`` (forwards their messages to the driver and ends
+them). ``executor.py`` and ``fork_server.py`` start the host process; ``descendants.py`` ends the processes that
+programs leave.
 """

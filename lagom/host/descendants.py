@@ -1,4 +1,4 @@
-"""Processes below a host process, however they were started: none of them outlives it. See Note [Descendants]."""
+"""Processes below a host process, however they were started: all end before it does. See Note [Descendants]."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from lagom.worker.process_tree import children
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CLEANER = re.compile(rb"(.*/)?torch_shm_manager\0|.*\0from [\w.]+\.resource_tracker import main;", re.DOTALL)
-"""The command line of a process that removes shared memory when its users have ended, and then ends: torch's, Python's,
-joblib's. None of them is ever killed."""
-_END_S = 5.0  # after which a process is left behind that waits for a disk, which SIGKILL does not end, or still removes
+"""Command lines of processes that remove shared memory after its users have ended: torch's, Python's and joblib's. They
+end by themselves and are never killed."""
+_END_S = 5.0  # then leave processes that wait for a disk, which SIGKILL does not end, or still remove shared memory
 _TURN_S = 0.01
 
 
 class Orphaned(BaseException):
-    """The process above this one has ended."""
+    """Raised when this process's parent has ended."""
 
 
 def fork_host(function: Callable[[], None]) -> int:
-    """Run ``function`` in a child that holds processes of its own: they end with it, and it ends with this process.
+    """Run ``function`` in a child that has processes of its own: they end with it, and it ends with this process.
 
     Returns:
-        Its process id. Its exit status is 0 when ``function`` returned.
+        The child's process id. The exit status is 0 when ``function`` returned.
     """
     parent = os.getpid()
     with warnings.catch_warnings():
-        # Python 3.12 warns of threads that the child will not have; it uses none of them.
+        # Python 3.12 warns that the child lacks the parent's threads; the child uses none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
@@ -48,13 +48,13 @@ def fork_host(function: Callable[[], None]) -> int:
         try:
             for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
-            os.setpgid(0, 0)  # what ends the group of the process above comes by that one's end
+            os.setpgid(0, 0)  # a signal to the parent's group must not reach the child; the parent's end does
             adopt_orphans(True)
             _raise_at_end_of(parent)
             function()
             code = 0
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Orphaned is raised until here; what follows is done whole
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # no Orphaned from here on: the clean-up must complete
     except Orphaned:
         pass
     except BaseException:
@@ -64,7 +64,7 @@ def fork_host(function: Callable[[], None]) -> int:
 
 
 def _raise_at_end_of(parent: int) -> None:
-    """Raise ``Orphaned`` here, once, when ``parent`` ends."""
+    """Raise ``Orphaned`` in this process, once, when ``parent`` ends."""
 
     def end(*_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -88,23 +88,23 @@ _adopts = False
 
 
 def adopt_orphans(whether: bool) -> None:
-    """Have what is orphaned below this process become a child of it, rather than of the system's first process."""
-    global _adopts  # of this process
+    """Make this process, instead of the system's first, the parent of processes orphaned below it, or stop that."""
+    global _adopts  # state of this process
     if sys.platform == "linux":
         _adopts = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0) == 0 and whether
 
 
 def end_rank(pid: int, others: Collection[int]) -> None:
-    """Kill the rank ``pid`` and what it has started, but none of the ``others``, which are alive, nor what is theirs.
+    """Kill the rank ``pid`` and the processes that it started, but not the living ``others`` nor their processes.
 
-    While there are others, an orphan in a session or group of its own may be theirs; it goes with the last rank.
+    While there are others, an orphan in a session or group of its own may be theirs; it is killed with the last rank.
     """
     if _adopts:
         mine = [child for child in children(os.getpid()) if child not in others]
         if others:
             mine = [child for child in mine if child == pid or _group(child) == pid]
         for child in _kill([one for top in mine for one in (top, *_below(top, ()))]):
-            if child != pid:  # whose exit status is wanted
+            if child != pid:  # the caller reads the rank's own exit status
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(child, os.WNOHANG)
         return
@@ -113,14 +113,14 @@ def end_rank(pid: int, others: Collection[int]) -> None:
 
 
 def reap_adopted(ranks: Collection[int]) -> None:
-    """Let those go that were orphaned and have ended; ``ranks`` are the children that are this process's own."""
+    """Reap adopted orphans that have ended; ``ranks`` are this process's own children."""
     for child in set(children(os.getpid())) - set(ranks) if _adopts else ():
         with contextlib.suppress(ChildProcessError):
             os.waitpid(child, os.WNOHANG)
 
 
 def end_descendants(kept: Collection[int] = ()) -> None:
-    """End all below this process, but for the children in ``kept`` and what is below them; waits for their ends."""
+    """End all processes below this one except the children in ``kept`` and their descendants; wait for their ends."""
     start = time.monotonic()
     while (left := _kill(list(_below(os.getpid(), kept)))) and time.monotonic() - start < _END_S:
         for pid in left:
@@ -130,7 +130,7 @@ def end_descendants(kept: Collection[int] = ()) -> None:
 
 
 def _kill(found: list[int]) -> list[int]:
-    """Kill all of them but those that clean; returns all, ended ones among them."""
+    """Kill the processes ``found`` except those that remove shared memory; return all of ``found``."""
     for pid in found:
         if not _cleans(pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -160,16 +160,16 @@ def _cleans(pid: int) -> bool:
 
 # Note [Descendants]
 #
-# A program's pools, data loader workers and subprocesses go on when the rank that started them is killed, with all
-# that they have of its memory. Process groups do not hold them: a subprocess may have a session of its own. So a host
-# process adopts what is orphaned below it (Linux's child subreaper), and ends all below it before it ends. The
-# process above it, Spark's Python worker or the local fork server, does so too as long as it has host processes: one
-# that is killed itself leaves what was below it to that. When the process above ends first, the kernel tells the host
-# process. Only where both are killed in the same moment is anything left.
+# A program's pools, data loader workers and subprocesses go on when the rank that started them is killed, and keep
+# their memory. A process group does not contain them all: a subprocess may have a session of its own. So a host process
+# adopts the orphans below it (Linux's child subreaper), and ends all processes below it before it ends. Its parent,
+# Spark's Python worker or the local fork server, does the same while it has host processes: it ends the processes that
+# a killed host process leaves. When the parent ends first, the kernel signals the host process. Processes are left only
+# if both are killed at the same moment.
 #
 # Processes that remove shared memory are never killed: Python's and joblib's resource trackers, torch's manager. They
-# remove what has a name when all who used it have ended, and end then, however long a busy machine keeps them waiting.
-# Where somebody else kills one of them, the memory stays, as it does in a plain run.
+# remove named memory after all its users have ended, and then end, however long that takes on a busy machine. If
+# somebody else kills one of them, the memory stays, as it does in a plain run.
 #
-# What is orphaned says no more which rank it comes from, unless it is still in the rank's process group. So the end of
-# one rank takes only those of its group along: a server that another rank has put into the background goes on.
+# An orphan no longer shows which rank started it, unless it is still in the rank's process group. So the end of one
+# rank ends only the orphans of its group: a server that another rank has put into the background goes on.

@@ -1,4 +1,4 @@
-"""A Spark executor's part in a run: ground, link to the driver, ranks, and their outcomes as rows."""
+"""A Spark executor's part in a run: workspace, link to the driver, ranks, and their outcomes as rows."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from lagom.worker.network_interfaces import own_address
 from lagom.worker.process_tree import children
 
 _DIAL_S = 1.0
-_INLINE = 8 << 20  # bytes; larger outcomes go beside Spark's results, which have to fit the driver's heap
+_INLINE = 8 << 20  # bytes; larger outcomes go to the driver by a connection, as Spark's results have to fit its heap
 _PART = 4 << 20  # bytes of a row
-_MAX_FAILURE = 1 << 20  # bytes of an exception that rides in an error text
-_MAX_TIMELINE = 1 << 16  # of a timeline: Spark logs such a text, and a long one several times
+_MAX_FAILURE = 1 << 20  # bytes of a pickled exception in an error text
+_MAX_TIMELINE = 1 << 16  # bytes of timelines in an error text: Spark logs the text, and several times
 
 
 def attend(spec: RunSpec) -> Iterator[Any]:
-    """Hold this task's ranks, in a process of their own; gives the rows with what became of them.
+    """Run this task's ranks in a host process; yield rows with their outcomes.
 
     Raises:
-        RuntimeError: with the first failure in its text, when the driver could not be told of it otherwise.
+        RuntimeError: with the first failure in its text, if this task has no link to the driver.
     """
     from pyspark import BarrierTaskContext, TaskContext
 
@@ -55,7 +55,7 @@ def attend(spec: RunSpec) -> Iterator[Any]:
         told = pickle.loads(os.pread(fds["told"], os.fstat(fds["told"]).st_size, 0) or pickle.dumps(None))
         if isinstance(told, BaseException):
             raise told
-        if told is None:  # it was killed; the driver sees that by itself, where it was linked
+        if told is None:  # the host process was killed; a driver with a link to it sees that
             raise RankError(f"the process that held {ranks_of(ranks)} on {platform.node()} {ended}", ranks[0])
         parts = [_Part(rank, name, fds[file], report) for rank, name, file, report in told]
         return _rows(parts, files.pop_all())
@@ -67,7 +67,7 @@ def _ranks(spec: RunSpec, task: int) -> Sequence[int]:
 
 
 def _run_below(function: Callable[[], None]) -> str:
-    """Run ``function`` in a host process; returns how that ended. See Note [Descendants] in descendants.py."""
+    """Run ``function`` in a host process; return how that process ended. See Note [Descendants] in descendants.py."""
     before = children(os.getpid())
     adopt_orphans(True)
     try:
@@ -82,7 +82,7 @@ def _run_below(function: Callable[[], None]) -> str:
 
 
 def _tell(told_fd: int, spec: RunSpec, context: Any, fds: Mapping[str, int]) -> None:
-    """Leave in ``told_fd`` which files there are now, with what is to be said of them, or what is to be raised."""
+    """Run the ranks; write the list of files with their reports, or the exception to raise, to ``told_fd``."""
     told: Any
     task = context.partitionId()
     link = None
@@ -108,7 +108,7 @@ def _tell(told_fd: int, spec: RunSpec, context: Any, fds: Mapping[str, int]) -> 
 
 
 _Told = tuple[int, str, str, "Message"]
-"""Rank, what it is for the driver, the name of the file, and what is said of it."""
+"""Rank, kind of file for the driver, name of the file, and report."""
 
 
 def _attend(spec: RunSpec, task: int, context: Any, link: DriverClient | None, fds: Mapping[str, int]) -> list[_Told]:
@@ -121,7 +121,7 @@ def _attend(spec: RunSpec, task: int, context: Any, link: DriverClient | None, f
         reports = hold_ranks(spec, task, place, link, gather, outcomes, ip, _gpus(spec, context))
         failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
         # A driver that has a link to this task ends the run itself, and quietly: a task that raises fills Spark's log,
-        # and what other tasks have to tell, which may be the cause, would be lost with the job.
+        # and the job's failure would lose the reports of other tasks, which may have the cause.
         if failed and link is None:
             raise RuntimeError(_as_text(failed[0], outcomes[failed[0]["rank"] - ranks[0]], reports))
         found = [(rank, "outcome", f"outcome-{rank}", report) for rank, report in zip(ranks, reports, strict=True)]
@@ -135,7 +135,7 @@ def _attend(spec: RunSpec, task: int, context: Any, link: DriverClient | None, f
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A file that goes to the driver, and what is said of it; a report with a digest has gone there already."""
+    """A file for the driver and its report; a report with a digest says that the driver has the file already."""
 
     rank: int
     name: str
@@ -154,7 +154,7 @@ def _as_text(report: Message, fd: int, reports: Sequence[Message]) -> str:
 
 
 def _that_fit(reports: Sequence[Message]) -> list[Message]:
-    """Of the ranks' timelines what a text has room for, the latest first: there is seen how a run came to its end."""
+    """Select the latest blocks of the ranks' timelines that fit into an error text: they show how the run ended."""
     of_ranks = [[said for said in one.get("output", []) if said["type"] == "timeline"] for one in reports]
     found: list[Message] = []
     left = _MAX_TIMELINE
@@ -167,7 +167,7 @@ def _that_fit(reports: Sequence[Message]) -> list[Message]:
 
 
 def _delivered(spec: RunSpec, rank: int, name: str, fd: int, report: Message) -> Message:
-    """``report``, with the digest of the file when it is large and the driver has taken it beside the job."""
+    """Return ``report``; a large file is sent to the driver first, and the file's digest is added if it arrived."""
     if os.fstat(fd).st_size <= _INLINE or spec.address is None:
         return report
     digest = deliver(spec.address, spec.secret, f"{name}-{rank}", fd, 60.0, spec.certificate)
@@ -175,7 +175,7 @@ def _delivered(spec: RunSpec, rank: int, name: str, fd: int, report: Message) ->
 
 
 def _rows(parts: Sequence[_Part], files: contextlib.ExitStack) -> Iterator[Any]:
-    """What Spark takes home, a piece at a time; ``files`` closes what it is read from."""
+    """Yield the rows of all files for Spark, a part at a time; close ``files`` at the end."""
     with files:
         for part in parts:
             size = 0 if "sha256" in part.report else os.fstat(part.fd).st_size
@@ -214,7 +214,7 @@ def _check(spec: RunSpec, context: Any) -> None:
             f"the executor on {platform.node()} has no torch ({error}); its Python is {sys.executable}: "
             "install torch there, or set PYSPARK_PYTHON to a Python that has it"
         ) from error
-    import lagom.host.preload  # noqa: F401  (once per Spark worker; the ranks forked from it have it)
+    import lagom.host.preload  # noqa: F401  (once per Spark worker; forked ranks inherit the imports)
 
     if context.attemptNumber() > 0:
         raise PlanError(
@@ -224,7 +224,7 @@ def _check(spec: RunSpec, context: Any) -> None:
 
 @contextlib.contextmanager
 def _quiet_sockets() -> Iterator[None]:
-    """Let torch read, as it does once, that it is not to warn of hosts without a name at every connection."""
+    """Silence torch's warning about hosts without a name at each connection; torch reads the setting once."""
     name = "TORCH_CPP_LOG_LEVEL"
     chosen = os.environ.get(name)
     os.environ.setdefault(name, "ERROR")
@@ -236,7 +236,7 @@ def _quiet_sockets() -> Iterator[None]:
 
 
 def _gpus(spec: RunSpec, context: Any) -> Sequence[str]:
-    """One GPU address per rank of this task, as CUDA_VISIBLE_DEVICES wants it."""
+    """Return one GPU address per rank of this task, in the form of CUDA_VISIBLE_DEVICES."""
     if not spec.plan.gpu:
         return []
     resources = context.resources()
@@ -247,9 +247,10 @@ def _gpus(spec: RunSpec, context: Any) -> Sequence[str]:
 
 
 def visible(address: str, mask: str) -> str:
-    """``address`` as CUDA names it, where the executor sees only the devices of ``mask``.
+    """Return ``address`` as CUDA names it if the executor sees only the devices of ``mask``.
 
-    Spark's addresses are indices (then into what the executor sees), UUIDs or MIG names (then good anywhere).
+    Spark's addresses are indices into the devices that the executor sees, or UUIDs or MIG names, which are valid
+    anywhere.
     """
     shown = [entry.strip() for entry in mask.split(",") if entry.strip()]
     if re.fullmatch(r"\d+", address) and int(address) < len(shown) and address not in shown:

@@ -1,4 +1,4 @@
-"""``look_around``: what a Spark task's Python is, and which other hosts it reaches; needs no torch."""
+"""``look_around``: report the Python of a Spark task and the hosts that it reaches; needs no torch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lagom.worker.network_interfaces import interface_of, own_address
 
 _DIAL_S = 3.0
 _MAX_PEERS = 32
-"""Other hosts that a task dials: of many hosts each is dialled by some."""
+"""Number of other hosts that a task dials at most; of many hosts, each is dialled by some tasks."""
 
 
 def look_around(driver: tuple[str, int] | None, barrier: bool, env: Mapping[str, str]) -> Iterator[Any]:
-    """A row of ``SURVEY_SCHEMA`` with the facts of this task, as JSON.
+    """Yield one row of ``SURVEY_SCHEMA`` with the facts of this task, as JSON.
 
     Args:
-        driver: where the driver listens; None where it has no address.
+        driver: the address on which the driver listens; None if it has no address.
         barrier: whether all tasks run at the same time, so that they can dial each other.
-        env: what the driver's program has set in its environment.
+        env: the variables that the driver's program has set in its environment.
     """
     import pyarrow
     from pyspark import BarrierTaskContext, TaskContext
@@ -56,7 +56,7 @@ def _version(package: str) -> str | None:
 
 
 def _reach(context: Any, driver: tuple[str, int] | None, env: Mapping[str, str]) -> dict[str, Any]:
-    """Where this task can be reached, and the other hosts that it could not reach, with the reasons."""
+    """Return this task's address, and the other hosts that it could not reach, with the reasons."""
     ip, why, to_driver = None, "", None
     listener = None
     with contextlib.ExitStack() as stack:
@@ -65,14 +65,14 @@ def _reach(context: Any, driver: tuple[str, int] | None, env: Mapping[str, str])
             found, to_driver = _towards(driver)
             ip = own_address(found or socket.gethostbyname(spark), env)
             listener = stack.enter_context(socket.create_server((ip, 0), backlog=1024))
-            # Connections are taken in by the kernel; nobody needs to accept them.
+            # The kernel completes the connections; no process needs to accept them.
         except (OSError, PlanError) as error:
             why = str(error)
         address = list(listener.getsockname()[:2]) if listener is not None else None
         mine = {"task": context.partitionId(), "host": socket.gethostname(), "address": address}
         everyone = [json.loads(text) for text in context.allGather(json.dumps(mine))]
         unreached = _dial_all(_others(mine, everyone))
-        context.allGather("")  # nobody hangs up before all have dialled
+        context.allGather("")  # no task closes its listener before all have dialled
     return {
         "ip": ip,
         "interface": interface_of(ip) if ip is not None else None,
@@ -84,7 +84,7 @@ def _reach(context: Any, driver: tuple[str, int] | None, env: Mapping[str, str])
 
 
 def _towards(driver: tuple[str, int] | None) -> tuple[str | None, str | None]:
-    """This host's address as the driver sees it, and why the driver cannot be reached, "" where it can."""
+    """Return this host's address on the way to the driver, and why the driver cannot be reached ("" if it can)."""
     if driver is None:
         return None, None
     try:
@@ -95,7 +95,7 @@ def _towards(driver: tuple[str, int] | None) -> tuple[str | None, str | None]:
 
 
 def _others(mine: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Tasks to dial: the first on each other host, beginning with those that come after this one."""
+    """Return the tasks to dial: the first on each other host, in the order of the tasks after this one."""
     ordered = sorted(everyone, key=lambda one: ((one["task"] - mine["task"]) % (len(everyone) * 2), one["task"]))
     by_host: dict[str, Mapping[str, Any]] = {}
     for one in ordered:
@@ -105,7 +105,7 @@ def _others(mine: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]]) -> l
 
 
 def _dial_all(peers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Those that do not answer, with the reason."""
+    """Dial all ``peers`` at once; return the peers that do not answer, with the reasons."""
     failed: list[dict[str, Any]] = []
 
     def dial(peer: Mapping[str, Any]) -> None:

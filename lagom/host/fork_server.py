@@ -1,4 +1,4 @@
-"""The local launcher's fork server: torch imported once, a forked process for each run, gone with its driver."""
+"""The local launcher's fork server: imports torch once, forks a process for each run, and ends with its driver."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lagom.host.workspace import host_workspace, remove_leftovers
 from lagom.wire.client import DriverClient, LinkClosed
 from lagom.wire.rendezvous import Stopped
 
-MAX_FDS = 250  # of one message; the kernel allows 253
+MAX_FDS = 250  # files of one message; the kernel allows 253
 _PATIENCE_S = 1.5
-"""For host processes to end by themselves when the driver is gone."""
+"""Time for host processes to end by themselves after the driver has ended."""
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer requests until the driver is gone; each is a ``Spec`` and the files of its run."""
-    import lagom.host.preload  # noqa: F401  (what makes a fresh interpreter slow; forked processes have it)
+    """Answer requests until the driver closes ``connection``; a request is a ``RunSpec`` and the files of its run."""
+    import lagom.host.preload  # noqa: F401  (its imports are slow; forked processes inherit them)
 
     adopt_orphans(True)
     hosts = _Hosts()
@@ -52,13 +52,13 @@ def serve(connection: socket.socket) -> None:
 
 
 class _Hosts:
-    """The host processes of this server; what one of them leaves, since it was killed, is ended and removed."""
+    """The host processes of this server; ends and removes what a killed one leaves behind."""
 
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}
 
     def add(self, pid: int) -> int | None:
-        """Know of ``pid``; returns a file that can be read from when it has ended, where the system has such."""
+        """Record ``pid``; return a file that is readable after its end, or None if the system has no such files."""
         try:
             pidfd = os.pidfd_open(pid)
         except (AttributeError, OSError):
@@ -67,14 +67,14 @@ class _Hosts:
         return pidfd
 
     def bury(self, pidfd: int) -> None:
-        """The one of ``pidfd`` has ended."""
+        """Forget the ended process of ``pidfd``; end and remove what it left behind."""
         del self._pids[pidfd]
         os.close(pidfd)
         end_descendants(self._pids.values())
         remove_leftovers()
 
     def leave(self) -> None:
-        """The driver is gone, which host processes hear as well."""
+        """Wait for the host processes, which also see that the driver has ended; then end those that are left."""
         deadline = time.monotonic() + _PATIENCE_S
         with selectors.DefaultSelector() as selector:
             for pidfd in self._pids:
@@ -88,7 +88,7 @@ class _Hosts:
 
 
 def _attend(data: bytes, fds: list[int]) -> None:
-    """Be the host process of one run; the first file is its link, the second its payload, the others for outcomes."""
+    """Serve one run as its host process; ``fds`` are its link, its payload, and files for outcomes."""
     try:
         link = DriverClient(socket.socket(fileno=fds[0]))
         spec, gpus = pickle.loads(data)
@@ -101,12 +101,12 @@ def _attend(data: bytes, fds: list[int]) -> None:
         except Stopped:
             pass
     except LinkClosed:
-        pass  # the driver is gone
+        pass  # the driver has ended
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     sys.path.pop(0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that have ended go at once
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended children
     serve(socket.socket(fileno=int(sys.argv[1])))
-    os._exit(0)  # there is nothing to put away, and with torch imported that would take a second
+    os._exit(0)  # nothing needs cleaning up, and Python's shutdown takes a second with torch imported

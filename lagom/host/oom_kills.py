@@ -1,4 +1,4 @@
-"""``num_kills``: how many processes the system has killed for want of memory: whether a rank is one of them."""
+"""``num_kills``: count the processes that the system killed as memory ran out; a rank may be one of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def num_kills(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> dict[str, int]:
-    """By where it is counted: this process's control group, which has a container's limit, and the machine as a whole.
+    """Return the kills in this process's control group, which has a container's limit, and on the whole machine.
 
-    What cannot be read is missing.
+    A count that cannot be read is missing.
     """
     found: dict[str, int] = {}
     with contextlib.suppress(OSError):
@@ -24,13 +24,13 @@ def num_kills(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -
 
 
 def _of_groups(root: Path, proc: Path) -> list[int]:
-    """Of the innermost group that counts, in version 1 or 2; a list of one, or of none."""
+    """Return the count of the innermost control group (version 1 or 2) that has one, as a list of one, or of none."""
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         base, name = (root / "memory", "memory.oom_control") if controllers else (root, "memory.events")
-        # In a container the path may be the host's, and not be there: then the root is the container's own.
+        # In a container the path may be the host's and not exist here: then the root is the container's own group.
         for folder in (base / path.lstrip("/"), base):
             with contextlib.suppress(OSError):
                 counted = re.search(r"^oom_kill (\d+)$", (folder / name).read_text(), flags=re.MULTILINE)
@@ -40,7 +40,7 @@ def _of_groups(root: Path, proc: Path) -> list[int]:
 
 
 def oom_kill_text(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """Why a process was killed by SIGKILL that nobody of ours sent, as the end of a sentence."""
+    """Explain a SIGKILL that lagom did not send, as the end of a sentence."""
     more = {where for where in before if after.get(where, 0) > before[where]}
     if "container" in more:
         return ", by the system, as memory ran out within the limit of this container"

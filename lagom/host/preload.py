@@ -1,4 +1,4 @@
-"""Imports, in the process that ranks are forked from, of all that would cost every one of them time."""
+"""Import slow modules once, in the process that ranks are forked from."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ import lagom.worker.bootstrap  # noqa: F401
 from lagom.files.symbols import loaded, slots
 
 for library in loaded():
-    slots(library, platform.machine())  # torch's take 0.1 s to look through
+    slots(library, platform.machine())  # reading torch's takes 0.1 s

@@ -1,4 +1,4 @@
-"""The process that holds the ranks of one task: forks them, carries what they say to the driver, ends them."""
+"""``hold_ranks``: fork the ranks of one task, forward their messages to the driver, and end them."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def hold_ranks(
     ip: str,
     gpus: Sequence[str] = (),
 ) -> list[Message]:
-    """Run the ranks of ``task`` to their end; returns a report for each, in rank order.
+    """Run the ranks of ``task`` to their end; return a report for each, in rank order.
 
-    What each returned or raised is in its file of ``outcome_fds``. ``gpus`` are what their GPU masks become, in order.
+    Each rank writes its result or error to its file of ``outcome_fds``. ``gpus`` are the ranks' GPU masks, in order.
 
     Raises:
         Stopped: the run ended before it began.
-        LinkClosed, PlanError: the ranks could not find together.
+        LinkClosed, PlanError: the ranks could not form a group.
     """
     first = task * spec.plan.ranks_per_slot
     ranks = range(first, min(first + spec.plan.ranks_per_slot, spec.plan.world_size))
     with contextlib.ExitStack() as stack:
         door = stack.enter_context(socket.socket()) if task == 0 else None
         if door is not None:
-            door.bind((ip, 0))  # has the port, and lets nobody in yet
+            door.bind((ip, 0))  # reserves the port, but accepts no connection yet
         store = door.getsockname()[:2] if door is not None else None
         table = meet(link, gather, _join(task, ranks, ground, ip, store, gpus), one_host=spec.plan.one_host)
         if door is not None and table["store"] is not None:
@@ -63,7 +63,7 @@ def hold_ranks(
         reports = watch.until_over()
         if spec.plan.rehearsal is not None:
             return watch.with_unsaid(reports)
-        from lagom.files.settle import settle  # not before the ranks are over: it comes with torch
+        from lagom.files.settle import settle  # imported after the ranks have ended: settle imports torch
 
         for problem in settle(ground.host_dir, ranks, local_ranks):
             watch.say(f"[lagom] {problem}\n")
@@ -97,7 +97,7 @@ def _seat(
     here = [other["rank"] for other in table["ranks"] if other["host"] == own["host"]]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     chosen = spec.env.get("OMP_NUM_THREADS", "").partition(",")[0]
-    alone = spec.whole_env and len(here) == 1  # then torch's own default, which a plain run has too
+    alone = spec.whole_env and len(here) == 1  # keep torch's default number of threads, as in a plain run
     gpu, gpu_index = _visible(table, rank, here, gpu) if spec.plan.already_distributed else (gpu, 0)
     return RankSpec(
         rank=rank,
@@ -120,10 +120,10 @@ def _seat(
 
 
 def _visible(table: Message, rank: int, here: Sequence[int], gpu: str | None) -> tuple[str | None, int]:
-    """The GPU mask of a program that is distributed already, and the index of the rank's own GPU in it.
+    """Return the GPU mask of a program that is distributed already, and the index of the rank's own GPU in it.
 
-    Such a program takes the device that LOCAL_RANK says, so sees the GPUs of all ranks of its host, in their order.
-    Not where ranks share them, nor parts of a GPU (MIG), of which a process can only see one.
+    Such a program selects its device by LOCAL_RANK, so it must see the GPUs of all ranks of its host, in their order.
+    The mask stays the rank's own if ranks share GPUs or use parts of a GPU (MIG): a process can see only one part.
     """
     masks = [str(table["ranks"][other]["gpu"]) for other in here]
     if gpu is None or not table["nccl"] or any(mask.startswith("MIG") or "," in mask for mask in masks):
@@ -139,13 +139,13 @@ def _fork(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> ForkedRank:
     seat = dataclasses.replace(seat, control_fd=theirs.fileno(), stacks_fd=stacks_fd)
     parent = os.getpid()
     with warnings.catch_warnings():
-        # Python 3.12 warns of threads that the child will not have; it uses none of them.
+        # Python 3.12 warns that the child lacks the parent's threads; the child uses none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         run_rank(spec, seat, ground, out_write, err_write, parent)
     with contextlib.suppress(OSError):
-        os.setpgid(pid, pid)  # in both processes, for whichever comes first
+        os.setpgid(pid, pid)  # parent and child both call setpgid, as either may run first
     theirs.close()
     os.close(out_write)
     os.close(err_write)

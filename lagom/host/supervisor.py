@@ -1,4 +1,4 @@
-"""``RankSupervisor``: carries the messages of a host's ranks to the driver, reports their ends, ends them."""
+"""``RankSupervisor``: forwards the messages of a host's ranks to the driver, reports their ends, and ends them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lagom.wire.client import DriverClient, LinkClosed, Message
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S
 from lagom.worker import stack_dump
 
-_UNSAID = 200_000  # characters of output that travel with the results where no link carries them
-_TAIL = 8192  # bytes of a rank's last output that are kept for the report of its death
-_STOP_S = 1.0  # how long a failure waits for the driver to take it in
-_CONSEQUENCE_S = 3.0  # how long a lost connection waits for the failure that caused it to be told elsewhere
-_POLL_S = 0.02  # where the kernel does not tell of a child's end
+_UNSAID = 200_000  # characters of output that are sent with the results if there is no link
+_TAIL = 8192  # bytes of a rank's last output in the report of its death
+_STOP_S = 1.0  # time for the driver to receive a failure
+_CONSEQUENCE_S = 3.0  # time for another host to report the failure that caused a lost connection
+_POLL_S = 0.02  # if the kernel does not report a child's end
 
 
 @dataclass(slots=True)
 class ForkedRank:
-    """A forked rank, seen from its host process."""
+    """A forked rank, as its host process sees it."""
 
     rank: int
     pid: int
@@ -37,7 +37,7 @@ class ForkedRank:
     stdout: int
     stderr: int
     stacks: int
-    """File for its stacks, and those of what it has started."""
+    """File for the stacks of the rank and of the processes that it started."""
     pulse: Pulse
     tail: bytearray = field(default_factory=bytearray)
     report: Message | None = None
@@ -45,7 +45,7 @@ class ForkedRank:
 
 
 class RankSupervisor:
-    """The loop of a host process over its ranks and its link to the driver."""
+    """The event loop of a host process over its ranks and its link to the driver."""
 
     def __init__(self, link: DriverClient | None, plan: Plan) -> None:
         self._plan = plan
@@ -58,14 +58,14 @@ class RankSupervisor:
         self._deadline: float | None = None
         self._kills = oom_kills.num_kills()
         self._blocks: dict[int, list[Message]] = {}
-        """What no link has carried, by rank; ``Spans`` bounds it."""
+        """Timeline blocks by rank, kept if there is no link; ``Spans`` bounds their size."""
         self.unsaid: list[Message] = []
-        """What rank 0 wrote while there was no link, to travel with the results."""
+        """Rank 0's output while there was no link, to be sent with the results."""
         if link is not None:
             self._selector.register(link, selectors.EVENT_READ, lambda: self._hear(link))
 
     def add(self, rank: ForkedRank) -> None:
-        """Watch ``rank`` too."""
+        """Supervise ``rank`` too."""
         self._ranks.append(rank)
         self._selector.register(rank.control, selectors.EVENT_READ, lambda: self._listen(rank))
         self._selector.register(rank.stdout, selectors.EVENT_READ, lambda: self._read(rank, "stdout"))
@@ -74,7 +74,7 @@ class RankSupervisor:
             self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
 
     def until_over(self) -> list[Message]:
-        """Serve until every rank has ended, the driver says stop, or a failure has been told; then end what is left."""
+        """Serve until every rank has ended, the driver says stop, or a failure was reported; then end all ranks."""
         while not all(rank.ended or _has_left(rank.report) for rank in self._ranks):
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 break
@@ -93,7 +93,7 @@ class RankSupervisor:
         return [rank.report or _stopped(rank.rank) for rank in self._ranks]
 
     def with_unsaid(self, reports: Sequence[Message]) -> list[Message]:
-        """``reports``, rank 0's with its output, and each with its timeline, that no link has carried."""
+        """Add rank 0's output and each rank's timeline to ``reports`` if no link has carried them."""
         found = []
         for report in reports:
             output = self.unsaid if report["rank"] == 0 else []
@@ -102,7 +102,7 @@ class RankSupervisor:
         return found
 
     def end_all(self) -> None:
-        """End every rank with all its children, and take in what they said last."""
+        """End every rank with all its children, and read their last messages."""
         for rank in self._ranks:
             self._kill(rank)
             if not rank.ended:
@@ -127,13 +127,13 @@ class RankSupervisor:
     def _hear(self, link: DriverClient) -> None:
         try:
             messages = link.poll()
-        except LinkClosed:  # the driver is gone, or has given this process up
+        except LinkClosed:  # the driver has ended, or has given this process up
             self._selector.unregister(link)
             self._link, self._deadline = None, 0.0
             return
         if any(message["type"] == "stop" for message in messages):
             self._deadline = 0.0
-            self._tell({"type": "stopping"})  # what is left to do may take a while: files may have to be written
+            self._tell({"type": "stopping"})  # ranks may still have files to write, which takes a while
 
     def _listen(self, rank: ForkedRank) -> None:
         try:
@@ -156,7 +156,7 @@ class RankSupervisor:
                 self._tell(message | {"rank": rank.rank})
 
     def _feel(self, rank: ForkedRank) -> None:
-        """See whether ``rank`` still gets anywhere."""
+        """Report ``rank`` when it stalls, and fail it after the timeout."""
         pulse, quiet_s = rank.pulse, rank.pulse.quiet_s
         over = self._plan.config.timeout_s is not None and quiet_s >= self._plan.config.timeout_s
         if not over and (pulse.stalls or quiet_s < pulse.patience_s):
@@ -173,7 +173,7 @@ class RankSupervisor:
             self._tell_failure(rank)
 
     def _doing(self, rank: ForkedRank) -> Message:
-        """What ``rank`` said last of it; where it says nothing, as in C code that keeps Python to itself, its stack."""
+        """Return the rank's last report on itself; without one, as when C code keeps the GIL, return its stack."""
         pulse = rank.pulse
         if (
             pulse.doing is not None
@@ -202,7 +202,7 @@ class RankSupervisor:
             return False
         rank.tail = (rank.tail + data)[-_TAIL:]
         rank.pulse.moved()
-        # latin-1 keeps every byte, also of a character that is cut in two here.
+        # latin-1 keeps every byte, also of a character that the read has cut in two.
         if rank.rank == 0:
             self._show(stream, data.decode("latin-1"))
         elif self._plan.keeps_logs:
@@ -210,7 +210,7 @@ class RankSupervisor:
         return True
 
     def say(self, text: str) -> None:
-        """Show ``text`` to the user, on standard error."""
+        """Show ``text`` to the user on standard error."""
         self._show("stderr", text.encode(errors="backslashreplace").decode("latin-1"))
 
     def _show(self, stream: str, data: str) -> None:
@@ -231,10 +231,10 @@ class RankSupervisor:
         if rank.report is None:
             rank.report = _died(rank, status, self._kills)
             self._tell_failure(rank)
-        self._kill(rank)  # what it has left behind
+        self._kill(rank)  # end the processes that the rank left behind
 
     def _kill(self, rank: ForkedRank) -> None:
-        """End ``rank``, and what it has started."""
+        """End ``rank`` and the processes that it started."""
         end_rank(rank.pid, [other.pid for other in self._ranks if not other.ended and other is not rank])
 
     def _drain(self, rank: ForkedRank) -> None:
@@ -281,7 +281,7 @@ class RankSupervisor:
 
 
 def _has_left(report: Message | None) -> bool:
-    """Whether the rank called ``sys.exit``."""
+    """Return whether the rank called ``sys.exit``."""
     return report is not None and "exit" in report
 
 
@@ -290,7 +290,7 @@ def _stopped(rank: int) -> Message:
 
 
 def _stuck(rank: ForkedRank, now: Message) -> Message:
-    """The report of a rank that got nowhere for too long; it may only have waited for another."""
+    """Return the report of a rank without progress for too long; it may only have waited for another rank."""
     what = "waited for other ranks" if now["waits"] else "made no progress"
     state = f"; {now['state']}" if now.get("state") else ""
     at = f", at {now['line']}" if now["line"] else ""
@@ -310,10 +310,10 @@ def _stuck(rank: ForkedRank, now: Message) -> Message:
 
 
 def _died(rank: ForkedRank, status: int, kills: Mapping[str, int]) -> Message:
-    """The report of a rank that ended without one."""
+    """Return the report of a rank that ended without one."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        named = number in set(signal.Signals)  # the real-time signals are not
+        named = number in set(signal.Signals)  # real-time signals have no names
         how = f"was killed by {signal.Signals(number).name if named else f'signal {number}'}"
         if number == signal.SIGKILL:
             how += oom_kills.oom_kill_text(kills, oom_kills.num_kills())

@@ -1,4 +1,4 @@
-"""What a host gives to the ranks on it: a folder of the run, the payload once, modules, a working directory."""
+"""Resources that a host gives to its ranks: a folder of the run, the payload, modules, and a working directory."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from lagom.wire.client import fetch
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
-_UNUSED_S = 7 * 24 * 3600.0  # after which a version of lagom that travelled here is removed
-_FETCH_S = 60.0  # without a byte
+_UNUSED_S = 7 * 24 * 3600.0  # then an unused version of lagom that a driver sent here is removed
+_FETCH_S = 60.0  # without a byte received
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostWorkspace:
-    """Where the ranks of one host stand."""
+    """Folders, payload and import path of the ranks on one host."""
 
     host_dir: Path
     cwd: Path
     scratch: bool
-    """``cwd`` is a folder of the run, not the driver's: what rank 0 writes there has to be sent home."""
+    """``cwd`` is a folder of the run, not the driver's: rank 0's files in it have to be sent to the driver."""
     payload_fd: int
     sys_path: list[str]
 
     @property
     def host(self) -> str:
-        """Names this host among those of the run; containers that share no files are hosts of their own."""
+        """Identifier of this host in the run; containers that share no files count as separate hosts."""
         stat = self.host_dir.stat()
         return f"{socket.gethostname()}|{stat.st_dev}:{stat.st_ino}"
 
 
 @contextmanager
 def host_workspace(spec: RunSpec, payload_fd: int | None = None) -> Iterator[HostWorkspace]:
-    """Prepare this host for ``spec``, together with other host processes of the run here; the last one clears up."""
+    """Prepare this host for ``spec``, shared with the run's other host processes here; the last one removes it."""
     with contextlib.ExitStack() as stack:
         host_dir = stack.enter_context(_shared_folder(spec.run_id))
         driver_here = payload_fd is not None or _is_drivers_host(spec)
@@ -58,19 +58,19 @@ def host_workspace(spec: RunSpec, payload_fd: int | None = None) -> Iterator[Hos
             cwd = host_dir / "files"
             cwd.mkdir(exist_ok=True)
         sys_path = list(spec.sys_path) if driver_here else [str(_modules(spec, host_dir))]
-        scratch = scratch and spec.plan.rehearsal is None  # whose files go nowhere
+        scratch = scratch and spec.plan.rehearsal is None  # a rehearsal discards its files
         yield HostWorkspace(host_dir=host_dir, cwd=cwd, scratch=scratch, payload_fd=payload_fd, sys_path=sys_path)
 
 
 def remove_leftovers() -> None:
-    """Remove what runs have left here whose processes were all killed."""
+    """Remove the folders of runs whose processes were all killed, and lagom's versions that are no longer used."""
     for path in base_dir().glob("code-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _UNUSED_S:
                 shutil.rmtree(path, ignore_errors=True)
     for path in base_dir().glob("run-*"):
         with contextlib.suppress(OSError):
-            # Without that file it is just being made, which then begins anew, or what removed it was killed.
+            # A folder without ``.alive`` is just being made, and its maker retries, or its remover was killed.
             lock = os.open(path / ".alive", os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,7 +80,7 @@ def remove_leftovers() -> None:
 
 
 def base_dir() -> Path:
-    """This user's folder for runs in progress; nobody else may enter it."""
+    """Return this user's folder for runs in progress; only the user may enter it."""
     path = Path(tempfile.gettempdir(), f"lagom-{os.getuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
     stat = path.lstat()
@@ -90,7 +90,7 @@ def base_dir() -> Path:
 
 
 def pack_files(ground: HostWorkspace, fd: int) -> bool:
-    """Put what was written under the scratch working directory into ``fd``, as a tar; False: there is nothing."""
+    """Write the files of the scratch working directory to ``fd`` as a tar; return False if there are none."""
     if not ground.scratch or not any(ground.cwd.iterdir()):
         return False
     with os.fdopen(os.dup(fd), "wb") as file, tarfile.open(fileobj=file, mode="w|") as tar:
@@ -105,9 +105,9 @@ def _shared_folder(run_id: str) -> Iterator[Path]:
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
         try:
-            # Held shared by every host process of the run; whoever can hold it alone is the last.
+            # Every host process of the run has a shared lock; the one that gets an exclusive lock is the last.
             lock = os.open(path / ".alive", os.O_RDWR | os.O_CREAT, 0o600)
-        except FileNotFoundError:  # another one cleared up in between
+        except FileNotFoundError:  # another host process removed the folder in between
             continue
         fcntl.flock(lock, fcntl.LOCK_SH)
         with contextlib.suppress(FileNotFoundError):
@@ -124,7 +124,7 @@ def _shared_folder(run_id: str) -> Iterator[Path]:
 
 
 def _is_drivers_host(spec: RunSpec) -> bool:
-    """Whether the driver's files are these files: only there does its process's own file open by this path."""
+    """Return whether this host sees the driver's files: only there does the driver's token file open by its path."""
     try:
         with open(spec.token, "rb") as file:
             return file.read(64).startswith(spec.run_id.encode())
@@ -144,7 +144,7 @@ def _payload(spec: RunSpec, host_dir: Path, driver_here: bool) -> int:
         return os.open(path, os.O_RDWR)
     path = str(host_dir / "payload")
     with open(host_dir / ".payload-lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one host process fetches, the others find it there
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one host process fetches, the others find the file
         if not os.path.exists(path):
             if spec.address is None:
                 raise ConnectionError(
