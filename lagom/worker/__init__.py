@@ -1,4 +1,4 @@
-"""What runs in a rank's own process.
+"""The process of one rank.
 
 Start with ``rank_process.py`` (the forked process, from fork to exit) and ``bootstrap.py`` (set up, train, report).
 """

@@ -1,4 +1,4 @@
-"""A rank's whole story on one screen: stand up, train, say what came of it."""
+"""``run``: set up one rank, train, and return its result."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from lagom.world import Place, standing_at
 
 Call = Mapping[str, Any]
 """``function``, ``provided`` (the config's fields by name), ``random`` (the driver's generators, or None), and
-``settings`` (what the driver has set for its process)."""
+``settings`` (the driver's settings for its process)."""
 Returned = dict[str, Any]
-"""``value``, what the function returned; ``samples``, the number that this rank trained on; and of rank 0 ``random``,
-the states in which those generators ended that began in the driver's."""
+"""``value``, the function's return value; ``samples``, the number of samples that this rank trained on; and, for rank
+0, ``random``, the final states of the generators that began in the driver's state."""
 
 
 def run(
@@ -52,7 +52,7 @@ def run(
     seat: RankSpec | None = None,
     watch: Callable[[Session], None] = lambda _: None,
 ) -> Returned:
-    """Do the run of one rank."""
+    """Run one rank: set up its process, call the function, return its result."""
     with ExitStack() as stack:
         stack.enter_context(environment(seat))
         stack.enter_context(standing_at(place))
@@ -87,14 +87,14 @@ def run(
         stack.enter_context(compatible(plan.already_distributed))
         if seat is not None:
             stack.enter_context(shown_pictures(session))
-        call = load()  # inside the patches: modules that arrive by pickle are seen as they are made
+        call = load()  # inside the patches: they see modules as unpickling makes them
         session.has_arrived = True
-        if seat is not None:  # without, this is the process that has been set so
+        if seat is not None:  # without a seat, this is the driver's process, which has these settings
             set_process_settings(call.get("settings", {}))
         stack.enter_context(seeded(plan.config.seed, call["random"]))
         provided = dict(call["provided"]) | {"reporter": Reporter(session)}
         positional, named = arguments(call["function"], MadeArguments(provided))
-        if seat is not None:  # without, what the program forks is the caller's
+        if seat is not None:  # without a seat, the program's forks belong to the caller
             stack.enter_context(end_forks())
         if plan.rehearsal is not None:
             value = rehearse(session, leaves, lambda: call["function"](*positional, **named))
@@ -109,9 +109,9 @@ def run(
 
 @contextmanager
 def end_forks() -> Iterator[None]:
-    """End a process that the function forked and that comes back from it, as Python does at the end of a program.
+    """End a forked child that returns from the function, as Python does at the end of a program.
 
-    It is no rank: what a rank says at its end, and to others, is not its to say.
+    The child is no rank, so it must not report the rank's outcome or take part in exchanges.
     """
     rank, code = os.getpid(), 0
     try:
@@ -133,7 +133,7 @@ def end_forks() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int | None, states: Mapping[str, Any] | None) -> Iterator[None]:
-    """Start all generators from ``seed``, or from the driver's ``states``; put back afterwards what was there."""
+    """Start all generators from ``seed``, or from the driver's ``states``; restore their states afterwards."""
     before = random_states()
     if seed is not None:
         seed_everything(seed)
@@ -146,7 +146,7 @@ def seeded(seed: int | None, states: Mapping[str, Any] | None) -> Iterator[None]
 
 
 class MadeArguments(Mapping[str, Any]):
-    """What is provided to the function, data sets that are to be made on the rank made when it asks for them."""
+    """Arguments for the function; a data set that ranks build is built when the function asks for it."""
 
     def __init__(self, provided: Mapping[str, Any]) -> None:
         self._provided = provided
@@ -174,10 +174,10 @@ class MadeArguments(Mapping[str, Any]):
 
 
 def run_exit_handlers(give_up: Callable[[], None], patience_s: float = 30.0) -> None:
-    """What Python does at the end of a process, for a rank, which ends by ``os._exit``.
+    """Run Python's end of a process for a rank, which ends by ``os._exit``.
 
-    Threads and processes that the function has left are waited for, as Python does; after ``patience_s`` seconds
-    ``give_up`` is called, from another thread.
+    As Python does, wait for threads and processes that the function has left; after ``patience_s`` seconds, call
+    ``give_up`` from another thread.
     """
     import atexit
     import multiprocessing
@@ -210,12 +210,12 @@ def run_exit_handlers(give_up: Callable[[], None], patience_s: float = 30.0) -> 
 
 
 def flush_files() -> None:
-    """Write out what is left in files that the program has opened and not closed, as Python does at its end.
+    """Flush files that the program has opened and not closed, as Python does at its end.
 
-    Objects from before the fork are frozen, so not among those that are gone through.
+    Objects from before the fork are frozen, so they are not searched.
     """
     found = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
-    # In this order: what is left of a text may go to a compressed file, and the end of that to a buffer.
+    # In this order: flushing a text file may write to a compressed one, and closing that writes to a buffer.
     texts = [one for one in found if issubclass(type(one), io.TextIOWrapper)]
     compressed = [one for one in found if type(one).__module__ in ("gzip", "bz2", "lzma")]
     buffers = [one for one in found if issubclass(type(one), (io.BufferedWriter, io.BufferedRandom))]
@@ -228,7 +228,7 @@ def flush_files() -> None:
 
 
 def flush() -> None:
-    """Write out what was printed, also by C code."""
+    """Flush printed output, also that of C code."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -1,7 +1,7 @@
-"""Makes packages importable in a run: a part of ``lagom.compat`` is imported when the program imports its package.
+"""Serves packages of other projects in a run: the program's import of a package imports its part of ``lagom.compat``.
 
-The parts are named by strings, because nothing may import ``lagom.compat``. Entry points would need an installed
-lagom, which executors do not have: lagom travels with the run.
+The parts are named by strings, because nothing may import ``lagom.compat``. Entry points would need an installed lagom,
+which executors do not have: lagom travels with the run.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _BY_PACKAGE = {
     "petastorm": "lagom.compat.petastorm",
     "sparkdl": "lagom.compat.horovod",
 }
-"""Module to import before each package. If it has ``installed``, it serves the package itself, from ``install`` to
+"""Module to import before each package. A module with ``installed`` serves the package itself, from ``install`` to
 ``remove``, and its ``leave`` ends what a run has begun."""
 _OF_DISTRIBUTED = ("horovod", "sparkdl")
-"""Packages for programs that are distributed already; others may test whether Horovod is there, and act on it."""
+"""Packages for programs that are distributed already; others may test for Horovod, and use it if they find it."""
 
 
 @contextmanager
 def compatible(already_distributed: bool = False) -> Iterator[None]:
-    """Make the packages importable; nothing is imported until the program imports one."""
+    """Make the packages importable; import nothing until the program imports one."""
     finder = _First(
         {
             package: home
@@ -61,7 +61,7 @@ class _First(importlib.abc.MetaPathFinder):
         self._wanted = dict(wanted)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        home = self._wanted.pop(name, None)  # once: to look further comes here again
+        home = self._wanted.pop(name, None)  # pop: find_spec below calls this finder again
         if home is None:
             return None
         module: Any = sys.modules.get(home)

@@ -1,4 +1,4 @@
-"""Which device and how many threads a rank has."""
+"""The device and the number of threads of a rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lagom.plan import Plan
 
 
 def rank_device(plan: Plan, index: int = 0) -> torch.device:
-    """The rank's own device: the GPU at ``index`` of those that its mask shows, in a run on GPUs; else the CPU.
+    """Select the rank's device: in a run on GPUs the GPU at ``index`` in its mask, else the CPU.
 
     Raises:
-        RankError: when the run was planned on GPUs and torch finds none here.
+        RankError: if the run was planned on GPUs and torch finds none here.
     """
     if not plan.gpu:
         return torch.device("cpu")
@@ -30,7 +30,7 @@ def rank_device(plan: Plan, index: int = 0) -> torch.device:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let torch use ``count`` threads meanwhile; 0 leaves it as it is."""
+    """Let torch use ``count`` threads in the context; 0 changes nothing."""
     if count == 0:
         yield
         return

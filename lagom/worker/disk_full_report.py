@@ -1,4 +1,4 @@
-"""What a rank says when a disk is full: whose disk it is, and where."""
+"""``DiskFullReport``: adds to an error of a full disk which disk it is."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _FULL = 16 << 20
-"""A disk with fewer bytes left than this is the one."""
+"""A disk with fewer free bytes counts as full."""
 _WORDS = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed", "file write failed")
 
 
 class DiskFullReport:
-    """Around the program: an error of a full disk goes on with its type, and says whose disk is full."""
+    """Context around the program: an error of a full disk keeps its type, and names the disk."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -31,7 +31,7 @@ class DiskFullReport:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
-        # A class, and not a generator: that would put itself into the traceback.
+        # A class, not a generator: a generator would add its frame to the traceback.
         if error is None or self._session.world_size == 1 or not _is_of_a_disk(error):
             return
         with contextlib.suppress(Exception):
@@ -65,11 +65,11 @@ class DiskFullReport:
 def _is_of_a_disk(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    said = [one for one in error.args if isinstance(one, str)]  # str(error) may do anything
+    said = [one for one in error.args if isinstance(one, str)]  # str(error) may run any code
     return isinstance(error, Exception) and any(word in one for word in _WORDS for one in said)
 
 
 def _room(path: str) -> tuple[int, int]:
-    """Bytes that are left on the file system of ``path``, and its size."""
+    """Return the free bytes of the file system of ``path``, and its size."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize

@@ -1,4 +1,4 @@
-"""``shown_pictures``: figures that the program shows reach the notebook that it was called from, rank 0's."""
+"""``shown_pictures``: send the figures that rank 0 shows to the notebook that called ``train``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 _PYPLOT = "matplotlib.pyplot"
 _MAX_TEXT = 700_000
-"""Characters of a picture: a message of a rank has a megabyte at most."""
+"""Characters of a picture: a message of a rank has at most a megabyte."""
 
 
 @contextmanager
 def shown_pictures(session: Session) -> Iterator[None]:
-    """Have ``plt.show()`` keep rank 0's figures for the driver where the backend is a notebook's.
+    """Make ``plt.show()`` keep rank 0's figures for the driver if the backend is a notebook's.
 
     Figures that are open at the end are shown too, as at the end of a cell.
     """
@@ -58,7 +58,7 @@ def _is_of_a_notebook() -> bool:
 
 
 def _png(figure: Any) -> str:
-    """The figure as base64, with fewer dots where it would be too long."""
+    """Return the figure as base64, at a lower resolution if the text would be too long."""
     dots = float(figure.dpi)
     while True:
         file = io.BytesIO()

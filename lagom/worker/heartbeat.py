@@ -1,4 +1,4 @@
-"""``Heartbeat``: a thread that tells the host process how far the rank is, and where it is stuck."""
+"""``Heartbeat``: a thread that reports the rank's progress to the host process, and its stack when it is stuck."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 _WORTH = 0.005
-"""Share of its time from which on it is told for whom a rank waits."""
+"""Smallest share of the time that is reported as waiting for a rank."""
 _COMPUTING = 0.05
-"""Share of its time from which on a process that the program waits for gets somewhere."""
+"""Smallest share of the time that child processes compute which counts as progress of a waiting program."""
 
 
 class Heartbeat:
-    """Beats every ``hb_interval`` seconds, oftener where stalls are to be found sooner.
+    """Reports every ``hb_interval`` seconds, more often if stalls are to be found sooner.
 
     Args:
-        control: leads to the host process.
+        control: connection to the host process.
         stacks_fd: file for the stacks of processes that the rank has started.
     """
 
@@ -52,14 +52,14 @@ class Heartbeat:
         self._usage: ResourceUsage | None = None
 
     def beat_for(self, session: Session) -> None:
-        """Begin to beat."""
+        """Begin to report on ``session``."""
         self._session = session
         self._last = (time.monotonic(), 0.0, 0.0)
         self._usage = ResourceUsage(session.device.type)
         threading.Thread(target=self._beat, name="lagom-heart", daemon=True).start()
 
     def last_word(self, report: Message) -> None:
-        """Say how far the rank came, and what came of it."""
+        """Report the final progress, then the outcome ``report``."""
         with self._lock, contextlib.suppress(OSError):
             if self._session is not None:
                 self._control.send(self._progress(self._session))
@@ -100,7 +100,7 @@ class Heartbeat:
         }
 
     def _waits(self, session: Session, passed: float) -> Message:
-        """Shares of the time in which the rank waits for others in exchanges, and for whom."""
+        """Return the shares of the time in which the rank waits for others in exchanges, in all and by rank."""
         waited = session.waited()
         before = self._waited if len(self._waited) == len(waited) else [0] * len(waited)
         self._waited = waited
@@ -109,7 +109,7 @@ class Heartbeat:
         return {"waits": round(min(1.0, sum(shares)), 3), "waits_for": waits_for}
 
     def _speed(self, now: float, epoch: float, step: float) -> float:
-        """Steps a second since this epoch was first told of; at that time, those of the epoch before."""
+        """Return the steps a second since the first report of this epoch; at that report, those of the epoch before."""
         if epoch != self._begun[0]:
             self._begun = epoch, now, step
         elif now > self._begun[1] and step > self._begun[2]:
@@ -117,8 +117,8 @@ class Heartbeat:
         return self._steps_s
 
     def _quiet_s(self, session: Session) -> float:
-        """Seconds for which the rank has got nowhere."""
-        # Of a program that does without the patches it is only known where it stands.
+        """Return the seconds without progress of the rank."""
+        # A program outside the patches counts no ticks: its position in the code stands in for them.
         place = stack_dump.position(stack_dump.of_thread(self._thread)) if session.joined else 0
         now = time.monotonic()
         if now - self._since >= self._stall_s / 4:
@@ -129,7 +129,7 @@ class Heartbeat:
         return now - self._since
 
     def _children_get_on(self, now: float) -> bool:
-        """Whether the program waits for processes that it has started, and these compute."""
+        """Return whether the program waits for processes that it has started, and these compute."""
         if not stack_dump.waits_for_process(stack_dump.of_thread(self._thread)):
             return False
         (before, used_before), used_s = self._below, processor_s_below(os.getpid())

@@ -1,4 +1,4 @@
-"""Network interfaces of this host: which one has an address, and which address one has."""
+"""Network interfaces of this host and their addresses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _CHOSEN = "GLOO_SOCKET_IFNAME"
 
 
 def own_address(reached_by: str, env: Mapping[str, str]) -> str:
-    """This host's address for other ranks: that of the interface which the user names, else ``reached_by``.
+    """Return this host's address for other ranks: that of the interface named by the user, else ``reached_by``.
 
     See Note [Which network].
 
     Raises:
-        PlanError: when there is no such interface here, or it has no IPv4 address.
+        PlanError: if this host has no such interface, or the interface no IPv4 address.
     """
     name = (env.get(_CHOSEN) or os.environ.get(_CHOSEN) or "").partition(",")[0].strip()
     if not name:
@@ -36,18 +36,18 @@ def own_address(reached_by: str, env: Mapping[str, str]) -> str:
 
 
 def interface_of(ip: str) -> str | None:
-    """The name of the interface that has the IPv4 address ``ip``, or None when that cannot be told."""
+    """Return the name of the interface with the IPv4 address ``ip``, or None if no interface has it."""
     return next((name for name, address in addresses().items() if address == ip), None)
 
 
 def addresses() -> dict[str, str]:
-    """The IPv4 address of each interface that has one."""
+    """Return the IPv4 address of each interface that has one."""
     found = {name: address_of(name) for _, name in socket.if_nameindex()}
     return {name: address for name, address in found.items() if address is not None}
 
 
 def address_of(name: str) -> str | None:
-    """The IPv4 address of the interface, or None when it has none, or is not there."""
+    """Return the IPv4 address of the interface, or None if it has none or does not exist."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -58,8 +58,8 @@ def address_of(name: str) -> str | None:
 
 # Note [Which network]
 #
-# A host may have several networks, some of which lead nowhere, and its name may resolve to any of them, to 127.0.1.1
-# on many machines. So nothing is resolved: a task's address is the one from which it reached the driver, which the
-# kernel's routes have chosen; without a driver in reach it is the one at which Spark's executors serve each other.
-# Where executors reach each other by another network than the driver, GLOO_SOCKET_IFNAME, set for the executors or in
-# the driver's program, names its interface. NCCL is told the same, unless NCCL_SOCKET_IFNAME is set.
+# A host may have several networks, some without a route to other hosts, and its name may resolve to any of them, on
+# many machines to 127.0.1.1. So no name is resolved. A task's address is the one from which it reached the driver,
+# which the kernel's routes have chosen; if it cannot reach the driver, the one at which Spark's executors serve each
+# other. If executors reach each other by another network than the driver, GLOO_SOCKET_IFNAME, set for the executors or
+# in the driver's program, names its interface. NCCL gets the same interface, unless NCCL_SOCKET_IFNAME is set.

@@ -1,4 +1,4 @@
-"""What a rank says when memory runs out: what it held, and which level or setting would fit."""
+"""``OutOfMemoryReport``: adds to an error which memory a rank held, and which level or setting would fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _slot: Any = vars(torch._C.TensorBase)["grad"]
 
 
 class OutOfMemoryReport:
-    """Around the program: an error of a lack of memory goes on with its type, and says what this rank held."""
+    """Context around the program: an out-of-memory error keeps its type, and says which memory the rank held."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -38,19 +38,19 @@ class OutOfMemoryReport:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
-        # A class, and not a generator: that would put itself into the traceback.
+        # A class, not a generator: a generator would add its frame to the traceback.
         if error is None or (wanted := wanted_bytes(error)) is None:
             return
         with contextlib.suppress(Exception):  # there may be no memory for this either
             text = self._told(wanted)
             if len(error.args) == 1 and isinstance(error.args[0], str):
                 error.args = (f"{error.args[0]}\n{text}",)
-            elif hasattr(error, "add_note"):  # MemoryError of numpy, which makes its text of a shape
+            elif hasattr(error, "add_note"):  # numpy's MemoryError, which computes its text from a shape
                 error.add_note(text)
 
     def _told(self, wanted: int) -> str:
         session = self._session
-        live, session.live = session.live, False  # a step that is tried out must not wait for other ranks
+        live, session.live = session.live, False  # the trial step must not wait for other ranks
         try:
             return _told(session, wanted)
         finally:
@@ -58,7 +58,7 @@ class OutOfMemoryReport:
 
 
 class HeldMemory(NamedTuple):
-    """Bytes of a process."""
+    """Bytes that a process holds."""
 
     parameters: int
     gradients: int
@@ -66,12 +66,12 @@ class HeldMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of all three."""
+        """Sum of the three."""
         return sum(self)
 
 
 def held_memory(session: Session) -> HeldMemory:
-    """What this process holds of modules and optimizers that are alive; nothing is put together from other ranks."""
+    """Return the bytes of the living modules and optimizers in this process; gather nothing from other ranks."""
     alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
     optimizers = [one for one in alive if isinstance(one, Optimizer)]
     parameters = _parameters(alive)
@@ -102,7 +102,7 @@ def _state(session: Session, optimizer: Optimizer) -> int:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = map(storage_of, tensors)  # the method of the tensor would put a parameter together
+    storages = map(storage_of, tensors)  # the tensor's own method would gather a sharded parameter
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
@@ -130,7 +130,7 @@ def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) 
         smaller = f"micro_batches='auto' (forwards in parts, where rows do not depend on each other), {smaller}"
     if not session.config.mixed_precision:
         smaller += " or mixed_precision='bf16' would need less for activations"
-    with contextlib.suppress(Exception):  # any third party's optimizer
+    with contextlib.suppress(Exception):  # a third party's optimizer may raise anything
         ranks = session.world_size
         able = [one for one in _levels(max(ranks, 2)) if one.possible and one.zero_lvl > session.config.zero_lvl]
         fitting = [one for one in able if one.held + others + wanted <= limit.num_bytes]
@@ -145,7 +145,7 @@ def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) 
 
 
 def _levels(num_ranks: int) -> list[Level]:
-    """What the optimizers that are alive would have a rank hold at each level, by shapes."""
+    """Compute from shapes how much of the living optimizers a rank would hold at each level."""
     alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
     optimizers = [one for one in alive if isinstance(one, Optimizer)]
     if not optimizers:

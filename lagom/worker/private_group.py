@@ -1,4 +1,4 @@
-"""The world of a run's ranks: a private process group, which the user's program does not see."""
+"""The private process group of a run's ranks, which the user's program does not see."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 def process_group(
     seat: RankSpec, world_size: int, device: torch.device, collectives: Collectives = "auto"
 ) -> Iterator[tuple[Group, dist.Store]]:
-    """Join the other ranks. The group is never registered with torch.distributed; see Note [Private world]."""
+    """Connect the ranks to a group that is never registered with torch.distributed; see Note [Private world]."""
     try:
         store = _store(seat, world_size)
     except RuntimeError as error:
@@ -35,7 +35,7 @@ def process_group(
     def gloo(name: str, rank: int, size: int) -> Any:
         gloo_class: Any = dist.ProcessGroupGloo  # its options are missing from torch's own types
         options = gloo_class._Options()
-        # By address, not by host name: that resolves to 127.0.1.1 on many machines.
+        # Use the address: the host name resolves to 127.0.1.1 on many machines.
         options._devices = [gloo_class.create_device(hostname="127.0.0.1" if seat.store is None else seat.ip)]
         options._timeout = TIMEOUT
         return gloo_class(dist.PrefixStore(name, store), rank, size, options)
@@ -53,7 +53,7 @@ def process_group(
         ip=seat.ip,
         shares_memory=collectives == "auto",
     )
-    # A rank that has nothing to do would end, and break the connections that others are still making.
+    # A rank with no exchange to do would end, and break the connections that others are still making.
     group.connect()
     try:
         yield group, store
@@ -71,7 +71,7 @@ def _store(seat: RankSpec, world_size: int) -> dist.Store:
     host, port = seat.store
     if seat.store_fd is None:
         return dist.TCPStore(host, port, world_size, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
-    # The host process has bound it, so nobody guesses a port and nobody outside the chosen network can connect.
+    # The host process has bound the socket: the port is known, and only the chosen network can connect.
     return dist.TCPStore(
         host, port, world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False, master_listen_fd=seat.store_fd
     )
@@ -79,12 +79,13 @@ def _store(seat: RankSpec, world_size: int) -> dist.Store:
 
 def _nccl(store: dist.Store, rank: int, world_size: int, ip: str) -> Any:
     if not ip.startswith("127.") and (interface := interface_of(ip)):
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # put back by ``environment``
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # ``environment`` restores it
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
 # Note [Private world]
-# A program that finds torch.distributed initialised behaves differently (samplers, loggers, checkpoint writers of many
-# libraries look at it), so it would not be the program that ran on one machine. The group is a plain object instead.
+#
+# A program that finds torch.distributed initialised behaves differently: samplers, loggers and checkpoint writers of
+# many libraries look at it. It would no longer be the single-process program. So the group is a plain object.

@@ -1,9 +1,9 @@
-"""What a program has set for its whole process, as plain values: its ranks take it over; loads no library.
+"""Settings of the driver's process, as plain values that the ranks' processes take over; loads no library.
 
 Of torch: the default dtype, whether gradients are recorded, determinism, precisions, how tensors are printed. Of numpy:
-how arrays are printed, and what is done about overflows. Levels of loggers, and handlers that write to standard output
-or error. Filters of warnings, but for those that make errors of them, as lagom's own code would meet them. The text of
-a notebook's cells, for tracebacks and for whoever asks for the source of a function.
+how arrays are printed, and the handling of overflows. Levels of loggers, and handlers that write to standard output or
+error. Filters of warnings, except those that raise errors, which lagom's own code would raise too. The text of a
+notebook's cells, for tracebacks and for code that asks for a function's source.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Settings = Mapping[str, Any]
 
 
 def process_settings() -> dict[str, Any]:
-    """Those of this process."""
+    """Return the settings of this process."""
     found: dict[str, Any] = {"recursion": sys.getrecursionlimit(), "logging": _logging(), "warnings": list(_filters())}
     found["cells"] = _cells()
     if (torch := sys.modules.get("torch")) is not None:
@@ -36,12 +36,12 @@ def process_settings() -> dict[str, Any]:
 
 
 def set_process_settings(settings: Settings) -> None:
-    """Have this process be as ``process_settings`` found another; what is not in there stays."""
+    """Apply ``settings``, from ``process_settings`` of another process; leave everything else as it is."""
     if not settings:
         return
     sys.setrecursionlimit(max(sys.getrecursionlimit(), settings["recursion"]))
     for name, text in settings["cells"].items():
-        # Without a time of its last change: linecache then does not look for a file.
+        # None as the time of the last change: linecache then does not look for a file.
         linecache.cache.setdefault(name, (len(text), None, text.splitlines(keepends=True), name))
     _set_logging(settings["logging"])
     _set_filters(settings["warnings"])
@@ -89,7 +89,7 @@ def _set_torch(found: Settings) -> None:
 
 
 def _logging() -> dict[str, Any]:
-    """By name of a logger, "" for the root: level, whether it hands on, whether it is off, and its handlers."""
+    """Return level, propagation, whether it is disabled, and handlers of each logger by its name ("" for the root)."""
     loggers = {"": logging.getLogger()} | {
         name: one for name, one in logging.Logger.manager.loggerDict.items() if isinstance(one, logging.Logger)
     }
@@ -149,7 +149,7 @@ def _set_filters(found: list[tuple[str, str, str, str, str, int]]) -> None:
 
 
 def _cells() -> dict[str, str]:
-    """Text by the name that code objects have for its file, of what has no file; of much, the newest."""
+    """Return the sources without a file by the file name of their code objects; of too many, the newest."""
     found: dict[str, str] = {}
     room = _MAX_SOURCES
     for name, entry in reversed(list(linecache.cache.items())):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def children(pid: int) -> list[int]:
-    """Of the process ``pid``: what it has started, or adopted, and has not seen the end of."""
+    """Return the processes that ``pid`` has started or adopted, and not yet reaped."""
     found = []
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():

@@ -15,7 +15,7 @@ from lagom.world import Place
 if TYPE_CHECKING:
     from lagom.collectives.run_store import SealedStore
 
-# Libraries take these for the word of torchrun and behave as a rank of it. To the program, there is no such thing.
+# Libraries read these as set by torchrun, and behave as one of its ranks. The program must not see any.
 _LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -30,7 +30,7 @@ _LAUNCHER_VARIABLES = (
 
 @contextmanager
 def environment(seat: RankSpec | None) -> Iterator[None]:
-    """Show the rank its own GPU and no launcher meanwhile; afterwards everything is as before."""
+    """Show the rank its own GPU and no launcher's variables; restore the environment afterwards."""
     before = dict(os.environ)
     if seat is not None:
         for name in _LAUNCHER_VARIABLES:
@@ -46,10 +46,10 @@ def environment(seat: RankSpec | None) -> Iterator[None]:
 
 @contextmanager
 def torchrun_variables(place: Place, seat: RankSpec | None, notes: SealedStore | None) -> Iterator[None]:
-    """Set what torchrun would, for a program that is distributed already. See Note [The master's port].
+    """Set torchrun's variables, for a program that is distributed already. See Note [The master's port].
 
-    Without a ``seat``, in the caller's own process, variables that are there stay as they are. They are put back by
-    ``environment``, inside of which this must be.
+    Without a ``seat``, in the caller's own process, existing variables stay. ``environment``, the outer context,
+    restores all variables.
     """
     if seat is None and "RANK" in os.environ:
         yield
@@ -66,13 +66,13 @@ def torchrun_variables(place: Place, seat: RankSpec | None, notes: SealedStore |
             "MASTER_PORT": str(master[1]),
         }
         if interface := interface_of(ip):
-            # gloo resolves the host's name otherwise, which gives 127.0.1.1 on many machines.
+            # Otherwise gloo resolves the host's name, to 127.0.1.1 on many machines.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         yield
 
 
 def _master(place: Place, ip: str, held: socket.socket, notes: SealedStore | None) -> tuple[str, int]:
-    """Rank 0's address and a port of its host, which its socket ``held`` keeps from being given to others."""
+    """Return rank 0's address and a port of its host, which its socket ``held`` reserves."""
     if place.rank == 0:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((ip, 0))
@@ -87,15 +87,15 @@ def _master(place: Place, ip: str, held: socket.socket, notes: SealedStore | Non
 
 _MASTER = "master"
 _MEET_S = 600.0
-"""How long a rank waits for rank 0 to say where the master would be."""
+"""Time that a rank waits for rank 0's address and port."""
 
 
 # Note [The master's port]
 #
-# init_process_group itself never looks at MASTER_ADDR and MASTER_PORT in a rank of lagom's: it gets lagom's store (see
-# Note [Joining] in distributed/init_process_group.py). They serve what is out of lagom's sight, such as a subprocess of
-# every rank, or a program's own TCPStore: rank 0 opens a store there and the others connect. So nothing may listen
-# there; torchrun has its own store there and tells by TORCHELASTIC_USE_AGENT_STORE, which programs that start their own
-# ranks inherit to their harm: nobody is the master then. Rank 0 holds the port by a socket that is bound and does not
-# listen, so that the system gives it to nobody who asks for any port, while who asks for this one gets it (both set
-# SO_REUSEADDR, as torch does).
+# init_process_group itself never reads MASTER_ADDR and MASTER_PORT in a rank of lagom's: it gets lagom's store (see
+# Note [Joining] in distributed/init_process_group.py). The variables serve code that lagom does not see, such as a
+# subprocess of every rank, or a program's own TCPStore: rank 0 opens a store there and the others connect. So no
+# process may listen there. torchrun has its own store there, and says so by TORCHELASTIC_USE_AGENT_STORE; a program
+# that starts ranks of its own inherits the variable, and then no rank opens the store. Rank 0 reserves the port by a
+# socket that is bound and does not listen: the system gives the port to no process that asks for any port, and still to
+# one that asks for this port (both set SO_REUSEADDR, as torch does).

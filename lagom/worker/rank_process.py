@@ -1,4 +1,4 @@
-"""The forked process of one rank: cuts itself loose from its parent, runs, leaves its outcome in a file, and ends."""
+"""The forked process of one rank: detaches from its parent, runs, writes its outcome to a file, and ends."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _PR_SET_PDEATHSIG = 1
-_MAX_SOCKET = 107  # characters of its path
-_MAX_TEXT = 200_000  # characters of a traceback; more does not fit a frame, and nobody reads it
+_MAX_SOCKET = 107  # characters of a socket's path
+_MAX_TEXT = 200_000  # characters of a traceback; a longer one does not fit into a frame
 
 
 def run_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, stdout: int, stderr: int, parent: int) -> NoReturn:
-    """Be the rank of ``seat``; called in a process just forked from ``parent``, never returns."""
+    """Run the rank of ``seat`` in a process just forked from ``parent``; never return."""
     code = 1
     try:
         _cut_loose(seat, ground, stdout, stderr, parent)
         _settle(spec, seat, ground)
         code = _run(spec, seat)
     except BaseException:
-        # Nothing may climb into the parent's frames, which this process has too.
+        # No exception may reach the parent's frames, which the fork copied.
         with contextlib.suppress(BaseException):
             traceback.print_exc()
     finally:
@@ -80,31 +80,31 @@ def _cut_loose(seat: RankSpec, ground: HostWorkspace, stdout: int, stderr: int, 
 
 
 class _Output(io.TextIOWrapper):
-    """A standard stream that knows whether a line has been begun on it and not ended."""
+    """A standard stream that records whether its last line is unfinished."""
 
     is_in_line = False
 
     def write(self, text: str, /) -> int:
-        """As a text file's."""
+        """Write ``text`` as a text file does."""
         if text:
             self.is_in_line = not text.endswith("\n")
         return super().write(text)
 
 
 class _OwnLines(logging.StreamHandler[_Output]):
-    """Begins a new line for what lagom says, where the program has not ended its last, as progress bars do not."""
+    """A handler that begins a new line if the program's last line is unfinished, as with progress bars."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """As any handler's."""
+        """Format ``record``; put a line break before it if the stream's line is unfinished."""
         text = super().format(record)
         return f"\n{text}" if getattr(self.stream, "is_in_line", False) else text
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel end this process when ``parent``, its parent, ends, however that comes about."""
+    """Have the kernel kill this process when ``parent``, its parent, ends in any way."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before it could be told to take this process along
+        if os.getppid() != parent:  # the parent ended before prctl took effect
             os._exit(1)
 
 
@@ -115,12 +115,12 @@ def _close_all_but(keep: set[int | None]) -> None:
 
 
 def _settle(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> None:
-    """Take on the driver's environment, working directory, module path and a ``__main__`` of this rank's own."""
+    """Take over the driver's environment, working directory and module path, with a ``__main__`` of the rank's own."""
     if spec.whole_env:
         os.environ.clear()
     os.environ.update(spec.env)
     os.chdir(ground.cwd)
-    own = [sys.path[0]]  # where lagom was found; see Note [Worker reuse] in task.py
+    own = [sys.path[0]]  # the entry that has lagom; see Note [Worker reuse] in spark_task.py
     sys.path[:] = own + [entry for entry in (*ground.sys_path, *sys.path[1:]) if entry not in own]
     importlib.invalidate_caches()
     sys.argv[:] = spec.argv
@@ -133,16 +133,16 @@ def _settle(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> None:
 
 
 def _keep_sockets(folder: str) -> None:
-    """Have multiprocessing make its sockets in ``folder``, which goes with the run however its processes end."""
+    """Have multiprocessing make its sockets in ``folder``, which is removed with the run however processes end."""
     if len(folder) <= _MAX_SOCKET - len("/listener-12345678"):
         os.mkdir(folder, 0o700)
-        # For which there is no other name; children that it starts by whatever method have it from here.
+        # There is no public setting for it; children of every start method inherit this one.
         config: dict[str, object] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         config["tempdir"] = folder
 
 
 def _log_apart() -> None:
-    """Keep what lagom has to say out of the log files and off the standard output that the program has."""
+    """Keep lagom's messages out of the program's log files and off its standard output."""
     handler = _OwnLines()
     handler.setFormatter(logging.Formatter("lagom: %(message)s"))
     logger = logging.getLogger("lagom")
@@ -158,7 +158,7 @@ def _run(spec: RunSpec, seat: RankSpec) -> int:
     control = DriverClient(socket.socket(fileno=seat.control_fd))
     heart = Heartbeat(control, spec.plan, seat.stacks_fd)
     at_home: dict[type, str] = {}
-    # To the very end of the process: what runs at exit writes files as well.
+    # Until the very end of the process: exit handlers write files too.
     stack = contextlib.ExitStack()
     lands = spec.plan.rehearsal is None
     stack.enter_context(own_disk(seat.host_dir, seat.rank, place.world_size, seat.local_world_size, lands=lands))
@@ -169,7 +169,9 @@ def _run(spec: RunSpec, seat: RankSpec) -> int:
         at_home.update(classes_received())
         return call
 
-    decided = threading.Lock()  # what came of the rank: by the main thread, or by one that it waits for in vain
+    decided = (
+        threading.Lock()
+    )  # locked by the first to set the outcome: the main thread, or one that it waits for in vain
 
     def fail(error: BaseException) -> None:
         if decided.acquire(blocking=False):
@@ -193,9 +195,9 @@ def _run(spec: RunSpec, seat: RankSpec) -> int:
             bootstrap.run_exit_handlers(lambda: heart.last_word(report))
         bootstrap.flush_files()
         bootstrap.flush()
-        # Say so first: at the end of this process its connections break, and others fail of that.
+        # Report first: this process's end breaks its connections, at which other ranks fail.
         heart.last_word(report)
-        threading.Event().wait()  # until the host process has told the driver, and ends this one
+        threading.Event().wait()  # until the host process has reported the failure, and ends this one
 
     def end() -> None:
         heart.last_word(report)
@@ -233,14 +235,14 @@ def _raised(error: BaseException, rank: int, at_home: Mapping[type, str]) -> tup
         try:
             parcel = Parcel({"error": travelling}, at_home)
             unpack(bytearray(parcel.tobytes()))
-        except Exception:  # a foreign class may fail in any way, on its way out or in
+        except Exception:  # a class of the program's may raise anything when pickled or unpickled
             continue
         return parcel, report
     return Parcel({"error": None}), report
 
 
 def _own_frames_cut(error: BaseException) -> types.TracebackType | None:
-    """The traceback from the user's function on; whole when the error arose in lagom before that."""
+    """Return the traceback from the user's function on; all of it if the error arose in lagom before that."""
     here = str(Path(__file__).parents[1])
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(here):
@@ -251,5 +253,5 @@ def _own_frames_cut(error: BaseException) -> types.TracebackType | None:
 def _message(error: BaseException) -> str:
     try:
         return str(error)[:_MAX_TEXT]
-    except Exception as failure:  # a foreign __str__ may do anything
+    except Exception as failure:  # a class of the program's may do anything in __str__
         return f"(its message fails with {type(failure).__name__})"

@@ -1,4 +1,4 @@
-"""``reporter``: what a training function that asks for one can tell the driver."""
+"""``Reporter``: the object that a training function gets as ``reporter``, to send metrics and text to the driver."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from lagom.session.session import Session
 
 
 class Reporter:
-    """Reports metrics and text while the function runs; does nothing to the run."""
+    """Reports metrics and text while the function runs; does not change the run."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._step = -1
 
     def broadcast(self, metric: Any, step: int | None = None) -> None:
-        """Report the number ``metric`` at ``step``; without a step, one more than at the last report.
+        """Report the number ``metric`` at ``step``; without a step, at the step after the last report's.
 
         Raises:
-            ValueError: when ``metric`` is no number, or ``step`` is less than before.
+            ValueError: if ``metric`` is no number, or ``step`` is less than before.
         """
         value = metric.item() if hasattr(metric, "item") and getattr(metric, "size", None) is not None else metric
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -32,10 +32,10 @@ class Reporter:
         self._session.reported = {"metric": float(value), "step": step}
 
     def log(self, text: object, verbose: bool = True, *, jupyter: bool = False) -> None:
-        """Print ``text``, once over all ranks; with ``verbose=False``, nothing.
+        """Print ``text`` once over all ranks; print nothing with ``verbose=False``.
 
         Args:
-            jupyter: later releases of Maggy call ``verbose`` so.
+            jupyter: the name of ``verbose`` in later releases of Maggy.
         """
         if verbose or jupyter:
             print(text, flush=True)

@@ -1,4 +1,4 @@
-"""``ResourceUsage``: what a rank uses of its machine: processors, memory, and its GPU."""
+"""``ResourceUsage``: measures how much CPU, memory and GPU a rank uses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 class ResourceUsage:
-    """Measured from call to call.
+    """Measures from one call of ``now`` to the next.
 
     Args:
-        device: "cuda" or "cpu": where the rank trains.
+        device: "cuda" or "cpu", the device on which the rank trains.
     """
 
     def __init__(self, device: str) -> None:
@@ -27,15 +27,15 @@ class ResourceUsage:
         self._tells = device == "cuda"
 
     def now(self) -> dict[str, Any]:
-        """``cpu``, processors busy since the last call, those of loader workers included; ``rss``, bytes.
+        """Return ``cpu``, the CPUs busy since the last call, with those of loader workers, and ``rss`` in bytes.
 
-        Also ``memory``, bytes on the GPU, where the rank trains there, else ``rss``; and ``gpu``, the share of the time
-        in which the GPU is busy, where NVIDIA's library (nvidia-ml-py) is installed.
+        Also ``memory``, the bytes on the GPU if the rank trains there, else ``rss``; and ``gpu``, the share of the time
+        in which the GPU is busy, if NVIDIA's library (nvidia-ml-py) is installed.
         """
         at, used_s = time.monotonic(), _processor_s()
         before, used_before = self._before
         self._before = at, used_s
-        # Of workers that have ended meanwhile the time is gone.
+        # The time of workers that have ended since the last call is missing: hence the maximum.
         cpu = max(0.0, used_s - used_before) / max(at - before, 1e-3)
         found = {"cpu": round(cpu, 2), "rss": _resident(), "gpu": self._busy()}
         return found | {"memory": _allocated() if self._device == "cuda" else found["rss"]}
@@ -46,7 +46,7 @@ class ResourceUsage:
 
             try:
                 return float(torch.cuda.utilization()) / 100
-            except Exception:  # no library, or one that does not know this GPU
+            except Exception:  # the library is missing, or does not know this GPU
                 self._tells = False
         return None
 
@@ -64,7 +64,7 @@ def _resident() -> int:
 
 
 def processor_s_below(pid: int) -> float:
-    """Processor time of all that the process ``pid`` has started, and of what these have; of ended ones, too."""
+    """Return the CPU time of all processes below ``pid``, with those that have ended."""
     times = _times(pid)
     return times[2] + times[3] + sum(_with_below(child) for child in children(pid))
 
@@ -74,9 +74,9 @@ def _with_below(pid: int) -> float:
 
 
 def _times(pid: int) -> tuple[float, float, float, float]:
-    """Seconds in the program and in the kernel: of the process, and of children that have ended and were awaited."""
+    """Return user and system seconds of the process, then those of its children that were reaped."""
     try:
-        # Behind the name, which may have anything in it: fields 14 to 17 of all.
+        # The process name may contain anything, so read the fields after it: 14 to 17 of the line.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         user, kernel, childrens_user, childrens_kernel = (int(field) / _TICKS_S for field in fields[11:15])
     except (OSError, ValueError):
@@ -85,6 +85,6 @@ def _times(pid: int) -> tuple[float, float, float, float]:
 
 
 def _processor_s() -> float:
-    """Of this process with all its threads, and of its children that are alive."""
+    """Return the CPU time of this process with all its threads, and of its living children."""
     total = time.process_time()
     return total + sum(sum(_times(child)[:2]) for child in children(os.getpid())[:_MAX_CHILDREN])

@@ -1,4 +1,4 @@
-"""What a process is doing: its Python stack, from within, and by a signal where Python itself is stuck."""
+"""Python stacks of a process: read within the process, or requested by a signal if Python itself is stuck."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from lagom.wire.client import Message
 
 SIGNAL: int | None = getattr(signal, "SIGRTMAX", signal.SIGRTMIN) - 1 if hasattr(signal, "SIGRTMIN") else None
-"""Has a process write its stacks; no program uses it. None where the system has no such signals."""
+"""Signal at which a process writes its stacks; no program uses it. None if the system has no such signals."""
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _CALLERS = (os.path.join(_OWN, "worker") + os.sep, os.path.join(_OWN, "script.py"))
 _LOOP = os.path.join("torch", "utils", "data", "_utils", "worker.py")
@@ -37,7 +37,7 @@ _PURPOSES = {
         "gradients/divergence.py": "where each rank is",
     }.items()
 }
-"""What is exchanged, by the innermost of these files on the stack."""
+"""Subject of an exchange, by the innermost of these files on the stack."""
 _AWAITING = (
     os.path.join("multiprocessing", "process.py"),
     os.path.join("multiprocessing", "pool.py"),
@@ -45,27 +45,27 @@ _AWAITING = (
     os.path.join("concurrent", "futures", "_base.py"),
     os.sep + "subprocess.py",
 )
-"""Where a process waits for others that it has started."""
+"""Files in which a process waits for processes that it has started."""
 _INNERMOST = 6
 _LIBRARIES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")})
 _MAX_TEXT = 40_000  # characters of stacks; the innermost are kept
 _AGAIN_S = 0.05
-_ANSWER_S = 0.3  # that a process has to write its stacks
+_ANSWER_S = 0.3  # in which a process has to write its stacks
 _MAX_CHILDREN = 8
 
 
 def dump_on_signal(fd: int) -> None:
-    """From now on this process, and those it forks, write their stacks to the file ``fd`` when told by ``SIGNAL``."""
+    """Make this process, and its later forks, write their stacks to the file ``fd`` on ``SIGNAL``."""
     if SIGNAL is not None:
         faulthandler.register(SIGNAL, file=fd, all_threads=True)
 
 
 def doing(frame: types.FrameType | None) -> Message:
-    """What the thread of ``frame`` is doing.
+    """Describe the current work of the thread of ``frame``.
 
     Returns:
-        ``stack``, as a traceback shows it, from the program's function on; ``line``, the innermost that is the
-        program's own; ``waits``, whether it is in an exchange with other ranks, and ``purpose``, what that is of.
+        ``stack``, as in a traceback, from the program's function on; ``line``, the innermost line of the program's own;
+        ``waits``, whether the thread is in an exchange with other ranks, and ``purpose``, the exchange's subject.
     """
     frames = list(traceback.walk_stack(frame))  # innermost first
     files = [one.f_code.co_filename for one, _ in frames]
@@ -82,7 +82,7 @@ def doing(frame: types.FrameType | None) -> Message:
 
 
 def position(frame: types.FrameType | None) -> int:
-    """Equal as long as the thread of ``frame`` stands where it is."""
+    """Return a hash that stays equal while the thread of ``frame`` does not move."""
     return hash(tuple((id(one.f_code), one.f_lasti) for one, _ in traceback.walk_stack(frame)))
 
 
@@ -97,7 +97,7 @@ def of_children(fd: int) -> str:
 
 
 def read_stack(pid: int, fd: int) -> str:
-    """Have the process ``pid`` write its stacks to ``fd``; empty when it does not listen, or not in time."""
+    """Have the process ``pid`` write its stacks to ``fd``; return "" if it does not handle the signal, or not soon."""
     if SIGNAL is None or not _listens(pid):
         return ""
     start = size = os.fstat(fd).st_size
@@ -113,7 +113,7 @@ def read_stack(pid: int, fd: int) -> str:
 
 
 def _readable(text: str) -> str:
-    """Of what ``faulthandler`` wrote, the main thread's stack, as a traceback shows it, from the program's part on."""
+    """Extract the main thread's stack from ``faulthandler``'s text, as in a traceback, from the program's part on."""
     frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', text.rstrip().split("\n\n")[-1], flags=re.MULTILINE)
     program = next((n for n, (file, _, _) in enumerate(frames) if file.startswith(_CALLERS) or _LOOP in file), None)
     shown = [traceback.FrameSummary(file, int(line), name) for file, line, name in reversed(frames[:program])]
@@ -121,7 +121,7 @@ def _readable(text: str) -> str:
 
 
 def _listens(pid: int) -> bool:
-    """To any other process the signal would be the end."""
+    """Return whether the process handles the signal, which would kill any other process."""
     assert SIGNAL is not None
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -132,10 +132,10 @@ def _listens(pid: int) -> bool:
 
 
 def state(pid: int) -> str:
-    """What keeps the process ``pid`` from going on that its stack does not tell; empty where nothing does."""
+    """Return why the process ``pid`` cannot go on if its stack does not show it, else ""."""
     letter = _letter(pid)
     if letter == "D":
-        time.sleep(_AGAIN_S)  # any disk is waited for, for a moment
+        time.sleep(_AGAIN_S)  # a wait for a disk is normal if it is short
         letter = _letter(pid)
     if letter in ("T", "t"):
         return f"its process {pid} is stopped, by SIGSTOP or a debugger; kill -CONT {pid} on its host lets it go on"
@@ -152,11 +152,11 @@ def _letter(pid: int) -> str:
 
 
 def waits_for_process(frame: types.FrameType | None) -> bool:
-    """Whether the thread of ``frame`` waits for a process that it has started: joins it, or wants its result."""
+    """Return whether the thread of ``frame`` waits for a process that it has started: joins it, or wants its result."""
     files = [one.f_code.co_filename for one, _ in traceback.walk_stack(frame)][:_INNERMOST]
     return any(file.endswith(_AWAITING) for file in files)
 
 
 def of_thread(ident: int) -> types.FrameType | None:
-    """The frame that the thread ``ident`` executes."""
+    """Return the frame that the thread ``ident`` executes."""
     return sys._current_frames().get(ident)
