@@ -1,26 +1,20 @@
-"""Files: saved whole, by C code where the rank's disk is, and downloads once per host."""
+"""``torch.save`` and its like: files are written whole, where the rank's disk is; downloads happen once per host."""
 
 from __future__ import annotations
 
-import email
-import fcntl
 import functools
-import hashlib
-import inspect
 import os
 import shutil
-import socket
 import stat
 import sys
 import urllib.request
-from contextlib import ExitStack, contextmanager, suppress
-from http.client import HTTPMessage
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import Dataset
 
 from lagom import files
+from lagom.files.downloads import Downloads
 from lagom.patching.import_hooks import on_import
 from lagom.patching.replace import replaced
 
@@ -30,16 +24,11 @@ if TYPE_CHECKING:
 
     from lagom.session.session import Session
 
-_MEET_S = 10.0
-"""How long the first rank of a host may take to come to a download that another rank has come to."""
-_DOWNLOAD_S = 24 * 3600.0
-"""How long its downloading may take."""
-
 
 @contextmanager
 def shared_files(session: Session) -> Iterator[None]:
     """Have saves written whole, C code of torch find each rank's files, and downloads done once on each host."""
-    downloads = _Downloads(session)
+    downloads = Downloads(session)
     with ExitStack() as stack:
         for owner in (torch, torch.serialization):
             stack.enter_context(replaced(owner, "save", _saving(torch.serialization.save)))
@@ -140,125 +129,3 @@ def _mapping(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(place, shared, *args, **kwargs)
 
     return call
-
-
-class _Downloads:
-    """The first rank of a host downloads for all of them; the others find it there."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._host = hashlib.sha256(f"{socket.gethostname()}:{session.host_dir}".encode()).hexdigest()[:16]
-        self._held = 0
-        self._num = 0
-        self._counts: dict[tuple[str, str], int] = {}
-        self._wrapped = ExitStack()
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """The first rank's comes first, and what it writes is for all; then the others', one after the other."""
-        if self._held or not self._session.distributed:
-            yield
-            return
-        key = f"download/{self._host}/{self._num}"
-        self._num += 1
-        first = self._session.local_rank == 0
-        if first:
-            self._say(key)
-        else:
-            self._wait_for(key)
-        self._held += 1
-        try:
-            with open(self._session.host_dir / "download.lock", "w") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                with files.downloading() if first else ExitStack():
-                    yield
-        finally:
-            self._held -= 1
-            if first:  # also after a failure: nobody shall wait for what does not come
-                self._say(key + "/done")
-
-    def _say(self, key: str) -> None:
-        if self._session.notes is not None:
-            self._session.notes.set(key, "")
-
-    def _wait_for(self, key: str) -> None:
-        notes = self._session.notes
-        if notes is None:
-            return
-        with suppress(RuntimeError, OSError):  # it does not come here, or is gone: this rank downloads for itself
-            notes.wait(key, _MEET_S)
-            notes.wait(key + "/done", _DOWNLOAD_S)
-
-    def once(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``urlretrieve`` to a named file, on the first rank of the host; the others get its result."""
-
-        @functools.wraps(original)
-        def urlretrieve(url: str, filename: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not self._session.distributed or filename is None:
-                return original(url, filename, *args, **kwargs)
-            path = os.path.abspath(os.fspath(filename))
-            key = (url, path)
-            self._counts[key] = self._counts.get(key, 0) + 1
-            name = hashlib.sha256(f"{url}\n{path}\n{self._counts[key]}".encode()).hexdigest()
-            marker = self._session.host_dir / f"download.{name}"
-            with self.turn():
-                if marker.exists() and os.path.exists(path):
-                    return filename, email.message_from_bytes(marker.read_bytes(), _class=HTTPMessage)
-                result = original(url, filename, *args, **kwargs)
-                if self._session.local_rank == 0:
-                    marker.write_bytes(result[1].as_bytes())
-                return result
-
-        return urlretrieve
-
-    @contextmanager
-    def shared_datasets(self) -> Iterator[None]:
-        """Have data sets with a ``download`` parameter made in turn; also those whose classes come later."""
-        session = self._session
-
-        def init_subclass(cls: Any, /, **kwargs: Any) -> None:
-            super(Dataset, cls).__init_subclass__(**kwargs)  # type: ignore[misc]  # cls is a Dataset
-            if session.live:
-                self._wrap(cls)
-
-        with self._wrapped, replaced(Dataset, "__init_subclass__", classmethod(init_subclass)):
-            for cls in _subclasses(Dataset):
-                self._wrap(cls)
-            yield
-
-    def _wrap(self, cls: type) -> None:
-        original = vars(cls).get("__init__")
-        if original is None:
-            return
-        try:
-            signature = inspect.signature(original)
-        except (TypeError, ValueError):
-            return
-        if "download" not in signature.parameters:
-            return
-
-        @functools.wraps(original)
-        def init(dataset: Any, *args: Any, **kwargs: Any) -> None:
-            with self.turn() if self._downloads(signature, dataset, args, kwargs) else ExitStack():
-                original(dataset, *args, **kwargs)
-
-        self._wrapped.enter_context(replaced(cls, "__init__", init))
-
-    def _downloads(
-        self, signature: inspect.Signature, dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        if not self._session.distributed:
-            return False
-        try:
-            bound = signature.bind(dataset, *args, **kwargs)
-        except TypeError:
-            return False  # the call itself will say so
-        bound.apply_defaults()
-        return bool(bound.arguments["download"])
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    sub: type
-    for sub in cls.__subclasses__():
-        yield sub
-        yield from _subclasses(sub)

@@ -1,4 +1,4 @@
-"""BatchNorm: statistics of the whole batch where every rank has a share of it."""
+"""BatchNorm: gathers the statistics of the whole batch over the ranks, and updates the running values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.overrides import has_torch_function_unary
 
 from lagom.collectives.agreement_exchange import AgreedExchange, signature
 from lagom.errors import DivergenceError
-from lagom.forward.batchnorm_statistics import BatchNormCall, Normalise, combine_moments, moments
+from lagom.forward.batchnorm_arithmetic import BatchNormCall, Normalise, combine_moments, moments
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Sing
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
-from lagom.files.publishing import PassNames, Publication, Readers
+from lagom.loaders.batch_shares import ResumableIndexSampler, ShardedIndexSampler, num_samples
 from lagom.loaders.batch_source import batch_source
 from lagom.loaders.evaluation_passes import first_use
 from lagom.loaders.fetching import PASS, fetching, make_fetcher
-from lagom.loaders.index_sampler import ResumableIndexSampler, ShardedIndexSampler, num_samples
 from lagom.loaders.iterable import GroupedBatchSampler, ShardedCollate, is_iterable
 from lagom.loaders.permutation import shuffle_order
+from lagom.loaders.reading_threads import PassNames, Publication, Readers
 from lagom.loaders.sampler_sync import has_state, synchronise
 from lagom.loaders.self_sharded import PlacedDataset, shards_itself
 from lagom.patching.object_reference import ObjectReference

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from torch.utils.data.dataloader import _DatasetKind, default_collate
 
-from lagom.loaders.index_sampler import per_rank, split_batch
+from lagom.loaders.batch_shares import per_rank, split_batch
 from lagom.loaders.sample_digest import digest
 from lagom.run_state.loader_pass import BatchShare
 from lagom.run_state.random_streams import OwnStreams

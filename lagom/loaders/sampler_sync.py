@@ -1,4 +1,4 @@
-"""Sample order: all ranks follow rank 0's."""
+"""Sample order, also of custom samplers: all ranks follow rank 0's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from lagom.files.publishing import Result
+    from lagom.loaders.reading_threads import Result
     from lagom.run_state.loader_pass import LoaderPass
     from lagom.session.session import Session
 

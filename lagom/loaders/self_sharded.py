@@ -10,7 +10,7 @@ import torch
 
 from lagom.collectives.agreement_exchange import signature
 from lagom.errors import DivergenceError
-from lagom.loaders.index_sampler import num_rows, num_samples
+from lagom.loaders.batch_shares import num_rows, num_samples
 from lagom.run_state.loader_pass import BatchShare
 from lagom.run_state.nested_tensors import tensors
 from lagom.world import Place, standing_at

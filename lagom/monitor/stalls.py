@@ -1,4 +1,8 @@
-"""Ranks that get nowhere: since when, what they do, and what to say of them; driver and host processes use it."""
+"""Ranks that make no progress: since when, and the text that says so.
+
+A rank notices by itself in ``worker/heartbeat.py``, its host process in ``host/supervisor.py``; ``launchers/run.py``
+shows the text.
+"""
 
 from __future__ import annotations
 

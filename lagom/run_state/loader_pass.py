@@ -13,8 +13,8 @@ from lagom.errors import LagomError
 from lagom.run_state.nested_tensors import tensors
 
 if TYPE_CHECKING:
-    from lagom.files.publishing import Publication, Readers
     from lagom.loaders.evaluation_passes import Use
+    from lagom.loaders.reading_threads import Publication, Readers
 
 
 @dataclass(slots=True)  # not frozen: one is made for each batch, and a frozen one would take four times as long

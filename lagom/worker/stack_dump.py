@@ -19,15 +19,16 @@ from lagom.wire.client import Message
 SIGNAL: int | None = getattr(signal, "SIGRTMAX", signal.SIGRTMIN) - 1 if hasattr(signal, "SIGRTMIN") else None
 """Signal at which a process writes its stacks; no program uses it. None if the system has no such signals."""
 _OWN = str(Path(__file__).parents[1]) + os.sep
-_CALLERS = (os.path.join(_OWN, "worker") + os.sep, os.path.join(_OWN, "script.py"))
+_CALLERS = (os.path.join(_OWN, "worker") + os.sep, os.path.join(_OWN, "program", "script.py"))
 _LOOP = os.path.join("torch", "utils", "data", "_utils", "worker.py")
 _EXCHANGES = (os.path.join(_OWN, "collectives") + os.sep, os.path.join("torch", "distributed") + os.sep)
 _PURPOSES = {
     os.path.join(_OWN, *path.split("/")): what
     for path, what in {
-        "strategies/zero": "state that is shared out",
+        "zero": "state that is shared out",
         "row_split/whole_batch.py": "outputs of a forward",
-        "forward/batchnorm_statistics.py": "BatchNorm's statistics",
+        "forward/batchnorm.py": "BatchNorm's statistics",
+        "forward/batchnorm_arithmetic.py": "BatchNorm's statistics",
         "gradients/buffers.py": "buffers",
         "gradients/replicate.py": "gradients",
         "gradients/autograd_grad.py": "gradients",

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lagom
 from lagom.errors import DivergenceError, LagomError
-from lagom.loaders.index_sampler import num_rows, num_samples
+from lagom.loaders.batch_shares import num_rows, num_samples
 from lagom.loaders.self_sharded import first_sample, shards_itself
 from lagom.session.session import Session
 from lagom.world import Place, standing_at

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lagom.compat.horovod import topology
 from lagom.compat.horovod.asynchronous import Sum
 from lagom.compat.horovod.differentiable import allgather, allreduce_
-from lagom.forward.batchnorm_statistics import BatchNormCall, Normalise, combine_moments, moments
+from lagom.forward.batchnorm_arithmetic import BatchNormCall, Normalise, combine_moments, moments
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):

@@ -1,4 +1,7 @@
-"""Arrow's types: which of them are numbers, lists, texts, vectors, and what numpy type they become."""
+"""Arrow's types: which are numbers, lists, texts or vectors, and what numpy type they become.
+
+``tensor_columns.leaves`` refuses all others, ``lists.dense`` converts.
+"""
 
 from __future__ import annotations
 

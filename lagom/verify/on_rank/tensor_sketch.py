@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lagom.contents import entries, is_array, is_metrics, is_plain, is_tensor, name_of
-from lagom.loaders.index_sampler import num_samples
+from lagom.loaders.batch_shares import num_samples
 from lagom.run_state.nested_tensors import tensors
 
 if TYPE_CHECKING:

@@ -1,11 +1,11 @@
-"""``lagom.loaders.index_sampler``: each rank's share of a batch."""
+"""``lagom.loaders.batch_shares``: each rank's share of a batch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lagom.loaders.index_sampler import per_rank, split_batch
+from lagom.loaders.batch_shares import per_rank, split_batch
 from lagom.run_state.loader_pass import BatchShare
 
 

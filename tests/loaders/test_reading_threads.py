@@ -20,7 +20,7 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches
 from lagom.errors import LagomError
-from lagom.files.publishing import Publication
+from lagom.loaders.reading_threads import Publication
 from lagom.session.session import Session
 from tests.ranks import alone, run_ranks
 from tests.session.loading import Nondeterministic, Numbers, Shuffled, flat
