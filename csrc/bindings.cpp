@@ -82,17 +82,17 @@ nb::list exchange(Communicator& self, nb::bytes head, nb::object body) {
     return found;
 }
 
-// Where the averages of the parts of a body go, kept from call to call.
+// The parts of a body that are averaged, kept from call to call.
 struct Sections {
     std::vector<lagom::Section> all;
     size_t size;
-    Sections(const std::vector<std::tuple<size_t, size_t, int, uintptr_t>>& given, size_t size)
+    Sections(const std::vector<std::tuple<size_t, size_t, int>>& given, size_t size)
         : size(size) {
-        for (const auto& [start, count, type, total] : given) {
+        for (const auto& [start, count, type] : given) {
             const Type kind = type_of(type);
             if (kind > Type::bf16 || start > size || count > (size - start) / lagom::size_of(kind))
                 throw lagom::Failure("a section is outside of its body, or not of floating point");
-            all.push_back({start, count, kind, at(total)});
+            all.push_back({start, count, kind});
         }
     }
 };
@@ -107,17 +107,14 @@ nb::list rows(Communicator& self) {
     return found;
 }
 
-bool average(Communicator& self, nb::bytes head, uintptr_t body, size_t size, const Sections& sections) {
-    const nb::gil_scoped_release released;
-    return self.average({head.c_str(), head.size()}, view(body, size), sections.all);
-}
-
-bool average_in_place(Communicator& self, nb::bytes head, const std::vector<uintptr_t>& numbers, const Sections& sections) {
-    if (numbers.size() != sections.all.size()) throw lagom::Failure("there are other numbers than sections");
+bool average(Communicator& self, nb::bytes head, const std::vector<uintptr_t>& given, const std::vector<uintptr_t>& means,
+             const Sections& sections) {
+    if (given.size() != sections.all.size() || means.size() != given.size())
+        throw lagom::Failure("there are other numbers than sections");
     const nb::gil_scoped_release released;
     static_assert(sizeof(uintptr_t) == sizeof(void*));
-    return self.average_in_place({head.c_str(), head.size()}, sections.size, sections.all,
-                                 reinterpret_cast<void* const*>(numbers.data()));
+    return self.average({head.c_str(), head.size()}, sections.size, sections.all,
+                        reinterpret_cast<const void* const*>(given.data()), reinterpret_cast<void* const*>(means.data()));
 }
 
 // The next rows of several columns: of each its pages, the address and size of bytes, where values are put (address, piece and
@@ -140,7 +137,7 @@ std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(const std::vecto
 
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a rank ends by os._exit
-    module.attr("VERSION") = 8;  // of what is bound here; lagom/collectives/native.py asks for it
+    module.attr("VERSION") = 9;  // of what is bound here; lagom/collectives/native.py asks for it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -176,7 +173,7 @@ NB_MODULE(_native, module) {
             self.begin({is_snappy, is_optional, is_bytes, {prefix.c_str(), prefix.size()}, size, count, most}); });
     module.def("read_pages", &read_pages);
     nb::class_<Sections>(module, "Sections")
-        .def(nb::init<const std::vector<std::tuple<size_t, size_t, int, uintptr_t>>&, size_t>());
+        .def(nb::init<const std::vector<std::tuple<size_t, size_t, int>>&, size_t>());
     nb::class_<Communicator>(module, "Communicator", nb::is_weak_referenceable())
         .def("set_timeout", [](Communicator& self, double timeout_s) { self.set_timeout(timeout_s); })
         .def("barrier", &Communicator::barrier, Released())
@@ -205,7 +202,6 @@ NB_MODULE(_native, module) {
              "source"_a, "to"_a, "out"_a, "back"_a, "type"_a = BYTES, Released())
         .def("exchange", &exchange, "head"_a, "body"_a.none())
         .def("average", &average)
-        .def("average_in_place", &average_in_place)
         .def("rows", &rows)
         .def("room", &Communicator::room)
         .def("send", [](Communicator& self, uintptr_t data, size_t bytes, int type, int to, uint64_t tag) {

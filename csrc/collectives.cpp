@@ -305,28 +305,14 @@ const std::vector<Row>& Communicator::exchange(std::string_view head, std::strin
     return rows_;
 }
 
-bool Communicator::average(std::string_view head, std::string_view body, const std::vector<Section>& sections) {
-    const Turn turn(*this);
-    if (head.size() + body.size() > segment_.slot_bytes()) throw Failure("too much for a slot");
-    exchange_rows(head, body);
-    if (!all_gave(head, head.size() + body.size())) return false;
-    std::vector<const void*> sources(size_);
-    for (const Section& section : sections) {
-        for (int k = 0; k < size_; ++k)
-            sources[k] = (k == rank_ ? body.data() : rows_[k].data + head.size()) + section.start;
-        mean(section.type, sources.data(), size_, section.total, section.count);
-    }
-    return true;
-}
-
-bool Communicator::average_in_place(std::string_view head, size_t size, const std::vector<Section>& sections,
-                                    void* const* numbers) {
+bool Communicator::average(std::string_view head, size_t size, const std::vector<Section>& sections,
+                           const void* const* given, void* const* means) {
     const Turn turn(*this);
     if (head.size() + size > segment_.slot_bytes()) throw Failure("too much for a slot");
     exchange_rows(head, head.size() + size, [&](size_t) {
         copy(slot(rank_), head.data(), head.size());
         for (size_t i = 0; i < sections.size(); ++i)
-            copy(slot(rank_) + head.size() + sections[i].start, numbers[i], sections[i].count * size_of(sections[i].type));
+            copy(slot(rank_) + head.size() + sections[i].start, given[i], sections[i].count * size_of(sections[i].type));
     });
     if (!all_gave(head, head.size() + size)) return false;
     std::vector<const void*> sources(size_);
@@ -334,7 +320,7 @@ bool Communicator::average_in_place(std::string_view head, size_t size, const st
         // This rank's from the slot, too: two tensors may share their memory, and one may have its mean already.
         for (int k = 0; k < size_; ++k)
             sources[k] = (k == rank_ ? slot(rank_) : rows_[k].data) + head.size() + sections[i].start;
-        reduce(sections[i].type, Op::average, sources.data(), size_, numbers[i], nullptr, sections[i].count);
+        mean(sections[i].type, sources.data(), size_, means[i], sections[i].count);
     }
     return true;
 }

@@ -20,7 +20,6 @@ struct Row {
 struct Section {
     size_t start, count;  // bytes, numbers
     Type type;
-    void* total;  // f32 for f16 and bf16, else of `type`
 };
 
 // See Note [Steps]. Throws Failure, after which no call succeeds on any rank.
@@ -54,11 +53,11 @@ class Communicator {
 
     // What each rank gave, of any lengths; in this rank's place is `head` alone. Valid until the next call.
     const std::vector<Row>& exchange(std::string_view head, std::string_view body);
-    // The same exchange. When all gave the same head: fills each total with the mean over the ranks of its section of
-    // the bodies, which are as long as `body`, and says true.
-    bool average(std::string_view head, std::string_view body, const std::vector<Section>& sections);
-    // As `average`, of a body of `size` bytes whose sections are at `numbers`, and become the means there.
-    bool average_in_place(std::string_view head, size_t size, const std::vector<Section>& sections, void* const* numbers);
+    // The same exchange, of a body of `size` bytes whose sections lie at `given`. When all gave the same head: puts the mean
+    // over the ranks of each section where `means` says, as f32 for f16 and bf16, and says true. `means` may
+    // be `given` where that is the section's own type.
+    bool average(std::string_view head, size_t size, const std::vector<Section>& sections, const void* const* given,
+                 void* const* means);
     // What the ranks gave in the exchange or the average before.
     const std::vector<Row>& rows() const { return rows_; }
     // Bytes that `average` can take.

@@ -140,9 +140,10 @@ struct Rank {
     void average(int round, size_t count) {
         const std::vector<float> mine = numbers(round, rank, count);
         std::vector<float> total(count);
-        const std::string_view body(reinterpret_cast<const char*>(mine.data()), count * 4);
-        const std::vector<Section> sections{{0, count, Type::f32, total.data()}};
-        expect(all.average(std::string(32, 's'), body, sections), "agreement", rank, count);
+        const std::vector<Section> whole{{0, count, Type::f32}};
+        const void* const given_at[] = {mine.data()};
+        void* const mean_at[] = {total.data()};
+        expect(all.average(std::string(32, 's'), count * 4, whole, given_at, mean_at), "agreement", rank, count);
         bool right = true;
         for (size_t i = 0; i < count; ++i) {
             float sum = 0;
@@ -150,15 +151,16 @@ struct Rank {
             right = right && total[i] == sum / float(size);
         }
         expect(right, "average", rank, count);
-        expect(size == 1 || !all.average(std::string(32, char('a' + rank)), body, sections), "disagreement", rank, count);
+        expect(size == 1 || !all.average(std::string(32, char('a' + rank)), count * 4, whole, given_at, mean_at),
+               "disagreement", rank, count);
         // The same in place, of two parts that share the middle.
         std::vector<float> own = mine;
         const size_t part = count - count / 3;
-        const std::vector<Section> parts{{0, part, Type::f32, nullptr}, {part * 4, part, Type::f32, nullptr}};
+        const std::vector<Section> parts{{0, part, Type::f32}, {part * 4, part, Type::f32}};
         void* const places[] = {own.data(), own.data() + count / 3};
-        expect(all.average_in_place(std::string(32, 's'), part * 8, parts, places), "agreement in place", rank, count);
+        expect(all.average(std::string(32, 's'), part * 8, parts, places, places), "agreement in place", rank, count);
         expect(own == total, "average in place", rank, count);
-        expect(size == 1 || !all.average_in_place(std::string(32, char('a' + rank)), part * 8, parts, places),
+        expect(size == 1 || !all.average(std::string(32, char('a' + rank)), part * 8, parts, places, places),
                "disagreement in place", rank, count);
         expect(own == total, "nothing changed", rank, count);
     }

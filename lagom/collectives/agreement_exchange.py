@@ -44,22 +44,31 @@ class AgreedExchange:
             return None
         return [None if i == self._group.rank else row[SIZE:] for i, row in enumerate(rows)]
 
-    def average(self, parcel: PackedTensors, signed: bytes) -> bool:
-        """Average what is in ``parcel`` over the ranks, if all gave the same signature."""
+    def average(
+        self, parcel: PackedTensors, tensors: list[torch.Tensor], signed: bytes, *, lie_plainly: bool = False
+    ) -> bool:
+        """Average ``tensors``, of the kinds of ``parcel``, in place if all ranks gave the same signature.
+
+        Args:
+            lie_plainly: whether all of them are known to lie plainly in memory.
+        """
         if parcel.averaging is None:
             parcel.averaging = parcel.prepare(self._group)
+        if parcel.averaging and parcel.keeps_types and (lie_plainly or all(map(lies_plainly, tensors))):
+            addresses = [one.data_ptr() for one in tensors]
+            return parcel.averaging(signed, addresses, addresses)
+        if tensors:
+            torch._foreach_copy_(parcel.mine, tensors)
         if parcel.averaging:
-            return parcel.averaging(signed)
-        rows = self.gather(parcel.packed, signed)
-        if rows is not None:
-            parcel.average(rows)
-        return rows is not None
-
-    def average_in_place(self, parcel: PackedTensors, addresses: Sequence[int], signed: bytes) -> bool | None:
-        """Average tensors like those of ``parcel``, each contiguous at its address; None where it cannot be done."""
-        if parcel.in_place is None:
-            parcel.in_place = parcel.prepare_in_place(self._group)
-        return parcel.in_place(signed, addresses) if parcel.in_place else None
+            agreed = parcel.averaging(signed, *parcel.addresses)
+        else:
+            rows = self.gather(parcel.packed, signed)
+            agreed = rows is not None
+            if rows is not None:
+                parcel.average(rows)
+        if agreed and tensors:
+            torch._foreach_copy_(tensors, parcel.averages)
+        return agreed
 
     def sum(self, numbers: torch.Tensor, signed: bytes) -> bool:
         """Sum ``numbers``, contiguous float64, over the ranks, in place, if all gave the same signature.
@@ -84,9 +93,18 @@ class PackedTensors:
 
     Args:
         kinds: type and shape of each; their order is the same on all ranks.
+        as_type: the type as which one travels.
     """
 
-    def __init__(self, kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> None:
+    def __init__(
+        self, kinds: Sequence[tuple[torch.dtype, torch.Size]], as_type: Callable[[torch.dtype], torch.dtype]
+    ) -> None:
+        travelling = [as_type(dtype) for dtype, _ in kinds]
+        self.keeps_types = all(
+            given is dtype and dtype.itemsize >= 4 for (given, _), dtype in zip(kinds, travelling, strict=True)
+        )
+        """Whether tensors, what travels and averages are of the same types."""
+        kinds = [(dtype, shape) for dtype, (_, shape) in zip(travelling, kinds, strict=True)]
         by_type: dict[torch.dtype, list[int]] = {}
         for i, (dtype, _) in enumerate(kinds):
             by_type.setdefault(dtype, []).append(i)
@@ -111,23 +129,16 @@ class PackedTensors:
         self.averages = [averages[i] for i in range(len(kinds))]
         """Where the averages will be."""
         self.packed = memory(packed) if kinds else None
-        self.averaging: Callable[[bytes], bool] | Literal[False] | None = None
-        """Does all of it at once, where the group can; None: not asked yet."""
-        self.in_place: Callable[[bytes, Sequence[int]], bool] | Literal[False] | None = None
-        """The same of tensors where they are."""
+        self.averaging: Callable[[bytes, Sequence[int], Sequence[int]], bool] | Literal[False] | None = None
+        """Does all of it in one call, where the group can; None: not asked yet."""
+        self.addresses = [one.data_ptr() for one in self.mine], [one.data_ptr() for one in self.averages]
         self._memory = packed
 
-    def prepare_in_place(self, group: Group) -> Callable[[bytes, Sequence[int]], bool] | Literal[False]:
-        """What ``in_place`` should be; False where means take another type than what is averaged."""
-        if any(one.dtype.itemsize < 4 for one in self.mine):
-            return False
+    def prepare(self, group: Group) -> Callable[[bytes, Sequence[int], Sequence[int]], bool] | Literal[False]:
+        """What ``averaging`` should be."""
         origin = self._memory.data_ptr()
         sections = [(one.data_ptr() - origin if one.numel() else 0, one.numel(), one.dtype) for one in self.mine]
-        return group.averaging_in_place(self._memory.nbytes, sections) or False
-
-    def prepare(self, group: Group) -> Callable[[bytes], bool] | Literal[False]:
-        """What ``averaging`` should be."""
-        return group.averaging(self._memory, self._sections) or False
+        return group.averaging(self._memory.nbytes, sections) or False
 
     def average(self, rows: Sequence[memoryview | None]) -> None:
         """Fill ``averages`` from what the ranks packed; None stands for this one's."""
@@ -155,6 +166,18 @@ def _add(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
     for other in others:
         torch.add(first, other, out=total)
         first = total
+
+
+def lies_plainly(one: torch.Tensor) -> bool:
+    """Whether the numbers of ``one`` are what is in the memory of this process, one behind the other."""
+    # Not what looks sparse: to ask a sparse tensor for its order in memory is an error.
+    return (
+        type(one) is torch.Tensor
+        and one.is_cpu
+        and one.layout is torch.strided
+        and one.is_contiguous()
+        and not one.is_neg()
+    )
 
 
 def _aligned(num_bytes: int) -> int:

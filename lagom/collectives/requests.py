@@ -50,21 +50,6 @@ class RequestExchange(ABC):
             assert self.serve is not None
             self.serve(asked)
 
-    def _agreed(self, rows: Callable[[], Sequence[memoryview]], average: Callable[[], bool]) -> bool:
-        """What ``average``, an exchange of its own kind, says when nobody asks for anything instead.
-
-        Args:
-            rows: what the others gave in it.
-        """
-        while True:
-            try:
-                if average():
-                    return True
-            except (RuntimeError, OSError) as error:
-                raise named("exchange", error) from error
-            if not self._served(rows()):
-                return False
-
     def _served(self, rows: Sequence[memoryview]) -> bool:
         """Take part in what some rank has asked for in place of the exchange, if any has."""
         asked = _asked(rows) if self.serve is not None else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lagom.collectives.plain_values import all_gather_values
-from lagom.gradients.reduction.layout import Layout, LayoutEntry, lies_plainly
+from lagom.gradients.reduction.layout import Layout, LayoutEntry
 from lagom.gradients.reduction.mean import Mean
 
 if TYPE_CHECKING:
@@ -69,30 +69,15 @@ class TensorAverager:
         """Average ``gradients`` in place if all ranks gave the same ``signed``; otherwise nothing has changed.
 
         Args:
-            lie_plainly: all of them do, it is known.
+            lie_plainly: whether all of them are known to lie plainly in memory.
         """
-        in_place = layout.parcel.in_place
-        if lie_plainly and in_place and layout.framed_as_they_are and len(layout.framed) == len(gradients):
-            return in_place(signed, [gradients[i].data_ptr() for i in layout.framed])
-        if not self._average_framed(layout, [gradients[i] for i in layout.framed], signed):
+        framed = [gradients[i] for i in layout.framed]
+        if not self._frame.average(layout.parcel, framed, signed, lie_plainly=lie_plainly):
             return False
         assert layout.reduction is not None
         layout.reduction.reduce(layout, gradients)
         for i in layout.sparse:
             self._average_sparse(gradients[i])
-        return True
-
-    def _average_framed(self, layout: Layout, framed: list[torch.Tensor], signed: bytes) -> bool:
-        if layout.framed_as_they_are and all(map(lies_plainly, framed)):
-            agreed = self._frame.average_in_place(layout.parcel, [one.data_ptr() for one in framed], signed)
-            if agreed is not None:
-                return agreed
-        if framed:
-            torch._foreach_copy_(layout.parcel.mine, framed)
-        if not self._frame.average(layout.parcel, signed):
-            return False
-        if framed:
-            torch._foreach_copy_(framed, layout.parcel.averages)
         return True
 
     def _average_sparse(self, gradient: torch.Tensor) -> None:

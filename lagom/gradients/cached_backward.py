@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from lagom.collectives.agreement_exchange import lies_plainly
 from lagom.gradients.overlap import WORTH
-from lagom.gradients.reduction.layout import lies_plainly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -71,8 +71,7 @@ def time_group(group: Group, spans: Spans) -> Iterator[None]:
         stack.enter_context(replaced(group, "_exchange", _exchanging(spans, group._exchange)))
         averages = _Averages(spans)
         stack.enter_context(replaced(group, "_served", averages.served(group._served)))
-        for name in ("averaging", "averaging_in_place"):
-            stack.enter_context(replaced(group, name, averages.averaging(getattr(group, name))))
+        stack.enter_context(replaced(group, "averaging", averages.averaging(group.averaging)))
         later = _Later(spans, group)
         stack.enter_context(replaced(group, "all_reduce_later", later.begin(group.all_reduce_later, RANKS)))
         stack.enter_context(replaced(group, "all_reduce_aside", later.begin(group.all_reduce_aside, ASIDE)))
@@ -111,11 +110,10 @@ class _Averages:
         spans, clock, append = self._spans, self._spans.clock, self._spans.append
         number = spans.numbers(RANKS)
 
-        def averaging(given: Any, sections: Any) -> Any:
-            average = original(given, sections)
+        def averaging(size: int, sections: Any) -> Any:
+            average = original(size, sections)
             if average is None:
                 return None
-            size = given if isinstance(given, int) else given.nbytes
 
             def timed(*args: Any) -> Any:
                 self._number = number()

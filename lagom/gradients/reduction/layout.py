@@ -70,9 +70,7 @@ class Layout:
                 room -= size
             else:
                 rest.setdefault((entry.cuda, entry.dtype), []).append(i)
-        self.parcel = PackedTensors([(as_type(entries[i].dtype), entries[i].shape) for i in self.framed])
-        self.framed_as_they_are = all(as_type(entries[i].dtype) == entries[i].dtype for i in self.framed)
-        """Whether what is beside the signature travels as the type that it has."""
+        self.parcel = PackedTensors([(entries[i].dtype, entries[i].shape) for i in self.framed], as_type)
         # A backward comes to the last parameters first.
         self.buckets = [bucket for part in rest.values() for bucket in _buckets(part[::-1], entries)]
         on_cpu = [entries[i] for (cuda, _), part in rest.items() if not cuda for i in part]
@@ -83,18 +81,6 @@ class Layout:
 def travelling(dtype: torch.dtype) -> torch.dtype:
     """The type as which gradients of ``dtype`` are sent: one that gloo and NCCL can add."""
     return dtype if dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) else torch.float32
-
-
-def lies_plainly(one: torch.Tensor) -> bool:
-    """Whether the numbers of ``one`` are what is in the memory of this process, one behind the other."""
-    # Not what looks sparse: to ask a sparse tensor for its order in memory is an error.
-    return (
-        type(one) is torch.Tensor
-        and one.is_cpu
-        and one.layout is torch.strided
-        and one.is_contiguous()
-        and not one.is_neg()
-    )
 
 
 def _buckets(indices: list[int], entries: list[LayoutEntry]) -> list[Bucket]:
