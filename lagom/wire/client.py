@@ -1,4 +1,4 @@
-"""A rank's end of the channel to the driver: length-limited JSON frames over a connected socket."""
+"""``DriverClient``: a rank's end of the channel to the driver, for JSON frames over a connected socket."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from lagom.wire.framing import NONCE, PROOF, BadFrame, FrameDecoder, FrameKeys, 
 from lagom.wire.framing import Message as Message
 from lagom.wire.peer_silence import probe_silence, silent_s
 
-_MAX_BACKLOG = 64 << 20  # bytes of log that may wait for a slow driver before lines are dropped
+_MAX_BACKLOG = 64 << 20  # bytes of log that may wait for a slow driver; then lines are dropped
 _TRIES = 3
 _LOST_AFTER_S = 120.0
-"""Without a sign of life from the driver's machine, as Spark has it: it may be a laptop that sleeps for a while."""
+"""Silence of the driver's machine before it counts as lost, as long as Spark's: a laptop may sleep for a while."""
 _NO_CHECK_TIME = 0x200000
 """X509_V_FLAG_NO_CHECK_TIME, for which Python has no name: a host's clock may be behind the driver's."""
 _WOULD_WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 def _is_ready(connection: socket.socket, event: int, timeout_s: float) -> bool:
-    poll = select.poll()  # select has no file numbers above 1023
+    poll = select.poll()  # select supports no file descriptors above 1023
     poll.register(connection, event)
     return bool(poll.poll(1e3 * timeout_s))
 
 
 class LinkClosed(ConnectionError):
-    """The other end is gone."""
+    """The other end has closed the connection."""
 
 
 class DriverClient:
     """One end of a connection that carries messages both ways.
 
     Args:
-        connection: to the other end, that of an inherited pair or one that ``dial`` has made.
-        incoming: what the other end's frames are read with, and ``outgoing`` the seals of ours; None where nobody
-            else can send.
+        connection: the socket, one of an inherited pair or connected by ``dial``.
+        incoming: decoder of the other end's frames; ``outgoing`` has the seals of ours. None if no stranger can send.
     """
 
     def __init__(
@@ -55,11 +54,11 @@ class DriverClient:
         self._dropped = 0
 
     def fileno(self) -> int:
-        """For ``select``."""
+        """Return the file descriptor, for ``select``."""
         return self.socket.fileno()
 
     def send(self, message: Message, timeout_s: float = 10.0) -> None:
-        """Send ``message`` and all that waited before it; raises LinkClosed when it does not get through in time."""
+        """Send ``message`` and all that wait before it; raise LinkClosed if they are not sent in time."""
         self._queue(message)
         deadline = time.monotonic() + timeout_s
         while self.flush():
@@ -68,7 +67,7 @@ class DriverClient:
                 raise LinkClosed(f"the driver took nothing for {timeout_s:g} s")
 
     def offer(self, message: Message) -> None:
-        """Send ``message`` when there is room, without waiting; dropped, and counted, when the other end is slow."""
+        """Send ``message`` without waiting, as soon as there is room; drop and count it if the other end is slow."""
         if len(self._outgoing) > _MAX_BACKLOG:
             self._dropped += 1
             return
@@ -79,7 +78,7 @@ class DriverClient:
         self.flush()
 
     def flush(self) -> bool:
-        """Write what the socket takes; True when something still waits."""
+        """Write as much as the socket accepts; return whether bytes are left."""
         try:
             while self._outgoing:
                 del self._outgoing[: self.socket.send(self._outgoing[: 1 << 18])]
@@ -90,17 +89,17 @@ class DriverClient:
         return False
 
     def give_up_silent(self) -> None:
-        """Hang up on the other machine where it has given no sign of life for too long: ``poll`` says so."""
+        """Close the connection if the other machine has been silent for too long: ``poll`` then raises."""
         if silent_s(self.socket) >= _LOST_AFTER_S:
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
 
     def waiting(self) -> bool:
-        """Whether something has been offered that the socket has not taken yet."""
+        """Return whether offered bytes are left that the socket has not accepted."""
         return bool(self._outgoing)
 
     def poll(self) -> list[Message]:
-        """The messages that have arrived; raises LinkClosed at the end of the stream, after the last message."""
+        """Return the messages that have arrived; raise LinkClosed at the end of the stream, after the last message."""
         closed = False
         try:
             while chunk := self.socket.recv(1 << 18):
@@ -116,14 +115,14 @@ class DriverClient:
         return messages
 
     def receive(self, timeout_s: float) -> Message | None:
-        """The next message, or None when none arrives in time."""
+        """Return the next message, or None if none arrives in time."""
         deadline = time.monotonic() + timeout_s
         while True:
-            # One frame at a time here: what follows it stays for the next call.
+            # One frame at a time: later frames stay for the next call.
             if messages := self._take(limit=1):
                 return messages[0]
             try:
-                chunk = self.socket.recv(1 << 18)  # before the wait: TLS may hold bytes that the system has given
+                chunk = self.socket.recv(1 << 18)  # before the wait: TLS may hold bytes that the system has delivered
             except _WOULD_WAIT:
                 left = deadline - time.monotonic()
                 if left <= 0 or not _is_ready(self.socket, select.POLLIN, left):
@@ -134,7 +133,7 @@ class DriverClient:
             self._incoming.feed(chunk)
 
     def close(self) -> None:
-        """Close the socket; nothing more can be sent."""
+        """Close the socket; no message can be sent after that."""
         self.socket.close()
 
     def _queue(self, message: Message) -> None:
@@ -150,10 +149,10 @@ class DriverClient:
 def dial(
     address: tuple[str, int], secret: bytes, hello: Message, timeout_s: float, certificate: str = ""
 ) -> DriverClient | None:
-    """Connect to the driver at ``address`` and introduce ourselves; None when it cannot be reached in time.
+    """Connect to the driver at ``address`` and prove the secret; return None if that fails in time.
 
     Args:
-        certificate: the driver's, PEM; the connection is encrypted then, and to nobody else.
+        certificate: the driver's (PEM); the connection is then encrypted, and accepts no other certificate.
     """
     deadline = time.monotonic() + timeout_s
     for _ in range(_TRIES):
@@ -167,9 +166,9 @@ def dial(
             if certificate:
                 connection = _encrypted(connection, certificate)
             return _introduced(connection, secret, hello, deadline)
-        except (OSError, EOFError, ValueError):  # gone, or something else listens there
+        except (OSError, EOFError, ValueError):  # closed again, or another program listens there
             connection.close()
-        # A driver that strangers besiege hangs up on some who were about to prove themselves.
+        # A driver flooded by strangers closes some connections that were about to prove themselves.
         pause_s = 0.02 + secrets.randbelow(80) / 1000
         if time.monotonic() + pause_s >= deadline:
             return None
@@ -180,14 +179,14 @@ def dial(
 def _encrypted(connection: socket.socket, certificate: str) -> ssl.SSLSocket:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.check_hostname = False  # this very certificate is the one that is trusted, whatever the address
+    context.check_hostname = False  # exactly this certificate is trusted, at any address
     context.load_verify_locations(cadata=certificate)
     context.verify_flags |= _NO_CHECK_TIME
     return context.wrap_socket(connection)
 
 
 def _introduced(connection: socket.socket, secret: bytes, hello: Message, deadline: float) -> DriverClient:
-    """Prove ourselves, say ``hello``, and have the driver prove itself. See Note [Handshake] in framing.py."""
+    """Prove the secret, send ``hello``, and check the driver's proof. See Note [Handshake] in framing.py."""
     nonce = secrets.token_bytes(NONCE)
     keys = FrameKeys(secret, _exactly(connection, NONCE, deadline), nonce)
     link = DriverClient(connection, FrameDecoder(FrameSeals(keys.from_driver)), FrameSeals(keys.from_rank))
@@ -224,7 +223,7 @@ def fetch(
     """Copy the run's payload from the driver into the file ``path``.
 
     Raises:
-        LinkClosed: when it does not arrive, or is not what the driver sent.
+        LinkClosed: if it does not arrive, or differs from what the driver sent.
     """
     link = dial(address, secret, {"purpose": "fetch"}, timeout_s, certificate)
     if link is None:
@@ -248,7 +247,7 @@ def fetch(
 def deliver(
     address: tuple[str, int], secret: bytes, name: str, fd: int, timeout_s: float, certificate: str = ""
 ) -> str | None:
-    """Send the file ``fd`` to the driver as ``name``; returns its SHA-256, or None when it did not get through."""
+    """Send the file ``fd`` to the driver as ``name``; return its SHA-256, or None if the driver did not get it."""
     size = os.fstat(fd).st_size
     link = dial(address, secret, {"purpose": "deliver", "name": name, "size": size}, timeout_s, certificate)
     if link is None:

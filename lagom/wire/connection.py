@@ -1,4 +1,4 @@
-"""``DriverConnection``: a connection at the driver's end: at first a stranger's, then that of one of ours."""
+"""``DriverConnection``: a connection at the driver's end, first a stranger's, then a proved client's."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 from lagom.wire.framing import NONCE, PROOF, FrameDecoder, FrameKeys, FrameSeals, Message, frame_of
 
 STRANGE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, asyncio.TimeoutError)
-"""What a peer that is not one of ours, or one that talks nonsense, can cause."""
+"""Errors that a stranger, or a peer that sends nonsense, can cause."""
 
 
 class DriverConnection(asyncio.BufferedProtocol):
-    """Methods are for the thread of the event loop.
+    """A connection of the driver's event loop, whose thread calls all methods.
 
     Args:
-        secret: what it has to know; None for one that is known to be ours.
-        buffer: what comes is read into; all peers of an event loop may have the same. Without, the event loop would
-            make one of 256 KB for each message of some hundred bytes.
+        secret: the secret that the other end has to prove; None for an end that is known to be ours.
+        buffer: receives the bytes that are read; all connections of an event loop may share it. Without it, the event
+            loop would allocate 256 KB for each message of some hundred bytes.
     """
 
     def __init__(self, secret: bytes | None, buffer: bytearray) -> None:
         self.hello: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        """What it came for, once it has proved itself; cancelled when it does not."""
+        """The first message, once the other end has proved itself; cancelled if it does not."""
         self.over: Callable[[], None] = lambda: None
         """Called when the connection has ended."""
         self.lost = False
-        """Whether it has."""
+        """Whether the connection has ended."""
         self._room = asyncio.Event()
         self._room.set()
         self._buffer = memoryview(buffer)
@@ -42,7 +42,7 @@ class DriverConnection(asyncio.BufferedProtocol):
         self._transport: Any = None
 
     def serve(self, hear: Callable[[Message], None]) -> None:
-        """From now on give its messages to ``hear``; an error that it causes there ends the connection."""
+        """From now on pass messages to ``hear``; an error in ``hear`` ends the connection."""
 
         def take(data: bytes) -> None:
             self._incoming.feed(data)
@@ -54,29 +54,29 @@ class DriverConnection(asyncio.BufferedProtocol):
         self._received(b"")
 
     def receive(self, write: Callable[[bytes], None]) -> None:
-        """From now on give its bytes to ``write``."""
+        """From now on pass raw bytes to ``write``."""
         self._take = write
         self._received(self._incoming.rest())
 
     def send(self, body: bytes) -> None:
-        """Send a message, as ``body_of`` made it; to one that is gone, nothing."""
+        """Send a message encoded by ``body_of``; do nothing if the connection is closed."""
         if not self.gone:
             self._transport.write(frame_of(body, self._outgoing))
 
     async def write(self, data: bytes) -> None:
-        """Send bytes, when there is room for more."""
+        """Send bytes once the buffer has room."""
         await self._room.wait()
         if not self.gone:
             self._transport.write(data)
 
     def end_writing(self) -> None:
-        """Say that no more will be sent, where that can be said."""
+        """Close the sending direction, if the transport supports that."""
         if not self.gone and self._transport.can_write_eof():
             self._transport.write_eof()
 
     @property
     def connection(self) -> Any:
-        """The socket, or what asyncio has in its place."""
+        """The socket, or asyncio's stand-in for it."""
         return self._transport.get_extra_info("socket")
 
     @property
@@ -86,41 +86,41 @@ class DriverConnection(asyncio.BufferedProtocol):
 
     @property
     def behind(self) -> bool:
-        """Whether it has not taken in all that was sent."""
+        """Whether sent bytes still wait in the buffer."""
         return not self.gone and self._transport.get_write_buffer_size() > 0
 
     def close(self) -> None:
-        """End the connection at once: in order, TLS would wait for the other end to agree."""
+        """End the connection at once: with a normal close, TLS would wait for the other end to agree."""
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See ``asyncio.BufferedProtocol``, as for all below."""
+        """See ``asyncio.BufferedProtocol``, as for all methods below."""
         self._transport = transport
         if self._secret is not None:
             self._transport.write(self._nonce)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where what comes is to be put."""
+        """Return the buffer for the next bytes."""
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """It may be a message, a part of one, or several."""
+        """Process ``nbytes``: a message, a part of one, or several."""
         self._received(bytes(self._buffer[:nbytes]))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing more comes, and nothing more can be sent."""
+        """Handle the end of the connection, in both directions."""
         self.lost = True
         self._room.set()
         self.hello.cancel()
         self.over()
 
     def pause_writing(self) -> None:
-        """It does not take in as much as is sent."""
+        """Pause writes: the other end reads more slowly than this end sends."""
         self._room.clear()
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """Resume writes."""
         self._room.set()
 
     def _received(self, data: bytes) -> None:
@@ -130,7 +130,7 @@ class DriverConnection(asyncio.BufferedProtocol):
             self.close()
 
     def _introduce(self, data: bytes) -> None:
-        """The proof of a stranger, before which nothing else is read. See Note [Handshake] in framing.py."""
+        """Check the proof of a stranger, and read nothing else before. See Note [Handshake] in framing.py."""
         assert self._secret is not None
         wanted = NONCE + PROOF - len(self._answer)
         self._answer += data[:wanted]
@@ -146,7 +146,7 @@ class DriverConnection(asyncio.BufferedProtocol):
         self._greet(data[wanted:])
 
     def _greet(self, data: bytes) -> None:
-        """Its first message; what follows waits for ``serve`` or ``receive``."""
+        """Decode the first message; later ones wait for ``serve`` or ``receive``."""
         self._incoming.feed(data)
         if not self.hello.done() and (messages := self._incoming.take(limit=1)):
             self.hello.set_result(messages[0])

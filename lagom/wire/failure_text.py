@@ -1,4 +1,4 @@
-"""A rank's failure inside an error message of Spark's: the only text that Spark carries back of a failed task."""
+"""A rank's failure inside an error message of Spark's: Spark carries nothing else back from a failed task."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ FAILURE = "lagom-failure:"
 
 
 def failure_text(report: str, error: bytes, timeline: str = "[]") -> str:
-    """A failure as text that survives Spark's error messages; ``failure_in`` finds it there again."""
+    """Encode a failure as text that survives Spark's error messages; ``failure_in`` decodes it."""
     parts = report.encode(), error, timeline.encode()
     return FAILURE + ":".join(base64.b64encode(part).decode() for part in parts) + ":end"
 
 
 def failure_in(text: str) -> tuple[str, bytes, str] | None:
-    """Report, parcelled exception and timeline in an error message of Spark's, or None.
+    """Return the report, pickled exception and timeline in an error message of Spark's, or None.
 
-    Of a message that was cut off the report is there, and what is whole of the others.
+    A message that was cut off still yields the report, and the other parts if they are whole.
     """
     if FAILURE not in text:
         return None

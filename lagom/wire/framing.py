@@ -1,4 +1,4 @@
-"""Frames of JSON between driver and ranks, and the seals that they bear where strangers could send some as well."""
+"""Frames of JSON between driver and ranks, with seals that authenticate each frame on sockets open to strangers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Message = dict[str, Any]
 
 
 class BadFrame(ConnectionError):
-    """What came is not what one of ours sends; nothing that follows it can be trusted."""
+    """The bytes are no frame of ours; nothing after them can be trusted."""
 
 
 def body_of(message: Message) -> bytes:
-    """``message`` as a frame holds it.
+    """Encode ``message`` as the body of a frame.
 
     Raises:
-        ValueError: when it is too long for one.
+        ValueError: if the body is too long for one frame.
     """
     body = json.dumps(message).encode()
     if len(body) > MAX_FRAME:
@@ -32,16 +32,16 @@ def body_of(message: Message) -> bytes:
 
 
 def frame_of(body: bytes, seals: FrameSeals | None = None) -> bytes:
-    """A frame: 4 bytes of length, big-endian, then that many bytes: the seal if there are any, and the JSON."""
+    """Build a frame: 4 bytes of length, big-endian, then that many bytes: the seal, if any, and the JSON."""
     seal = b"" if seals is None else seals.next(body)
     return struct.pack(">I", len(seal) + len(body)) + seal + body
 
 
 class FrameSeals:
-    """The seals of what goes one way over one connection.
+    """Seals for the frames of one direction of one connection.
 
-    The first 16 bytes of HMAC-SHA256 over the number of the frame and its JSON, with a key of this way and connection
-    alone: a frame that is put in, changed, left out, repeated or sent back has a seal that is not the next one.
+    A seal is the first 16 bytes of HMAC-SHA256 over the number of the frame and its JSON, with a key for this direction
+    and connection only: an inserted, changed, omitted, repeated or returned frame does not have the next seal.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -49,13 +49,13 @@ class FrameSeals:
         self._number = 0
 
     def next(self, body: bytes | bytearray) -> bytes:
-        """The seal of ``body`` as the next frame."""
+        """Return the seal of ``body`` as the next frame."""
         self._number += 1
         return hmac.digest(self._key, struct.pack(">Q", self._number) + body, "sha256")[:_SEAL]
 
 
 class FrameKeys:
-    """What follows from the run's secret and the nonces of both ends of a connection; see Note [Handshake]."""
+    """Proofs and keys derived from the run's secret and the nonces of both ends; see Note [Handshake]."""
 
     def __init__(self, secret: bytes, driver_nonce: bytes, rank_nonce: bytes) -> None:
         def derived(purpose: bytes) -> bytes:
@@ -68,7 +68,7 @@ class FrameKeys:
 
 
 class FrameDecoder:
-    """Makes messages of the bytes that come, in pieces of any size."""
+    """Decodes messages from bytes that arrive in pieces of any size."""
 
     def __init__(self, seals: FrameSeals | None = None) -> None:
         self._seals = seals
@@ -77,14 +77,14 @@ class FrameDecoder:
         self._bad: BadFrame | None = None
 
     def feed(self, data: bytes) -> None:
-        """Take in what came next."""
+        """Add the next bytes."""
         self._bytes += data
 
     def take(self, limit: int | None = None) -> list[Message]:
-        """The messages that are there whole, at most ``limit`` of them.
+        """Return the complete messages, at most ``limit`` of them.
 
         Raises:
-            BadFrame: at a frame that is too long, without its seal, or no JSON object; once all before it were given.
+            BadFrame: at a frame that is too long, lacks its seal, or is no JSON object, after all messages before it.
         """
         if self._bad is not None:
             raise self._bad
@@ -108,7 +108,7 @@ class FrameDecoder:
         return messages
 
     def rest(self) -> bytes:
-        """The bytes behind the messages that were taken; they are not kept."""
+        """Return and drop the bytes after the messages that were taken."""
         rest, self._bytes = bytes(self._bytes), bytearray()
         return rest
 
@@ -134,11 +134,11 @@ class FrameDecoder:
 #     rank:    a nonce, 16 bytes, and its proof, 32 bytes; its frames may follow at once
 #     driver:  its own proof, 32 bytes; its frames follow
 #
-# The 48 bytes of a stranger are all that is read of it: they are compared in constant time, and nothing is parsed
-# before. Proofs and keys are HMAC-SHA256 of the secret over a purpose and both nonces: what was recorded of one
-# connection says nothing on another, and neither end can be made to give the other's proof. Both prove themselves: who
-# takes over the driver's port when it is gone cannot tell ranks to stop, or where to meet.
+# Only these 48 bytes of a stranger are read: they are compared in constant time, and nothing is parsed before. Proofs
+# and keys are HMAC-SHA256 of the secret over a purpose and both nonces: a recording of one connection is useless on
+# another, and neither end can be made to give the other's proof. Both ends prove themselves: a process that takes over
+# the driver's port after its end cannot tell ranks to stop, or where to connect.
 #
-# Frames bear seals because a connection that was proved can still be written into by who sits on the way. They do not
-# hide anything: see certificate.py for that. Files (a large payload, a large outcome) follow a sealed hello without
-# seals of their own; their SHA-256 travels with Spark's job and its result.
+# Frames have seals because somebody between the two ends can still write into a proved connection. Seals do not hide
+# anything: tls.py does. Files (a large payload, a large outcome) follow a sealed hello without seals of their own;
+# their SHA-256 travels with Spark's job and its result.

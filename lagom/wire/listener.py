@@ -1,4 +1,4 @@
-"""``DriverListener``: where the driver listens; who knocks there, and whom it lets in."""
+"""``DriverListener``: accepts connections to the driver, and admits those that prove the run's secret."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from lagom.wire.framing import Message
 
 _HELLO_S = 5.0
 _STRANGERS = 256
-"""Connections that have not proved themselves, at the same time: of more, the oldest is hung up on."""
-_FILES = 128  # that this process may want to open besides
+"""Connections without a proof yet, at the same time: above this number, the oldest is closed."""
+_FILES = 128  # files that this process may open besides
 _BACKLOG = 1024
 
 
 class DriverListener:
-    """Lets those in who know ``secret``; what others can do is told in Note [Strangers].
+    """Admits connections that know ``secret``; Note [Strangers] bounds what others can cost.
 
-    ``admit(peer, hello)`` is called for each that is let in. All methods are for the thread of the event loop.
+    ``admit(peer, hello)`` is called for each admitted connection. All methods run in the event loop's thread.
     """
 
     def __init__(self, secret: bytes, admit: Callable[[DriverConnection, Message], None], buffer: bytearray) -> None:
         self._secret = secret
         self._admit = admit
         self._buffer = buffer
-        self._strangers: dict[asyncio.Task[None], None] = {}  # in the order in which they came
+        self._strangers: dict[asyncio.Task[None], None] = {}  # in order of arrival
 
     async def accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Take connections, encrypted by ``tls``, for ever."""
+        """Accept connections for ever, encrypted by ``tls`` if it is given."""
         loop = asyncio.get_running_loop()
         with listener:
             while True:
                 try:
                     connection, _ = await loop.sock_accept(listener)
-                except OSError:  # gone again, or this process can open no more files
+                except OSError:  # closed again, or this process can open no more files
                     self._hang_up_on_oldest()
                     await asyncio.sleep(0.05)
                     continue
                 task = loop.create_task(self._greet(connection, tls))
                 self._strangers[task] = None
                 task.add_done_callback(functools.partial(self._forget, connection))
-                await asyncio.sleep(0)  # who is in comes before who is at the door
+                await asyncio.sleep(0)  # admitted connections are served first
                 if len(self._strangers) > _STRANGERS:
                     self._hang_up_on_oldest()
 
@@ -59,11 +59,11 @@ class DriverListener:
 
     def _forget(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         self._strangers.pop(task, None)
-        if task.cancelled():  # before it had begun
+        if task.cancelled():  # cancelled before it had begun
             connection.close()
 
     async def _greet(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """A stranger: it proves that it knows the secret, or it is sent away unread."""
+        """Admit a connection once it has proved that it knows the secret; close others without reading more."""
         peer = DriverConnection(self._secret, self._buffer)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -73,16 +73,16 @@ class DriverListener:
             )
             self._admit(peer, await asyncio.wait_for(peer.hello, _HELLO_S))
         except STRANGE:
-            peer.close()  # not one of ours, or gone again
+            peer.close()  # no client of ours, or closed again
         except asyncio.CancelledError:
-            peer.close()  # gone again, or the channel closes, or has too many strangers; asyncio would print it
+            peer.close()  # closed again, or the channel closes or has too many strangers; asyncio would print the error
         finally:
             if peer.gone:
                 connection.close()
 
 
 def listening(host: str) -> socket.socket:
-    """A listening socket on ``host``, at a port that the system chooses."""
+    """Return a listening socket on ``host``, at a port that the system chooses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
     listener.setblocking(False)
@@ -91,7 +91,7 @@ def listening(host: str) -> socket.socket:
 
 @contextlib.contextmanager
 def files_for(num_tasks: int) -> Any:
-    """Let this process open a file more for each task meanwhile, where its (soft) limit is too low for so many."""
+    """Allow this process one more open file for each task in the context, if its soft limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_tasks + _STRANGERS + _FILES
     unlimited = resource.RLIM_INFINITY
@@ -107,10 +107,10 @@ def files_for(num_tasks: int) -> Any:
 
 # Note [Strangers]
 #
-# The driver listens on its own address, at a port that anybody in the network can find. Who cannot prove that it knows
-# the run's secret (Note [Handshake] in framing.py) costs the driver an open file for at most 5 s, and the time of an
-# HMAC; nothing that it sends is parsed or kept. At most 256 are there unproved: of more, the one that came first goes,
-# since one of ours proves itself within a round trip while the others take their time, and it tries again where it was
-# thrown out. Connections are taken one at a time between the messages of those who are in, so a flood keeps ranks
-# waiting for no longer than it takes to accept one. Where so many tasks come that the process could run out of files,
-# its limit is raised for the run, and put back.
+# The driver listens on its own address, at a port that anybody in the network can find. A connection without a proof
+# that it knows the run's secret (Note [Handshake] in framing.py) costs the driver an open file for at most 5 s, and the
+# time of an HMAC; none of its bytes are parsed or kept. At most 256 such connections are open: above that, the oldest
+# is closed, because a client of ours proves itself within a round trip while others take their time, and a client of
+# ours that was closed tries again. Connections are accepted one at a time between the messages of admitted ones, so a
+# flood delays ranks by no more than the time to accept one. If so many tasks connect that the process could run out of
+# files, its limit is raised for the run, and restored.

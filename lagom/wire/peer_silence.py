@@ -1,4 +1,4 @@
-"""``silent_s``: for how long the machine at the other end of a connection has given no sign of life.
+"""``silent_s``: measure for how long the machine at the other end of a connection has been silent.
 
 See Note [Silence].
 """
@@ -13,14 +13,14 @@ from typing import Any
 _PROBE_S = 1
 _OPTIONS = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_INFO")
 _INFO = struct.Struct("=2x2B48x2I")
-"""Of Linux's tcp_info: how often data was sent again, and probes were sent, without an answer so far; milliseconds
-since data came last, and since something of ours was acknowledged last."""
+"""Fields of Linux's tcp_info: retransmissions and probes without an answer so far; milliseconds since the last data
+arrived, and since the last acknowledgement."""
 
 
 def probe_silence(connection: Any, lost_after_s: float) -> None:
-    """Have the system ask the other machine each second whether it is there; after so long without it is lost.
+    """Have the kernel probe the other machine each second; after ``lost_after_s`` without an answer it is lost.
 
-    Where data of ours is on its way the system asks by sending it again, for longer: see ``silent_s`` then.
+    While our data is unacknowledged the kernel retransmits instead, for longer: use ``silent_s`` then.
     """
     if connection.family == socket.AF_UNIX or not all(hasattr(socket, name) for name in _OPTIONS):
         return
@@ -31,15 +31,15 @@ def probe_silence(connection: Any, lost_after_s: float) -> None:
 
 
 def silent_s(connection: Any) -> float:
-    """Seconds since anything came from the other machine, while a probe or data of ours is without an answer.
+    """Return the seconds since the other machine last answered, while a probe or data of ours has no answer.
 
-    0 where nobody can say.
+    Return 0 if that is unknown.
     """
     if connection.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
         return 0.0
     try:
         info: bytes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-    except OSError:  # it is closed
+    except OSError:  # the connection is closed
         return 0.0
     if len(info) < _INFO.size:
         return 0.0
@@ -49,13 +49,13 @@ def silent_s(connection: Any) -> float:
 
 # Note [Silence]
 #
-# Whether a machine is there is asked of its system, not of our process on it: the kernel answers TCP's keepalive at
-# once, while a rank computes without letting any other thread have its turn, while a process is stopped or waits for
-# a disk, and while a busy machine lets our processes wait for seconds. How long ago the last answer came is asked of
-# the kernel here, so that a driver that was kept from running blames nobody. A beat that our own processes send would
-# say each time that a host is gone which only has much to do. What is silent is named after 4 s. The run ends after
-# 20 s, since a network comes back by itself from less: a switch starts anew, a virtual machine moves.
+# The other machine's kernel, not our process on it, shows whether the machine is there: the kernel answers TCP's
+# keepalive at once, while a rank computes without releasing the GIL, while a process is stopped or waits for a disk,
+# and while a busy machine lets our processes wait for seconds. This machine's kernel knows when the last answer came,
+# so a driver that could not run blames no other machine. Heartbeats of our own processes would report each busy host as
+# gone. A silent machine is named after 4 s. The run ends after 20 s, because a network recovers by itself from less: a
+# switch restarts, a virtual machine moves.
 #
-# A machine whose process takes in nothing, such as a driver under Ctrl-Z, answers too, but is asked ever more rarely,
-# at last every two minutes: it is silent only while a question is without an answer. TCP_USER_TIMEOUT would end such a
-# connection, as its data does not get through.
+# A machine whose process reads nothing, such as a driver under Ctrl-Z, answers too, but is probed ever more rarely, at
+# last every two minutes: it is silent only while a probe has no answer. TCP_USER_TIMEOUT would end such a connection,
+# as its data does not get through.

@@ -1,4 +1,4 @@
-"""How the tasks of a run find each other: each joins with what it is, all get the same table back."""
+"""Rendezvous of a run's tasks: each sends its facts, and all get the same table back."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from lagom.errors import PlanError
 from lagom.wire.client import DriverClient, LinkClosed, Message
 
 WAIT_S = 600.0
-"""Longest a task waits for the others to start."""
+"""Longest time that a task waits for the others to start."""
 LEAVE_S = 1.0
-"""How long the others have to get there when a rank has called ``sys.exit``: rank 0 may still be writing."""
+"""Time for the other ranks to end when one has called ``sys.exit``: rank 0 may still be writing."""
 WRITE_S = 0.3
-"""How long rank 0 has, when another rank has raised, to raise as well and to write what it was writing."""
+"""Time for rank 0, when another rank has raised, to raise as well and to finish its writes."""
 
 
 class Stopped(Exception):
-    """The driver wants no more of this run."""
+    """The driver has ended this run."""
 
 
 def peers(joins: Sequence[Message], one_host: bool = False) -> Message:
-    """The table of all ranks, from what all tasks said when they joined; ``one_host``: they may not be on several.
+    """Build the table of all ranks from the tasks' joins; with ``one_host``, refuse ranks on several hosts.
 
     Raises:
-        PlanError: when they do not fit together, naming hosts and versions.
+        PlanError: if the tasks do not fit together, with their hosts and versions.
     """
     ordered = sorted(joins, key=lambda join: int(join["task"]))
     for fact in ("python", "torch"):
@@ -48,7 +48,7 @@ def peers(joins: Sequence[Message], one_host: bool = False) -> Message:
         for rank, gpu in zip(join["ranks"], join["gpus"] or [None] * len(join["ranks"]), strict=True)
     ]
     shared = len({(rank["host"], rank["gpu"]) for rank in ranks}) < len(ranks)
-    # Who has another address is in a network of its own, though it may see the same files.
+    # A task with another address is in a network of its own, though it may see the same files.
     near = len({(rank["host"], rank["ip"]) for rank in ranks}) == 1
     return {"type": "peers", "store": None if near else ordered[0]["store"], "ranks": ranks, "nccl": not shared}
 
@@ -56,11 +56,11 @@ def peers(joins: Sequence[Message], one_host: bool = False) -> Message:
 def meet(
     link: DriverClient | None, gather: Callable[[str], Sequence[str]] | None, join: Message, *, one_host: bool = False
 ) -> Message:
-    """Join, and wait for the table: from the driver, or from ``gather`` when the driver says so or is out of reach.
+    """Join, and wait for the table: from the driver, or from ``gather`` if the driver says so or is out of reach.
 
     Raises:
-        Stopped: the run is over before it began.
-        LinkClosed: the driver went away while this task waited.
+        Stopped: the run ended before it began.
+        LinkClosed: the driver ended while this task waited.
     """
     if link is not None:
         link.send(join)

@@ -1,4 +1,4 @@
-"""The driver's end: one event loop in a thread, serving the connections of all ranks."""
+"""``DriverServer``: the driver's end of the channel, one event loop in a thread for the connections of all ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lagom.wire.peer_silence import probe_silence, silent_s
 
 _BUFFER = 1 << 18  # bytes
 _LOOK_S = 1.0
-_LAST_TURNS, _TURN_S = 100, 0.01  # for the last messages to leave
+_LAST_TURNS, _TURN_S = 100, 0.01  # for the last messages to be sent
 
 
 class DriverServer:
-    """Accepts the ranks of one run, hands their messages on and carries the driver's to them.
+    """Accepts the ranks of one run, and carries messages between them and the driver.
 
     ``on_message(task, message)``, ``on_close(task)`` and, each second, ``on_silence(task, seconds)`` are called in the
-    channel's own thread. A task whose machine is silent for ``lost_after_s`` seconds counts as gone.
+    channel's own thread. A task whose machine is silent for ``lost_after_s`` seconds counts as lost.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DriverServer:
             os.close(fd)
 
     def listen(self, host: str, num_tasks: int = 1, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
-        """Accept connections of ``num_tasks`` tasks on ``host``, encrypted by ``tls``; returns the address."""
+        """Accept connections of ``num_tasks`` tasks on ``host``, encrypted by ``tls``; return the address."""
         self._stack.enter_context(files_for(num_tasks))
         listener = listening(host)
         name = listener.getsockname()
@@ -76,7 +76,7 @@ class DriverServer:
         return str(name[0]), int(name[1])
 
     def adopt(self, connection: socket.socket, task: int) -> None:
-        """Serve a connection whose other end is known to be ours: an inherited pair of sockets."""
+        """Serve a connection whose other end is known to be ours: one of an inherited pair of sockets."""
 
         async def start() -> None:
             peer = DriverConnection(None, self._buffer)
@@ -86,15 +86,15 @@ class DriverServer:
         self._wait(start())
 
     def send(self, task: int, message: Message) -> None:
-        """Send ``message`` to the task; to one that is gone, nothing."""
+        """Send ``message`` to the task, if it is connected."""
         self._send([task], message)
 
     def broadcast(self, message: Message) -> None:
-        """Send ``message`` to every task that is connected."""
+        """Send ``message`` to every connected task."""
         self._send(None, message)
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
-        """Call ``function`` in the channel's thread, unless the channel is closed before."""
+        """Call ``function`` in the channel's thread after ``delay_s``, unless the channel is closed before."""
         self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, function)
 
     def _send(self, tasks: list[int] | None, message: Message) -> None:
@@ -117,7 +117,7 @@ class DriverServer:
         task.add_done_callback(self._tasks.discard)
 
     async def _look(self) -> None:
-        """Say each second for how long the machine of each task has been silent, and end what is silent for long."""
+        """Report each second how long the machine of each task has been silent, and close lost connections."""
         while True:
             await asyncio.sleep(_LOOK_S)
             for task, peer in list(self._peers.items()):
@@ -144,7 +144,7 @@ class DriverServer:
                 break
 
     def _admit(self, peer: DriverConnection, hello: Message) -> None:
-        """One of ours, and what it came for."""
+        """Serve a proved client by the purpose in its first message."""
         purpose = hello.get("purpose")
         if purpose not in ("fetch", "deliver"):
             self._serve(int(hello["task"]), peer)
@@ -158,7 +158,7 @@ class DriverServer:
             self._take_in(str(hello["name"]), int(hello["size"]), peer)
 
     def _keep(self, peer: DriverConnection, over: Callable[[], None] = lambda: None) -> None:
-        """Know of ``peer`` until its connection has ended, and call ``over`` then."""
+        """Record ``peer`` until its connection has ended, and call ``over`` then."""
 
         def ended() -> None:
             self._open.discard(peer)
@@ -182,7 +182,7 @@ class DriverServer:
         self._keep(peer, over)
 
     async def _hand_out(self, peer: DriverConnection) -> None:
-        # Several hosts fetch at once, so by position.
+        # Several hosts fetch at once, so read by position.
         position = 0
         while self._payload_fd is not None and not peer.gone:
             chunk = os.pread(self._payload_fd, 1 << 20, position)
@@ -190,7 +190,7 @@ class DriverServer:
                 break
             await peer.write(chunk)
             position += len(chunk)
-        peer.end_writing()  # and it hangs up when it has what it wants
+        peer.end_writing()  # the other end closes once it has the payload
 
     def _take_in(self, name: str, size: int, peer: DriverConnection) -> None:
         fd, left = anonymous_file(name), size
@@ -212,7 +212,7 @@ class DriverServer:
 
 
 def anonymous_file(name: str) -> int:
-    """A file without a path, gone when its last user is: memory where the system has it, else a temporary file."""
+    """Open a file without a path, removed with its last user: in memory if the system can, else a temporary file."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(f"lagom-{name}")
     with tempfile.TemporaryFile() as file:

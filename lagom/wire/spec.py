@@ -1,4 +1,4 @@
-"""``RunSpec``: everything the host process must know to hold its ranks of a run; small, and pickled by the driver."""
+"""``RunSpec``: all that a host process must know to run its ranks; small, and pickled by the driver."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lagom.plan import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpec:
-    """A run, as the driver describes it to the processes that hold its ranks."""
+    """A run, as the driver describes it to host processes."""
 
     run_id: str
     plan: Plan
     env: Mapping[str, str]
-    """Environment variables of the driver that ranks get: all of them, or the ones its program has set."""
+    """Environment variables that ranks get from the driver: all, or those that its program has set."""
     whole_env: bool
-    """``env`` replaces the host process's own environment, rather than adding to it."""
+    """Whether ``env`` replaces the host process's own environment, instead of adding to it."""
     cwd: str
     """The driver's working directory."""
     sys_path: tuple[str, ...]
@@ -27,32 +27,32 @@ class RunSpec:
     python: str
     """The driver's Python, as "3.11"; pickled code needs the same."""
     token: str
-    """Path that opens the payload on the driver's own host, and nowhere else."""
+    """Path that opens the payload on the driver's own host only."""
     payload_size: int
     """Bytes of the payload."""
     payload: bytes | None = None
-    """The payload itself, when it is small."""
+    """The payload itself, if it is small."""
     payload_sha256: str = ""
     """Digest of a payload that other hosts must fetch."""
     modules_zip: bytes = b""
     """The user's own modules, for hosts that do not see the driver's files."""
     address: tuple[str, int] | None = None
-    """Where the driver listens; None: it cannot be reached."""
+    """Address on which the driver listens; None if hosts cannot reach it."""
     secret: bytes = field(default=b"", repr=False)
-    """Opens the driver's channel."""
+    """Secret of the run, which ranks prove to the driver."""
     certificate: str = ""
-    """The driver's, PEM, where the channel is encrypted."""
+    """The driver's certificate (PEM), if the channel is encrypted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSpec:
-    """One rank's place and means, as its host process hands them to it."""
+    """One rank's place and resources, from its host process."""
 
     rank: int
     local_rank: int
     local_world_size: int
     ip: str
-    """Own address, where other ranks reach this one."""
+    """Address at which other ranks reach this one."""
     store: tuple[str, int] | None
     """Address of the store where ranks find each other; None on one host, where it is a file in ``host_dir``."""
     store_fd: int | None
@@ -60,19 +60,19 @@ class RankSpec:
     control_fd: int
     """Connection to the host process."""
     outcome_fd: int
-    """File for what the function returns or raises."""
+    """File for the function's result or error."""
     payload_fd: int
     stacks_fd: int | None
-    """File for the stacks of a rank that is stuck, and of what it has started."""
+    """File for the stacks of a stuck rank, and of the processes that it started."""
     host_dir: str
     """Folder that the ranks of this host share during the run."""
     threads: int
-    """Threads that the rank may use; 0: as they are."""
+    """Number of threads that the rank may use; 0 keeps torch's default."""
     gpu: str | None = None
-    """What CUDA_VISIBLE_DEVICES becomes."""
+    """Value of CUDA_VISIBLE_DEVICES."""
     gpu_index: int = 0
-    """Which of these is the rank's own."""
+    """Index of the rank's own GPU among these."""
     nccl: bool = False
-    """Every rank has a GPU to itself; NCCL refuses ranks that share one, gloo does not."""
+    """Whether every rank has a GPU to itself; NCCL refuses ranks that share one, gloo does not."""
     key: bytes = field(default=b"", repr=False)
-    """By which ranks know each other; made of the run's secret."""
+    """Key by which ranks authenticate each other; derived from the run's secret."""

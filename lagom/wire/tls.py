@@ -1,4 +1,4 @@
-"""``certificate_of_a_run``: what the driver's channel is encrypted with, made for one run and good for nothing else."""
+"""``certificate_of_a_run``: create the key and certificate that encrypt the channel of one run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _TIMEOUT_S = 20.0
 
 
 class NoCertificate(RuntimeError):
-    """Nothing here can make one."""
+    """No means to create a certificate were found."""
 
 
 def certificate_of_a_run() -> tuple[ssl.SSLContext, str]:
-    """What the driver's end encrypts with, and the certificate (PEM) that its ranks trust, and nothing else.
+    """Return the TLS context of the driver's end, and the certificate (PEM), the only one that its ranks trust.
 
     Raises:
-        NoCertificate: where there is neither Python's cryptography nor an openssl program.
+        NoCertificate: if there is neither Python's cryptography nor an openssl program.
     """
     pem = _by_package() or _by_program()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.num_tickets = 0  # nobody comes back to a session
-    fd = anonymous_file("key")  # ssl reads files only, and the key is to be on no disk
+    context.num_tickets = 0  # no client resumes a session
+    fd = anonymous_file("key")  # ssl reads only files, and the key must not be on a disk
     try:
         os.write(fd, pem.encode())
         os.lseek(fd, 0, os.SEEK_SET)
@@ -41,7 +41,7 @@ def certificate_of_a_run() -> tuple[ssl.SSLContext, str]:
 
 
 def _by_package() -> str:
-    """Key and certificate, PEM; empty where the package is missing."""
+    """Return key and certificate (PEM); "" if the package is missing."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -82,7 +82,7 @@ def _by_program() -> str:
 
 # Note [Encryption]
 #
-# Where Spark encrypts what travels, so does the channel: TLS, with a key and a certificate made for the run. The
-# certificate goes to the ranks inside Spark's job, which Spark encrypts, beside the secret; they trust this one and no
-# authority, so there is no name to check. The key is in the memory of the driver. Python's own PSK, which would need no
-# certificate, comes with 3.13 only.
+# Where Spark encrypts its traffic, the channel is encrypted too: TLS, with a key and a certificate made for the run.
+# The certificate goes to the ranks inside Spark's job, which Spark encrypts, beside the secret; they trust this
+# certificate and no authority, so there is no name to check. The key stays in the driver's memory. Python's own PSK,
+# which would need no certificate, comes only with 3.13.

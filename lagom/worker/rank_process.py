@@ -169,9 +169,8 @@ def _run(spec: RunSpec, seat: RankSpec) -> int:
         at_home.update(classes_received())
         return call
 
-    decided = (
-        threading.Lock()
-    )  # locked by the first to set the outcome: the main thread, or one that it waits for in vain
+    # The first to lock it sets the outcome: the main thread, or one that the main thread waits for in vain.
+    decided = threading.Lock()
 
     def fail(error: BaseException) -> None:
         if decided.acquire(blocking=False):
