@@ -1,5 +1,5 @@
-"""The user's program as source: a script or notebook, what its function asks for, what travels with it.
+"""The user's program as source: script or notebook, arguments of the function, modules that travel with a run.
 
-Start with ``signature.py`` (which arguments the function is given) and ``detect_distributed.py`` (whether the program
-already calls ``torch.distributed``, told from its code).
+Start with ``signature.py`` (which arguments the function gets) and ``detect_distributed.py`` (whether the program
+already calls ``torch.distributed``, from its code).
 """

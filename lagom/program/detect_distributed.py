@@ -1,4 +1,7 @@
-"""Whether a program is distributed already, told from its code before it runs. See Note [Already distributed]."""
+"""``is_distributed``: tell from a program's code, before it runs, whether it is distributed already.
+
+See Note [Already distributed].
+"""
 
 from __future__ import annotations
 
@@ -15,40 +18,40 @@ from lagom.program.script import Script
 from lagom.program.sources import codes, is_foreign, own_root, reachable_modules, used_modules
 
 _STARTS = frozenset({"init_process_group", "init_device_mesh"})
-"""What a program calls to have a process group of its own."""
+"""Functions by which a program starts a process group of its own."""
 _DRIVES = ("maggy.experiment",)
-"""What a script imports to start ranks by itself."""
+"""Modules by which a script starts ranks by itself."""
 _PACKAGE = "horovod"
-"""Whose programs do, too; also where it is another module that is imported by that name."""
+"""Package whose programs start ranks by themselves too; also if another module is imported by its name."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Of a module's text: what runs when it is imported, or one definition."""
+    """One definition in a module's text, or code that runs when the module is imported."""
 
     name: str | None
-    """Of the definition; None: it runs with the import."""
+    """Name of the definition; None for code that runs with the import."""
     starts: bool
     """Whether it starts a process group."""
     names: frozenset[str]
-    """That it writes, in code or as a whole string."""
+    """Names in its code, and whole strings that could be names."""
     imports: tuple[str, ...]
-    """Dotted names of what it may import: modules, and what it takes from them, which may be modules."""
+    """Dotted names that it may import: modules, and their attributes, which may be modules."""
 
 
 def is_distributed(*values: Any) -> bool:
-    """Whether the code of ``values``, or of what it uses of the user's own, starts a process group."""
+    """Return whether the code of ``values``, or user code that it uses, starts a process group."""
     return _found(*values)[0]
 
 
 def needs_nccl(*values: Any) -> bool:
-    """Whether that code starts one, and names NCCL as its backend, which needs GPUs, and never gloo."""
+    """Return whether that code starts a process group on NCCL, which needs GPUs, and never names gloo."""
     starts, names = _found(*values)
     return starts and "nccl" in names and not any("gloo" in name for name in names)
 
 
 def _found(*values: Any) -> tuple[bool, set[str]]:
-    """Whether code starts a process group, and the names and words that it writes."""
+    """Return whether code starts a process group, and the names and words in it."""
     starts, names, imports = False, set[str](), list[str]()
     for value in reachable_modules(*values):
         if isinstance(value, (types.FunctionType, Script)):
@@ -70,7 +73,7 @@ def _found(*values: Any) -> tuple[bool, set[str]]:
 
 
 def is_driver(script: Script) -> bool:
-    """Whether ``script``, or what it uses of modules of the user's own, starts the ranks of a run by itself."""
+    """Return whether ``script``, or user modules that it uses, starts the ranks of a run by itself."""
     parts = list(codes(*script.parts))
     imports = [name for part in parts for name in _imports(part)]
     used = _reached_parts({name for part in parts for name in _names(part)}, imports)
@@ -78,7 +81,7 @@ def is_driver(script: Script) -> bool:
 
 
 def _reached_parts(names: Iterable[str], imports: Iterable[str]) -> list[_Part]:
-    """Of the user's own modules among ``imports``, and those that these import: what is used under one of ``names``."""
+    """Return the parts that ``names`` reach of the user's modules in ``imports``, and of modules that these import."""
     known, waiting = set(names), list(imports)
     seen, unused, used = set[Path](), list[_Part](), list[_Part]()
     while waiting:
@@ -89,7 +92,7 @@ def _reached_parts(names: Iterable[str], imports: Iterable[str]) -> list[_Part]:
                 unused += _read(path, package, stat.st_mtime_ns, stat.st_size)
         waiting = []
         while found := [part for part in unused if part.name is None or part.name in known]:
-            taken = set(map(id, found))  # as parts compare slowly, and a folder of packages has many
+            taken = set(map(id, found))  # parts compare slowly, and a folder of packages has many
             unused = [part for part in unused if id(part) not in taken]
             used += found
             known.update(name for part in found for name in part.names)
@@ -102,7 +105,7 @@ def _is_horovod(module: types.ModuleType) -> bool:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """What ``code`` may call something by: names, and strings that could be one."""
+    """Yield the names by which ``code`` may call something: names, and strings that could be one."""
     yield from code.co_names
     for constant in code.co_consts:
         for text in constant if isinstance(constant, tuple) else (constant,):
@@ -111,7 +114,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _imports(code: types.CodeType) -> Iterator[str]:
-    """Dotted names that ``code`` may import: of modules, and of what it takes from them, which may be modules."""
+    """Yield dotted names that ``code`` may import: modules, and their attributes, which may be modules."""
     module = ""
     for step in dis.get_instructions(code):
         if step.opname == "IMPORT_NAME":
@@ -122,7 +125,7 @@ def _imports(code: types.CodeType) -> Iterator[str]:
 
 
 def _files_of(name: str) -> Iterator[tuple[str, Path]]:
-    """The user's own files that importing ``name`` runs, each with the package that it lies in."""
+    """Yield the user's own files that importing ``name`` runs, each with its package."""
     top, *rest = name.split(".")
     root = own_root(top)
     if root is None:
@@ -146,10 +149,10 @@ def _files_of(name: str) -> Iterator[tuple[str, Path]]:
 
 @functools.lru_cache(maxsize=4096)
 def _read(path: Path, package: str, _mtime_ns: int, _size: int) -> tuple[_Part, ...]:
-    """The parts of a file that lies in ``package``."""
+    """Return the parts of a file in ``package``."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # the rank will say so, should it come that far
+    except (SyntaxError, ValueError):  # the rank raises it, if the import is reached
         return ()
     parts = []
     for name, node in _pieces(tree):
@@ -160,15 +163,15 @@ def _read(path: Path, package: str, _mtime_ns: int, _size: int) -> tuple[_Part, 
 
 
 def _renamed(node: ast.ImportFrom) -> list[tuple[str, str]]:
-    """What it takes under another name, and that name."""
+    """Return the old and new names of renamed imports."""
     return [(alias.name, alias.asname) for alias in node.names if alias.asname not in (None, alias.name)]
 
 
 def _pieces(parent: ast.AST) -> Iterator[tuple[str | None, ast.AST]]:
-    """Definitions below ``parent``, which may lie in conditions, with their names; and all else, with None."""
+    """Yield the definitions below ``parent``, also in conditions, with their names; and all other code, with None."""
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            # What a decorator does with it is not known: it may be called by another name.
+            # A decorator may register it to be called by another name.
             yield (None if node.decorator_list else node.name), node
         elif isinstance(node, ast.If) and _asks_for_main(node.test):
             yield from _pieces(ast.Module(node.orelse, []))
@@ -179,7 +182,7 @@ def _pieces(parent: ast.AST) -> Iterator[tuple[str | None, ast.AST]]:
 
 
 def _asks_for_main(test: ast.expr) -> bool:
-    """Whether it is ``__name__ == "__main__"``, which does not hold in what is imported."""
+    """Return whether ``test`` is ``__name__ == "__main__"``, which is false in an imported module."""
     return ast.unparse(test).replace("'", '"') in ('__name__ == "__main__"', '"__main__" == __name__')
 
 
@@ -195,7 +198,7 @@ def _part(name: str | None, piece: ast.AST, package: str) -> _Part:
         elif isinstance(node, ast.Import):
             imports += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            if node is not piece:  # who uses it writes its name
+            if node is not piece:  # code that uses the import has its name
                 written.update(name for name, _ in _renamed(node))
             # "from . import x" in a.b.c is a.b.x.
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
@@ -206,21 +209,21 @@ def _part(name: str | None, piece: ast.AST, package: str) -> _Part:
 
 # Note [Already distributed]
 #
-# A program that was written for torchrun reads RANK, LOCAL_RANK and WORLD_SIZE before it calls anything, and an
-# ordinary one must not find them: libraries take them for orders (transformers' Trainer, for one, would make each
-# rank train on a batch of its own). So it is the code that tells. A program is distributed when what it uses of the
-# user's own names init_process_group or init_device_mesh, or imports Horovod; installed packages do not count. What is
-# loaded is followed object by object. What is only imported when it runs is read as text: what such a module does when
-# it is imported counts, and of its definitions those whose name, as code or as a string, is written in code that
-# counts; so the launcher for torchrun that lies beside a network makes no program distributed that uses the network.
-# To name DistributedDataParallel or DistributedSampler is not enough: ordinary code names them to unwrap a model that
-# might be wrapped. A program that leaves the call to an installed package finds no variables, and as a rule falls back
-# to a single process, which lagom then distributes.
+# A program for torchrun reads RANK, LOCAL_RANK and WORLD_SIZE before it calls anything, and an ordinary program must
+# not find them: libraries follow them (transformers' Trainer, for one, would make each rank train on a batch of its
+# own). So the code decides. A program is distributed if the user code that it uses names init_process_group or
+# init_device_mesh, or imports Horovod; installed packages do not count. Loaded code is followed object by object.
+# Modules that are only imported when the program runs are read as text: their top-level code counts, and those of their
+# definitions whose name, as code or as a string, occurs in code that counts. So a launcher for torchrun beside a
+# network does not make a program distributed that uses the network. Naming DistributedDataParallel or
+# DistributedSampler is not enough: ordinary code names them to unwrap a model that might be wrapped. A program that
+# leaves the call to an installed package finds no variables, and as a rule falls back to a single process, which lagom
+# then distributes.
 #
-# A program that names NCCL, and never gloo, cannot have its process group where there are no GPUs. Most of these are
-# distributed only where RANK is set (nanoGPT, for one), so there it is not: such a program runs as an ordinary one.
+# A program that names NCCL, and never gloo, cannot have its process group without GPUs. Most of these are distributed
+# only if RANK is set (nanoGPT, for one), so without GPUs such a program runs as an ordinary one.
 #
-# All that this decides is the environment (see environment.py), on GPUs the devices that the rank can see, and whether
-# a process that the program starts is one of its ranks. A program that names the call and does not come to it, because
-# an option is off, stays an ordinary one: what ends lagom's part is the call itself, which is seen in either case. See
-# Note [Joining] in distributed/init_process_group.py.
+# The answer decides only the environment (see rank_environment.py), on GPUs the devices that the rank can see, and
+# whether a process that the program starts is one of its ranks. A program that names the call and does not reach it,
+# because an option is off, stays an ordinary one: lagom's part ends at the call itself, which is seen in either case.
+# See Note [Joining] in distributed/init_process_group.py.

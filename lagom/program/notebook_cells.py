@@ -1,4 +1,4 @@
-"""Code cells of a Jupyter notebook as Python: magics that only concern the display are left out, others refused."""
+"""Code cells of a Jupyter notebook as Python: drops magics that only concern the display, and refuses others."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 _LEFT_OUT = ("autoreload", "config", "load_ext", "matplotlib", "reload_ext", "tensorboard")
 _BEFORE_CODE = ("capture", "time")
-"""Magics of a line or a cell whose code runs without them as well."""
+"""Magics of a line or a cell whose code also runs without them."""
 
 
 def code_cells(text: str, name: str) -> tuple[str, ...]:
-    """The Python of each code cell in the notebook ``text``, line by line as it stands there.
+    """Return the Python of each code cell in the notebook ``text``, with its line numbers kept.
 
     Raises:
-        ValueError: when it is no notebook of Python's, or a cell has a line that only IPython can run.
-        SyntaxError: in a cell, which is named like a file.
+        ValueError: if it is no notebook of Python's, or a cell has a line that only IPython can run.
+        SyntaxError: in a cell, whose name stands for the file.
     """
     try:
         notebook: Any = json.loads(text)
@@ -33,12 +33,12 @@ def code_cells(text: str, name: str) -> tuple[str, ...]:
 
 
 def cell_name(path: str, number: int) -> str:
-    """What tracebacks call the code cell ``number`` of the notebook ``path``."""
+    """Return the name of the code cell ``number`` of the notebook ``path`` in tracebacks."""
     return f"{path}, code cell {number}"
 
 
 def _python(source: str, name: str) -> str:
-    """``source`` with as many lines, without its magics."""
+    """Return ``source`` without its magics, with as many lines."""
     lines = source.split("\n")
     if source.lstrip().startswith("%%"):
         first = next(number for number, line in enumerate(lines) if line.strip())
@@ -65,10 +65,10 @@ def _is_ipythons(line: str) -> bool:
 
 
 def _plain(line: str, mark: str, name: str, number: int) -> str:
-    """What is left of a line with a magic.
+    """Return a line with a magic without the magic.
 
     Raises:
-        ValueError: when it is not one that can be left out.
+        ValueError: if the magic cannot be dropped.
     """
     found = re.match(rf"(\s*){mark}(\w+)(.*)", line)
     code = found is not None and found[2] in _BEFORE_CODE

@@ -1,4 +1,4 @@
-"""A script, module or notebook as a training function: run as ``__main__`` on the rank that calls it."""
+"""``Script``: a script, module or notebook as a training function, run as ``__main__`` on the rank that calls it."""
 
 from __future__ import annotations
 import __future__ as futures
@@ -22,29 +22,29 @@ _FUTURE_FLAGS = sum(getattr(futures, name).compiler_flag for name in futures.all
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script and its arguments; calling it runs it as ``python path arguments...`` would.
+    """A script and its arguments; a call runs it as ``python path arguments...`` would.
 
     The source travels with it: executors need not have the file.
     """
 
     path: str
-    """As it was given: ``sys.argv[0]``."""
+    """Path as the user gave it: ``sys.argv[0]``."""
     source: str
     arguments: tuple[str, ...]
     file: str = ""
-    """The absolute path, which is what python calls the script in ``__file__`` and in tracebacks."""
+    """Absolute path, which python shows in ``__file__`` and in tracebacks."""
     module: str = ""
-    """Its dotted name, where it is run as ``python -m module arguments...``."""
+    """Dotted name, if it is run as ``python -m module arguments...``."""
     cells: tuple[str, ...] = ()
-    """Of a notebook, the code cells, which run one after another."""
+    """Code cells of a notebook, which run one after another."""
 
     @classmethod
     def read(cls, path: Path, arguments: Sequence[str], module: str = "") -> Script:
-        """The script or notebook in ``path``, to be called with ``arguments``.
+        """Read the script or notebook in ``path``, to be called with ``arguments``.
 
         Raises:
-            ValueError: when there is no script.
-            SyntaxError: as python would say it.
+            ValueError: if there is no script.
+            SyntaxError: as python would raise it.
         """
         if path.is_dir():
             raise ValueError(f"{str(path)!r} is a folder; name a script in it, or run it as a module: lagom run -m")
@@ -59,11 +59,11 @@ class Script:
 
     @classmethod
     def of_module(cls, name: str, arguments: Sequence[str]) -> Script:
-        """The module ``name``, found as ``python -m`` finds it, without an import of its packages.
+        """Read the module ``name``, found as ``python -m`` finds it, without importing its packages.
 
         Raises:
-            ValueError: when there is no such module in Python's source.
-            SyntaxError: as python would say it.
+            ValueError: if there is no such module with Python source.
+            SyntaxError: as python would raise it.
         """
         path = _path_of_module(name)
         if path is not None and path.name == "__init__.py":
@@ -76,12 +76,12 @@ class Script:
 
     @property
     def __name__(self) -> str:
-        """What to call the run."""
+        """Name of the run."""
         return self.module or Path(self.path).name
 
     @property
     def parts(self) -> tuple[types.CodeType, ...]:
-        """The compiled script, or the compiled cells of a notebook; a SyntaxError names its line."""
+        """The compiled script, or the compiled cells of a notebook; a SyntaxError names the line."""
         parts, flags = [], 0
         for name, text in self._texts():
             parts.append(compile(text, name, "exec", flags, dont_inherit=True))
@@ -94,8 +94,8 @@ class Script:
         main.__file__ = self.file or self.path
         main.__annotations__ = {}
         if self.cells:
-            vars(main)["display"] = print  # of a notebook, whose cells have no cell here to show things in
-        sys.modules["__main__"] = main  # where pickle looks for the script's classes
+            vars(main)["display"] = print  # IPython's display has no cell to show things in here
+        sys.modules["__main__"] = main  # pickle looks for the script's classes there
         sys.argv = [self.path, *self.arguments]
         folder = str(Path.cwd() if self.module else Path(self.file or self.path).resolve().parent)
         with contextlib.suppress(ValueError):
@@ -106,7 +106,10 @@ class Script:
             main.__package__ = self.module.rpartition(".")[0]
             if main.__package__:
                 importlib.import_module(main.__package__)
-        for name, text in self._texts():  # tracebacks show lines of cells, and of files that executors do not have
+        for (
+            name,
+            text,
+        ) in self._texts():  # so that tracebacks show lines of cells, and of files that executors do not have
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         try:
             for part in self.parts:
@@ -116,7 +119,7 @@ class Script:
                 raise
 
     def _texts(self) -> list[tuple[str, str]]:
-        """What tracebacks call each part, and its source."""
+        """Return the name in tracebacks and the source of each part."""
         name = self.file or self.path
         if not self.cells:
             return [(name, self.source)]
@@ -126,7 +129,7 @@ class Script:
 def _text(path: Path) -> str:
     if b"\0" in path.read_bytes():
         raise ValueError(f"{str(path)!r} is no Python script: it has bytes that are no text")
-    with tokenize.open(path) as file:  # in the encoding that the script names
+    with tokenize.open(path) as file:  # in the encoding that the script declares
         return file.read()
 
 

@@ -1,4 +1,4 @@
-"""Which of the things a config provides the training function asks for, by the names in its signature."""
+"""``arguments``: match the config's fields to the parameters of the training function by name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _FIELDS = ("module", "hparams", "train_set", "test_set", "dataset", "reporter")
 
 
 def arguments(function: Callable[..., Any], provided: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments for ``function``, taken from ``provided`` by name.
+    """Return positional and keyword arguments for ``function``, taken from ``provided`` by name.
 
     ``provided`` holds the config's fields that are set, ``hparams`` among them; any other parameter is looked up in
-    ``hparams``, and ``**kwargs`` gets what is left there.
+    ``hparams``, and ``**kwargs`` gets the rest of ``hparams``.
 
     Raises:
-        ValueError: when a parameter without default is not to be had, naming it and what is there.
+        ValueError: if a parameter without default has no value, with its name and the names that exist.
     """
     signature = _signature(function)
     hparams = dict(provided.get("hparams", {}))
@@ -43,16 +43,16 @@ def arguments(function: Callable[..., Any], provided: Mapping[str, Any]) -> tupl
 
 
 def makes_data(value: Any) -> bool:
-    """Whether ``value``, given as a data set, is a function or class that makes one on the rank."""
+    """Return whether ``value``, given as a data set, is a function or class that makes one on the rank."""
     is_data = hasattr(value, "__getitem__") or hasattr(value, "__iter__")
     return callable(value) and (isinstance(value, type) or not is_data)
 
 
 def check_makers(provided: Mapping[str, Any]) -> None:
-    """What makes data sets on the ranks needs no arguments.
+    """Check that functions which make data sets on the ranks need no arguments.
 
     Raises:
-        ValueError: when it does, naming them.
+        ValueError: if one does, with the arguments' names.
     """
     for field in ("train_set", "test_set"):
         made: Any = provided.get(field)
@@ -67,14 +67,14 @@ def check_makers(provided: Mapping[str, Any]) -> None:
 def _needed(function: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # there is none that could be read
+    except (TypeError, ValueError):  # it has no readable signature
         return []
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each.name for each in parameters if each.default is each.empty and each.kind not in starred]
 
 
 def unread_hparams(function: Callable[..., Any], hparams: Mapping[str, Any]) -> list[str]:
-    """A line for each of ``hparams`` that nothing reads and that is close to a parameter left to its default."""
+    """Return a hint for each unused name in ``hparams`` that is close to a parameter left to its default."""
     parameters = _signature(function).parameters
     if "hparams" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return []
@@ -96,10 +96,10 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _unusual(function: Callable[..., Any]) -> str:
-    """Kinds of callables that do not train when they are called."""
+    """Name the kind of a callable that does not train when it is called, or return ""."""
     if is_module(function):
         return "a module"
-    called = [function, getattr(type(function), "__call__", None)]  # noqa: B004  (its code is looked at)
+    called = [function, getattr(type(function), "__call__", None)]  # noqa: B004  (its code is examined)
     if any(map(inspect.iscoroutinefunction, called)):
         return "an async function, which only an event loop would run"
     if any(map(inspect.isgeneratorfunction, called)) or any(map(inspect.isasyncgenfunction, called)):

@@ -25,17 +25,17 @@ _SKIPPED = {"__pycache__", "node_modules"}
 
 @functools.cache
 def lagom_zip() -> bytes:
-    """lagom, and the cloudpickle that wrote the payload, as an archive for executors that have neither."""
+    """Zip lagom and the cloudpickle that wrote the payload, for executors that have neither."""
     import cloudpickle
 
     compiled = importlib.util.find_spec("lagom._native")
-    # In an editable installation it is not beside the sources.
+    # In an editable installation the extension is not beside the sources.
     beside = {} if compiled is None or not compiled.origin else {f"lagom/{Path(compiled.origin).name}": compiled.origin}
     return _zip([Path(__file__).parents[1], Path(cloudpickle.__file__).parent], beside)
 
 
 def modules_zip(function: Callable[..., Any]) -> bytes:
-    """The user's modules that are loaded, or that ``function`` would import, as they are on disk now; b"" for none."""
+    """Zip the user's modules that are loaded, or that ``function`` would import, as they are on disk; b"" for none."""
     roots = {root for module in list(sys.modules) if (root := own_root(module.partition(".")[0]))}
     waiting = [name.partition(".")[0] for name in _imports_of(function)]
     seen: set[str] = set()
@@ -51,7 +51,7 @@ def modules_zip(function: Callable[..., Any]) -> bytes:
 
 
 def own_root(name: str) -> Path | None:
-    """File or folder of the top-level module ``name`` when it is the user's own, not installed with Python or pip."""
+    """Return the file or folder of the top-level module ``name`` if it is the user's own, not Python's or installed."""
     if (
         name in sys.builtin_module_names
         or name in sys.stdlib_module_names
@@ -72,7 +72,7 @@ def own_root(name: str) -> Path | None:
 
 
 def is_installed(path: str) -> bool:
-    """Whether ``path`` belongs to Python or to an installed package, rather than to the user."""
+    """Return whether ``path`` belongs to Python or to an installed package, rather than to the user."""
     parts = Path(path).parts
     if "site-packages" in parts or "dist-packages" in parts:
         return True
@@ -88,7 +88,7 @@ def _python_places() -> tuple[str, ...]:
 
 
 def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
-    """Names that ``function`` imports when it runs, or that functions it uses do."""
+    """Yield the names that ``function`` imports when it runs, and those that functions it uses import."""
     for value in reachable_modules(function):
         if isinstance(value, types.FunctionType):
             yield from (name for code in codes(value.__code__) for name in _imports_of_code(code))
@@ -98,7 +98,7 @@ def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
 
 
 def reachable_modules(*values: Any) -> Iterator[Any]:
-    """``values``, and what their code uses by globals, closures and attributes; not into what is installed."""
+    """Yield ``values`` and all that their code uses by globals, closures and attributes, except installed code."""
     waiting: list[Any] = list(values)
     seen: set[int] = set()
     while waiting:
@@ -127,7 +127,7 @@ def reachable_modules(*values: Any) -> Iterator[Any]:
 
 
 def used_modules(function: types.FunctionType) -> Iterator[types.ModuleType]:
-    """The modules that ``function`` has by its globals and closure."""
+    """Yield the modules that ``function`` uses by its globals and closure."""
     names = {name for code in codes(function.__code__) for name in code.co_names}
     known = [function.__globals__[name] for name in names if name in function.__globals__]
     for value in (*known, *_contents(function.__closure__ or ())):
@@ -136,7 +136,7 @@ def used_modules(function: types.FunctionType) -> Iterator[types.ModuleType]:
 
 
 def _opened(values: Iterable[Any], names: set[str]) -> Iterator[Any]:
-    """``values``, with what has one of the ``names`` in place of the user's own modules."""
+    """Yield ``values``, but replace the user's own modules by their attributes with one of the ``names``."""
     todo, seen = list(values), set[int]()
     while todo:
         value = todo.pop()
@@ -148,12 +148,12 @@ def _opened(values: Iterable[Any], names: set[str]) -> Iterator[Any]:
 
 
 def is_foreign(function: types.FunctionType) -> bool:
-    """Whether ``function`` is not the user's own: it is lagom's, Python's or that of an installed package."""
+    """Return whether ``function`` is lagom's, Python's or an installed package's, not the user's own."""
     return (function.__module__ or "").partition(".")[0] == "lagom" or is_installed(function.__code__.co_filename)
 
 
 def _is_own(cls: type) -> bool:
-    """Whether the user wrote ``cls``."""
+    """Return whether the user wrote ``cls``."""
     if cls.__module__ == "__main__":
         return True
     path = getattr(sys.modules.get(cls.__module__), "__file__", None)
@@ -161,7 +161,7 @@ def _is_own(cls: type) -> bool:
 
 
 def codes(*parts: types.CodeType) -> Iterator[types.CodeType]:
-    """``parts``, and the code of the functions and classes that they define."""
+    """Yield ``parts``, and the code of the functions and classes that they define."""
     for code in parts:
         yield code
         yield from codes(*(constant for constant in code.co_consts if isinstance(constant, types.CodeType)))
@@ -173,7 +173,7 @@ def _imports_of_code(code: types.CodeType) -> Iterator[str]:
 
 def _contents(cells: Iterable[types.CellType]) -> Iterator[Any]:
     for cell in cells:
-        with contextlib.suppress(ValueError):  # not filled yet
+        with contextlib.suppress(ValueError):  # the cell has no value yet
             yield cell.cell_contents
 
 
@@ -183,7 +183,7 @@ def _imports_in(root: Path) -> Iterator[str]:
             continue
         try:
             tree = ast.parse(path.read_bytes())
-        except SyntaxError:  # the rank will say so, with its line, should it come that far
+        except SyntaxError:  # the rank raises it, with its line, if the import is reached
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
