@@ -2,7 +2,8 @@
 
 PYTHON := .venv/bin/python
 # Ranks wait for one another more than they compute: two processes run the tests in two thirds of the time, on 2 cores too.
-PYTEST := pytest -n 2
+PROCESSES := 2
+PYTEST := pytest -n $(PROCESSES)
 READY := .venv/ready
 # A thousand processes start in the tests: none of them should compile lagom anew.
 unexport PYTHONDONTWRITEBYTECODE
