@@ -74,7 +74,7 @@ class SparkFacts:
 
     @property
     def encrypted(self) -> bool:
-        """Whether what Spark sends between its processes is to be encrypted; see Note [Encryption]."""
+        """Whether what Spark sends between its processes is to be encrypted; see Note [Encryption of Spark]."""
         return any(self.conf(key, "false").lower() == "true" for key in _ENCRYPTION)
 
     @property
@@ -269,7 +269,7 @@ def _remedy(master: str) -> str:
     return "raise spark.executor.instances or spark.executor.cores"
 
 
-# Note [Encryption]
+# Note [Encryption of Spark]
 #
 # What counts is what the user asked for: AES or SASL between Spark's processes, or TLS between them (Spark 4). The
 # first two do nothing without spark.authenticate: Spark sends in clear then, and with its jobs the secrets of runs.

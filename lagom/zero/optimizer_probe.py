@@ -51,7 +51,7 @@ _COUPLED = OptimizerNature(Kind.COUPLED, False)
 def probe_optimizer(optimizer: Optimizer, step: Callable[..., Any], *, closure: bool) -> OptimizerNature:
     """Whether halves of parameters, or else parameters, can be stepped apart with the result of stepping all.
 
-    See Note [Probe]. The optimizer, its parameters and all random numbers stay as they are.
+    See Note [Optimizer probe]. The optimizer, its parameters and all random numbers stay as they are.
 
     Args:
         step: the class's own function.
@@ -265,7 +265,7 @@ def _constant() -> torch.Tensor:
     return torch.ones((), requires_grad=True)
 
 
-# Note [Probe]
+# Note [Optimizer probe]
 #
 # A list of names would say nothing of a third party's optimizer, and a wrong guess gives wrong numbers silently: half
 # of a matrix is not factored as a matrix is (Adafactor), has another norm (LARS), other singular vectors (Muon). So
