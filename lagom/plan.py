@@ -14,7 +14,7 @@ from lagom.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsal:
-    """A run that is cut short and recorded, to be compared with another. See Note [Rehearsals] in verify/rehearsals.py."""
+    """A run that is cut short and recorded, to be compared with another. See Note [Rehearsals]."""
 
     num_backwards: int = 64
     """The program ends where it would begin one more."""
