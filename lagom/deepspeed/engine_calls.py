@@ -149,7 +149,9 @@ def call_engine(driver: Driver, original: Callable[..., Any]) -> Callable[..., A
                 driver.before_forward(module)
             is_driven = engines.drives(module.parameters())
             if is_driven and not engines.keeps_parameters:
-                session.at("a forward")  # which gathers parameters: a rank that is elsewhere would be waited for
+                session.check_place(
+                    "a forward"
+                )  # which gathers parameters: a rank that is elsewhere would be waited for
             dtype = engines.of_module(module).dtype if is_driven else None
             if dtype is None:
                 return original(module, *args, **kwargs)

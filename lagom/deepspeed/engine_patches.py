@@ -60,7 +60,7 @@ def driven_by_deepspeed(session: Session) -> Iterator[None]:
         store=session.store if session.store is not None else HashStore(),
         replaced=replaced,
         init=_init,
-        at=session.at,
+        at=session.check_place,
         say=session.say_once,
     )
     session.shares_forwards = engines.keeps_parameters
@@ -150,10 +150,10 @@ class Driver:
             self._refuse_undriven(leaves)
             if engine is None:
                 return original(outputs, *args, **options)
-            session.at("backward()")
-            session.began = session.began or "a backward ran"
-            session.tell_weights(outputs, leaves)
-            gradients, hooks = session.terms.weighted(outputs, args[0], session.weight)
+            session.check_place("backward()")
+            session.distributed_part = session.distributed_part or "a backward ran"
+            session.begin_backward(outputs, leaves)
+            gradients, hooks = session.loss_weights.weighted(outputs, args[0], session.weight)
             scale = engine.scale()
             if scale != 1.0:
                 gradients = tuple(None if one is None else one * scale for one in gradients)
@@ -165,12 +165,12 @@ class Driver:
                 session.depth -= 1
                 for hook in hooks:
                     hook.remove()
-            if session.watch is not None:
-                session.watch.step()
+            if session.divergence is not None:
+                session.divergence.step()
                 if self.engines.keeps_parameters:
                     numbers = [session.leaves.known(leaf) for leaf in leaves]
-                    session.watch.trained(number for number in numbers if number is not None)
-            session.trained()
+                    session.divergence.trained(number for number in numbers if number is not None)
+            session.record_backward()
             return result
 
         return run_backward

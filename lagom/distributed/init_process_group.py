@@ -65,7 +65,7 @@ def own_init_process_group(session: Session) -> Iterator[None]:
                     _kept.extend(distributed_c10d._world.pg_map)
                 dist.destroy_process_group()
             sys.excepthook = excepthook
-    if session.joined:
+    if session.has_joined:
         _wait_for_all(session)
 
 
@@ -92,7 +92,7 @@ class _Joining:
                 self._original(*args, **kwargs)
             else:
                 self._join(self._signature.bind(*args, **kwargs).arguments)
-            self._session.live, self._session.joined = False, True
+            self._session.live, self._session.has_joined = False, True
             share_disk()
 
         return init_process_group
@@ -100,8 +100,8 @@ class _Joining:
     def _join(self, asked: dict[str, Any]) -> None:
         session = self._session
         _check(session, asked)
-        if not session.joined:
-            session.at("init_process_group()")  # the others must be here, too
+        if not session.has_joined:
+            session.check_place("init_process_group()")  # the others must be here, too
             _tell(session)
             if session.weights is not None:
                 session.weights.end()
@@ -146,10 +146,10 @@ def _is_fake(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 def _check(session: Session, asked: Mapping[str, Any]) -> None:
     """Raise a LagomError unless lagom's ranks can be the group that is asked for."""
-    if session.began:
+    if session.distributed_part:
         raise LagomError(
-            f"init_process_group() was called after training began as an ordinary program: {session.began}, and lagom "
-            "distributed it; call init_process_group() before, or leave it out"
+            "init_process_group() was called after training began as an ordinary program: "
+            f"{session.distributed_part}, and lagom distributed it; call init_process_group() before, or leave it out"
         )
     rank, world_size, whence = _asked_place(asked)
     if rank not in (-1, session.rank) or world_size not in (-1, session.world_size):

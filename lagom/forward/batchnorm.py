@@ -88,8 +88,8 @@ class WholeBatchStatistics:
         self, input: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
         """Run ``F.batch_norm(training=True)`` of the whole batch; update the running statistics."""
-        if self._session.probed is not None:
-            return self._probed(self._session.probed, input, running, weight, bias, eps)
+        if self._session.probe_statistics is not None:
+            return self._probed(self._session.probe_statistics, input, running, weight, bias, eps)
         share = self._session.share_in_forward
         if share is None or input.dim() < 2 or has_torch_function_unary(input):
             running_mean, running_var, momentum = running
@@ -141,8 +141,8 @@ class WholeBatchStatistics:
         layer = f"a BatchNorm of {channels} channels"
         if isinstance(number, int):
             layer += f" with {self._session.modules.name_of(self._session.leaves.tensor(number))}"
-        assert self._session.watch is not None
-        self._session.watch.meet(f"the {direction} of {layer}")
+        assert self._session.divergence is not None
+        self._session.divergence.meet(f"the {direction} of {layer}")
         raise DivergenceError(f"other ranks ran another layer in place of {layer}")
 
     def _gathered(self, input: Tensor, share: BatchShare, identity: tuple[object, ...]) -> Tensor:
@@ -167,7 +167,7 @@ class WholeBatchStatistics:
         running_mean, running_var, momentum = running
         for buffer, new in ((running_mean, mean), (running_var, var * (count / (count - 1).clamp(min=1)))):
             if buffer is not None:
-                self._session.synchronised[buffer] = None
+                self._session.synchronised_buffers[buffer] = None
                 # Through .data: another forward's graph may hold the buffer, and torch's kernel does not raise its
                 # version either.
                 buffer.data.mul_(1 - momentum).add_((new * momentum).to(buffer.dtype))

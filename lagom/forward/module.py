@@ -160,11 +160,11 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
             share, trains = None, False
             if several and session.live and torch.is_grad_enabled():
                 data = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
-                share = session.uses(data)
+                share = session.find_share(data)
                 trains = getattr(module, "training", True)
             if slicer is not None and (slices_training or not trains) and slices(session, module):
                 return slicer.call(module, args, kwargs)
-            seen = session.running.before(module) if trains and session.passes.share is not None else None
+            seen = session.running_values.before(module) if trains and session.passes.share is not None else None
             if trains and forwards.trains_own(module):
                 common = streams.swap()
                 try:
@@ -174,11 +174,11 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
             else:
                 outputs = run(module, *args, **kwargs)
             if seen is not None:
-                session.running.after(module, seen)
+                session.running_values.after(module, seen)
             if share is not None:
-                session.terms.note(outputs, share)
+                session.loss_weights.note(outputs, share)
             if several:
-                session.dealt.forward((args, kwargs), outputs)
+                session.evaluation_passes.forward((args, kwargs), outputs)
             return outputs
         finally:
             forwards.inside = False
@@ -218,7 +218,7 @@ def reentrant_checkpoints(session: Session) -> Iterator[None]:
         detached: tuple[Any, ...] = detach(inputs)
         for tensor in detached:
             if isinstance(tensor, torch.Tensor):
-                session.repeated[tensor] = None
+                session.repeated_inputs[tensor] = None
         return detached
 
     with (
@@ -230,7 +230,7 @@ def reentrant_checkpoints(session: Session) -> Iterator[None]:
 
 def _as_in_forward(session: Session, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a checkpoint's ``function`` that sees the whole batch again when the backward repeats it."""
-    region = session.region
+    region = session.sliced_forward
     if region is None:
         return function
 

@@ -142,7 +142,7 @@ class Precision:
         args: tuple[Any, ...],
         options: dict[str, Any],
     ) -> Any:
-        repeated = self._session.repeated
+        repeated = self._session.repeated_inputs
         found = {id(leaf): leaf for leaf in reached_leaves(outputs, args[3]) if leaf not in repeated}
         leaves = [leaf for key, leaf in found.items() if key not in self._scaled_leaves]
         # A nested backward is given gradients that are scaled already.

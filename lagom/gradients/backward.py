@@ -61,13 +61,13 @@ class _Backwards:
 
     def __init__(self, session: Session, original: Callable[..., Any]) -> None:
         assert session.group is not None
-        assert session.watch is not None
+        assert session.divergence is not None
         assert session.replicate is not None
         self._session = session
         self._original = original
-        self.watch = session.watch
+        self.watch = session.divergence
         self._replicate = session.replicate
-        self._grads = AutogradGradAverager(session.group, session.leaves, session.watch, session.replicate)
+        self._grads = AutogradGradAverager(session.group, session.leaves, session.divergence, session.replicate)
         self._pending: BackwardGradients | None = None
         self._keeps = False
         self._steady = Steady()
@@ -87,7 +87,7 @@ class _Backwards:
         leaves = reached_leaves(outputs, args[3])
         if not args[2] and self._may_be_steady() and (course := self._steady.begun(leaves)) is not None:
             return self._again(course, leaves, outputs, args, options)
-        leaves = [leaf for leaf in leaves if leaf not in self._session.repeated]
+        leaves = [leaf for leaf in leaves if leaf not in self._session.repeated_inputs]
         if self._session.depth:
             with self.accumulation.busy():
                 if self._running:
@@ -99,7 +99,7 @@ class _Backwards:
                     self.accumulation.keep_inside(leaves)
             with self._inside():
                 return self._original(outputs, *args, **options)
-        self._session.tell_weights(outputs, leaves)
+        self._session.begin_backward(outputs, leaves)
         if self._session.weights is not None:
             for leaf in leaves:
                 self._session.weights.adopt(leaf)
@@ -117,7 +117,7 @@ class _Backwards:
         self, leaves: list[Tensor], outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
         """A backward after which gradients are this rank's own."""
-        gradients, hooks = self._session.terms.weighted(outputs, args[0], self._session.weight)
+        gradients, hooks = self._session.loss_weights.weighted(outputs, args[0], self._session.weight)
         self.accumulation.keep(leaves)
         self._keeps = True
         try:
@@ -131,7 +131,7 @@ class _Backwards:
             for hook in hooks:
                 hook.remove()
         self.watch.step()
-        self._session.trained()
+        self._session.record_backward()
         return result
 
     def _may_be_steady(self) -> bool:
@@ -150,11 +150,11 @@ class _Backwards:
     ) -> Any:
         """As ``_averaged``, where all is as it was. See Note [Steady backwards]."""
         session = self._session
-        session.tell_loss(outputs)
+        session.record_loss(outputs)
         hooks: list[RemovableHandle] = []
         gradients, weight = args[0], session.weight
-        if weight != 1.0 or session.terms.may_be_uneven:
-            gradients, hooks = session.terms.weighted(outputs, gradients, weight)
+        if weight != 1.0 or session.loss_weights.may_be_uneven:
+            gradients, hooks = session.loss_weights.weighted(outputs, gradients, weight)
         self._running = leaves
         session.depth += 1
         try:
@@ -175,8 +175,8 @@ class _Backwards:
         found = course.gradients(leaves) if inner is None else None
         differs = found is not None
         if found is not None and self._replicate.reduce_again(course.layout, found, beside_one(session.position)):
-            session.began = session.began or "a backward ran"
-            session.trained()
+            session.distributed_part = session.distributed_part or "a backward ran"
+            session.record_backward()
             return result
         pending = inner or self._began(leaves)
         pending.ran()
@@ -196,7 +196,7 @@ class _Backwards:
         hooks: list[RemovableHandle] = []
         try:
             pending.expect(leaves)
-            gradients, hooks = self._session.terms.weighted(outputs, args[0], self._session.weight)
+            gradients, hooks = self._session.loss_weights.weighted(outputs, args[0], self._session.weight)
             if leaves and not args[2]:
                 self._replicate.start(pending)
             with self._inside(), self.accumulation.running():
@@ -221,7 +221,7 @@ class _Backwards:
         return result
 
     def _finish(self, pending: BackwardGradients, *, create_graph: bool, differs: bool = False) -> None:
-        self._session.began = self._session.began or "a backward ran"
+        self._session.distributed_part = self._session.distributed_part or "a backward ran"
         with torch.set_grad_enabled(create_graph):
             if any(leaf.grad is not None and leaf.grad.requires_grad for leaf in pending.leaves):
                 self._grads.accumulated(pending)
@@ -233,7 +233,7 @@ class _Backwards:
                 self._session.gradients.keep_parts(pending.fresh)
         if self._session.weights is not None:
             self._session.weights.rest()
-        self._session.trained()
+        self._session.record_backward()
 
     def returned(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """``torch.autograd.grad``: gradients of parameters are averaged, unless it is a part of a backward."""
@@ -245,7 +245,7 @@ class _Backwards:
         if not shared:
             with self._inside():
                 return self._original(outputs, *args, **options)
-        self._session.began = self._session.began or "torch.autograd.grad was called"
+        self._session.distributed_part = self._session.distributed_part or "torch.autograd.grad was called"
         hooks = Hooks()
         weight = self._session.weight
         try:
@@ -264,10 +264,10 @@ class _Backwards:
 
     def _shared(self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Any]) -> list[int]:
         """The places of those ``inputs`` whose gradients are averaged."""
-        if self._session.region is not None or self._session.is_probing:
+        if self._session.sliced_forward is not None or self._session.is_probing:
             # Inside a forward, of a block of its rows: an input of it that a later backward reaches is the rank's own.
             own = [one for one in inputs if isinstance(one, Tensor) and one.is_leaf]
-            self._session.repeated.update(dict.fromkeys(o for o in own if not isinstance(o, torch.nn.Parameter)))
+            self._session.repeated_inputs.update(dict.fromkeys(o for o in own if not isinstance(o, torch.nn.Parameter)))
             return []
         if any(_is_batched(one) for one in (*inputs, *roots) if isinstance(one, Tensor)):
             # Gradients per sample, as a rule: torch.func's, and is_grads_batched's.
@@ -277,7 +277,7 @@ class _Backwards:
         if passes_gather(outputs):  # a block's part, times the number of ranks; and what is whole is its own average
             return [i for i, one in enumerate(inputs) if isinstance(one, Tensor)]
         session = self._session
-        session.tell_weights(outputs, [one for one in inputs if isinstance(one, Tensor) and one.is_leaf])
+        session.begin_backward(outputs, [one for one in inputs if isinstance(one, Tensor) and one.is_leaf])
         shared_out = session.passes.share is not None or session.config.batches == "whole"
         return [
             i

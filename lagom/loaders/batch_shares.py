@@ -103,7 +103,7 @@ class ShardedIndexSampler:
 
     def __iter__(self) -> Iterator[Any]:
         # A loader that resumes begins its sampler anew within its pass.
-        current = self._current = self._session.starting or self._current or self._start()
+        current = self._current = self._session.starting_pass or self._current or self._start()
         if not (current.training or current.sharded or self._session.plan.config.evaluation == "gathered"):
             return iter(self._source)
         # At once, not when the first batch is drawn: iter() of a sampler may draw random numbers.

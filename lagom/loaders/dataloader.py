@@ -72,13 +72,13 @@ class _Loaders:
     def begin(self, loader: DataLoader[Any]) -> LoaderPass:
         """Begin a pass over ``loader``."""
         session = self.session
-        session.settle()  # the iterator draws from the common stream
+        session.reseed_uneven()  # the iterator draws from the common stream
         current = first_use(session, can_shard(session, loader), loader)
         current.own = session.distributed and shards_itself(loader.dataset)
         if current.own and session.config.batches == "whole":
             raise LagomError(_OWN_IN_WHOLE)
         if current.sharded:
-            session.began = session.began or "a data loader was shared out"
+            session.distributed_part = session.distributed_part or "a data loader was shared out"
         gathered = session.config.evaluation == "gathered" and not current.own
         if session.distributed and (current.sharded or current.training or gathered):
             if session.may_meet:
@@ -91,7 +91,7 @@ class _Loaders:
         self._were_dealt.setdefault(loader, set()).add(current.training and current.sharded)
         if session.may_meet and session.config.backend == "torch":
             is_dealt = current.training and current.sharded and session.config.evaluation != "sharded"
-            session.dealt.began(loader, current, follows=is_dealt)
+            session.evaluation_passes.began(loader, current, follows=is_dealt)
         if current.training:
             if session.distributed and not (current.sharded or current.own or session.config.batches == "whole"):
                 session.say_once(_ALL_OF_IT)
@@ -108,9 +108,9 @@ class _Loaders:
         if not session.distributed or session.config.batches != "per_rank":
             return 1
         kinds = self._were_dealt.get(loader, set()) if loader is not None else set()
-        if session.starting is None and len(kinds) == 1:
+        if session.starting_pass is None and len(kinds) == 1:
             return session.world_size if True in kinds else 1
-        current = session.starting or first_use(session, can_share)
+        current = session.starting_pass or first_use(session, can_share)
         return session.world_size if current.training and current.sharded else 1
 
 
@@ -188,7 +188,7 @@ def _made(loaders: _Loaders) -> Any:
     session = loaders.session
 
     def begin(self: Any, loader: DataLoader[Any]) -> LoaderPass:
-        current = session.starting = loaders.begin(loader)
+        current = session.starting_pass = loaders.begin(loader)
         self.__dict__[PASS] = current
         self.__dict__[_TAKER] = batch_source(session, loader, current)
         generator = loader.generator or current.generator
@@ -200,7 +200,7 @@ def _made(loaders: _Loaders) -> Any:
                     stack.enter_context(replaced(loader, "generator", generator))
                 original(self, loader)
         finally:
-            session.starting = None
+            session.starting_pass = None
         if session.is_in_thread and current.published is not None:
             self._base_seed = int(current.published.agree(str(self._base_seed).encode()))
         return current
@@ -237,18 +237,18 @@ def _begun_again(loaders: _Loaders) -> Any:
             original(self, loader, first_iter)
             return
         if not first_iter:
-            session.ended(current)
+            session.end_pass(current)
             current = self.__dict__[PASS] = loaders.begin(loader)
             self.__dict__[_TAKER] = batch_source(session, loader, current)
             if isinstance(self._collate_fn, ShardedCollate):
                 self._collate_fn.begin(current, session.config.batches)
         if current.sharded:
             self._in_order = True  # shares are matched to batches by their order
-        session.starting = current
+        session.starting_pass = current
         try:
             original(self, loader, first_iter)
         finally:
-            session.starting = None
+            session.starting_pass = None
 
     return reset
 
@@ -262,10 +262,10 @@ def _yielding(session: Session, readers: Readers) -> Any:
         current = held.get(PASS)
         if current is None or not session.live:
             return original(self)
-        session.settle()
+        session.reseed_uneven()
         if current.failed and session.may_meet:
             current.failed = False
-            session.at(_AFTER_FAILURE)
+            session.check_place(_AFTER_FAILURE)
         received = held.get("_rcvd_idx")
         start = perf_counter()
         try:
@@ -273,9 +273,9 @@ def _yielding(session: Session, readers: Readers) -> Any:
             session.reads_in_threads = session.reads_in_threads or session.is_in_thread
             data, share = readers.read(take, original, self) if session.is_in_thread else take(original, self)
         except StopIteration:
-            session.ended(current)
+            session.end_pass(current)
             if session.may_meet:
-                session.dealt.ended(current)
+                session.evaluation_passes.ended(current)
             raise
         except Exception:
             # The batch is lost, unless workers timed out: then it is still to come.
@@ -293,13 +293,13 @@ def _yielding(session: Session, readers: Readers) -> Any:
                     share.step = current.step + 1
                 if not torch.is_grad_enabled():
                     session.say_once(_GOES_ON)
-                session.provenance.remember(data, share)
+                session.batch_tracker.remember(data, share)
                 share.num_rows = 0 if data is None else num_samples(data)
                 if share.num_rows < share.num_mine and leaves_out(data, share):
                     session.say_once(LEFT_OUT)
-            session.yielded(current, share, num_samples(data) if share is None else share.num_mine)
+            session.record_batch(current, share, num_samples(data) if share is None else share.num_mine)
         else:
-            session.evaluating(current)
+            session.record_evaluation(current)
         return data
 
     return following

@@ -37,7 +37,12 @@ def first_use(session: Session, can_share: bool, loader: DataLoader[Any] | None 
     """Decide whether a pass over ``loader`` that begins now is training, and whether it is sharded."""
     grad = torch.is_grad_enabled()
     by_mode = grad and session.world_size > 1 and session.evaluates_by_mode()
-    if by_mode and loader is not None and session.config.batches != "whole" and session.dealt.expects_training(loader):
+    if (
+        by_mode
+        and loader is not None
+        and session.config.batches != "whole"
+        and session.evaluation_passes.expects_training(loader)
+    ):
         by_mode = False
     training = grad and not by_mode
     shares = session.config.batches != "whole" if training else session.config.evaluation == "sharded"

@@ -73,10 +73,10 @@ class SampleComparison:
             if published is not None and published.agree(seen) != seen:
                 raise DivergenceError(_DIFFERENT)
             return
-        assert session.frame is not None
-        assert session.watch is not None
-        if not session.frame.exchange(signature(_PLACE.encode() + seen)):
-            session.watch.meet(_PLACE)
+        assert session.agreement is not None
+        assert session.divergence is not None
+        if not session.agreement.exchange(signature(_PLACE.encode() + seen)):
+            session.divergence.meet(_PLACE)
             raise DivergenceError(_DIFFERENT)
 
 

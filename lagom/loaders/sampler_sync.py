@@ -84,7 +84,7 @@ def synchronise(session: Session, loader: DataLoader[Any], *, own_order: bool = 
     With ``own_order`` only the global generator is set: the data set shards itself, and its order is its own.
     """
     assert session.group is not None
-    session.at("the start of a pass over a data loader")
+    session.check_place("the start of a pass over a data loader")
     generators = {id(torch.default_generator): torch.default_generator}
     sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
     for holder in () if own_order else (loader, loader.sampler, loader.batch_sampler, sampler):
@@ -125,7 +125,7 @@ def _same(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
     items = iter(source)
     place = f"a pass over the data set {items.fingerprint}"
     if session.may_meet:
-        session.at(place)
+        session.check_place(place)
     elif current.publication().agree(place.encode()) != place.encode():
         raise DivergenceError(f"a thread of rank {session.rank} is at {place}, and the same one of rank 0 at another")
     yield from items
@@ -190,7 +190,7 @@ class RankZeroOrder:
         else:
             items, described, states = decode_value(self._hear(meets=meets))
             drawn, mine = self._alone(self._draw, len(items) + (described is not None))
-            session.draws_otherwise |= meets and _is_dealt(session, self._current) and _differ(drawn, items)
+            session.has_other_order |= meets and _is_dealt(session, self._current) and _differ(drawn, items)
             end = _error_from_text(described, mine) if described is not None else None
             if states is not None:
                 _set_states(states)
@@ -201,15 +201,15 @@ class RankZeroOrder:
         """Check that all ranks are here, and warn if a rank's sampler would have drawn another order."""
         session = self._session
         assert session.group is not None
-        assert session.watch is not None
+        assert session.divergence is not None
         place = "the next batch of a sampler"
         alike, otherwise = (signature(text.encode()) for text in (place, f"{place}, in another order"))
-        tells = session.draws_otherwise and _is_dealt(session, self._current)
+        tells = session.has_other_order and _is_dealt(session, self._current)
         rows = session.group.exchange(otherwise if tells else alike)
         if any(row not in (alike, otherwise) for row in rows):
-            session.watch.meet(place)
+            session.divergence.meet(place)
         elif otherwise in rows:
-            session.draws_otherwise = False
+            session.has_other_order = False
             session.say_once(_OTHERWISE.format(kind=type(self._source).__name__))
 
     def _tell(self, message: bytes, *, meets: bool) -> None:

@@ -115,13 +115,13 @@ class SelfShardedSource:
     def _agreed(self, num_mine: int) -> tuple[BatchShare | None, int]:
         """Agree on this rank's share, None if no rank has a batch; also return how many ranks never had one."""
         session = self._session
-        assert session.frame is not None
-        assert session.watch is not None
+        assert session.agreement is not None
+        assert session.divergence is not None
         never = self._ended and not self._has_last
         row = [num_mine, num_mine * num_mine, not self._ended, never]
         numbers = torch.tensor(row, dtype=torch.float64)
-        if not session.frame.sum(numbers, signature(_PLACE.encode())):
-            session.watch.meet(_PLACE)
+        if not session.agreement.sum(numbers, signature(_PLACE.encode())):
+            session.divergence.meet(_PLACE)
             raise DivergenceError("other ranks were not at the next batch of a data set that shards itself")
         total, squares, num_alive, num_without = (int(number) for number in numbers.tolist())
         if not num_alive:

@@ -39,7 +39,7 @@ def scaled_rates(session: Session) -> Iterator[None]:
 
     @functools.wraps(take)
     def patched_take(self: Optimizer, state: dict[str, Any]) -> None:
-        if session.distributed and not session.has_arrived and "param_groups" not in vars(self):
+        if session.distributed and not session.is_unpacked and "param_groups" not in vars(self):
             raise LagomError(
                 f"lr_scaling='linear' scales the rates of optimizers that are made in the function, and this "
                 f"{type(self).__name__} was made before; make it in the function, or scale its rate there"

@@ -26,8 +26,8 @@ def sharded_steps(session: Session) -> Iterator[None]:
     Each class has a ``step`` of its own, which its first instance wraps for hooks. Hooks stay outermost.
     """
     assert session.group is not None
-    assert session.frame is not None
-    assert session.watch is not None
+    assert session.agreement is not None
+    assert session.divergence is not None
     assert session.replicate is not None
     with ExitStack() as stack:
         if session.config.zero_lvl > 1:
@@ -39,8 +39,8 @@ def sharded_steps(session: Session) -> Iterator[None]:
             session.gradients.parts_of = weights.parts
         optimizers = session.optimizers = OptimizerGroup(
             session.group,
-            session.frame,
-            session.watch,
+            session.agreement,
+            session.divergence,
             session.gradients,
             session.weights,
             is_own=session.replicate.keeps_own,
@@ -59,7 +59,7 @@ def sharded_steps(session: Session) -> Iterator[None]:
         stack.enter_context(replaced_steps(step_for, existing=True))
         stack.enter_context(replaced(Optimizer, "state", _state(session, optimizers)))
         yield
-        if not session.joined:
+        if not session.has_joined:
             optimizers.end()
 
 

@@ -43,16 +43,16 @@ class SlicedForward:
     @contextmanager
     def entered(self, session: Session) -> Iterator[None]:
         """Have BatchNorm and random draws see the whole batch; a nested entry changes nothing."""
-        before = session.region
+        before = session.sliced_forward
         if before is self:
             yield
             return
-        session.region = self
+        session.sliced_forward = self
         try:
             with self.draws or nullcontext():
                 yield
         finally:
-            session.region = before
+            session.sliced_forward = before
 
 
 def slices(session: Session, module: nn.Module) -> bool:
@@ -80,10 +80,10 @@ class Slicer:
 
     def __init__(self, session: Session, original: Callable[..., Any], outside: Callable[[], Any]) -> None:
         assert session.group is not None
-        assert session.watch is not None
+        assert session.divergence is not None
         self._session = session
         self._group = session.group
-        self._gatherer = Gatherer(session.group, session.watch.meet)
+        self._gatherer = Gatherer(session.group, session.divergence.meet)
         self._original = original
         self._outside = outside
         self._insides = ModuleTree(session.say_once)
@@ -171,7 +171,7 @@ class Slicer:
         with self._session.probing():
             probe(candidate, finding, self._group.world_size, self._session.statistics)
         name = type(candidate.module).__name__
-        self._session.at(f"the second call of {name} with inputs of a kind")
+        self._session.check_place(f"the second call of {name} with inputs of a kind")
         reasons = [part.decode() for part in self._group.all_gather_bytes((finding.reason or "").encode())]
         finding.reason = next(filter(None, reasons), None)
         finding.sliced = finding.reason is None
@@ -212,7 +212,7 @@ class Slicer:
         has_drawn = before is not None and not torch.equal(before, torch.default_generator.get_state())
         if before is not None and has_drawn and not session.reads_in_threads:
             finding.reason = "draws random numbers only now and then"
-            session.common.drawn_unevenly(before)
+            session.common_streams.drawn_unevenly(before)
         if spec != finding.spec:
             raise LagomError(
                 f"the forward of {type(candidate.module).__name__} gave outputs of another structure than at its first "

@@ -78,6 +78,6 @@ def patched(session: Session) -> Iterator[None]:
         yield
         if distributed:
             end_tracking()
-        if session.watch is not None and session.frame is not None and not session.joined:
-            session.dealt.judge(at_end=True)
-            session.watch.end(session.frame)
+        if session.divergence is not None and session.agreement is not None and not session.has_joined:
+            session.evaluation_passes.judge(at_end=True)
+            session.divergence.end(session.agreement)

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lagom")
 
-_LOOKED_AT = frozenset(2**i for i in range(10))
+_EXAMINED_LOSSES = frozenset(2**i for i in range(10))
 """Backwards whose loss is examined for whether the average over shares is exact."""
-_SOME = 4
+_NUM_UNTIL_KNOWN = 4
 """Backwards after which it is known whether batches come from loaders, and whether forwards are split."""
 
 
@@ -77,11 +77,11 @@ class Session:
 
     live: bool = field(default=True, init=False)
     """False once ``joined``, and in forked processes such as loader workers: patches do nothing there."""
-    has_arrived: bool = field(default=False, init=False)
+    is_unpacked: bool = field(default=False, init=False)
     """The program has been unpacked; from now on, the program creates the modules and loaders."""
-    joined: bool = field(default=False, init=False)
+    has_joined: bool = field(default=False, init=False)
     """The program has called ``init_process_group``: it is distributed by itself, and patches stay off."""
-    began: str = field(default="", init=False)
+    distributed_part: str = field(default="", init=False)
     """Parts of the program that lagom distributed before the program joined, in words."""
     samples_trained: int = field(default=0, init=False)
     num_rehearsed: int = field(default=0, init=False)
@@ -91,7 +91,7 @@ class Session:
     data_s: float = field(default=0.0, init=False)
     """Seconds that the program has waited for batches."""
     _loss: weakref.ref[torch.Tensor] | None = field(default=None, init=False)
-    reported: dict[str, float | int] = field(default_factory=dict, init=False)
+    reported_values: dict[str, float | int] = field(default_factory=dict, init=False)
     """Values that the program reported last; shown with the progress."""
     pictures: deque[str] = field(default_factory=deque, init=False)
     """PNGs as base64 that the program has shown, and that are not sent to the driver yet."""
@@ -99,30 +99,30 @@ class Session:
     """Number, in its pass, of the batch that a model was last called with; None where ranks may differ."""
     depth: int = field(default=0, init=False)
     """Depth of nested backwards; forwards that a backward recomputes must see the random numbers of the first time."""
-    common: CommonStreams = field(init=False)
+    common_streams: CommonStreams = field(init=False)
     """Random number streams that are equal on all ranks."""
-    terms: LossTermWeights = field(init=False)
+    loss_weights: LossTermWeights = field(init=False)
     """Terms of losses and their weights."""
     passes: PassTracker = field(default_factory=PassTracker, init=False)
-    dealt: EvaluationPassDetector = field(init=False)
+    evaluation_passes: EvaluationPassDetector = field(init=False)
     """Detector of passes that were sharded because they seemed to be training."""
-    running: RunningValueDetector = field(init=False)
+    running_values: RunningValueDetector = field(init=False)
     """Detector of values that forwards keep from the rows that they see."""
-    _starting: threading.local = field(default_factory=threading.local, init=False)
+    _thread_local: threading.local = field(default_factory=threading.local, init=False)
     modules: ModuleRegistry = field(default_factory=ModuleRegistry, init=False)
     leaves: Leaves = field(default_factory=Leaves, init=False)
-    synchronised: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
+    synchronised_buffers: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """Buffers that lagom's forward keeps equal on all ranks."""
-    repeated: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
+    repeated_inputs: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """Inputs of forwards that a backward repeats: leaves whose gradients stay the rank's own."""
-    provenance: BatchTracker = field(init=False)
+    batch_tracker: BatchTracker = field(init=False)
     """The batches that tensors come from."""
-    region: SlicedForward | None = field(default=None, init=False)
+    sliced_forward: SlicedForward | None = field(default=None, init=False)
     """The sliced forward that is running."""
-    probed: BatchStatistics | None = field(default=None, init=False)
+    probe_statistics: BatchStatistics | None = field(default=None, init=False)
     """Statistics for BatchNorm during a probe of a forward."""
-    frame: AgreedExchange | None = field(default=None, init=False)
-    watch: DivergenceMonitor | None = field(default=None, init=False)
+    agreement: AgreedExchange | None = field(default=None, init=False)
+    divergence: DivergenceMonitor | None = field(default=None, init=False)
     replicate: Replicate | None = field(default=None, init=False)
     optimizers: OptimizerGroup | None = field(default=None, init=False)
     """Only with ``zero_lvl``."""
@@ -139,7 +139,7 @@ class Session:
     _thread: int = field(default_factory=threading.get_ident, init=False)
     _said: set[str] = field(default_factory=set, init=False)
     _num_losses: int = field(default=0, init=False)
-    draws_otherwise: bool = field(default=False, init=False)
+    has_other_order: bool = field(default=False, init=False)
     """A sampler of this rank would have drawn another order than rank 0's, which all ranks follow."""
     has_sliced: bool = field(default=False, init=False)
     """Ranks have split a forward by its rows."""
@@ -153,21 +153,21 @@ class Session:
         if self.store is not None:
             on_one_host = self.local_world_size == self.world_size
             self.notes = SealedStore(self.store, self.key, self.host_dir if on_one_host else None)
-        self.common = CommonStreams(self.config.seed)
-        self.terms = LossTermWeights(self.world_size, self.say_once)
-        self.provenance = BatchTracker(self.world_size, self.leaves)
-        self.running = RunningValueDetector(self.synchronised, self.say_once)
-        self.dealt = EvaluationPassDetector(self.provenance.share, self.say_once)
+        self.common_streams = CommonStreams(self.config.seed)
+        self.loss_weights = LossTermWeights(self.world_size, self.say_once)
+        self.batch_tracker = BatchTracker(self.world_size, self.leaves)
+        self.running_values = RunningValueDetector(self.synchronised_buffers, self.say_once)
+        self.evaluation_passes = EvaluationPassDetector(self.batch_tracker.share, self.say_once)
         if self.group is not None:
-            self.frame = AgreedExchange(self.group, 0 if self.device.type == "cuda" else FRAME)
-            self.watch = DivergenceMonitor(
-                self.group, self.leaves, self.modules.made, self.synchronised, self.modules.name_of
+            self.agreement = AgreedExchange(self.group, 0 if self.device.type == "cuda" else FRAME)
+            self.divergence = DivergenceMonitor(
+                self.group, self.leaves, self.modules.made, self.synchronised_buffers, self.modules.name_of
             )
             reduced = reduction(self.group, self.config.gradient_compression, self.config.reduction == "adasum")
             self.replicate = Replicate(
-                self.group, self.leaves, self.watch, self.frame, self.likeness, self.modules.name_of, reduced
+                self.group, self.leaves, self.divergence, self.agreement, self.likeness, self.modules.name_of, reduced
             )
-        _alive.add(self)
+        _sessions.add(self)
 
     @property
     def config(self) -> TorchDistributedConfig:
@@ -180,13 +180,13 @@ class Session:
         return self.live and self.world_size > 1
 
     @property
-    def starting(self) -> LoaderPass | None:
+    def starting_pass(self) -> LoaderPass | None:
         """The pass whose iterator this thread is making."""
-        return getattr(self._starting, "current", None)
+        return getattr(self._thread_local, "current", None)
 
-    @starting.setter
-    def starting(self, current: LoaderPass | None) -> None:
-        self._starting.current = current
+    @starting_pass.setter
+    def starting_pass(self, current: LoaderPass | None) -> None:
+        self._thread_local.current = current
 
     @property
     def may_meet(self) -> bool:
@@ -198,41 +198,41 @@ class Session:
         """Return whether there are other ranks and this is a thread that must not exchange data with them."""
         return self.distributed and not self.may_meet
 
-    def at(self, place: str) -> None:
+    def check_place(self, place: str) -> None:
         """Check that all ranks are at ``place`` of the program; else raise a DivergenceError on all of them."""
-        if self.watch is not None and self.frame is not None:
-            self.watch.at(self.frame, place)
+        if self.divergence is not None and self.agreement is not None:
+            self.divergence.at(self.agreement, place)
 
-    def yielded(self, current: LoaderPass, share: BatchShare | None, num_samples: int) -> None:
+    def record_batch(self, current: LoaderPass, share: BatchShare | None, num_samples: int) -> None:
         """Record a training batch; its share holds until the next batch or the end of its pass."""
         self.ticks += 1
         self.passes.yielded(current, share)
-        self.provenance.batch(share)
-        self.dealt.yielded(current, share, num_samples)
+        self.batch_tracker.batch(share)
+        self.evaluation_passes.yielded(current, share, num_samples)
         self.samples_trained += num_samples
         if share is not None and self.may_meet:
             if not share.even:
-                self.common.note()
-            assert self.watch is not None
-            assert self.frame is not None
-            self.watch.batch(self.frame)
+                self.common_streams.note()
+            assert self.divergence is not None
+            assert self.agreement is not None
+            self.divergence.batch(self.agreement)
 
-    def ended(self, current: LoaderPass) -> None:
+    def end_pass(self, current: LoaderPass) -> None:
         """Record that the pass is exhausted."""
         self.passes.ended(current)
-        self.settle()
+        self.reseed_uneven()
 
-    def settle(self) -> None:
+    def reseed_uneven(self) -> None:
         """Reseed generators that ranks drew from unevenly, unless this is a thread of the program."""
         if self.may_meet:
-            self.common.settle()
+            self.common_streams.settle()
 
-    def evaluating(self, current: LoaderPass) -> None:
+    def record_evaluation(self, current: LoaderPass) -> None:
         """Record a batch of an evaluation pass."""
         self.ticks += 1
         self.passes.evaluating(current)
 
-    def trained(self) -> None:
+    def record_backward(self) -> None:
         """Record that a backward ran."""
         self.ticks += 1
         if self.config.batches != "whole" and self.passes.by_mode() is not None and not self.passes.trains():
@@ -241,7 +241,7 @@ class Session:
                 "its batches, which is right but not faster; call model.train() before the loop"
             )
 
-    def uses(self, data: Any) -> BatchShare | None:
+    def find_share(self, data: Any) -> BatchShare | None:
         """Return the share of the batch that a model's input ``data`` comes from; it holds until the next batch.
 
         None if no such batch is known: ``data`` comes from one neither directly, nor as a view, nor through another
@@ -251,30 +251,30 @@ class Session:
             LagomError: when it has as many rows as another batch with another weight.
         """
         self.ticks += 1
-        found = self.provenance.share(data)
+        found = self.batch_tracker.share(data)
         if found is not None:
             self.passes.used, self.position = found, found.step
         else:
-            self.provenance.check_rows(data, self.passes.share)
+            self.batch_tracker.check_rows(data, self.passes.share)
         return found
 
-    def tell_weights(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor]) -> None:
+    def begin_backward(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor]) -> None:
         """Prepare a backward from ``roots`` to ``leaves``: find the leaves that only look like samples.
 
         Raises:
             DivergenceError: when a leaf was taken for the perturbation of a batch, and is trained with another batch.
         """
-        self.tell_loss(roots)
-        self.provenance.tell_weights(roots, leaves, self.passes.share)
+        self.record_loss(roots)
+        self.batch_tracker.tell_weights(roots, leaves, self.passes.share)
 
-    def tell_loss(self, roots: Sequence[Any]) -> None:
+    def record_loss(self, roots: Sequence[Any]) -> None:
         """Record that a backward from ``roots`` is about to run."""
-        self.dealt.backward(roots)
+        self.evaluation_passes.backward(roots)
         self._num_losses += 1
-        if self._num_losses in _LOOKED_AT and self.config.batches != "whole" and self.passes.share is not None:
+        if self._num_losses in _EXAMINED_LOSSES and self.config.batches != "whole" and self.passes.share is not None:
             for caveat in caveats(roots):
                 self.say_once(caveat)
-        if self._num_losses == _SOME and not (self.passes.have_read or self.has_sliced):
+        if self._num_losses == _NUM_UNTIL_KNOWN and not (self.passes.have_read or self.has_sliced):
             self.say_once(NOT_SHARED["whole" if self.config.batches == "whole" else "split"])
         # A weak reference, since a strong one would keep the graph; the loop's own variable keeps the loss long enough.
         self._loss = weakref.ref(roots[0]) if len(roots) == 1 else None
@@ -291,11 +291,11 @@ class Session:
     @contextmanager
     def statistics(self, probed: BatchStatistics) -> Iterator[None]:
         """Have BatchNorm use ``probed`` meanwhile."""
-        self.probed = probed
+        self.probe_statistics = probed
         try:
             yield
         finally:
-            self.probed = None
+            self.probe_statistics = None
 
     @property
     def share_in_forward(self) -> BatchShare | None:
@@ -303,8 +303,8 @@ class Session:
 
         In an evaluation they do not: every rank has whole batches, or the numbers of batches differ.
         """
-        if self.region is not None:
-            return self.region.share
+        if self.sliced_forward is not None:
+            return self.sliced_forward.share
         return self.passes.share if self.distributed and self.passes.evaluation() is None else None
 
     @property
@@ -315,26 +315,26 @@ class Session:
 
     def likeness(self, leaf: torch.Tensor) -> Likeness:
         """Return how closely ``leaf`` resembles this rank's share of a batch."""
-        return self.provenance.likeness(leaf, self.passes.share)
+        return self.batch_tracker.likeness(leaf, self.passes.share)
 
     def evaluates_by_mode(self) -> bool:
         """Return whether all trained modules are in eval mode."""
-        return self.modules.in_eval_mode(self.leaves, self.watch.reached if self.watch is not None else set())
+        return self.modules.in_eval_mode(self.leaves, self.divergence.reached if self.divergence is not None else set())
 
     def progress(self) -> dict[str, int | float | None]:
         """Return the progress of training as plain numbers; may be called from another thread."""
         now = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks, "data_s": self.data_s}
-        return {**now, "loss": self._last_loss(), **self.reported}
+        return {**now, "loss": self._last_loss(), **self.reported_values}
 
-    def waited(self) -> list[int]:
+    def wait_times(self) -> list[int]:
         """Return the nanoseconds that this rank has waited for each other rank; may be called from another thread."""
-        if self.joined:
+        if self.has_joined:
             return next((found for one in whole_groups(self.world_size) if (found := one.waited())), [])
         return self.group.waited() if self.group is not None else []
 
-    def standing(self) -> tuple[str, int, list[int]]:
+    def waiting_exchange(self) -> tuple[str, int, list[int]]:
         """Return the exchange in which this rank waits (empty if none), its number, and the missing ranks."""
-        if self.joined:
+        if self.has_joined:
             return next((found for one in whole_groups(self.world_size) if (found := one.standing())[0]), ("", 0, []))
         return self.group.standing() if self.group is not None else ("", 0, [])
 
@@ -352,13 +352,13 @@ class Session:
             log.warning(text)
 
 
-_alive: weakref.WeakSet[Session] = weakref.WeakSet()
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-def _forget() -> None:
-    for session in list(_alive):
+def _disable_sessions() -> None:
+    for session in list(_sessions):
         session.live = False
 
 
 # Processes forked from a rank are not ranks: their backwards and saves are their own.
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_disable_sessions)

@@ -74,14 +74,14 @@ class _Tracker:
 
     @property
     def _is_shared(self) -> bool:
-        return not self._session.joined and not _is_direct.get()
+        return not self._session.has_joined and not _is_direct.get()
 
     def end(self) -> None:
         """On rank 0, tell the others that the program has ended; on those, end the runs that it has left open."""
         fluent: Any = sys.modules.get("mlflow.tracking.fluent")
         if self._session.rank == 0:
             self._answers.end()
-        elif fluent is not None and not self._session.joined:
+        elif fluent is not None and not self._session.has_joined:
             with suppress(Exception):  # as MLflow does at the end of a process, when this would reach the store
                 while fluent.active_run() is not None:
                     fluent.end_run()

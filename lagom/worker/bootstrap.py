@@ -88,7 +88,7 @@ def run(
         if seat is not None:
             stack.enter_context(shown_pictures(session))
         call = load()  # inside the patches: they see modules as unpickling makes them
-        session.has_arrived = True
+        session.is_unpacked = True
         if seat is not None:  # without a seat, this is the driver's process, which has these settings
             set_process_settings(call.get("settings", {}))
         stack.enter_context(seeded(plan.config.seed, call["random"]))

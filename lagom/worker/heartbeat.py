@@ -101,7 +101,7 @@ class Heartbeat:
 
     def _waits(self, session: Session, passed: float) -> Message:
         """Return the shares of the time in which the rank waits for others in exchanges, in all and by rank."""
-        waited = session.waited()
+        waited = session.wait_times()
         before = self._waited if len(self._waited) == len(waited) else [0] * len(waited)
         self._waited = waited
         shares = [(now - then) / 1e9 / passed for now, then in zip(waited, before, strict=True)]
@@ -119,12 +119,12 @@ class Heartbeat:
     def _quiet_s(self, session: Session) -> float:
         """Return the seconds without progress of the rank."""
         # A program outside the patches counts no ticks: its position in the code stands in for them.
-        place = stack_dump.position(stack_dump.of_thread(self._thread)) if session.joined else 0
+        place = stack_dump.position(stack_dump.of_thread(self._thread)) if session.has_joined else 0
         now = time.monotonic()
         if now - self._since >= self._stall_s / 4:
             session.ticks += self._children_get_on(now)
         if (session.ticks, place) != self._at:
-            session.ticks += session.joined
+            session.ticks += session.has_joined
             self._at, self._since, self._children = (session.ticks, place), now, None
         return now - self._since
 
@@ -139,7 +139,7 @@ class Heartbeat:
     def _doing(self) -> Message:
         found = stack_dump.doing(stack_dump.of_thread(self._thread))
         if found["waits"] and self._session is not None:
-            words, number, missing = self._session.standing()
+            words, number, missing = self._session.waiting_exchange()
             found |= {"exchange": words, "number": number, "missing": missing}
         if self._children is None and self._stacks_fd is not None:
             self._children = "" if found["waits"] else stack_dump.of_children(self._stacks_fd)

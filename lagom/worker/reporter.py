@@ -29,7 +29,7 @@ class Reporter:
         if isinstance(step, bool) or not isinstance(step, int) or step < least:
             raise ValueError(f"broadcast() got step {step!r}; want a whole number, at least {least} by now")
         self._step = step
-        self._session.reported = {"metric": float(value), "step": step}
+        self._session.reported_values = {"metric": float(value), "step": step}
 
     def log(self, text: object, verbose: bool = True, *, jupyter: bool = False) -> None:
         """Print ``text`` once over all ranks; print nothing with ``verbose=False``.

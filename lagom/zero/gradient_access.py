@@ -164,7 +164,7 @@ def _together(norms: list[float], order: float) -> float:
 def exchange_numbers(session: Session, place: str, mine: list[float]) -> list[list[float]]:
     """What all ranks have, if all are at ``place``."""
     assert session.group is not None
-    session.at(place)
+    session.check_place(place)
     parts = session.group.all_gather_bytes(b" ".join(value.hex().encode() for value in mine))
     return [[float.fromhex(value.decode()) for value in part.split()] for part in parts]
 

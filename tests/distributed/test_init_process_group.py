@@ -189,7 +189,7 @@ def test_meshes_and_sharded_modules_find_the_group() -> None:
 
         mesh = dist.init_device_mesh("cpu", (session.world_size,))  # makes the group
         assert dist.is_initialized()
-        assert session.joined
+        assert session.has_joined
         whole: Any = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
         assert len(whole.to_local()) == 6 // session.world_size
         torch.manual_seed(1)
@@ -361,7 +361,7 @@ def test_at_world_size_1_the_call_is_torchs_and_nothing_is_left(tmp_path: Path, 
                 raise error
     except ValueError:
         assert error is ValueError
-    assert session.joined
+    assert session.has_joined
     assert sys.excepthook is hook
 
 
@@ -389,7 +389,7 @@ def test_torchs_fake_group_stays_ordinary() -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
-        return dist.get_world_size(), session.joined
+        return dist.get_world_size(), session.has_joined
 
     assert run_ranks(2, program) == [(64, False)] * 2
 

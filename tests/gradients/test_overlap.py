@@ -265,7 +265,7 @@ def test_ranks_at_different_places_are_an_error_at_the_start_of_a_backward() -> 
         for _ in range(3):
             p.sum().backward()
         with pytest.raises(DivergenceError) as caught:
-            session.at("another place") if session.rank else p.sum().backward()
+            session.check_place("another place") if session.rank else p.sum().backward()
         return str(caught.value)
 
     assert all("rank 0 at the start of a backward, rank 1 at another place" in text for text in run_ranks(2, run))

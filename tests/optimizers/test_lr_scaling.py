@@ -31,7 +31,7 @@ class Around(Optimizer):
 @pytest.mark.parametrize(("world_size", "zero_lvl"), [(1, 0), (3, 0), (2, 2)])
 def test_rates_are_times_the_number_of_ranks_wherever_they_are_given(world_size: int, zero_lvl: int) -> None:
     def run(session: Session) -> Any:
-        session.has_arrived = True
+        session.is_unpacked = True
         one, two, three, four = (nn.Parameter(torch.ones(2)) for _ in range(4))
         groups: list[dict[str, Any]] = [{"params": [one]}, {"params": [two], "lr": 0.5}]
         optimizer = SGD(groups, lr=0.1)

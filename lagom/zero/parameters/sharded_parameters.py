@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def sharded_parameters(session: Session) -> Iterator[ParameterShards]:
     """Have parameters shared out, and made whole for every operation that needs them."""
     assert session.group is not None
-    assert session.watch is not None
+    assert session.divergence is not None
     assert session.replicate is not None
     weights = session.weights = ParameterShards(
         session.group,
@@ -32,7 +32,7 @@ def sharded_parameters(session: Session) -> Iterator[ParameterShards]:
         lambda: session.may_meet or (session.distributed and session.depth > 0),
         session.say_once,
     )
-    session.watch.sums = weights.sums
+    session.divergence.sums = weights.sums
     session.replicate.tell_by(weights.digest)
     with ExitStack() as stack:
         stack.enter_context(unshard_on_memory_access(weights))
@@ -41,5 +41,5 @@ def sharded_parameters(session: Session) -> Iterator[ParameterShards]:
         stack.enter_context(replaced(threading.Thread, "_bootstrap_inner", in_thread(weights)))
         stack.enter_context(ParameterUses(weights))
         yield weights
-        if not session.joined:
+        if not session.has_joined:
             weights.end()
