@@ -29,7 +29,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def the_next_call_works(spark: Any) -> Iterator[None]:
-    """End each test with a run that succeeds."""
+    """Begin each test on a cluster that has its workers, and end it with a run that succeeds."""
+    programs.run(programs.nothing, 2)
     yield
     assert programs.run(programs.place, 2).per_rank == ((0, 2), (1, 2))
 
