@@ -1,4 +1,4 @@
-"""Spark DataFrames as data sets: written as Parquet by their cluster, once for each plan, or collected where small.
+"""Spark DataFrames as data sets: written as Parquet by their cluster, once for each plan, or collected if small.
 
 See Note [DataFrames].
 """
@@ -24,29 +24,29 @@ from urllib.parse import urlsplit
 from lagom.errors import DataError
 
 CACHE = "spark.lagom.cacheDir"
-"""The setting of a session that names the folder to write to; petastorm's will do as well."""
+"""Setting of a session that names the folder to write to; petastorm's setting is the second choice."""
 _PETASTORMS = "petastorm.spark.converter.parentCacheDirUrl"
 _COLLECTED_BYTES = 64 << 20
-"""By Spark's estimate, of a frame that is collected where no folder is known that all hosts reach."""
+"""Largest frame, by Spark's estimate, that is collected if no folder is known that all hosts reach."""
 _KEPT = 4
-"""Frames whose files are kept for the next call."""
+"""Number of frames whose files are kept for the next call."""
 _ROW_GROUP = 32 << 20
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def is_frame(value: object) -> bool:
-    """Whether it is a DataFrame of Spark's, classic or Connect."""
+    """Return whether ``value`` is a DataFrame of Spark's, classic or Connect."""
     return any(
         kind.__name__ == "DataFrame" and kind.__module__.startswith("pyspark.sql.") for kind in type(value).__mro__
     )
 
 
 def write_frame(provided: Mapping[str, Any]) -> dict[str, Any]:
-    """``provided``, with something that ranks can make data sets of in place of DataFrames.
+    """Return ``provided`` with objects from which ranks build data sets in place of DataFrames.
 
     Raises:
-        ValueError: when a column cannot be a tensor.
-        DataError: when a frame is too large to be collected and there is no place to write it to.
+        ValueError: if a column cannot be a tensor.
+        DataError: if a frame is too large to be collected and there is no folder to write it to.
     """
     found = dict(provided)
     in_use: list[_Kept] = []
@@ -81,7 +81,7 @@ def _handed_over(frame: Any, name: str, in_use: list[_Kept]) -> Any:
 
 @dataclass(eq=False)
 class _Kept:
-    """A frame whose files are there."""
+    """A frame with written files."""
 
     frame: Any
     inputs: list[tuple[str, int, int]] | None
@@ -89,7 +89,7 @@ class _Kept:
 
 
 _frames: list[_Kept] = []
-"""By their last use."""
+"""Frames in the order of their last use."""
 _lock = threading.Lock()
 
 
@@ -97,14 +97,14 @@ def _known(frame: Any) -> _Kept | None:
     inputs = _inputs(frame)
     for kept in _frames:
         if _exists(kept.url) and (kept.frame is frame or (inputs and inputs == kept.inputs)):
-            with contextlib.suppress(Exception):  # of another session
+            with contextlib.suppress(Exception):  # it belongs to another session
                 if kept.inputs == inputs and kept.frame.sameSemantics(frame):
                     return kept
     return None
 
 
 def _inputs(frame: Any) -> list[tuple[str, int, int]]:
-    """The files that the frame is read from, with time and size where they are on this machine."""
+    """Return the files from which the frame is read, with time and size if they are on this machine."""
     found = []
     for url in sorted(frame.inputFiles()):
         parts = urlsplit(url)
@@ -118,7 +118,7 @@ def _inputs(frame: Any) -> list[tuple[str, int, int]]:
 
 
 def _folder(session: Any) -> str | None:
-    """Where to write; None where no place is known that all hosts see."""
+    """Return the folder to write to, or None if no folder is known that all hosts see."""
     for key in (CACHE, _PETASTORMS):
         folder = session.conf.get(key, None)
         if folder:
@@ -170,7 +170,7 @@ def _collected(frame: Any, name: str) -> Any:
 
 
 def _estimate(frame: Any) -> int | None:
-    """Bytes by the statistics of the optimised plan; None where they say nothing, or what is no number here."""
+    """Return the bytes by the statistics of the optimised plan, or None if they have no usable number."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         frame.explain(mode="cost")
@@ -190,7 +190,7 @@ def _check_types(frame: Any, name: str) -> None:
 
 
 def _wrong(kind: Any) -> str | None:
-    """The part of a type that cannot be a tensor."""
+    """Return the part of a type that cannot be a tensor, or None."""
     if isinstance(kind, str):
         return kind if kind in ("variant", "void") or "interval" in kind else None
     if kind["type"] == "array":
@@ -205,7 +205,7 @@ def _wrong(kind: Any) -> str | None:
 
 
 def _wrong_inside(kind: Any) -> str | None:
-    """The same of what an array has: numbers, or arrays of them."""
+    """Return the part of an array's element type that cannot be in a tensor, or None."""
     if isinstance(kind, str):
         return f"array<{kind}>" if kind.startswith(("string", "binary", "char", "varchar")) else _wrong(kind)
     return _wrong_inside(kind["elementType"]) if kind["type"] == "array" else f"array<{kind['type']}>"
@@ -232,7 +232,7 @@ def _delete(url: str) -> None:
 
 @atexit.register
 def _clean_up(pid: int = os.getpid()) -> None:
-    """Remove what is left; in the process that wrote it, not in those that were forked from it."""
+    """Remove the files that are left; only in the process that wrote them, not in its forks."""
     if os.getpid() != pid:
         return
     while _frames:
@@ -243,7 +243,7 @@ def _clean_up(pid: int = os.getpid()) -> None:
 
 @contextlib.contextmanager
 def forget_frames() -> Iterator[None]:
-    """Have no frame's files at the end."""
+    """Remove the files of all frames at the end of the context."""
     try:
         yield
     finally:
@@ -252,11 +252,11 @@ def forget_frames() -> Iterator[None]:
 
 # Note [DataFrames]
 #
-# Ranks read Parquet. A frame is written to a folder of the session's (spark.lagom.cacheDir), or of this machine's where
-# Spark runs on it; where neither is known, a frame that is small by Spark's own estimate is collected through Arrow and
+# Ranks read Parquet. A frame is written to a folder of the session's (spark.lagom.cacheDir), or of this machine's if
+# Spark runs on it; if neither is known, a frame that is small by Spark's own estimate is collected through Arrow and
 # travels with the payload as one file.
 #
-# Files are used again for a frame of which Spark says that it has the same semantics, and that is read from the same
-# files: Spark compares folders, not what is in them, so the names of files, and times and sizes where they are local,
-# are compared here. A frame that is read from no files (a query of a database, an RDD) is the same only where it is the
-# very object. The last few are kept, and all go when the process ends.
+# Files are used again for a frame with the same semantics, as Spark says, and the same input files. Spark compares
+# folders, not their content, so the names of files, and times and sizes of local files, are compared here. A frame that
+# is read from no files (a query of a database, an RDD) is the same only if it is the same object. The last few frames
+# are kept, and all are removed when the process ends.

@@ -1,4 +1,4 @@
-"""``raise_failure``: of what became of ranks, the error that the caller gets."""
+"""``raise_failure``: raise the error that the caller gets for the ranks' outcomes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lagom.wire.client import Message
 
 
 def raise_failure(outcomes: Sequence[Outcome]) -> None:
-    """Raise what the first rank that failed raised, if any did; see ``experiment.lagom`` for the kinds of errors."""
+    """Raise the first failed rank's error, if any rank failed; see ``experiment.lagom`` for the kinds of errors."""
     failed = [outcome for outcome in outcomes if not outcome.report["ok"] and not outcome.report.get("stopped")]
     if failed:
-        # A lost connection is what the others see of a rank that failed.
+        # Other ranks see a failed rank as a lost connection.
         first = min(
             failed, key=lambda outcome: (bool(outcome.report.get("consequence")), outcome.report.get("order", 0))
         )
@@ -25,13 +25,13 @@ def raise_failure(outcomes: Sequence[Outcome]) -> None:
 def _error(outcome: Outcome) -> BaseException | None:
     try:
         error = outcome.load().get("error")
-    except Exception:  # its class is not here, or cannot be made from what was pickled
+    except Exception:  # its class is not here, or cannot be made from the pickle
         return None
     return error if isinstance(error, BaseException) else None
 
 
 def _exception(error: BaseException | None, report: Message) -> BaseException:
-    """The rank's own exception, its traceback as the cause; or a RankError that says what happened."""
+    """Return the rank's own exception, with its traceback as the cause; or a RankError that describes the failure."""
     rank = report["rank"]
     if error is None:
         if "exit" in report:
@@ -47,8 +47,8 @@ def _exception(error: BaseException | None, report: Message) -> BaseException:
 
 
 def message_of(error: BaseException) -> str:
-    """Its text."""
+    """Return the text of ``error``."""
     try:
         return str(error)
-    except Exception as failure:  # a foreign __str__ may do anything
+    except Exception as failure:  # a class of the program's may do anything in __str__
         return f"(its message fails with {type(failure).__name__})"

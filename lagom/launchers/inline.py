@@ -1,4 +1,4 @@
-"""One rank in this very process, so that a debugger stops where the user's code is."""
+"""``InlineLauncher``: one rank in this process, so that a debugger stops in the user's code."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def _keep_timeline(spans: Spans, records: RunRecords) -> None:
         records.timed(block | {"rank": 0})
 
 
-_running = threading.RLock()  # a call inside a call, in one thread, undoes its patches in order
+_running = threading.RLock()  # reentrant: a call inside a call, in one thread, undoes its patches in order
 
 
 class InlineLauncher:
-    """Runs the one rank here; nothing is pickled, and everything is as before afterwards."""
+    """Runs the one rank in this process; pickles nothing, and restores everything afterwards."""
 
     def cluster(self) -> Cluster:
-        """One slot, with a GPU when there is one."""
+        """Return one slot, with a GPU if there is one."""
         return Cluster(launcher="inline", slots=1, gpus_per_slot=min(1, len(visible_gpus())))
 
     def where(self) -> str:
-        """For a reader."""
+        """Name the place for a reader."""
         return "this process"
 
     def run(self, plan: Plan, call: Mapping[str, Any], records: RunRecords | None = None) -> list[Outcome]:
-        """See ``Launcher.run``; an exception of the function's climbs as it is, for a debugger to stop at."""
+        """See ``Launcher.run``; an exception of the function's is not wrapped, so that a debugger stops at it."""
         from lagom.worker import bootstrap
         from lagom.world import Place, world_size
 

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine, forked from a server that has torch imported; no JVM."""
+"""``LocalLauncher``: ranks as processes of this machine, forked from a server that has torch imported; no JVM."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from lagom.records.run_dir import RunRecords
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
-_MAX_RANKS = 248  # files that one message to the server carries, less link and payload
+_MAX_RANKS = 248  # files in one message to the server, less link and payload
 _PATIENCE_S = 4.0
-"""For the fork server to end by itself."""
+"""Time for the fork server to end by itself."""
 _REQUEST = 1 << 20  # bytes
 
 
@@ -41,10 +41,10 @@ class LocalLauncher:
     """Runs ranks on this machine."""
 
     def cluster(self) -> Cluster:
-        """One slot per GPU, or per core.
+        """Return one slot per GPU, or per core.
 
         Raises:
-            LagomError: when there is no torch.
+            LagomError: if there is no torch.
         """
         if importlib.util.find_spec("torch") is None:
             raise LagomError(f"ranks on this machine need torch, and {sys.executable} has none: pip install torch")
@@ -59,7 +59,7 @@ class LocalLauncher:
         return Cluster(launcher="local", slots=cores, oversubscribe=True)
 
     def where(self) -> str:
-        """For a reader."""
+        """Name the place for a reader."""
         return "this machine"
 
     def run(self, plan: Plan, call: Mapping[str, Any], records: RunRecords | None = None) -> list[Outcome]:
@@ -98,7 +98,7 @@ class LocalLauncher:
 
 
 class _ServerGone(LagomError):
-    """The fork server was killed, and nothing of the run had begun."""
+    """The fork server was killed before the run had begun."""
 
 
 def _file(stack: contextlib.ExitStack, name: str) -> int:
@@ -110,7 +110,7 @@ def _file(stack: contextlib.ExitStack, name: str) -> int:
 def _spec(plan: Plan, payload_size: int) -> RunSpec:
     return RunSpec(
         run_id=secrets.token_hex(8),
-        # All ranks are held by one process.
+        # One process holds all ranks.
         plan=dataclasses.replace(plan, ranks_per_slot=plan.world_size),
         env=dict(os.environ),
         whole_env=True,
@@ -134,7 +134,7 @@ def _outcome(rank: int, report: dict[str, Any], fd: int) -> Outcome:
 
 
 class _Server:
-    """This process's fork server, started when first needed; it ends when this process does."""
+    """This process's fork server; ends with this process."""
 
     def __init__(self) -> None:
         kind = getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM)
@@ -155,17 +155,17 @@ class _Server:
             )
 
     def alive(self) -> bool:
-        """Whether requests can be sent, from this very process."""
+        """Return whether this process can send requests to the server."""
         return self.pid == os.getpid() and self._process.poll() is None and self._socket.fileno() >= 0
 
     def ended(self) -> bool:
-        """Whether it is over or about to be."""
+        """Return whether the server has ended or is about to end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=0.5)
         return not self.alive()
 
     def send(self, request: bytes, fds: list[int]) -> None:
-        """Hand ``request`` over with the files of its run."""
+        """Send ``request`` with the files of its run."""
         try:
             socket.send_fds(self._socket, [request], fds)
         except OSError as error:
@@ -173,12 +173,12 @@ class _Server:
             raise _ServerGone(f"the local fork server does not take the run: {error}") from error
 
     def close(self) -> None:
-        """End the server, and every run it holds."""
+        """End the server, and all its runs."""
         self._socket.close()
         if self.pid == os.getpid():
             try:
                 self._process.wait(timeout=_PATIENCE_S)
-            except subprocess.TimeoutExpired:  # on a busy machine; left behind it would be warned of, and live on
+            except subprocess.TimeoutExpired:  # on a busy machine; it would outlive this process, and Popen warn of it
                 self._process.kill()
                 self._process.wait()
 
@@ -188,7 +188,7 @@ _server_lock = threading.Lock()
 
 
 def server() -> _Server:
-    """The fork server of this process."""
+    """Return the fork server of this process; start one if there is none."""
     global _server  # one per process, kept warm between calls
     with _server_lock:
         if _server is None or not _server.alive():

@@ -1,4 +1,4 @@
-"""What a launcher is, and what it gives back for each rank."""
+"""``Launcher`` and ``Outcome``: the interface of launchers, and their result for each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lagom.wire.client import Message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one rank."""
+    """The outcome of one rank."""
 
     rank: int
     report: Message
@@ -24,20 +24,20 @@ class Outcome:
 
 
 class Launcher(Protocol):
-    """Starts ranks somewhere, and brings their outcomes home."""
+    """Starts ranks in one kind of place, and returns their outcomes."""
 
     def cluster(self) -> Cluster:
-        """The facts a plan is made from."""
+        """Return the facts from which a plan is made."""
 
     def where(self) -> str:
-        """The place, for a reader: "Spark local[2]", "this machine"."""
+        """Name the place for a reader: "Spark local[2]", "this machine"."""
 
     def run(self, plan: Plan, call: Mapping[str, Any], records: RunRecords | None = None) -> list[Outcome]:
-        """Run ``call`` on all ranks; returns their outcomes in rank order, failures among them.
+        """Run ``call`` on all ranks; return their outcomes in rank order, failures among them.
 
-        What ranks write and do is kept in ``records``.
+        ``records`` keeps the ranks' output and progress.
 
         Raises:
-            LagomError: when ranks could not be started or were lost.
-            PayloadError: when ``call`` cannot travel.
+            LagomError: if ranks could not be started or were lost.
+            PayloadError: if ``call`` cannot be pickled.
         """

@@ -1,4 +1,4 @@
-"""``RankEvents``: what ranks say, on its way from the channel's thread to the one that shows it, in bounded memory."""
+"""``RankEvents``: a bounded queue of the ranks' messages, from the channel's thread to the one that shows them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 from lagom.wire.client import Message
 
 _MAX_BYTES = 64 << 20
-"""Of output and of reports of progress that may wait for a terminal or a disk that takes nothing."""
-_PROGRESS = 1000  # bytes that one takes, about
+"""Bytes of output and progress that may wait for a slow terminal or disk."""
+_PROGRESS = 1000  # bytes that one report of progress takes, about
 
 
 class RankEvents:
-    """First in, first out. Above the limit output is dropped and counted, and progress dropped; all else is kept."""
+    """First in, first out. Above the limit, output is dropped and counted, progress dropped, the rest kept."""
 
     def __init__(self, limit: int = _MAX_BYTES) -> None:
         self._limit = limit
@@ -23,7 +23,7 @@ class RankEvents:
         self._dropped = 0
 
     def put(self, event: Message) -> None:
-        """Add one, from any thread, without waiting."""
+        """Add ``event``, from any thread, without waiting."""
         size = _size(event)
         if not size:
             self._events.put(event)
@@ -39,13 +39,13 @@ class RankEvents:
         self._events.put(event)
 
     def get(self, timeout: float | None = None) -> Message:
-        """The next one; how much was dropped before it is one as well.
+        """Return the next event; the number of pieces dropped before it is an event too.
 
         Args:
-            timeout: seconds to wait for it; None: not at all.
+            timeout: seconds to wait; None does not wait.
 
         Raises:
-            queue.Empty: when there is none.
+            queue.Empty: if there is none.
         """
         try:
             event = self._events.get_nowait() if timeout is None else self._events.get(timeout=timeout)
@@ -66,7 +66,7 @@ class RankEvents:
 
 
 def _size(event: Message) -> int:
-    """Bytes that count; 0 for what is never dropped."""
+    """Return the bytes that count against the limit; 0 for events that are never dropped."""
     if event["type"] == "log":
         return len(event["data"]) + 1
     return _PROGRESS if event["type"] == "progress" else 0

@@ -1,4 +1,4 @@
-"""``RankPlaces``: which ranks a task holds, and on which host; and what to say of one that is silent or gone."""
+"""``RankPlaces``: the ranks and host of each task, and the texts about tasks that are silent or gone."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from lagom.errors import LagomError, RankError
 from lagom.monitor.stalls import ranks_of
 from lagom.wire.client import Message
 
-_SILENT_S = 3.5  # without a sign of life from a machine, before it is named; looked for once a second
+_SILENT_S = 3.5  # of silence, after which a machine is named; checked once a second
 
 
 class RankPlaces:
-    """Of the tasks that have joined; see Note [Silence] in wire/peer_silence.py.
+    """Ranks and hosts of the tasks that have joined; see Note [Silence] in wire/peer_silence.py.
 
     Args:
-        joins: what each task said when it joined.
-        lost_s: seconds of silence after which a machine is given up.
+        joins: the join message of each task.
+        lost_s: seconds of silence after which a machine counts as lost.
     """
 
     def __init__(self, joins: Mapping[int, Message], lost_s: float) -> None:
@@ -25,7 +25,7 @@ class RankPlaces:
         self._silent: set[int] = set()
 
     def heed(self, task: int, seconds: float) -> str | None:
-        """Take in for how long the machine of ``task`` has been silent; returns what to say of it, if anything."""
+        """Record how long the machine of ``task`` has been silent; return a text for the user if that has changed."""
         if task not in self._joins or (seconds >= _SILENT_S) == (task in self._silent):
             return None
         if seconds < _SILENT_S:
@@ -38,7 +38,7 @@ class RankPlaces:
         )
 
     def gone(self, task: int) -> LagomError:
-        """The error for a task whose connection has ended before it was done."""
+        """Return the error for a task whose connection ended before the task was done."""
         if task not in self._joins:
             return LagomError(f"the process of task {task} is gone before its ranks began, perhaps killed")
         first = int(self._joins[task]["ranks"][0])

@@ -1,4 +1,4 @@
-"""The driver's view of a run in progress: who has joined, what they print, what failed first."""
+"""``RunView``: the driver's view of a run in progress: joined tasks, their output, and the first failure."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lagom.wire.rendezvous import LEAVE_S, WRITE_S, peers
 from lagom.wire.server import DriverServer
 
 GATHER_S = 1.5
-"""How long after the first task the last may come before all are sent to gather without the driver."""
-_IMPATIENT_S = 5.0  # without a word from the tasks, before the user is told what is being waited for
-_BUSY_S = 60.0  # the same where a process of this machine is all that has to start: it always comes, if slowly
-_GRACE_S = 5.0  # between the end of the job and the last words of its tasks
-_ANSWER_S = 3.0  # that a task has to answer when it is told to stop; one that does is waited for
-_LOST_S = 20.0  # without a sign of life from a machine, until it is given up
+"""Time for the last task to join after the first, before all are told to gather without the driver."""
+_IMPATIENT_S = 5.0  # without a message from the tasks, before the user is told about the wait
+_BUSY_S = 60.0  # the same if only a process of this machine has to start: it always does, if slowly
+_GRACE_S = 5.0  # between the end of the job and the last messages of its tasks
+_ANSWER_S = 3.0  # for a task to answer a stop; tasks that do are waited for
+_LOST_S = 20.0  # of silence, after which a machine counts as lost
 
 
 class RunView:
@@ -79,7 +79,7 @@ class RunView:
         self._progress.close(self._end(exc[1]))
 
     def _end(self, error: object) -> str:
-        """How the run ended, in a few words."""
+        """Return how the run ended, in a few words."""
         if isinstance(error, KeyboardInterrupt):
             return "interrupted"
         if self._failures:
@@ -89,7 +89,7 @@ class RunView:
 
     @property
     def stopped(self) -> bool:
-        """Whether the ranks have been told to end."""
+        """Return whether the ranks have been told to end."""
         return self._stopping
 
     def adopt(self, connection: socket.socket) -> None:
@@ -99,27 +99,27 @@ class RunView:
 
     @property
     def has_tasks(self) -> bool:
-        """Whether any task has come, and so hears when it is told something."""
+        """Return whether any task is connected, and so receives messages."""
         return bool(self._connected)
 
     @property
     def begun(self) -> bool:
-        """Whether any task has been heard of."""
+        """Return whether any task has joined."""
         return bool(self._joins)
 
     def stop(self) -> None:
-        """Tell every task to end its ranks at once; tasks that come later are told as well."""
+        """Tell every task to end its ranks at once; later tasks are told when they join."""
         if not self._stopping:
             self._answer_by = time.monotonic() + _ANSWER_S
         self._stopping = True
         self.channel.broadcast({"type": "stop"})
 
     def finish(self) -> None:
-        """Say from any thread that the job is over: ``watch`` returns once the tasks' last words are in."""
+        """Report from any thread that the job is over: ``watch`` returns after the tasks' last messages."""
         self._events.put({"type": "over"})
 
     def watch(self) -> None:
-        """Show what the ranks say until all tasks are done, the job is over, or no task answers that was to stop.
+        """Show the ranks' messages until all tasks are done, the job is over, or no stopped task answers.
 
         Ctrl-C ends the run.
         """
@@ -145,27 +145,27 @@ class RunView:
         return min(_IMPATIENT_S, max(0.1, self._answer_by - time.monotonic())) if self._stopping else _IMPATIENT_S
 
     def _abandoned(self) -> bool:
-        """Whether all tasks that are to stop have, but for some that have not answered in time."""
+        """Return whether all stopped tasks are done, except those that have not answered in time."""
         if not self._stopping or time.monotonic() < self._answer_by:
             return False
         return not (self._connected & self._answered) - self._done
 
     def unheard(self) -> None:
-        """Tell the user that the ranks have no way to say anything before they end."""
+        """Tell the user that the ranks cannot send messages before they end."""
         self._hears = False
         if self.plan.rehearsal is None:
             self._progress.unheard()
 
     def say(self, message: Message) -> None:
-        """Show what a rank wrote and no link carried."""
+        """Show a rank's output that came with the results, without a link."""
         self._show(message)
 
     def failures(self) -> list[Message]:
-        """The failures that tasks told of, in the order they came: the first is the cause."""
+        """Return the failures that tasks reported, in the order of arrival: the first is the cause."""
         return self._failures
 
     def lost(self) -> LagomError | None:
-        """Why tasks gave up before their ranks ran, or are gone, or None; not where the failure of a rank says why."""
+        """Return the error of tasks that gave up or were lost, or None; also None if a rank's failure is the cause."""
         if self._refused is not None:
             return self._refused
         if not self._lost or not all(failure.get("consequence") for failure in self._failures):
@@ -207,7 +207,7 @@ class RunView:
                 self._records.progressed(event)
 
     def _take(self, task: int, message: Message) -> None:
-        """A message of a task, in the channel's thread."""
+        """Process a message of a task, in the channel's thread."""
         kind = message["type"]
         if kind == "join":
             self._connected.add(task)
@@ -221,7 +221,7 @@ class RunView:
                 self.channel.call_later(WRITE_S, self.stop)
         elif kind == "stalled":
             self._stalled[message["rank"]] = message
-            # Those that wait for it will find out at about the same time.
+            # Ranks that wait for it report their stalls at about the same time.
             beat_s = min(self.plan.config.hb_interval, self.plan.config.stall_timeout_s / 4)
             self.channel.call_later(beat_s + 0.5, lambda: self._events.put({"type": "stalls"}))
             return
@@ -240,7 +240,7 @@ class RunView:
                 if not report.get("stopped"):
                     self._fail(report)
             if failed and all("exit" in report for report in failed):
-                self.channel.call_later(LEAVE_S, self.stop)  # ranks of other tasks are leaving as well, it seems
+                self.channel.call_later(LEAVE_S, self.stop)  # ranks of other tasks are probably ending as well
             elif failed:
                 self.stop()
         self._events.put(message | {"task": task})
@@ -258,7 +258,7 @@ class RunView:
         self._events.put({"type": "closed", "task": task})
 
     def _hush(self, task: int, seconds: float) -> None:
-        """For how long the machine of a task has been silent, in the channel's thread."""
+        """Warn if the machine of a task has been silent for ``seconds``; runs in the channel's thread."""
         if task not in self._done and (text := self._places.heed(task, seconds)) is not None:
             self._events.put({"type": "warning", "text": text})
 

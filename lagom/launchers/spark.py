@@ -1,4 +1,4 @@
-"""Ranks inside Spark's tasks: one barrier job, its Python workers holding the forked ranks."""
+"""``SparkLauncher``: ranks inside Spark's tasks, forked below the Python workers of one barrier job."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from lagom.wire.spec import RunSpec
 from lagom.wire.tls import NoCertificate, certificate_of_a_run
 
 log = logging.getLogger("lagom")
-_INLINE = 1 << 20  # bytes of payload that ride in the job itself
-_CANCELLED_S = 10.0  # that Spark has to end a job which was cancelled; of an executor that is cut off it hears late
-_CANCEL_S = 2.0  # that tasks have to return by themselves when a run is to end
+_INLINE = 1 << 20  # bytes of a payload that is sent in the job itself
+_CANCELLED_S = 10.0  # for Spark to end a cancelled job; it learns late of an executor that is cut off
+_CANCEL_S = 2.0  # for tasks to return by themselves when a run is to end
 
 
 class SparkLauncher:
@@ -52,11 +52,11 @@ class SparkLauncher:
         self._facts: SparkFacts = session_facts(session if session is not None else start_session())
 
     def cluster(self) -> Cluster:
-        """Task slots as Spark counts them."""
+        """Return the task slots, as Spark counts them."""
         return self._facts.cluster()
 
     def where(self) -> str:
-        """For a reader."""
+        """Name the place for a reader."""
         return self._facts.name
 
     def run(self, plan: Plan, call: Mapping[str, Any], records: RunRecords | None = None) -> list[Outcome]:
@@ -78,7 +78,7 @@ class SparkLauncher:
             return home.outcomes()
 
     def survey(self, plan: Plan, driver: tuple[str, int] | None) -> Sequence[Mapping[str, Any]]:
-        """What the tasks of ``plan`` find where they run; see ``lagom.launchers.spark_survey``."""
+        """Return the facts that the tasks of ``plan`` find; see ``lagom.launchers.spark_survey``."""
         from lagom.launchers.spark_survey import survey
 
         return survey(self._facts, plan, driver)
@@ -93,7 +93,7 @@ class SparkLauncher:
         return (self._facts.advertise or bound[0], bound[1])
 
     def _job(self, run: RunView, plan: Plan, spec: RunSpec, stack: contextlib.ExitStack) -> Sequence[Any]:
-        """Run the job in a thread of its own while this one shows it; Ctrl-C and failures end it."""
+        """Run the job in a thread of its own and show it from this one; end it on Ctrl-C and failures."""
         group = f"lagom-{spec.run_id}"
         function = task_by_value(task_module.spark_task(lagom_zip(), _pickled(spec)))
 
@@ -110,10 +110,10 @@ class SparkLauncher:
                 running.wait(_CANCELLED_S)
                 if running.lasts and (lost := run.lost()) is not None:
                     raise lost
-                if running.lasts and run.failures():  # which say why; Spark may never hear of an executor's end
+                if running.lasts and run.failures():  # they give the reason; Spark may never learn of an executor's end
                     return []
             running.wait()
-        except BaseException:  # Ctrl-C, or something of this process, such as a handler of a signal
+        except BaseException:  # Ctrl-C, or an error of this process, such as a signal handler's
             run.stop()
             self._end(running, run, group)
             raise
@@ -125,7 +125,7 @@ class SparkLauncher:
             return _rows_of_failure(error, run)
 
     def _end(self, running: SparkJob, run: RunView, group: str) -> None:
-        """Let tasks return that have been told to stop, and cancel what is left: that ends Spark's Python workers."""
+        """Let stopped tasks return, then cancel the rest, which ends Spark's Python workers."""
         try:
             running.wait(_CANCEL_S if run.has_tasks else 0.0)
         finally:  # also when Ctrl-C is pressed once more
@@ -199,7 +199,7 @@ def _pickled(spec: RunSpec) -> bytes:
 
 
 def task_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` and its module by value: executors need no lagom to unpickle it."""
+    """Return ``function`` with its module pickled by value: executors need no lagom to unpickle it."""
     from pyspark import cloudpickle as untyped
 
     cloudpickle: Any = untyped
@@ -213,7 +213,7 @@ def task_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rows_of_failure(error: Exception, run: RunView) -> Sequence[Any]:
-    """The failure that Spark's error text carries, as the row that its task could not return."""
+    """Return the failure in Spark's error text as the row that the task could not return."""
     text = full_text(error)
     found = failure_in(text)
     if found is not None:
@@ -230,7 +230,7 @@ def _rows_of_failure(error: Exception, run: RunView) -> Sequence[Any]:
 
 @contextmanager
 def plain_interrupt() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt here; PySpark's own handler calls into a JVM that is being talked to."""
+    """Make Ctrl-C raise KeyboardInterrupt here; PySpark's own handler calls a JVM that this thread is using."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -241,7 +241,7 @@ def plain_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-# What pyspark sets in the driver, and what has to fit the executor's machine rather than this one.
+# Variables that pyspark sets in the driver, and variables that must fit the executor's machine.
 _NOT_SENT = (
     "SPARK_",
     "PYSPARK_",
@@ -266,7 +266,7 @@ def _environment_at_start() -> dict[str, str]:
 
 
 def changed_environment() -> dict[str, str]:
-    """What this program has set in its environment: that follows it, while the shell's belongs to this machine."""
+    """Return the variables that this program has set: they travel, while the shell's belong to this machine."""
     start = _environment_at_start()
     return {
         key: value for key, value in os.environ.items() if start.get(key) != value and not key.startswith(_NOT_SENT)

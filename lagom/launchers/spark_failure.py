@@ -1,4 +1,4 @@
-"""What Spark says of a failure, short, and what to do about those that are known."""
+"""Short texts for Spark's failures, with the remedies of known ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _KNOWN = (
     (r'Cannot run program "([^"]+)"', "executors have no {} to run"),
     (r"different (?:minor )?version:? ([\d.]+) than that in driver:? ([\d.]+)", "executors run Python {}, and not {}"),
 )
-"""Texts in which Spark says that the executors' Python will not do, and what that means."""
+"""Texts in which Spark says that the executors' Python is unusable, and their meaning."""
 
 
 def why_it_failed(error: BaseException) -> str:
-    """What Spark says of ``error``, without its stack traces; one line with the remedy where the cause is known."""
+    """Return Spark's text of ``error`` without stack traces, or one line with the remedy if the cause is known."""
     if isinstance(error, ImportError):
         return missing_package_text(error)
     text = full_text(error)
@@ -32,7 +32,7 @@ def why_it_failed(error: BaseException) -> str:
 
 
 def missing_package_text(error: ImportError) -> str:
-    """What to do where this very process lacks a package that PySpark needs."""
+    """Return the remedy if this process lacks a package that PySpark needs."""
     said = str(error).strip().splitlines()[0]
     if error.name == "distutils":
         return "PySpark 3.5 needs distutils, which Python 3.12 lacks. Remedy: pip install setuptools, or PySpark 4"
@@ -40,7 +40,7 @@ def missing_package_text(error: ImportError) -> str:
 
 
 def full_text(error: BaseException) -> str:
-    """All that Spark's exceptions carry as text."""
+    """Return all text that Spark's exceptions carry."""
     texts = [str(error)]
     for name in ("desc", "stackTrace", "java_exception"):
         with contextlib.suppress(Exception):
@@ -49,7 +49,7 @@ def full_text(error: BaseException) -> str:
 
 
 def _reason(text: str) -> str:
-    """What Spark says before its stack traces, without py4j's preface."""
+    """Return Spark's text before its stack traces, without py4j's preface."""
     lines = [line.removeprefix(": ") for line in text.splitlines() if line.strip()]
     if lines and lines[0].startswith("An error occurred while calling"):
         del lines[0]

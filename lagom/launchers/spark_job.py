@@ -1,4 +1,4 @@
-"""``SparkJob``: something that Spark does, in a thread of its own, so that this one can show the run meanwhile."""
+"""``SparkJob``: one Spark action in a thread of its own, so that the calling thread can show the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class SparkJob:
-    """``function``, begun in a thread of the class that Spark wants; ``over`` is called there at its end."""
+    """Runs ``function`` in a thread of the class that Spark wants; the thread calls ``over`` at its end."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class SparkJob:
         def target() -> None:
             try:
                 self._value = function()
-            except BaseException as error:  # carried to the calling thread
+            except BaseException as error:  # raised in the calling thread by result()
                 self._error = error
             finally:
                 over()
@@ -31,16 +31,16 @@ class SparkJob:
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for its end, but no longer than that."""
+        """Wait for the end, for at most ``seconds``."""
         self._thread.join(seconds)
 
     @property
     def lasts(self) -> bool:
-        """Whether it has not come to its end."""
+        """Return whether the job is still running."""
         return self._thread.is_alive()
 
     def result(self) -> Any:
-        """Wait for its end; returns what the function did, or raises its error."""
+        """Wait for the end; return the function's value, or raise its error."""
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""Start Spark on a master that a command line names; what cannot work is said before Spark waits for it."""
+"""Start Spark on a master named on a command line; report unusable masters before Spark waits for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lagom.launchers.spark_failure import missing_package_text, why_it_failed
 
 _REACH_S = 2.5
 _MIN_JAVA = 17
-"""Of Spark 4; Spark 3.5 runs on 8 and 11 as well."""
+"""The oldest Java for Spark 4; Spark 3.5 also runs on 8 and 11."""
 _WANTED = (
     "want local, spark (Spark on this machine), local[N], spark://HOST:7077, yarn, k8s://https://HOST:PORT, "
     "or sc://HOST for Spark Connect"
@@ -27,11 +27,11 @@ _WANTED = (
 
 
 def start_session(master: str | None = None) -> Any:
-    """A new session on ``master``, or where Spark's own settings say; workers on this machine run this very Python.
+    """Start a session on ``master``, or where Spark's own settings say; workers on this machine run this same Python.
 
     Raises:
-        ValueError: when ``master`` is no master of Spark's.
-        LagomError: when nobody listens there, or Spark does not start, with the reason.
+        ValueError: if ``master`` is no master of Spark's.
+        LagomError: if nothing listens there, or Spark does not start, with the reason.
     """
     if master is not None:
         _check_reach(master, addresses_of(master))
@@ -54,10 +54,10 @@ def start_session(master: str | None = None) -> Any:
 
 
 def check_packages() -> None:
-    """This process has PySpark, and what PySpark itself imports for jobs like lagom's.
+    """Check that this process has PySpark, and the packages that PySpark imports for lagom's jobs.
 
     Raises:
-        LagomError: when it has not.
+        LagomError: if it has not.
     """
     try:
         from pyspark.sql.pandas.utils import require_minimum_pandas_version, require_minimum_pyarrow_version
@@ -69,10 +69,10 @@ def check_packages() -> None:
 
 
 def addresses_of(master: str) -> list[tuple[str, int]]:
-    """Where ``master`` listens; none for those without an address.
+    """Return the addresses on which ``master`` listens; none for masters without an address.
 
     Raises:
-        ValueError: when it is no master of Spark's.
+        ValueError: if it is no master of Spark's.
     """
     if master == "yarn" or re.fullmatch(r"local(\[(\*|[1-9]\d*)(,\s*\d+)?\])?|local-cluster\[[\d, ]+\]", master):
         return []
@@ -96,10 +96,10 @@ def _address(master: str, place: str, default: int | None) -> tuple[str, int]:
 
 
 def _check_reach(master: str, addresses: list[tuple[str, int]]) -> None:
-    """One of the ``addresses`` takes a connection.
+    """Check that one of the ``addresses`` accepts a connection.
 
     Raises:
-        LagomError: when none does.
+        LagomError: if none does.
     """
     if master == "yarn" and not any(os.environ.get(name) for name in ("HADOOP_CONF_DIR", "YARN_CONF_DIR")):
         raise LagomError("Spark finds YARN by HADOOP_CONF_DIR or YARN_CONF_DIR, and neither is set")
@@ -114,12 +114,12 @@ def _check_reach(master: str, addresses: list[tuple[str, int]]) -> None:
             socket.create_connection(address, timeout=_REACH_S).close()
             answers.put("")
         except TimeoutError:
-            pass  # silence, as the wait below finds
+            pass  # silence, which the wait below detects
         except OSError as error:
             answers.put(str(error.strerror or error).lower())
 
     for address in addresses:
-        threading.Thread(target=dial, args=(address,), daemon=True).start()  # a name may take long to look up
+        threading.Thread(target=dial, args=(address,), daemon=True).start()  # looking up a name may take long
     said, deadline = "", time.monotonic() + _REACH_S
     with contextlib.suppress(queue.Empty):
         for _ in addresses:
@@ -127,16 +127,16 @@ def _check_reach(master: str, addresses: list[tuple[str, int]]) -> None:
             if not said:
                 return
     if not said and not master.startswith("spark://"):
-        return  # it may be far, or behind something that wakes it
+        return  # it may be far away, or behind a service that starts it
     why = said or f"no answer within {_REACH_S} s"
     raise LagomError(f"nobody listens at {master} ({why}); start a master there, or correct the address")
 
 
 def _check_java() -> None:
-    """There is a Java that Spark can start.
+    """Check that there is a Java that Spark can start.
 
     Raises:
-        LagomError: when there is none.
+        LagomError: if there is none.
     """
     if "PYSPARK_GATEWAY_PORT" in os.environ:  # within spark-submit, which has one
         return
@@ -152,7 +152,7 @@ def _check_java() -> None:
 
 
 def _java_version(release: Path) -> int | None:
-    """The major version that a ``release`` file of a JDK or JRE tells, if it does."""
+    """Return the major version in a ``release`` file of a JDK or JRE, or None."""
     try:
         found = re.search(r'^JAVA_VERSION="(?:1\.)?(\d+)', release.read_text(), flags=re.MULTILINE)
     except OSError:

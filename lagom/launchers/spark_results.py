@@ -1,4 +1,4 @@
-"""What a Spark job brought home: rows of outcomes and files, put together again."""
+"""``OutcomeCollector``: reassembles outcomes and files from the rows of a Spark job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("lagom")
 
 
 class OutcomeCollector:
-    """The rows of a finished job, and what went to the driver beside them."""
+    """The rows of a finished job, and the files that went to the driver by connections."""
 
     def __init__(self, rows: Sequence[Any], run: RunView) -> None:
         self._run = run
@@ -34,7 +34,7 @@ class OutcomeCollector:
             self._take(row)
 
     def outcomes(self) -> list[Outcome]:
-        """One for each rank, in rank order; a rank that was stopped has one that says so."""
+        """Return an outcome for each rank, in rank order; a stopped rank has one that says so."""
         failures = {report["rank"]: report for report in reversed(self._run.failures())}
         ranks = range(self._run.plan.world_size)
         reports = self._run.reports | self._reports | failures
@@ -49,9 +49,10 @@ class OutcomeCollector:
         return [Outcome(rank=rank, report=report, load=self._loader(rank)) for rank, report in enumerate(found)]
 
     def unpack_files(self, folder: str) -> None:
-        """Put the files that rank 0 wrote under its working directory into ``folder``.
+        """Extract the files that rank 0 wrote under its working directory into ``folder``.
 
-        What cannot be put there, such as a link that leads out of it, is said; it must not cost the run its result.
+        A file that cannot be extracted, such as a link that leads out of the folder, is logged; the run keeps its
+        result.
         """
         fd = self._file("files-0")
         if fd is None:
@@ -82,7 +83,7 @@ class OutcomeCollector:
         return functools.cache(lambda: _unpacked(data))
 
     def _file(self, name: str) -> int | None:
-        """A new descriptor of the file that arrived as ``name``, at its start; None when there is none."""
+        """Open the file that arrived as ``name`` at its start; return None if there is none."""
         if name in self._digests:
             fd = os.dup(self._run.channel.delivered[name])
             os.lseek(fd, 0, os.SEEK_SET)
@@ -110,12 +111,12 @@ def _failed(report: Message) -> bool:
 
 
 def _unpacked(data: bytes) -> Mapping[str, Any]:
-    # From a bytearray, so that arrays of the result can be written to.
+    # From a bytearray, so that arrays of the result are writable.
     return unpack(bytearray(data)) if data else {"error": None}
 
 
 def _mapped(fd: int | None) -> memoryview:
-    """The file as memory that goes when nothing uses it any more: a failed run's outcomes are never loaded."""
+    """Map the file; the mapping ends with its last user. A failed run's outcomes are never unpickled."""
     assert fd is not None
     try:
         return memoryview(
@@ -126,7 +127,7 @@ def _mapped(fd: int | None) -> memoryview:
 
 
 def digest_of(fd: int) -> str:
-    """SHA-256 of a file's contents."""
+    """Return the SHA-256 of a file's contents."""
     digest, position = hashlib.sha256(), 0
     while chunk := os.pread(fd, 1 << 20, position):
         digest.update(chunk)

@@ -1,4 +1,4 @@
-"""What a SparkSession is and has: the facts that a run on it depends on, classic and Connect alike."""
+"""``SparkFacts``: the facts of a SparkSession, classic or Connect, that a run depends on."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from lagom.errors import PlanError
 from lagom.plan import Plan
 
 log = logging.getLogger("lagom")
-_COMES_S = 90.0  # that Spark has to start executors: those of a new application, and others in place of lost ones
-_IMPATIENT_S = 5.0  # after which it is said what is waited for
+_COMES_S = 90.0  # for Spark to start executors: those of a new application, and replacements of lost ones
+_IMPATIENT_S = 5.0  # before the user is told about the wait
 _ENCRYPTION = (
     "spark.network.crypto.enabled",
     "spark.authenticate.enableSaslEncryption",
-    "spark.ssl.rpc.enabled",  # which follows from no other, not from spark.ssl.enabled either
+    "spark.ssl.rpc.enabled",  # no other setting implies it, not even spark.ssl.enabled
 )
-_SETTLED_S = 1.5  # without another executor, where nothing says how many there will be
+_SETTLED_S = 1.5  # without another executor, if nothing says how many there will be
 
 
 def session_facts(session: Any) -> SparkFacts:
-    """The facts of ``session``."""
+    """Return the facts of ``session``."""
     if type(session).__module__.startswith("pyspark.sql.connect"):
         return ConnectFacts(session)
     return ClassicFacts(session)
 
 
 class SparkFacts:
-    """What both kinds of session answer."""
+    """Facts and actions of both kinds of session."""
 
     def __init__(self, session: Any) -> None:
         self.session = session
@@ -46,17 +46,17 @@ class SparkFacts:
 
     name: str
     bind: str | None
-    """Address of this machine to listen on for ranks; None: they cannot reach it."""
+    """Address of this machine on which to listen for ranks; None if they cannot reach it."""
     advertise: str | None
-    """Address by which ranks reach it, when that is another one."""
+    """Address by which ranks reach it, if that is another one."""
 
     def conf(self, key: str, default: str) -> str:
-        """A setting of the session."""
+        """Return a setting of the session."""
         value = self.session.conf.get(key, default)
         return default if value is None else str(value)
 
     def cluster(self) -> Cluster:
-        """Slots and GPUs, for the plan."""
+        """Return slots and GPUs, for the plan."""
         if self.dynamic:
             return self._elastic_cluster()
         return Cluster(
@@ -69,37 +69,37 @@ class SparkFacts:
 
     @property
     def dynamic(self) -> bool:
-        """Whether executors come and go with demand; Spark refuses barrier stages then (SPARK-24942)."""
+        """Return whether executors come and go with demand; Spark then refuses barrier stages (SPARK-24942)."""
         return self.conf("spark.dynamicAllocation.enabled", "false").lower() == "true"
 
     @property
     def encrypted(self) -> bool:
-        """Whether what Spark sends between its processes is to be encrypted; see Note [Encryption of Spark]."""
+        """Return whether the user asked for encryption between Spark's processes; see Note [Encryption of Spark]."""
         return any(self.conf(key, "false").lower() == "true" for key in _ENCRYPTION)
 
     @property
     def encrypts(self) -> bool:
-        """Whether Spark does so."""
+        """Return whether Spark really encrypts."""
         return any(self.conf(key, "false").lower() == "true" for key in ("spark.authenticate", _ENCRYPTION[-1]))
 
     def slots(self) -> int:
-        """Tasks that can run at the same time."""
+        """Return the number of tasks that can run at the same time."""
         raise NotImplementedError
 
     def tag(self, group: str, description: str) -> None:
-        """Mark what this thread starts from now on, for ``cancel``."""
+        """Tag the jobs that this thread starts from now on, for ``cancel``."""
         raise NotImplementedError
 
     def cancel(self, group: str) -> None:
-        """End what was started under ``group``."""
+        """End the jobs that were started under ``group``."""
         raise NotImplementedError
 
     def thread_class(self) -> type[threading.Thread]:
-        """The kind of thread that may talk to the session."""
+        """Return the class of threads that may use the session."""
         return threading.Thread
 
     def map_tasks(self, function: Callable[..., Any], schema: str, plan: Plan) -> Sequence[Any]:
-        """The rows that ``function`` yields in each task of ``plan``; runs a job."""
+        """Run a job; return the rows that ``function`` yields in each task of ``plan``."""
         frame = self.session.range(0, plan.num_slots, 1, plan.num_slots)
         with self._python_of_tasks():
             mapped = frame.mapInArrow(function, schema, barrier=plan.barrier)
@@ -108,12 +108,12 @@ class SparkFacts:
 
     @contextlib.contextmanager
     def _python_of_tasks(self) -> Iterator[None]:
-        """Meanwhile, what is handed to Spark runs in the Python that it should run in."""
+        """Have functions sent to Spark in the context run in the right Python."""
         yield
 
     def _gpus_per_task(self) -> int:
         amount = float(self.conf("spark.task.resource.gpu.amount", "0"))
-        # A fraction means that tasks share a GPU: each still sees one.
+        # With a fraction, tasks share a GPU: each still sees one.
         return 0 if amount == 0 else max(1, int(amount))
 
     def _elastic_cluster(self) -> Cluster:
@@ -126,7 +126,7 @@ class SparkFacts:
         return Cluster(
             launcher="spark",
             slots=int(most) * max(1, cores) if bounded else max(1, now),
-            oversubscribe=not bounded,  # Spark will get the executors when asked for them
+            oversubscribe=not bounded,  # Spark gets the executors when asked for them
             gpus_per_slot=self._gpus_per_task(),
             barrier=False,
             encrypted=self.encrypted,
@@ -136,7 +136,7 @@ class SparkFacts:
 
 _python_lock = threading.Lock()
 _settled: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Spark contexts that have their executors, and how many."""
+"""Spark contexts that have their executors, with their number."""
 
 
 class ClassicFacts(SparkFacts):
@@ -153,7 +153,7 @@ class ClassicFacts(SparkFacts):
             self.bind, self.advertise = self.conf("spark.driver.bindAddress", host) or None, host
 
     def slots(self) -> int:
-        """As the scheduler counts them, GPUs included; executors that have yet to come or to come back are awaited."""
+        """Return the scheduler's number, GPUs included; wait for executors that still start or are replaced."""
         jsc = self._context._jsc.sc()
         profile = jsc.resourceProfileManager().defaultResourceProfile()
         wanted = self._num_executors()
@@ -169,7 +169,7 @@ class ClassicFacts(SparkFacts):
         return int(self._context._jsc.sc().getExecutorIds().size())
 
     def _await(self, wanted: int | None, deadline: float) -> None:
-        """Give Spark time until then to have ``wanted`` executors; None: until no more come."""
+        """Wait until ``deadline`` for ``wanted`` executors, or, if that is None, until no more start."""
         start = since = time.monotonic()
         seen, told = -1, False
         while (now := time.monotonic()) < deadline:
@@ -184,7 +184,7 @@ class ClassicFacts(SparkFacts):
             time.sleep(0.05)
 
     def _num_executors(self) -> int | None:
-        """How many executors to wait for; None where only the cluster knows how many there will be."""
+        """Return the number of executors to wait for, or None if only the cluster knows it."""
         if matched := re.match(r"local-cluster\[ *(\d+)", self.master):
             return int(matched[1])
         if self.one_machine or self.dynamic:
@@ -202,8 +202,8 @@ class ClassicFacts(SparkFacts):
 
     @contextlib.contextmanager
     def _python_of_tasks(self) -> Iterator[None]:
-        # On this machine, this very Python where nobody named one: PATH's python3 may be another, as in a notebook
-        # whose virtual environment is not activated.
+        # On this machine, use this same Python unless the user named one: PATH's python3 may be another, as in a
+        # notebook whose virtual environment is not activated.
         with _python_lock:
             before = self._context.pythonExec
             if self.one_machine and before == "python3" and "PYSPARK_PYTHON" not in os.environ:
@@ -214,7 +214,7 @@ class ClassicFacts(SparkFacts):
                 self._context.pythonExec = before
 
     def thread_class(self) -> type[threading.Thread]:
-        """One that keeps Spark's local properties."""
+        """Return the class of threads that inherit Spark's local properties."""
         from pyspark import InheritableThread
 
         return InheritableThread
@@ -223,7 +223,7 @@ class ClassicFacts(SparkFacts):
 class ConnectFacts(SparkFacts):
     """A session whose server may be anywhere."""
 
-    _slots: dict[str, int] = {}  # noqa: RUF012  (by session: counting them is a job of its own)
+    _slots: dict[str, int] = {}  # noqa: RUF012  (by session: counting them takes a job)
 
     def __init__(self, session: Any) -> None:
         super().__init__(session)
@@ -231,7 +231,7 @@ class ConnectFacts(SparkFacts):
         self.bind, self.advertise = _address_towards(session), None
 
     def slots(self) -> int:
-        """Spark's default parallelism: all that a client is told."""
+        """Return Spark's default parallelism: a client can ask for no better number."""
         if matched := re.fullmatch(r"local\[(\d+)(,\d+)?\]", self.master):
             return int(matched[1])
         session_id = str(self.session.session_id)
@@ -252,8 +252,8 @@ class ConnectFacts(SparkFacts):
 
 
 def _address_towards(session: Any) -> str | None:
-    """This machine's address as the Connect server sees it."""
-    with contextlib.suppress(Exception):  # no public way to ask a session where its server is
+    """Return this machine's address on the way to the Connect server."""
+    with contextlib.suppress(Exception):  # a session has no public attribute for its server's address
         host = session.client.host
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 1))
@@ -271,7 +271,7 @@ def _remedy(master: str) -> str:
 
 # Note [Encryption of Spark]
 #
-# What counts is what the user asked for: AES or SASL between Spark's processes, or TLS between them (Spark 4). The
-# first two do nothing without spark.authenticate: Spark sends in clear then, and with its jobs the secrets of runs.
-# lagom says so, and encrypts its channel all the same. spark.io.encryption.enabled is about files on disks, and
-# spark.ssl.enabled about web pages: neither counts.
+# The user's settings count: AES or SASL between Spark's processes, or TLS between them (Spark 4). The first two have no
+# effect without spark.authenticate: Spark then sends in clear, and with its jobs the secrets of runs. lagom warns, and
+# still encrypts its channel. spark.io.encryption.enabled is about files on disks, and spark.ssl.enabled about web
+# pages: neither counts.

@@ -1,4 +1,4 @@
-"""``survey``: what the tasks of a Spark session find where they run, before any run of lagom."""
+"""``survey``: collect facts from the tasks of a Spark session before any run of lagom."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lagom.program.sources import lagom_zip
 
 
 def survey(facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Sequence[Mapping[str, Any]]:
-    """The facts of each task of ``plan``, in order; see ``lagom.host.executor_survey``.
+    """Return the facts of each task of ``plan``, in order; see ``lagom.host.executor_survey``.
 
     Raises:
-        LagomError: when a task's Python cannot even say this, with what Spark says of it and what to do.
+        LagomError: if a task's Python cannot run the survey, with Spark's text and the remedy.
     """
     group = f"lagom-survey-{secrets.token_hex(4)}"
     function = task_by_value(task_module.spark_survey(lagom_zip(), driver, plan.barrier, changed_environment()))
@@ -43,6 +43,6 @@ def survey(facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Seq
 
 
 def _short(text: str) -> str:
-    """Of what Spark says, the error of the task rather than the names of stages and tasks around it."""
+    """Extract the task's error from Spark's text, without the names of stages and tasks around it."""
     found = re.search(r"(\[[A-Z_.]+\] .*|\w*(?:Error|Exception): .*)", text)
     return found[1] if found else text

@@ -1,4 +1,4 @@
-"""The Spark task: what Spark's own Python worker runs. Travels by value, to executors that have no lagom."""
+"""The function of a Spark task, which Spark's own Python worker runs; pickled by value for executors without lagom."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SURVEY_SCHEMA = "task int, facts string"
 
 
 def spark_task(code_zip: bytes, spec_pickle: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """The function for ``mapInArrow``: holds the ranks of one task and yields their outcomes, in rows of ``SCHEMA``."""
+    """Return the function for ``mapInArrow`` that runs a task's ranks; yields outcomes, in rows of ``SCHEMA``."""
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
@@ -38,7 +38,7 @@ def spark_task(code_zip: bytes, spec_pickle: bytes) -> Callable[[Iterator[Any]],
 def spark_survey(
     code_zip: bytes, driver: tuple[str, int] | None, barrier: bool, env: dict[str, str]
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """The function for ``mapInArrow`` by which a task says what it finds, in rows of ``SURVEY_SCHEMA``."""
+    """Return the function for ``mapInArrow`` that reports a task's facts, in rows of ``SURVEY_SCHEMA``."""
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
@@ -71,9 +71,9 @@ def _sources(code_zip: bytes) -> Iterator[None]:
 
 
 def _finder(root: str) -> Any:
-    """Finds lagom in the folder that travelled, before the finder of an editable installation can.
+    """Return a finder that finds lagom in ``root``, before the finder of an editable installation does.
 
-    No class of its own: cloudpickle would send that as a name to import, from a module that executors do not have.
+    The finder has no class of its own: cloudpickle would pickle that by name, from a module that executors do not have.
     """
 
     def find_spec(name: str, path: Sequence[str] | None, target: Any = None) -> Any:
@@ -85,7 +85,7 @@ def _finder(root: str) -> Any:
 
 
 def _unpacked(code_zip: bytes) -> str:
-    """The folder of the unpacked code; the first task on a host to need this version of it unpacks it."""
+    """Return the folder of the unpacked code; the host's first task that needs this version unpacks it."""
     base = os.path.join(tempfile.gettempdir(), f"lagom-{os.getuid()}")
     os.makedirs(base, mode=0o700, exist_ok=True)
     if os.lstat(base).st_uid != os.getuid() or os.lstat(base).st_mode & 0o077:
@@ -98,11 +98,12 @@ def _unpacked(code_zip: bytes) -> str:
             os.rename(part, root)
         except OSError:  # another task was faster
             shutil.rmtree(part)
-    os.utime(root)  # in use; see sweep() in ground.py
+    os.utime(root)  # marks it as used; see remove_leftovers() in host/workspace.py
     return root
 
 
 # Note [Worker reuse]
-# Spark keeps its Python workers for the next job, with every module they have imported. So the worker imports torch,
-# which is slow, and the driver's lagom, found in a folder named by its content: another version replaces it. It imports
-# nothing of the user's: that happens in a process forked for the run, and so edited modules are seen by the next call.
+#
+# Spark keeps its Python workers for the next job, with every module that they have imported. So the worker imports
+# torch, which is slow, and the driver's lagom from a folder named by its content: another version replaces it. The
+# worker imports no module of the user's: processes forked for the run do, and so the next call sees edited modules.
