@@ -32,7 +32,7 @@ class _Part:
     name: str | None
     """Name of the definition; None for code that runs with the import."""
     starts: bool
-    """Whether it starts a process group."""
+    """True if it starts a process group."""
     names: frozenset[str]
     """Names in its code, and whole strings that could be names."""
     imports: tuple[str, ...]

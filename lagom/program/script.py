@@ -106,10 +106,8 @@ class Script:
             main.__package__ = self.module.rpartition(".")[0]
             if main.__package__:
                 importlib.import_module(main.__package__)
-        for (
-            name,
-            text,
-        ) in self._texts():  # so that tracebacks show lines of cells, and of files that executors do not have
+        # So that tracebacks show lines of cells, and of files that executors do not have.
+        for name, text in self._texts():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         try:
             for part in self.parts:

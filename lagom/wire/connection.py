@@ -29,7 +29,7 @@ class DriverConnection(asyncio.BufferedProtocol):
         self.over: Callable[[], None] = lambda: None
         """Called when the connection has ended."""
         self.lost = False
-        """Whether the connection has ended."""
+        """True if the connection has ended."""
         self._room = asyncio.Event()
         self._room.set()
         self._buffer = memoryview(buffer)
@@ -42,7 +42,7 @@ class DriverConnection(asyncio.BufferedProtocol):
         self._transport: Any = None
 
     def serve(self, hear: Callable[[Message], None]) -> None:
-        """From now on pass messages to ``hear``; an error in ``hear`` ends the connection."""
+        """Pass messages from now on to ``hear``; an error in ``hear`` ends the connection."""
 
         def take(data: bytes) -> None:
             self._incoming.feed(data)
@@ -54,7 +54,7 @@ class DriverConnection(asyncio.BufferedProtocol):
         self._received(b"")
 
     def receive(self, write: Callable[[bytes], None]) -> None:
-        """From now on pass raw bytes to ``write``."""
+        """Pass raw bytes from now on to ``write``."""
         self._take = write
         self._received(self._incoming.rest())
 
@@ -81,12 +81,12 @@ class DriverConnection(asyncio.BufferedProtocol):
 
     @property
     def gone(self) -> bool:
-        """Whether the connection is closed or closing."""
+        """Return whether the connection is closed or closing."""
         return bool(self._transport is None or self._transport.is_closing())
 
     @property
     def behind(self) -> bool:
-        """Whether sent bytes still wait in the buffer."""
+        """Return whether sent bytes still wait in the buffer."""
         return not self.gone and self._transport.get_write_buffer_size() > 0
 
     def close(self) -> None:

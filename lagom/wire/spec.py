@@ -17,7 +17,7 @@ class RunSpec:
     env: Mapping[str, str]
     """Environment variables that ranks get from the driver: all, or those that its program has set."""
     whole_env: bool
-    """Whether ``env`` replaces the host process's own environment, instead of adding to it."""
+    """True if ``env`` replaces the host process's own environment, instead of adding to it."""
     cwd: str
     """The driver's working directory."""
     sys_path: tuple[str, ...]
@@ -73,6 +73,6 @@ class RankSpec:
     gpu_index: int = 0
     """Index of the rank's own GPU among these."""
     nccl: bool = False
-    """Whether every rank has a GPU to itself; NCCL refuses ranks that share one, gloo does not."""
+    """True if every rank has a GPU to itself; NCCL refuses ranks that share one, gloo does not."""
     key: bytes = field(default=b"", repr=False)
     """Key by which ranks authenticate each other; derived from the run's secret."""
