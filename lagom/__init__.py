@@ -42,7 +42,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: a driver that launches on Spark must not pay for what only ranks need.
+    # Import on first use: a driver that launches on Spark must not load modules that only ranks need.
     if name in ("config", "experiment"):
         return importlib.import_module(f"lagom.{name}")
     if name in _HOMES:

@@ -1,4 +1,4 @@
-"""From what every rank returned to the one value that one machine would have returned."""
+"""``aggregate``: combine the ranks' return values into the one value that one machine would have returned."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _DEEPEST = 100
 
 
 def aggregate(values: Sequence[Any], samples: Sequence[int], remedy: str = "") -> Any:
-    """Make one value of those of all ranks.
+    """Combine the values of all ranks into one.
 
-    What is equal on all ranks is returned as rank 0 returned it. Otherwise a warning names what differs, and each
-    float of the program's own return value becomes the mean weighted by ``samples``, the number each rank trained on.
-    Its own are the value itself and what stands in dicts, lists, tuples and dataclasses. All else is rank 0's: whole
-    numbers and texts; tensors and arrays, since a mean of models is a model that no rank had; and whatever stands in
-    a part of the result that holds more than numbers and texts, such as a checkpoint beside a loss.
+    A value that is equal on all ranks is returned as rank 0 returned it. Otherwise a warning names the differences, and
+    each float of the program's own return value becomes the mean weighted by ``samples``, the number each rank trained
+    on. Own floats are the value itself and those in dicts, lists, tuples and dataclasses. All else is rank 0's: whole
+    numbers and texts; tensors and arrays, since a mean of models is a model that no rank had; and every part of the
+    result that holds more than numbers and texts, such as a checkpoint beside a loss.
 
     Args:
-        remedy: what the warning says of the number, and what would give another.
+        remedy: text in the warning about the number, and the settings that would give another.
     """
     if len(values) < 2 or _have_equal_digests(values):
         return values[0]
@@ -36,7 +36,7 @@ def aggregate(values: Sequence[Any], samples: Sequence[int], remedy: str = "") -
     merge = _Merge(weights)
     try:
         value = merge.merged(values, "", 0, is_own=True)
-    except Exception as error:  # foreign code may do anything, and what a run returned is not to be lost by that
+    except Exception as error:  # the program's classes may do anything; that must not lose the result
         _log.warning("the ranks' values cannot be compared (%s: %s); taking rank 0's", type(error).__name__, error)
         return values[0]
     if merge.differences:
@@ -45,7 +45,7 @@ def aggregate(values: Sequence[Any], samples: Sequence[int], remedy: str = "") -
 
 
 def remedy(batches: str, evaluation: str) -> str:
-    """Say that a value on which ranks disagree is not that of one process, and which setting gives that."""
+    """Say that a value on which ranks disagree is not one process's value, and which settings give that."""
     changes = ['batches="whole"'] * (batches != "whole") + ['evaluation="gathered"'] * (evaluation == "sharded")
     if changes:
         return f"This is not one process's number: {' and '.join(changes)} gives that. "
@@ -63,15 +63,15 @@ class _Difference:
 
 
 class _Merge:
-    """Compares values of ranks part by part, and makes one of them."""
+    """Compares the ranks' values part by part, and combines them into one."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.differences: list[_Difference] = []
         self._weights = weights
-        self._merged: dict[tuple[int, ...], Any] = {}  # a value may be in itself
+        self._merged: dict[tuple[int, ...], Any] = {}  # a value may contain itself
 
     def merged(self, values: Sequence[Any], place: str, depth: int, *, is_own: bool) -> Any:
-        """One value; ``is_own`` when its floats are to be averaged."""
+        """Return one value for ``values``; ``is_own`` averages their floats."""
         first = values[0]
         if _are_numbers(values):
             return first if all(_equal(first, one) for one in values[1:]) else self._mean(values, place, is_own)
@@ -104,7 +104,7 @@ class _Merge:
         if not is_own or not any(_is_float(one) for one in values):
             return self._differ(values, place)
         self.differences.append(_Difference(place, values, averaged=True))
-        # 0 times NaN is NaN: who has no weight has no say.
+        # 0 times NaN is NaN: leave out values without weight.
         return sum(weight * one for weight, one in zip(self._weights, values, strict=True) if weight)
 
     def _differ(self, values: Sequence[Any], place: str) -> Any:
@@ -132,24 +132,24 @@ def _is_float(value: Any) -> bool:
 
 
 def _say_equal(values: Sequence[Any]) -> bool:
-    """Whether objects with an equality of their own, which are no containers, call themselves equal."""
+    """Return whether objects with an ``__eq__`` of their own, which are no containers, are equal by it."""
     first, compare = values[0], vars(object)["__eq__"]
     if type(first).__module__ == "builtins" or type(first).__eq__ is compare or is_tensor(first):
         return False
     try:
         return all((first == one) is True for one in values[1:])
-    except Exception:  # a foreign __eq__ may do anything, such as give an array
+    except Exception:  # the program's __eq__ may do anything, such as return an array
         return False
 
 
 def _are_alike(left: Any, right: Any) -> bool:
-    """Whether two values are of one class, by name: each rank has its own where the function defines one."""
+    """Return whether two values are of one class, by name: each rank has its own if the function defines it."""
     one, other = type(left), type(right)
     return one is other or (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Whether two values without parts are the same; two that cannot be looked into are."""
+    """Return whether two values without parts are equal; two that cannot be examined count as equal."""
     if not _are_alike(left, right):
         return False
     if is_tensor(left) or is_array(left):
@@ -181,10 +181,10 @@ def _shape(value: Any) -> tuple[Any, ...]:
 
 
 class _Reader(pickle.Pickler):
-    """Reads a value through, without a copy of it."""
+    """Pickles a value into a digest, without a copy of the bytes."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Refuse a tensor, whose pickle is not the same for the same numbers."""
+        """Refuse a tensor: its pickle can differ for the same numbers."""
         if is_tensor(obj):
             raise pickle.PicklingError
         return NotImplemented
@@ -197,10 +197,10 @@ def _digest(value: Any) -> bytes:
 
 
 def _have_equal_digests(values: Sequence[Any]) -> bool:
-    """Whether values are equal by their pickles. The other way round it proves nothing."""
+    """Return whether all pickles are equal. Different pickles prove nothing."""
     try:
         return len({_digest(one) for one in values}) == 1
-    except Exception:  # a foreign __reduce__ may do anything
+    except Exception:  # a class of the program's may do anything in __reduce__
         return False
 
 
@@ -211,6 +211,6 @@ def _shown(values: Sequence[Any]) -> str:
 def _short(value: Any) -> str:
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # a foreign __repr__ may do anything
+    except Exception:  # a class of the program's may do anything in __repr__
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 40 else text[:39] + "…"

@@ -1,4 +1,4 @@
-"""``lagom run SCRIPT``: a script file, as it is, on every rank; and ``lagom doctor``."""
+"""The command line: ``lagom run SCRIPT`` runs a script unchanged on every rank; ``lagom doctor`` checks a cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lagom.worker.compatible import compatible
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status, which is the script's own."""
+    """Run the command line; return the exit status, which is the script's own."""
     args = _parser().parse_args(argv)
     try:
         return int(args.command(args))
@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _script(words: Sequence[str]) -> Script:
-    """Read what ``words`` name, with the folder that python would import from first on ``sys.path``."""
+    """Read the script in ``words``, with the folder from which python would import first on ``sys.path``."""
     if words[0] == "-m":
         sys.path.insert(0, str(Path.cwd()))
         return Script.of_module(words[1], words[2:])
@@ -90,7 +90,7 @@ def _script(words: Sequence[str]) -> Script:
 
 
 def _drive(script: Script, config: TorchDistributedConfig, named: Sequence[str]) -> int:
-    """Run a script that starts ranks by itself, here, as python does; ``config`` says what it does not."""
+    """Run a script that starts ranks by itself, in this process, as python does; ``config`` fills in its settings."""
     try:
         with experiment.told(config, named), compatible():
             script()
@@ -106,7 +106,7 @@ def _drive(script: Script, config: TorchDistributedConfig, named: Sequence[str])
 
 
 def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """``trace`` from the program's first line on."""
+    """Return ``trace`` from the program's first line on."""
     here = str(Path(__file__).parent)
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
         trace = trace.tb_next
@@ -130,7 +130,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _failed(error: BaseException) -> int:
-    """Say of a failure what python would have said of the script's own."""
+    """Print a failure as python would have printed the script's own; return the exit status."""
     cause = error.__cause__
     if isinstance(error, RankError) and error.exit_status is not None:
         if isinstance(error.exit_status, int):
@@ -147,7 +147,7 @@ def _failed(error: BaseException) -> int:
 
 
 def _session(master: str, slots: int | None) -> Any:
-    """A Spark session on ``master``; "spark" is one on this machine."""
+    """Start a Spark session on ``master``; "spark" is one on this machine."""
     from lagom.launchers.spark_master import start_session
 
     return start_session(f"local[{slots or '*'}]" if master == "spark" else master)

@@ -1,4 +1,4 @@
-"""``Cluster``: what a launcher can offer; and the GPUs of this machine."""
+"""``Cluster``: the slots that a launcher offers; and the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """What a launcher can offer, as facts."""
+    """The slots that a launcher offers, as facts."""
 
     launcher: str
     """One of "spark", "local" and "inline"."""
     slots: int
-    """Tasks that can run at the same time: the number taken when none is asked for."""
+    """Tasks that can run at the same time; the default number of ranks."""
     oversubscribe: bool = False
-    """Whether more tasks than slots may be asked for, as processes of one machine can."""
+    """True if a run may have more tasks than slots, as with processes of one machine."""
     gpus_per_slot: int = 0
-    """GPUs that each of these tasks gets for itself."""
+    """GPUs that each of these tasks has for itself."""
     barrier: bool = True
-    """Whether all tasks of a stage can be had at once or not at all; Spark's dynamic allocation refuses it."""
+    """True if a stage can get all its tasks at once or not at all; Spark's dynamic allocation refuses that."""
     encrypted: bool = False
-    """Whether Spark encrypts what it sends over the network."""
+    """True if Spark encrypts its network traffic."""
     remedy: str = ""
-    """What the user would change to get more slots."""
+    """The change by which the user gets more slots."""
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that ranks may use, as CUDA_VISIBLE_DEVICES names them; none when torch is a CPU build."""
+    """Return the GPUs that ranks may use, as CUDA_VISIBLE_DEVICES names them; none if torch is a CPU build."""
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     if mask is not None and not mask.strip():
         return ()
@@ -58,7 +58,7 @@ def _listed_gpus() -> tuple[str, ...]:
 
 
 def gpus_in(listing: str) -> tuple[str, ...]:
-    """Names of the GPUs in what ``nvidia-smi -L`` prints: MIG devices where there are any, else indices."""
+    """Return the names of the GPUs in the output of ``nvidia-smi -L``: MIG devices if there are any, else indices."""
     if devices := re.findall(r"UUID: (MIG-[^)]+)\)", listing):
         return tuple(devices)
     return tuple(re.findall(r"^GPU (\d+):", listing, flags=re.MULTILINE))

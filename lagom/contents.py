@@ -1,4 +1,4 @@
-"""The parts of any value: one walk for what compares results of ranks and for what notes a result down."""
+"""The parts of any value: one walk, to compare results of ranks and to record a result."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _BY_NAME = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 def entries(value: Any) -> Entries | None:
-    """What ``value`` is made of, each part with its place, the same for equal values; None where it has no parts.
+    """Return the parts of ``value`` with their places, the same for equal values; None if it has no parts.
 
-    Dicts and sets are put in order. Tensors and arrays have no parts, and neither has what cannot be looked into.
+    Dicts and sets are sorted. Tensors, arrays, and values that cannot be examined have no parts.
     """
     if is_tensor(value) and value.is_nested:
         return list(_numbered(value.unbind()))
@@ -40,7 +40,7 @@ def entries(value: Any) -> Entries | None:
 
 
 def with_parts(value: Any, parts: Sequence[Any]) -> Any:
-    """A container like ``value``, which is plain, of ``parts``, in the order of its entries."""
+    """Return a container like ``value``, which is plain, of ``parts``, in the order of its entries."""
     if isinstance(value, tuple):
         make: Any = getattr(type(value), "_make", tuple)
         return make(parts)
@@ -52,19 +52,19 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
             made[key] = part
     else:
         for field, part in zip(dataclasses.fields(value), parts, strict=True):
-            object.__setattr__(made, field.name, part)  # which may be frozen
+            object.__setattr__(made, field.name, part)  # the dataclass may be frozen
     return made
 
 
 def is_plain(value: Any) -> bool:
-    """Whether ``value`` is a container that can be made again with other numbers in it."""
+    """Return whether ``value`` is a container that can be rebuilt with other numbers."""
     if isinstance(value, tuple):
         return type(value) is tuple or hasattr(value, "_fields")
     return isinstance(value, (dict, list)) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
 
 
 def is_metrics(value: Any) -> bool:
-    """Whether there is nothing in ``value`` but numbers, texts and plain containers of them."""
+    """Return whether ``value`` holds nothing but numbers, texts and plain containers of them."""
     left, met = [value], set()
     while left:
         one = left.pop()
@@ -78,20 +78,20 @@ def is_metrics(value: Any) -> bool:
 
 
 def name_of(value: Any) -> str:
-    """What stands for a value that has no parts and is no number: its own name, if it has one, and that of its kind."""
+    """Return a name for a value that has no parts and is no number: its class's name, and its own if it has one."""
     kind = type(value)
     own = getattr(value, "__qualname__", getattr(value, "__name__", "")) if isinstance(value, _BY_NAME) else ""
     return f"{kind.__module__}.{kind.__qualname__} {own}".rstrip()
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is torch's."""
+    """Return whether ``value`` is a tensor of torch's."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is numpy's."""
+    """Return whether ``value`` is an array of numpy's."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
@@ -108,24 +108,24 @@ def _numbered(items: Iterable[Any]) -> Iterable[tuple[str, Any]]:
 def _look(look: Callable[[Any], Entries | None], value: Any) -> Entries | None:
     try:
         return look(value)
-    except Exception:  # a foreign method may do anything
+    except Exception:  # a class of the program's may do anything
         return None
 
 
 def _of_state(value: Any) -> Entries | None:
-    """Of a module, an optimizer."""
+    """Return the entries of a module or an optimizer, by its ``state_dict``."""
     return entries(value.state_dict()) if callable(getattr(value, "state_dict", None)) else None
 
 
 def _of_frame(value: Any) -> Entries | None:
-    """Of a DataFrame, which may have several columns of one name."""
+    """Return the entries of a DataFrame, which may have several columns of one name."""
     if not (hasattr(value, "iloc") and hasattr(value, "columns")):
         return None
     return [(".index", value.index), (".columns", value.columns), *((f"[{_text(k)}]", v) for k, v in value.items())]
 
 
 def _of_array(value: Any) -> Entries | None:
-    """Of what numpy can read: a Series, an Index."""
+    """Return the entries of an object that numpy can read: a Series, an Index."""
     if not (hasattr(value, "__array__") and hasattr(value, "dtype")):
         return None
     import numpy
@@ -137,7 +137,7 @@ def _of_array(value: Any) -> Entries | None:
 
 
 def _of_reduction(value: Any) -> Entries | None:
-    """Of any other object, as pickle would take it apart."""
+    """Return the entries of any other object, by the parts that pickle would store."""
     reduced = value.__reduce_ex__(4)
     if isinstance(reduced, str):
         return [("", reduced)]
@@ -160,5 +160,5 @@ def _of_reduction(value: Any) -> Entries | None:
 def _text(value: Any) -> str:
     try:
         return repr(value)
-    except Exception:  # a foreign __repr__ may do anything
+    except Exception:  # a class of the program's may do anything in __repr__
         return f"<{type(value).__name__}>"

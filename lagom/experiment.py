@@ -36,24 +36,24 @@ log = logging.getLogger("lagom")
 
 
 def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
-    """Run ``train`` on every rank, as one machine would have run it, and return what it returned.
+    """Run ``train`` on every rank, as one machine would have run it, and return its value.
 
     Args:
         train: an ordinary training function of one process. It gets by keyword what its signature names:
             ``module``, ``hparams``, ``train_set``, ``test_set``, ``dataset``, ``reporter``, and any key of ``hparams``.
-        config: what to give it, and how many ranks to run it on, where.
+        config: the arguments for the function, and the number and place of ranks.
 
     Returns:
-        The result: ``result["test result"]`` is the value, ``result.per_rank`` what each rank returned.
+        The result: ``result["test result"]`` is the value, ``result.per_rank`` each rank's own value.
 
     Raises:
-        ValueError: when the function asks for something that nothing provides; nothing has been started then.
-        PlanError: when the run does not fit the cluster.
-        PayloadError: when function, data or result cannot be pickled.
-        VerificationError: with ``verify=True``, when the ranks would not do what one process does.
-        RankError: when a rank was killed or called ``sys.exit``.
-        StallError: when a rank got nowhere for ``timeout_s``.
-        Exception: what the function raised, as its own type, with the rank's traceback as its cause.
+        ValueError: if the function asks for an argument that nothing provides; nothing has been started then.
+        PlanError: if the run does not fit the cluster.
+        PayloadError: if function, data or result cannot be pickled.
+        VerificationError: with ``verify=True``, if the ranks would not compute what one process does.
+        RankError: if a rank was killed or called ``sys.exit``.
+        StallError: if a rank made no progress for ``timeout_s``.
+        Exception: the function's own exception, with the rank's traceback as its cause.
     """
     started = time.monotonic()
     if not isinstance(config, TorchDistributedConfig):
@@ -109,10 +109,10 @@ _told: tuple[TorchDistributedConfig, Collection[str]] | None = None
 
 @contextmanager
 def told(config: TorchDistributedConfig, named: Collection[str] = ()) -> Iterator[None]:
-    """Meanwhile a program starts runs by itself, and ``config`` is what the command line says of them.
+    """Apply the command line's ``config`` to the runs that a program starts in the context by itself.
 
     Args:
-        named: fields that it has named, whatever their values.
+        named: fields that the command line has named, whatever their values.
     """
     global _told  # the one command line of this process
     before, _told = _told, (config, named)
@@ -123,7 +123,7 @@ def told(config: TorchDistributedConfig, named: Collection[str] = ()) -> Iterato
 
 
 def what_is_told() -> dict[str, Any]:
-    """The fields that the command line has named, or given another value than they have by default."""
+    """Return the fields that the command line has named, or set to another value than the default."""
     plain = TorchDistributedConfig()
     names = [each.name for each in fields(plain) if each.name != "name"]
     if _told is None:
@@ -136,7 +136,7 @@ def what_is_told() -> dict[str, Any]:
 def _kept(
     config: TorchDistributedConfig, the_plan: Plan, where: str, source: str | None
 ) -> Iterator[RunRecords | None]:
-    """Records of the run, if they are wanted; what it raises is among them."""
+    """Open the run's records, if they are wanted; record an error that the context raises."""
     settings = {each.name: getattr(config, each.name) for each in fields(config)}
     facts = {
         "name": the_plan.name,
@@ -164,7 +164,7 @@ def _kept(
 
 
 def source_of(train: Callable[..., Any]) -> str | None:
-    """The file that ``train`` was written in; None where it is none, as in a notebook."""
+    """Return the file that defines ``train``, or None if there is none, as in a notebook."""
     path = getattr(train, "path", None) or getattr(
         getattr(inspect.unwrap(train), "__code__", None), "co_filename", None
     )
@@ -172,7 +172,7 @@ def source_of(train: Callable[..., Any]) -> str | None:
 
 
 def _provided(config: TorchDistributedConfig) -> dict[str, Any]:
-    """The fields of ``config`` that a function can ask for, in both spellings of the data sets."""
+    """Return the fields of ``config`` that a function can ask for, in both spellings of the data sets."""
     sets = {"train_set": config.train_set, "test_set": config.test_set}
     provided: dict[str, Any] = {"hparams": config.hparams}
     if config.module is not None:
@@ -186,7 +186,7 @@ def _provided(config: TorchDistributedConfig) -> dict[str, Any]:
 
 
 def _is_distributed(train: Callable[..., Any], provided: dict[str, Any], cluster: Cluster) -> bool:
-    """Whether the program, or what the config hands it by name, is written for torchrun, and can be so here."""
+    """Return whether the program, or an argument from the config, is written for torchrun, and can run so here."""
     given = [provided.get(name) for name in ("module", "train_set", "test_set")] + list(provided["hparams"].values())
     given += [part for value in given if isinstance(value, (list, tuple)) for part in value[:16]]
     used = [train, *(value for value in given if callable(value))]
@@ -207,5 +207,5 @@ _NO_NCCL = (
 
 
 def _random(config: TorchDistributedConfig) -> dict[str, Any] | None:
-    """The states of this process's generators, when ranks are to start from them."""
+    """Return the states of this process's generators if ranks are to start from them."""
     return random_states() | {"entropy": secrets.randbits(32)} if config.seed is None else None

@@ -1,4 +1,4 @@
-"""What ``lagom run`` takes of horovodrun's command line: hosts, ``python SCRIPT``, and what is built in."""
+"""Parts of horovodrun's command line that ``lagom run`` accepts: hosts, ``python SCRIPT``, and the build check."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 _FLAGS = ("-u", "-B")
-"""Of python's, which change nothing on a rank."""
+"""Options of python's that change nothing on a rank."""
 
 
 def script_of(words: Sequence[str]) -> tuple[list[str], bool]:
-    """The script (or ``-m`` and a module) and its arguments, and whether they followed the word ``python``.
+    """Return the script (or ``-m`` and a module) with its arguments, and whether they followed the word ``python``.
 
     Raises:
-        ValueError: for what else python runs.
+        ValueError: if python is to run anything else.
     """
     if not re.fullmatch(r"python[\d.]*", Path(words[0]).name) or Path(words[0]).suffix == ".py":
         return list(words), False
@@ -32,7 +32,7 @@ def script_of(words: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def num_ranks(asked: int | None, hosts: str | None, on_spark: bool) -> int | None:
-    """The number of ranks: what is asked for, or the slots of ``hosts``; None for what there is.
+    """Return the number of ranks: the number asked for, or the slots of ``hosts``; None for the default.
 
     Raises:
         ValueError: for hosts that are not this machine, and more ranks than slots.
@@ -58,10 +58,10 @@ def num_ranks(asked: int | None, hosts: str | None, on_spark: bool) -> int | Non
 
 
 class CheckBuild(argparse.Action):
-    """Prints what is there, in horovodrun's form, and ends."""
+    """Prints the available features in horovodrun's form, and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        """Do it."""
+        """Print them, and exit."""
         from lagom import __version__
 
         shared = importlib.util.find_spec("lagom._native") is not None

@@ -1,4 +1,4 @@
-"""``plan_memory``: bytes that each rank would hold at each ``zero_lvl``, and which level fits."""
+"""``plan_memory``: compute the bytes on each rank at each ``zero_lvl``, and which level fits."""
 
 from __future__ import annotations
 
@@ -37,27 +37,29 @@ def plan_memory(
     mixed_precision: MixedPrecision = False,
     memory: int | None = None,
 ) -> MemoryPlan:
-    """What a rank would hold at each ``zero_lvl``, and which level fits; from shapes, in seconds, without that memory.
+    """Compute each rank's memory at each ``zero_lvl``, and which level fits; from shapes, in seconds.
+
+    The computation does not take that memory.
 
     Args:
-        module: a module, which may be on the meta device; a class or a factory. It stays as it is.
+        module: a module, which may be on the meta device; a class or a factory. It is not changed.
         optimizer: one that was made for the module; its class; or a function that makes one of a list of parameters.
-            A copy is stepped to see what it keeps, and how that can be shared out. None: no state.
-        batch: what the module is called with for one batch of the program: a tensor, a tuple of arguments, or a dict.
-            A rank has its share of it, and keeps what autograd saves for the backward.
+            A copy is stepped to see its state, and how that can be sharded. None: no state.
+        batch: the module's argument for one batch of the program: a tensor, a tuple of arguments, or a dict.
+            A rank computes its share of it, and keeps the tensors that autograd saves for the backward.
         world_size: number of ranks; None: as many as a run would have.
-        mixed_precision: as in the config. Parameters, gradients and state stay as they are; activations are smaller.
-        memory: bytes that a rank may take; None: those of the smallest GPU, or else this machine's (as its control
-            group limits it), divided by the ranks. Executors of a cluster may be other machines: say what they have.
+        mixed_precision: as in the config. Parameters, gradients and state keep their size; activations are smaller.
+        memory: bytes that a rank may use; None: those of the smallest GPU, or else this machine's (as its control
+            group limits it), divided by the ranks. Executors of a cluster may be other machines: give their memory.
 
     Raises:
-        ValueError: when an argument cannot be what it is.
-        LagomError: inside of a run on several ranks.
+        ValueError: if an argument has a wrong value.
+        LagomError: inside a run on several ranks.
     """
     if ranks_of_run() > 1:
         raise LagomError("plan_memory is called in a run on several ranks; call it before, in the driver or notebook")
     _check(world_size, memory)
-    TorchDistributedConfig(mixed_precision=mixed_precision)  # which checks it
+    TorchDistributedConfig(mixed_precision=mixed_precision)  # checks it
     the_module = build_module(module)
     parameters = list({id(p): p for p in the_module.parameters()}.values())
     num_ranks = world_size or _ranks()

@@ -1,4 +1,4 @@
-"""What travels between driver and ranks: any value as one pickle, its big buffers beside it, uncopied."""
+"""``Parcel``: any value that travels between driver and ranks, as one pickle with its large buffers uncopied."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from lagom.errors import PayloadError
 _MAGIC = b"lagom\x005\n"
 _ALIGNMENT = 64
 _DRIVERS_OWN = " of Spark's, which only the driver has)"
-_OUT_OF_BAND = 1 << 16  # bytes; below it, a buffer of its own costs more than a copy
+_OUT_OF_BAND = 1 << 16  # bytes; copying a smaller buffer costs less than a piece of its own
 
 
 class Parcel:
-    """A pickled value, not yet written anywhere: its pickle and buffers, in the order they will lie in a file."""
+    """A pickled value, not yet written: its pickle and buffers, in the order of the file."""
 
     def __init__(self, value: object, at_home: Mapping[type, str] | None = None) -> None:
-        """Pickle ``value``; the classes ``at_home`` by what the reader knows them by. See Note [Classes of __main__].
+        """Pickle ``value``; pickle the classes ``at_home`` by the reader's ids. See Note [Classes of __main__].
 
         Raises:
-            PayloadError: when a part of it cannot be pickled, naming that part.
+            PayloadError: if a part of it cannot be pickled, with that part's name.
         """
         self._pickled, self._buffers = _pickle(value, at_home or {})
         sizes = [len(self._pickled), *(buffer.nbytes for buffer in self._buffers)]
@@ -44,7 +44,7 @@ class Parcel:
         self.size = len(self._head) + sum(_padding(size) + size for size in [len(self._head), *sizes]) - len(self._head)
 
     def pieces(self) -> Iterable[bytes | memoryview]:
-        """The bytes of the parcel, in order, without joining them."""
+        """Yield the bytes of the parcel, in order, without joining them."""
         yield self._head
         size = len(self._head)
         pieces: list[bytes | memoryview] = [self._pickled, *self._buffers]
@@ -55,11 +55,11 @@ class Parcel:
         yield bytes(_padding(size))
 
     def tobytes(self) -> bytes:
-        """The parcel in one piece."""
+        """Return the parcel in one piece."""
         return b"".join(self.pieces())
 
     def write(self, fd: int) -> int:
-        """Write the parcel to the file ``fd`` where that stands; returns its size in bytes."""
+        """Write the parcel to the file ``fd`` at its position; return its size in bytes."""
         for piece in self.pieces():
             view = memoryview(piece).cast("B")
             while view:
@@ -68,7 +68,7 @@ class Parcel:
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
-    """The value of a parcel. Arrays and tensors lie in ``data`` itself and are writable when it is."""
+    """Return the value of a parcel. Its arrays and tensors use ``data`` itself, and are writable if ``data`` is."""
     view = memoryview(data).cast("B")
     start = len(_MAGIC) + 8
     if bytes(view[: len(_MAGIC)]) != _MAGIC or len(view) < start:
@@ -88,9 +88,9 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
 
 
 def unpack_file(fd: int, *, offset: int = 0) -> Any:
-    """The value of the parcel in the file ``fd``, mapped: all processes that unpack it share its pages.
+    """Return the value of the parcel in the file ``fd``, mapped: all processes that unpack it share its pages.
 
-    What one of them writes into an array stays its own (the mapping is private, copy on write).
+    A process's writes to an array are its own (the mapping is private, copy on write).
     """
     size = os.fstat(fd).st_size
     if size <= offset:
@@ -100,7 +100,7 @@ def unpack_file(fd: int, *, offset: int = 0) -> Any:
 
 
 def classes_received() -> dict[type, str]:
-    """Classes that arrived by value in what was unpacked so far, with the ids that their sender knows them by."""
+    """Return the classes that unpacking has received by value so far, with the sender's ids for them."""
     return dict(_tracker._DYNAMIC_CLASS_TRACKER_BY_CLASS)
 
 
@@ -136,7 +136,7 @@ def _remedy(culprit: str) -> str:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with the memory of torch's storages handed out of band; torch is never imported for it."""
+    """cloudpickle with torch's storages pickled out of band; never imports torch."""
 
     def __init__(
         self, stream: io.BytesIO, out_of_band: Callable[[pickle.PickleBuffer], Any], at_home: Mapping[type, str]
@@ -159,12 +159,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if torch is not None and isinstance(value, torch.storage.TypedStorage):
             return _typed_storage, (self._storage(value._untyped_storage), value.dtype)
         if torch is not None and isinstance(value, torch.UntypedStorage):
-            # For dtypes that typed storages do not know, such as float8; torch still asks it for its untyped one.
+            # For dtypes without typed storages, such as float8; torch still takes the untyped storage from it.
             return _typed_storage, (self._storage(value), torch.uint8)
         return super().reducer_override(value)
 
     def _storage(self, storage: Any) -> _Storage:
-        # Tensors that share memory must share it on the other side too: pickle remembers the _Storage it has seen.
+        # Tensors that share memory must share it on the other side too: pickle remembers each _Storage.
         key = (storage.device.type, storage.data_ptr(), storage.nbytes())
         if key not in self._storages or storage.nbytes() == 0:
             self._storages[key] = _Storage(storage)
@@ -172,7 +172,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Storage:
-    """Stands for a torch storage in a pickle; comes out of it as the storage."""
+    """Stands for a torch storage in a pickle; unpickles as the storage."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -193,7 +193,7 @@ def _class_at_home(class_id: str, name: str) -> type:
 
 
 def _kept(memory: memoryview | bytes, owner: object) -> memoryview:
-    """``memory`` as bytes that keep ``owner`` alive as long as they live."""
+    """Return ``memory`` as bytes that keep ``owner`` alive."""
     if isinstance(memory, bytes):
         return memoryview(memory)
     array: Any = memory.obj
@@ -220,10 +220,10 @@ def _typed_storage(storage: Any, dtype: Any) -> Any:
 
 
 class InParts:
-    """An exception that is pickled by class, arguments and attributes, and comes out as itself.
+    """An exception that is pickled by class, arguments and attributes, and unpickles as itself.
 
-    Exceptions are pickled as a call of their class with their ``args``, and a class with an ``__init__`` of its own
-    may want others.
+    Exceptions are pickled as a call of their class with their ``args``, and a class with an ``__init__`` of its own may
+    need others.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -245,7 +245,7 @@ def find_unpicklable(value: object, name: str = "", seen: frozenset[int] = froze
     try:
         _Pickler(io.BytesIO(), lambda _: False, {}).dump(value)
         return ""
-    except Exception:  # the error was seen once already; only the place is wanted
+    except Exception:  # the caller has the error already; only the place is wanted
         pass
     if _is_sparks(value):
         return f"{name} (a {type(value).__name__}{_DRIVERS_OWN}"
@@ -260,9 +260,9 @@ def _is_sparks(value: object) -> bool:
 
 
 def _parts(value: object, name: str) -> list[tuple[str, object]]:
-    """Named parts one level down: items of containers, closure and globals of functions, attributes of objects."""
+    """Return named parts one level down: items of containers, closure and globals of functions, attributes."""
     if isinstance(value, Mapping):
-        named = name not in ("", "provided")  # what a config provides has names of its own
+        named = name not in ("", "provided")  # the config's fields have names of their own
         return [(_inside(name, f"[{key!r}]") if named else str(key), part) for key, part in value.items()]
     if isinstance(value, (list, tuple)):
         return [(_inside(name, f"[{position}]"), part) for position, part in enumerate(value)]
@@ -287,13 +287,14 @@ def _given(call: functools.partial[Any]) -> list[tuple[str, object]]:
 
 
 def _inside(name: str, part: str) -> str:
-    """The name of a ``part`` of what is called ``name``, which may be a variable in quotes."""
+    """Return the name of a ``part`` of the value called ``name``, which may be a variable in quotes."""
     found = re.fullmatch(r"the variable '(.*)' that (.*) uses", name)
     return f"the variable '{found[1]}{part}' that {found[2]} uses" if found else name + part
 
 
 # Note [Classes of __main__]
-# A class of a notebook travels by value. Were it to come back by value as well, cloudpickle would find the driver's
-# class by its id and set all attributes of the rank's copy on it: its methods would from then on see the rank's globals
-# instead of the notebook's, and class attributes that the rank changed would be changed in the notebook. So a rank
-# sends classes home by their id alone.
+#
+# A notebook's class travels by value. If it also came back by value, cloudpickle would find the driver's class by its
+# id and set all attributes of the rank's copy on it: its methods would from then on see the rank's globals instead of
+# the notebook's, and class attributes that the rank changed would change in the notebook. So a rank sends such classes
+# back by their id alone.

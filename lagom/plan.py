@@ -1,4 +1,4 @@
-"""``Plan``: what a run will be, every "auto" resolved once, before anything starts."""
+"""``Plan``: all facts of a run, with every "auto" resolved once, before anything starts."""
 
 from __future__ import annotations
 
@@ -14,63 +14,64 @@ from lagom.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsal:
-    """A run that is cut short and recorded, to be compared with another. See Note [Rehearsals]."""
+    """Limits of a run that is cut short and recorded, to be compared with another. See Note [Rehearsals]."""
 
     num_backwards: int = 64
-    """The program ends where it would begin one more."""
+    """The program ends before one more backward."""
     num_batches: int = 8
-    """Longest pass over a data loader; its last batch is the data set's last, which may be a shorter one."""
+    """Most batches of a pass over a data loader; the last one is the data set's last, which may be shorter."""
     num_in_long_passes: int = 16
-    """After so many backwards, passes are shorter still: a program of some epochs comes to its end."""
+    """After so many backwards, passes are shorter still, so that a program of some epochs reaches its end."""
     num_batches_of_short: int = 2
     seconds: float | None = None
-    """After so long, the program ends where it would begin its 9th or its 25th backward: a busy machine does not change
-    what is compared otherwise. For one rank alone: several would end in different places."""
+    """After so long, the program ends before its 9th or its 25th backward, so that a busy machine compares the same
+    steps. Only for one rank: several would end in different places."""
     group_size: int = 1
-    """Batches in a row that are dealt out together: with ``batches="per_rank"`` one for each rank."""
+    """Consecutive batches that are dealt out together: with ``batches="per_rank"`` one for each rank."""
     expected: str = ""
-    """Name of the exception that one process ended with: a rank that ends so too has no failure to report."""
+    """Name of the exception with which one process ended: a rank that ends with it too reports no failure."""
     pinned: bool = False
-    """No dropout, and a sample's random numbers follow from its index: draws of the ranks' own are taken out."""
+    """Turn dropout off, and derive a sample's random numbers from its index: removes draws of the ranks' own."""
     jumps: bool = False
-    """Clocks jump at each look of the program's, so that what depends on time is another than in a run before."""
+    """Make clocks jump each time the program reads them, so that values that depend on time differ between runs.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A run as it will be, equal on the driver and all ranks: the config, and facts of the cluster."""
+    """The facts of a run, equal on the driver and all ranks: the config, and facts of the cluster."""
 
     config: TorchDistributedConfig
-    """The settings, without what the function is given: that travels with the call."""
+    """The settings, without the function's arguments, which travel with the call."""
     name: str
     launcher: str
     world_size: int
     ranks_per_slot: int
-    """Ranks that one task holds: one per GPU of the task, else one."""
+    """Number of ranks in one task: one per GPU of the task, else one."""
     barrier: bool
     gpu: bool
-    """Each rank has a GPU: NCCL moves its gradients; else gloo does."""
+    """True if each rank has a GPU: then NCCL moves its gradients, else gloo."""
     keeps_logs: bool = False
-    """What every rank writes reaches the driver."""
+    """True if the output of every rank is sent to the driver."""
     encrypted: bool = False
-    """The channel between driver and ranks is encrypted, as what Spark sends is."""
+    """True if the channel between driver and ranks is encrypted, as Spark's traffic is."""
     one_host: bool = False
-    """Ranks on several hosts are refused: what they exchange is not encrypted."""
+    """True if ranks on several hosts are refused, because their exchanges are not encrypted."""
     already_distributed: bool = False
-    """The program is written for torchrun: its ranks find the variables that torchrun sets."""
+    """True if the program is written for torchrun: its ranks then find torchrun's variables."""
     rehearsal: Rehearsal | None = None
-    """Not the run itself: nothing is shown, and no file comes home."""
+    """Set in a rehearsal before the run: shows no output, and keeps no files."""
 
     @property
     def num_slots(self) -> int:
-        """Tasks that the run takes."""
+        """Number of tasks of the run."""
         return -(-self.world_size // self.ranks_per_slot)
 
     def with_config(self, **changes: Any) -> Plan:
         """Return this plan with other settings.
 
         Raises:
-            ValueError: when a setting has a value that it cannot have.
+            ValueError: if a setting has a wrong value.
         """
         return dataclasses.replace(self, config=dataclasses.replace(self.config, **changes))
 
@@ -78,10 +79,10 @@ class Plan:
 def plan(
     config: TorchDistributedConfig, cluster: Cluster, name: str = "lagom", *, already_distributed: bool = False
 ) -> Plan:
-    """Resolve ``config`` against what the cluster has.
+    """Resolve ``config`` against the cluster's facts.
 
     Raises:
-        PlanError: when it cannot fit, with the remedy.
+        PlanError: if the run cannot fit, with the remedy.
     """
     ranks_per_slot = max(1, cluster.gpus_per_slot)
     room = cluster.slots * ranks_per_slot

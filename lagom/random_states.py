@@ -1,4 +1,4 @@
-"""The states of the global random generators, as one value; loads no library that is not loaded."""
+"""The states of the global random generators, as one value; loads no library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of random's generator, and of numpy's and torch's where they are loaded."""
+    """Return the states of random's generator, and of numpy's and torch's if they are loaded."""
     states: dict[str, Any] = {"random": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = numpy.random.get_state()
@@ -21,7 +21,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Put the generators into ``states``, as ``random_states`` gave them."""
+    """Set the generators to ``states``, from ``random_states``."""
     random.setstate(states["random"])
     if "numpy" in states:
         import numpy
@@ -36,7 +36,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def equal_random_states(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Return whether all generators of ``left`` and ``right`` are the same ones, in the same states."""
+    """Return whether ``left`` and ``right`` have the same generators, in the same states."""
     return left.keys() == right.keys() and all(equal_state(state, right[name]) for name, state in left.items())
 
 
@@ -54,8 +54,8 @@ def equal_state(left: Any, right: Any) -> bool:
 def start_random_states(states: Mapping[str, Any]) -> None:
     """Start a rank's generators from the driver's ``states``.
 
-    A library that the driver has not loaded would be seeded by the system there: here by the call's ``entropy``, which
-    is equal on all ranks.
+    A library that the driver has not loaded would seed itself from the system there; here the call's ``entropy``, equal
+    on all ranks, seeds it.
     """
     import torch
 
@@ -65,4 +65,4 @@ def start_random_states(states: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.seed(states["entropy"])
     set_random_states(states)
     if "cuda" not in states:
-        torch.cuda.manual_seed_all(torch.initial_seed())  # as torch.manual_seed has asked for; nothing without a GPU
+        torch.cuda.manual_seed_all(torch.initial_seed())  # as torch.manual_seed requested; does nothing without a GPU

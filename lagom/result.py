@@ -1,4 +1,4 @@
-"""``Result``: what a run gave back, and how it shows itself."""
+"""``Result``: the value of a run, and its display."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Page(type(Path())):  # type: ignore[misc]  # the class of this system's pa
     def _repr_html_(self) -> str:
         try:
             place = urllib.parse.quote(os.path.relpath(self))
-            if place.startswith("../"):  # a notebook's server gives nothing from above where the notebook is
+            if place.startswith("../"):  # a notebook's server serves no files above the notebook's folder
                 page = base64.b64encode(self.read_bytes()).decode()
                 place = f"data:text/html;base64,{page}"
         except OSError:
@@ -65,12 +65,12 @@ class Result(Mapping[str, Any]):
 
     @property
     def value(self) -> Any:
-        """The aggregated value: what one machine would have returned."""
+        """The aggregated value: the value that one machine would have returned."""
         return self._value
 
     @property
     def per_rank(self) -> tuple[Any, ...]:
-        """What each rank returned, in rank order."""
+        """Each rank's own value, in rank order."""
         return self._per_rank
 
     @property
@@ -85,27 +85,27 @@ class Result(Mapping[str, Any]):
 
     @property
     def run_dir(self) -> Path | None:
-        """Folder that has the run's records; None where the config had none kept.
+        """Folder of the run's records; None if the config keeps none.
 
-        Where they are kept at a URL it is a copy, there for as long as this object is.
+        For records at a URL it is a copy, which is removed with this object.
         """
         return self._run_dir
 
     @property
     def run_url(self) -> str | None:
-        """Where the run's records are kept, if that is no folder of this machine."""
+        """URL of the run's records, if they are not in a folder of this machine."""
         return self._upload.url if self._upload is not None else None
 
     def report(self, path: str | os.PathLike[str] | None = None) -> Page:
-        """Write one HTML page about the run, which needs no network to be looked at; returns its path.
+        """Write one HTML page about the run, which needs no network to be read; return its path.
 
-        A notebook shows that as a link.
+        A notebook shows the path as a link.
 
         Args:
-            path: of the page; None: "report.html" in the run's folder, and at its URL if it has one.
+            path: path of the page; None: "report.html" in the run's folder, and at its URL if it has one.
 
         Raises:
-            ValueError: when no records were kept, as the config said.
+            ValueError: if the config kept no records.
         """
         if self._run_dir is None:
             raise ValueError("there is nothing to report from: this run's config had run_dir=None")
@@ -136,7 +136,7 @@ class Result(Mapping[str, Any]):
     def _repr_html_(self) -> str:
         keys = [key for key in self._items if key != TEST_RESULT or len(self._items) == 1]
         by_rank = {key: [_short(item) for item in self._by_rank(key)] for key in keys}
-        # Ranks that returned the same, as they do as a rule, are not worth a column each.
+        # Ranks return the same values as a rule: then they need no columns.
         num_ranks = 0 if all(len(set(texts)) < 2 for texts in by_rank.values()) else min(self.world_size, _SHOWN_RANKS)
         head = ["", "result", *(f"rank {rank}" for rank in range(num_ranks))]
         head += ["…"] * (0 < num_ranks < self.world_size)
@@ -149,7 +149,7 @@ class Result(Mapping[str, Any]):
         )
 
     def _records(self) -> str:
-        """HTML of what is known of the run beside its result."""
+        """Return HTML of the run's charts and records, shown below its result."""
         if self._run_dir is None:
             return ""
         from lagom.records.notebook_chart import notebook_chart
@@ -189,6 +189,6 @@ def _short(value: Any, limit: int = 60) -> str:
         return f"{value:.6g}"
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # a foreign __repr__ may do anything
+    except Exception:  # a class of the program's may do anything in __repr__
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 1] + "…"

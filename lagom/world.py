@@ -1,4 +1,4 @@
-"""Where this process stands in a run, for programs that want to know; 0 of 1 in a plain call."""
+"""``rank`` and ``world_size``: this process's place in a run, for programs that ask; 0 of 1 in a plain call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank among all ranks."""
+    """One rank's place among all ranks."""
 
     rank: int = 0
     world_size: int = 1
@@ -23,25 +23,25 @@ _hears: Callable[[], None] | None = None
 
 
 def rank() -> int:
-    """This process's rank, from 0; 0 outside a lagom run."""
+    """Return this process's rank, from 0; 0 outside a lagom run."""
     if _hears is not None:
         _hears()
     return _place.rank
 
 
 def world_size() -> int:
-    """Number of ranks; 1 outside a lagom run."""
+    """Return the number of ranks; 1 outside a lagom run."""
     return _place.world_size
 
 
 def place_in_run() -> Place | None:
-    """Where this process stands in a lagom run; None outside of one. Asked by what is served to programs."""
+    """Return this process's place in a lagom run, or None outside of one. Served packages ask for it."""
     return None if _place is _NOWHERE else _place
 
 
 @contextmanager
 def hearing(asked: Callable[[], None]) -> Iterator[None]:
-    """Call ``asked`` meanwhile whenever the program asks for its rank."""
+    """Call ``asked`` in the context whenever the program asks for its rank."""
     global _hears  # the one place of this process
     before, _hears = _hears, asked
     try:
@@ -52,7 +52,7 @@ def hearing(asked: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def standing_at(place: Place) -> Iterator[None]:
-    """Answer ``rank()`` and ``world_size()`` from ``place`` meanwhile."""
+    """Answer ``rank()`` and ``world_size()`` from ``place`` in the context."""
     global _place  # the one place of this process
     before, _place = _place, place
     try:
