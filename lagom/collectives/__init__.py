@@ -1,5 +1,5 @@
 """Exchanges of tensors between ranks.
 
-Start with ``group.py`` (``Group``: all exchanges of a run); ``transports.py`` chooses the way: shared memory, hosts,
-gloo. ``agreement_exchange.py`` compares what the ranks mean before it exchanges.
+Start with ``group.py`` (``Group``: all exchanges of a run). ``transports.py`` chooses the transport: shared memory,
+hosts or gloo. ``agreement_exchange.py`` compares signatures of the ranks' exchanges before it exchanges numbers.
 """

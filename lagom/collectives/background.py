@@ -1,4 +1,4 @@
-"""Run exchanges in a thread of their own, in order, while the program computes."""
+"""``BackgroundExchanges``: a thread that runs exchanges in order while the program computes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class Work(Protocol):
     """An exchange that has begun."""
 
     def wait(self) -> object:
-        """Until it is done; raises what it raised."""
+        """Wait until the exchange is done; raise its error."""
 
     def is_completed(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Return whether the exchange is done."""
 
 
 class Done:
-    """An exchange that is over."""
+    """An exchange that is done."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
 
 class BackgroundExchanges:
-    """Runs what it is given, one after the other."""
+    """Runs calls in one thread, one after the other."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -40,13 +40,13 @@ class BackgroundExchanges:
         self._thread.start()
 
     def later(self, call: Callable[[], None]) -> Work:
-        """Have ``call`` run after all that were given before."""
+        """Run ``call`` after all calls that were given before."""
         task = _Task(call)
         self._queue.put(task)
         return task
 
     def close(self) -> None:
-        """Take nothing more; what is under way goes on."""
+        """Accept no more calls; the calls given before still run."""
         self._queue.put(None)
 
 

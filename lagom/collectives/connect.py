@@ -1,4 +1,4 @@
-"""``connect_mesh``: how the ranks of a mesh find each other."""
+"""``connect_mesh``: connects every rank of a mesh with every other."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _TIMEOUT_S = 60.0
-"""To connect, once all ranks are known to be there."""
+"""Limit to connect, once all ranks are known to be there."""
 
 
 def connect_mesh(
     rank: int, world_size: int, ip: str, all_gather: Callable[[bytes], list[bytes]], key: bytes, timeout_s: float
 ) -> Mesh:
-    """The mesh of all ranks, all of whom call this.
+    """Return a mesh of all ranks; a collective.
 
     Args:
-        ip: where other hosts reach this one.
-        all_gather: an exchange that works already; who can read it learns where ranks listen.
-        key: what ranks know and nobody else does.
+        ip: address at which other hosts reach this one.
+        all_gather: an exchange that works already; whoever reads its messages learns where ranks listen.
+        key: secret of the run's ranks.
         timeout_s: how long the mesh will wait for a rank.
 
     Raises:
@@ -57,14 +57,14 @@ def connect_mesh(
 
 
 def _home() -> bytes:
-    """Equal for processes that a Unix socket can connect: abstract names belong to a network namespace."""
+    """Return a text equal in processes that a Unix socket can connect; abstract names belong to a network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.geteuid()}".encode()
 
 
 def _listening(family: int, address: str | tuple[str, int]) -> socket.socket:
     found = socket.socket(family, socket.SOCK_STREAM)
-    found.bind(address)  # "" has the kernel choose an abstract name
+    found.bind(address)  # the kernel chooses an abstract name for ""
     found.listen(1024)
     return found
 

@@ -1,4 +1,4 @@
-"""``introduce`` and ``admit``: a connection between two ranks begins with proofs that both know the run's key."""
+"""``introduce`` and ``admit``: prove on a new connection between two ranks that both know the run's key."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PROOF = 32
 _RANK = struct.Struct("<I")
 _HELLO = _RANK.size + _NONCE + _PROOF
 _HELLO_S = 5.0
-"""How long a connection has to prove itself."""
+"""Seconds in which a connection must prove itself."""
 _STRANGERS = 256
-"""Connections that have not, at the same time: of more, the oldest is hung up on."""
+"""Connections without a proof at the same time; if there are more, the oldest is closed."""
 
 
 class Stranger(ConnectionError):
@@ -29,11 +29,11 @@ class Stranger(ConnectionError):
 
 
 def introduce(connection: socket.socket, key: bytes, rank: int, timeout_s: float) -> socket.socket:
-    """Prove to who listens that this is ``rank``, and have it prove itself; gives ``connection``.
+    """Prove to the listener that this is ``rank``, check the listener's proof, and return ``connection``.
 
     Raises:
-        Stranger: when it does not.
-        OSError: when it hangs up, or takes longer than ``timeout_s``.
+        Stranger: when the listener's proof is wrong.
+        OSError: when the listener hangs up, or takes longer than ``timeout_s``.
     """
     connection.settimeout(timeout_s)
     if connection.family == socket.AF_UNIX and not is_own(connection):
@@ -47,7 +47,7 @@ def introduce(connection: socket.socket, key: bytes, rank: int, timeout_s: float
 
 
 def admit(listeners: Sequence[socket.socket], key: bytes, timeout_s: float) -> Iterator[tuple[int, socket.socket]]:
-    """Ranks that connect and prove themselves, as they come; strangers cost 5 s each, all at once.
+    """Yield ranks that connect and prove themselves, as they come; any number of strangers costs 5 s in all.
 
     Raises:
         TimeoutError: when no rank has come for ``timeout_s``.
@@ -81,7 +81,7 @@ def admit(listeners: Sequence[socket.socket], key: bytes, timeout_s: float) -> I
 
 
 def is_own(peer: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket is this user's, by the kernel's word."""
+    """Return whether the kernel says that the process at the other end of a Unix socket is this user's."""
     _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(uid == os.geteuid())
 
@@ -89,7 +89,7 @@ def is_own(peer: socket.socket) -> bool:
 def _accepted(listener: socket.socket, key: bytes) -> _Stranger | None:
     try:
         connection, _ = listener.accept()
-    except OSError:  # gone again, or this process can open no more files
+    except OSError:  # the peer is gone again, or this process can open no more files
         time.sleep(0.01)
         return None
     if connection.family == socket.AF_UNIX and not is_own(connection):
@@ -99,7 +99,7 @@ def _accepted(listener: socket.socket, key: bytes) -> _Stranger | None:
 
 
 def _gone(strangers: dict[int, _Stranger]) -> list[int]:
-    """Those who hung up, said something wrong, or said nothing for too long; and of too many the oldest."""
+    """Return strangers that hung up, sent a wrong proof or were silent for too long, and the oldest of too many."""
     gone = [number for number, one in strangers.items() if one.is_refused or one.left_s() <= 0]
     return gone + [number for number in strangers if number not in gone][: max(0, len(strangers) - _STRANGERS)]
 
@@ -119,11 +119,11 @@ class _Stranger:
         self._send(self._nonce)
 
     def left_s(self) -> float:
-        """How long it still has."""
+        """Return the seconds left for the proof."""
         return max(0.0, self._deadline - time.monotonic())
 
     def hears(self) -> bool:
-        """Read what has come; whether that is the whole proof of a rank."""
+        """Read the bytes that have come; return whether they are the whole proof of a rank."""
         try:
             data = self.connection.recv(_HELLO - len(self._hello))
         except BlockingIOError:
@@ -166,7 +166,8 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 # Note [Proofs of ranks]
 #
-# As in Note [Handshake] of wire/framing.py: who listens gives a nonce, who connects its number, a nonce and a proof,
-# who listens a proof. Of a stranger 52 bytes are read and compared in constant time, in any number of pieces, and
-# nothing of them is parsed before. On a Unix socket the kernel says besides whose process is at the other end: another
-# user's is hung up on at once. Between hosts what follows is in clear and has no seals; see docs/security.md.
+# As in Note [Handshake] of wire/framing.py: the listener sends a nonce; the other end sends its number, a nonce and a
+# proof; the listener sends its proof. From a stranger 52 bytes are read, in any number of pieces, and compared in
+# constant time; nothing of them is parsed before. On a Unix socket the kernel also says whose process is at the other
+# end, and another user's is closed at once. Between hosts, later messages are in clear and have no seals; see
+# docs/security.md.

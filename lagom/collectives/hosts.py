@@ -1,4 +1,4 @@
-"""``HostExchanges``: exchanges over several hosts, through shared memory in a host and one rank of each between."""
+"""``HostExchanges``: exchanges over several hosts, by shared memory in a host and one rank per host between them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from lagom.collectives.native import Communicator
 
 _PIECE = 4 << 20
-"""Bytes that are on their way between hosts while the next ones are summed within them."""
+"""Bytes that travel between hosts while the next ones are summed within them."""
 _SUM = OPERATIONS["sum"]
 _TAG = 7
 _BETWEEN = "the exchange between hosts failed"
 
 
 class HostExchanges:
-    """The ranks of this host, and the first of each host. See Note [Several hosts].
+    """Exchanges between the ranks of this host, and between the first ranks of all hosts. See Note [Several hosts].
 
     Args:
-        near: of the ranks of this host; None where this is the only one.
-        leaders: a process group of the first ranks of all hosts; None on others.
+        near: communicator of the ranks of this host; None if this is the only one.
+        leaders: a process group of the first ranks of all hosts; None on other ranks.
         homes: the ranks of each host.
     """
 
@@ -83,7 +83,7 @@ class HostExchanges:
                     self.near.broadcast(part.data_ptr(), part.nbytes, 0)
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """``whole`` gets the ``part`` of every rank, one behind the other; contiguous, and all of one size.
+        """Gather the ``part`` of every rank into ``whole``, one behind the other; contiguous, and all of one size.
 
         Raises:
             RuntimeError: as ``all_reduce``.
@@ -106,7 +106,7 @@ class HostExchanges:
                     rows[rank, i * width : i * width + len(one)] = blocks[home, place]
 
     def _gathered(self, part: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Begin to gather a piece of each rank's, by host and place there; it is on leaders when the work is done."""
+        """Begin to gather a piece of each rank, by host and place there; leaders have it when the work is done."""
         blocks = torch.empty((len(self._homes), self._most, len(part)), dtype=torch.uint8)
         mine = torch.empty(blocks.shape[1:], dtype=torch.uint8)
         if self.near is None:
@@ -118,7 +118,7 @@ class HostExchanges:
         return blocks, self.leaders._allgather_base(blocks.view(-1), mine.view(-1))
 
     def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor) -> None:
-        """``out`` gets this rank's part of the sums of what ranks have ``given``; contiguous.
+        """Fill ``out`` with this rank's part of the sums of all ranks' ``given``; contiguous.
 
         Raises:
             RuntimeError: as ``all_reduce``.
@@ -135,7 +135,7 @@ class HostExchanges:
                 self._scattered(flat[start : start + width], piece)
 
     def _scattered(self, out: torch.Tensor, piece: torch.Tensor) -> None:
-        """``out`` gets this rank's part of the sums of ``piece``, in which ranks stand by their hosts."""
+        """Fill ``out`` with this rank's part of the sums of ``piece``, in which ranks are ordered by host."""
         if self.near is not None:
             self.near.all_reduce(piece.data_ptr(), piece.numel(), TYPES[piece.dtype], _SUM)
         if self.leaders is None:
@@ -145,7 +145,7 @@ class HostExchanges:
         sizes = [len(home) * len(out) for home in self._homes]
         sums = [torch.empty(sizes[self._home], dtype=piece.dtype) for _ in sizes]
         self._deal(list(piece.split(sizes)), sums)
-        for other in sums[1:]:  # in the order of hosts, which makes the bits the same whoever adds
+        for other in sums[1:]:  # in the order of hosts: the bits are then the same on every leader
             sums[0].add_(other)
         if self.near is None:
             out.copy_(sums[0])
@@ -153,7 +153,7 @@ class HostExchanges:
             self.near.scatter(sums[0].data_ptr(), out.data_ptr(), out.nbytes, 0)
 
     def _deal(self, blocks: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-        """Each leader gets its block of every leader's."""
+        """Send each leader its block, and receive this leader's block from each."""
         works = []
         for other in range(len(self._homes)):
             if other == self._home:
@@ -169,7 +169,7 @@ class HostExchanges:
         try:
             yield
         except BaseException as error:
-            # The others of this host wait for what will not come.
+            # The other ranks of this host wait for a message that will not come.
             if self.near is not None:
                 self.near.abort(f"{_BETWEEN}: {error}")
                 if isinstance(error, RuntimeError) and not str(error).startswith(_BETWEEN):
@@ -177,17 +177,17 @@ class HostExchanges:
             raise
 
     def _named(self, text: str) -> str:
-        """Names ranks as the program knows them in what ``near`` says, which counts those of this host from 0 on."""
+        """Replace the rank numbers in an error of ``near``, counted from 0 within this host, by the run's rank numbers."""
         known = {str(place): rank for place, rank in enumerate(self._homes[self._home])}
         return re.sub(r"\brank (\d+)\b", lambda found: f"rank {known.get(found[1], found[1])}", text)
 
     def abort(self) -> None:
-        """End what is under way, on this host's ranks, with an error."""
+        """Fail the exchanges under way on this host's ranks."""
         if self.near is not None:
             self.near.abort(f"rank {self._place} aborted its process group")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         if self.near is not None:
             self.near.close()
 
@@ -200,13 +200,13 @@ def hosts(
     number: int = 1,
     key: bytes = b"",
 ) -> list[HostExchanges] | str:
-    """``number`` of them, which all ranks call for; or why there are none, in words, on all ranks.
+    """Return ``number`` exchanges over the hosts, or on all ranks the reason why there are none; a collective.
 
     Args:
         all_gather: an exchange of all ranks that works already.
-        among: makes a process group of a name, for a rank of so many.
+        among: makes a process group from a name, a rank and a world size.
         timeout_s: how long an exchange will wait for a rank.
-        key: what ranks know and nobody else does.
+        key: secret of the run's ranks.
 
     Raises:
         OSError: when a rank is gone meanwhile.
@@ -225,8 +225,8 @@ def hosts(
 
 # Note [Several hosts]
 #
-# Between hosts each number travels once to and fro, however many ranks a host has: the ranks of a host sum theirs in
-# the memory that they share, the first of them sums with those of other hosts over gloo, and the result is written
-# back to the memory. Large tensors go in pieces, so that one is between hosts while the next is summed within. All
-# ranks end with the same bits, since those of a host have what their first one has, and gloo gives all that it serves
-# the same.
+# Between hosts each number travels once in each direction, however many ranks a host has. The ranks of a host sum their
+# numbers in shared memory, the first of them sums with the first ranks of other hosts over gloo, and the result is
+# written back to the memory. Large tensors go in pieces, so that one piece is between hosts while the next is summed
+# within. All ranks end with the same bits: those of a host copy their first rank's, and gloo gives the same to all that
+# it serves.

@@ -19,7 +19,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Mesh:
-    """Sends and receives in the calling thread. See Note [Small messages].
+    """Sends and receives messages in the calling thread. See Note [Small messages].
 
     Args:
         peers: connected stream sockets in rank order; None at this rank's place.
@@ -34,11 +34,11 @@ class Mesh:
         self._size = 0
         self._waits_for: int | None = None
         self.waited = [0] * len(self._peers)
-        """Nanoseconds for which this rank has waited for each other."""
+        """Nanoseconds that this rank has waited for each other rank."""
         for peer in self._peers:
             if peer is not None:
                 peer.setblocking(True)
-                # By the kernel: a timeout of Python's takes another system call each time.
+                # Set the timeout in the kernel: one of Python's takes another system call each time.
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(timeout_s), 0))
         _all.add(self)
 
@@ -48,9 +48,9 @@ class Mesh:
         return all(peer is None or peer.family == socket.AF_UNIX for peer in self._peers)
 
     def exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
-        """What each rank gave, in rank order: ``head`` and ``body`` in one; lengths may differ.
+        """Return each rank's message, ``head`` and ``body`` in one, in rank order; lengths may differ.
 
-        Views are valid until the next call. In this rank's own place is its ``head`` alone.
+        Views are valid until the next call. This rank's own entry is its ``head`` alone.
 
         Raises:
             OSError: when another rank is gone or did not answer in time.
@@ -64,18 +64,18 @@ class Mesh:
             return self._exchange([parts] * len(self._peers), head)
 
     def deal(self, bodies: Sequence[memoryview]) -> list[memoryview]:
-        """What each rank gave this one, of ``bodies`` one for each rank; lengths may differ.
+        """Send each rank its own message of ``bodies``, and return each rank's message to this one; lengths may differ.
 
-        As ``exchange`` else.
+        Views and errors are as in ``exchange``.
         """
         with self._turn:
             self._num, self._size = self._num + 1, sum(map(len, bodies))
             return self._exchange([[_LENGTH.pack(len(body)), body] for body in bodies], b"")
 
     def standing(self) -> tuple[str, int, list[int]]:
-        """The exchange in which this rank waits, its number, and the ranks that have not come; may be asked anywhere.
+        """Return the exchange in which this rank waits, its number, and the ranks that have not come.
 
-        No words where it does not wait.
+        The text is empty when this rank does not wait. Any thread may call this at any time.
         """
         current = self._waits_for
         if current is None:
@@ -107,7 +107,7 @@ class Mesh:
         return received
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         for peer in self._peers:
             if peer is not None:
                 peer.close()
@@ -124,7 +124,7 @@ class Mesh:
 
 
 def _send(peer: socket.socket, parts: Sequence[bytes | memoryview]) -> threading.Thread | None:
-    """Hand ``parts`` to the kernel; what it has no room for, to a thread, since the peer may be sending as well."""
+    """Hand ``parts`` to the kernel, and the rest to a thread if its buffer is full: the peer may be sending as well."""
     try:
         count = peer.sendmsg(parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
     except BlockingIOError:
@@ -137,7 +137,7 @@ def _send(peer: socket.socket, parts: Sequence[bytes | memoryview]) -> threading
 
 
 def _send_rest(peer: socket.socket, rest: bytes) -> None:
-    # A peer that is gone is noticed by who receives from it.
+    # A peer that is gone is noticed by the receive from it.
     with contextlib.suppress(OSError):
         peer.sendall(rest)
 
@@ -161,15 +161,18 @@ def _close_all() -> None:
         mesh.close()
 
 
-# Otherwise a loader worker that outlives its rank would keep the others waiting for it.
+# Otherwise a loader worker that outlives its rank would keep the other ranks waiting for that rank.
 os.register_at_fork(after_in_child=_close_all)
 
 
 # Note [Small messages]
 #
-# Gradients of a small model, statistics of a BatchNorm layer, signatures: most exchanges are small, and what they cost
-# is waking threads. A collective of gloo's hands the work to a thread of its own, which sends to another thread on the
-# other side, in two hops or more. Here the calling thread writes to its peers' sockets and reads from them; it sleeps
-# once at most. Lengths may differ, so ranks that mean different things can tell each other.
+# Most exchanges are small: gradients of a small model, statistics of a BatchNorm layer, signatures. Their cost is
+# waking
+# threads. A collective of gloo hands the work to its own thread, which sends to another thread on the other side, in
+# two
+# hops or more. Here the calling thread writes to its peers' sockets and reads from them; it sleeps once at most.
+# Lengths
+# may differ, so ranks with different messages can tell each other.
 #
 # A connection is a Unix socket between processes of one host and TCP otherwise.

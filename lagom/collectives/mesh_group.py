@@ -19,9 +19,9 @@ _PART = 1 << 21
 
 
 class MeshGroup:
-    """What ``Group`` asks of a process group, called alike; tensors are contiguous and on the CPU.
+    """Offers the methods of a process group that ``Group`` calls; tensors are contiguous and on the CPU.
 
-    A rank adds up one part of each piece, in rank order, and gives the sums to the others: all have the same bits.
+    A rank adds up one part of each piece, in rank order, and sends the sums to the others: all have the same bits.
 
     Raises:
         OSError: from every method, when another rank is gone or did not answer in time.
@@ -35,7 +35,7 @@ class MeshGroup:
     def allreduce(self, tensors: Sequence[torch.Tensor]) -> Done:
         """Sum a tensor over the ranks, in place."""
         (tensor,) = tensors
-        # A multiple of what a number of any type takes, so that parts end between numbers.
+        # The size of a piece is a multiple of every type's size, so that parts end between numbers.
         for piece in _pieces(tensor, self._world_size * _PART):
             parts = [piece[start : start + _PART] for start in range(0, self._world_size * _PART, _PART)]
             rows = [_tensor(row) for row in self._mesh.deal([part.numpy().data for part in parts])]
@@ -57,17 +57,17 @@ class MeshGroup:
         return Done()
 
     def allgather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Done:
-        """Each output gets the input of a rank."""
+        """Fill each output with the input of one rank."""
         self._gather([bytes_of(output) for output in outputs[0]], inputs[0])
         return Done()
 
     def _allgather_base(self, whole: torch.Tensor, part: torch.Tensor) -> Done:
-        """``whole`` gets the parts of all ranks, one behind the other."""
+        """Fill ``whole`` with the parts of all ranks, one behind the other."""
         self._gather(list(bytes_of(whole).view(self._world_size, -1)), part)
         return Done()
 
     def alltoall_base(self, output: torch.Tensor, given: torch.Tensor, *_: object) -> Done:
-        """The row of this rank from each of them."""
+        """Fill ``output`` with this rank's row from each rank."""
         everything = [torch.empty_like(given) for _ in range(self._world_size)]
         self.allgather([everything], [given])
         for row, theirs in zip(output, everything, strict=True):
@@ -82,7 +82,7 @@ class MeshGroup:
             start += len(piece)
 
     def _rows(self, piece: torch.Tensor) -> list[torch.Tensor]:
-        """The pieces of all ranks; valid until the next call."""
+        """Return the pieces of all ranks; valid until the next call."""
         found = [_tensor(row) for row in self._mesh.exchange(b"", piece.numpy().data)]
         found[self._rank] = piece
         return found
@@ -93,5 +93,5 @@ def _tensor(row: memoryview) -> torch.Tensor:
 
 
 def _pieces(tensor: torch.Tensor, size: int = _PART) -> Iterator[torch.Tensor]:
-    """Its bytes."""
+    """Yield the bytes of ``tensor`` in pieces."""
     return iter(bytes_of(tensor.detach()).split(size) if tensor.numel() else ())

@@ -1,4 +1,4 @@
-"""The compiled part, ``lagom._native``, where there is one: its codes for types and operations, and its types."""
+"""The compiled extension ``lagom._native``, if there is one: its codes for types and operations, and its interface."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TYPES = {
     torch.uint8: 8,
     torch.bool: 9,
 }
-"""As in ``csrc/arithmetic.hpp``."""
+"""Codes of the types, as in ``csrc/arithmetic.hpp``."""
 OPERATIONS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "product": 4, "band": 5, "bor": 6, "bxor": 7}
 
 
@@ -60,7 +60,7 @@ _VERSION = 9
 
 @functools.cache
 def native() -> Any:
-    """The extension module; None where ``LAGOM_NATIVE=0``, or none was built for this Python, machine and lagom."""
+    """Return the extension module; None if ``LAGOM_NATIVE=0``, or if none was built for this Python, machine and lagom."""
     if os.environ.get("LAGOM_NATIVE") == "0":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Plain values that ranks tell each other, as JSON and the bytes of tensors: nothing of it is run by who reads it."""
+"""Plain values sent between ranks, as JSON and the bytes of tensors; decoding runs no code of the sender."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Gathers(Protocol):
 
 
 def all_gather_values(group: _Gathers, value: object) -> list[Any]:
-    """The ``value`` of every rank, in rank order; a collective. Named tuples come as tuples.
+    """Return the ``value`` of every rank, in rank order; a collective. Named tuples become tuples.
 
     Raises:
         TypeError: as ``encode_value``.
@@ -30,13 +30,14 @@ def all_gather_values(group: _Gathers, value: object) -> list[Any]:
 
 
 def encode_value(value: object) -> bytes:
-    """``value`` as bytes.
+    """Return ``value`` as bytes.
 
-    Numbers, texts, bytes, None, slices, ranges, tensors, arrays, types and devices of torch, in lists, tuples, sets
-    and dicts.
+    It may hold numbers, texts, bytes, None, slices, ranges, tensors, arrays, types and devices of torch, in lists,
+    tuples,
+    sets and dicts.
 
     Raises:
-        TypeError: when there is something else in it.
+        TypeError: when it holds anything else.
     """
     parts: list[bytes] = []
     text = json.dumps(_encoded(value, parts), separators=(",", ":")).encode()
@@ -44,10 +45,10 @@ def encode_value(value: object) -> bytes:
 
 
 def decode_value(data: bytes) -> Any:
-    """What ``encode_value`` has made ``data`` of. Tensors are on the CPU.
+    """Return the value that ``encode_value`` encoded as ``data``. Tensors are on the CPU.
 
     Raises:
-        ValueError: when nothing of the kind has.
+        ValueError: when ``data`` is no encoded value.
     """
     (size,) = _LENGTH.unpack_from(data)
     position = _LENGTH.size + size
@@ -63,7 +64,7 @@ def decode_value(data: bytes) -> Any:
 
 
 def _encoded(value: Any, parts: list[bytes]) -> Any:
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":  # some are floats, too
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":  # first, since some numpy numbers are floats too
         return {"number": _encoded(np.asarray(value), parts)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

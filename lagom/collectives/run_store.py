@@ -1,4 +1,4 @@
-"""``SealedStore``: what ranks leave for each other under a name, sealed with a key that they alone know."""
+"""``SealedStore``: texts that ranks leave for each other under a name, sealed with the run's key."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 _SEAL = 32
 _LARGE = 4096
-"""Characters above which a text goes into a file, where all ranks reach one folder: torch's FileStore only grows."""
+"""Characters above which a text goes into a file, if all ranks reach one folder: torch's FileStore only grows."""
 _HERE, _IN_FILE = "=", "@"
 _SOON_S, _LATER_S = 0.0002, 0.02
 
 
 class SealedStore:
-    """Texts by name in a store of torch's, each with an HMAC-SHA256 over its name and itself.
+    """Texts by name in a store of torch, each with an HMAC-SHA256 over its name and itself.
 
-    Who reaches the store can read them, leave some out and repeat them, but not make up or change any. Counts and
-    whether a name is there are not sealed.
+    Whoever reaches the store can read texts, leave some out and repeat them, but not make up or change any. Counts, and
+    whether a name is there, are not sealed.
 
     Args:
-        key: of the run; empty where the store is the ranks' own affair.
+        key: the run's key; empty if only the ranks reach the store.
         folder: for large texts, when all ranks are on one host.
     """
 
@@ -40,7 +40,7 @@ class SealedStore:
         self._folder = folder
 
     def set(self, name: str, text: str) -> None:
-        """Leave ``text``."""
+        """Leave ``text`` under ``name``."""
         held = _HERE + text
         if self._folder is not None and len(text) > _LARGE:
             _file(self._folder, name).write_bytes(text.encode())
@@ -48,10 +48,10 @@ class SealedStore:
         self._store.set(_place(name), self._seal(name, text) + held)
 
     def get(self, name: str) -> str:
-        """What was left, once it is there.
+        """Return the text under ``name``, once it is there.
 
         Raises:
-            RuntimeError: when it is not, or not from a rank of this run.
+            RuntimeError: when it is not there, or not from a rank of this run.
         """
         found = bytes(self._store.get(_place(name))).decode()
         seal, text = found[:_SEAL], found[_SEAL + 1 :]
@@ -62,14 +62,14 @@ class SealedStore:
         return text
 
     def check(self, name: str) -> bool:
-        """Whether something was left."""
+        """Return whether there is a text under ``name``."""
         return bool(self._store.check([_place(name)]))
 
     def wait(self, name: str, timeout_s: float, unless: str = "") -> None:
-        """Wait until something was left; by looking, since torch logs a wait that ends without.
+        """Wait until there is a text under ``name``; by polling, since torch logs a wait that times out.
 
         Raises:
-            TimeoutError: when nothing was in time, or before something was left as ``unless``.
+            TimeoutError: when there is none in time, or when there is one under ``unless`` first.
         """
         deadline, pause_s = time.monotonic() + timeout_s, _SOON_S
         while True:
@@ -115,7 +115,7 @@ def _file(folder: Path, name: str) -> Path:
 def all_gather_by(
     store: SealedStore, name: str, rank: int, world_size: int, timeout_s: float
 ) -> Callable[[bytes], list[bytes]]:
-    """An exchange of texts among all ranks through ``store``, by which they find a better one.
+    """Return an exchange of texts among all ranks through ``store``, with which they set up a faster one.
 
     Raises:
         TimeoutError: from the exchange, when a rank does not come.
@@ -136,7 +136,7 @@ def all_gather_by(
 
 
 def reconnected(store: dist.Store, timeout: timedelta | None = None) -> dist.Store:
-    """``store`` over a connection of its own: a wait on it, as long as somebody wants, holds nothing up."""
+    """Return ``store`` over a new connection, so that a long wait on it does not block other users of ``store``."""
     known: Any = store
     again: dist.Store
     if isinstance(store, dist.FileStore):

@@ -1,4 +1,4 @@
-"""``shared``: memory that the ranks of a host exchange through, handed from one to the others."""
+"""``shared``: makes memory that the ranks of a host share, and communicators over it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _SLOT = 1 << 19
 _MAIL = 1 << 16
 """Bytes of a piece of a message between two ranks."""
 _SPIN_S = 2e-6
-"""How long a rank looks for another before it gives way to other processes, where each has a core of its own."""
+"""Seconds that a rank spins for another before it yields to other processes, if each rank has its own core."""
 _YIELDS = (200, 10)
-"""How often it gives way before it sleeps, where each has a core of its own and where they share cores. See
-Note [Waiting]."""
+"""Number of yields before a rank sleeps: if each rank has its own core, and if ranks share cores. See Note [Waiting].
+
+"""
 _TIMEOUT_S = 60.0
-"""To hand the memory round, once all ranks are known to be there."""
+"""Limit to hand the memory round, once all ranks are known to be there."""
 
 
 def shared(
@@ -40,15 +41,15 @@ def shared(
     wanted: bool = True,
     key: bytes = b"",
 ) -> list[Communicator] | str:
-    """``number`` communicators of all ranks, all of whom call this; or why there are none, in words, on all ranks.
+    """Return ``number`` communicators of all ranks, or on all ranks the reason why there are none; a collective.
 
     See Note [Handing round].
 
     Args:
         all_gather: an exchange that works already.
         timeout_s: how long an exchange will wait for a rank.
-        wanted: whether this rank would have it.
-        key: what ranks know and nobody else does.
+        wanted: whether this rank wants to share memory.
+        key: secret of the run's ranks.
 
     Raises:
         OSError: when a rank is gone meanwhile.
@@ -65,10 +66,9 @@ def shared(
 def shared_by_host(
     rank: int, all_gather: Callable[[bytes], list[bytes]], timeout_s: float, number: int = 1, key: bytes = b""
 ) -> tuple[list[list[int]], list[Communicator]] | str:
-    """As ``shared``, for the ranks of each host by themselves.
+    """Return the ranks of each host, and communicators of this host's ranks only; else as ``shared``.
 
-    The ranks of each host, and the communicators of this one's, in which ranks are counted from 0 on; none for a rank
-    that is alone on its host.
+    A communicator counts the ranks of its host from 0 on. A rank alone on its host has none.
     """
     answers = [json.loads(part) for part in all_gather(json.dumps(_answer(wanted=True)).encode())]
     homes = _homes(answers)
@@ -83,7 +83,7 @@ SEVERAL_HOSTS = "the ranks are on several hosts"
 
 
 def _homes(answers: list[dict[str, Any]]) -> list[list[int]] | str:
-    """Ranks that share a host, by their first one; or why no memory is shared."""
+    """Group ranks by host, in the order of their first rank; or return the reason why no memory is shared."""
     found: dict[str, list[int]] = {}
     for peer, answer in enumerate(answers):
         if answer["reason"]:
@@ -135,7 +135,7 @@ def _answer(wanted: bool) -> dict[str, Any]:
 
 
 def home() -> str:
-    """Equal for processes that reach each other: by Unix sockets of a network namespace, and by process number."""
+    """Return a text equal in processes that reach each other by Unix sockets (network namespace) and by process number."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = [os.stat(f"/proc/self/ns/{space}").st_ino for space in ("net", "pid")]
     return f"{boot} {spaces} {os.geteuid()}"
@@ -162,7 +162,7 @@ def _handed_round(
             listener.bind(b"")  # the kernel chooses an abstract name
             listener.listen(1024)
         except OSError:
-            all_gather(json.dumps(["", ""]).encode())  # which nobody reaches
+            all_gather(json.dumps(["", ""]).encode())  # nobody can connect to an empty name
             raise
         fds: list[int] = []
         trouble: Exception | None = None
@@ -208,20 +208,26 @@ def _forget_all() -> None:
         communicator.forget()
 
 
-# A loader worker has no part in its rank's exchanges, and must not say for it that it has ended.
+# A loader worker has no part in its rank's exchanges, and must not report that the rank has ended.
 os.register_at_fork(after_in_child=_forget_all)
 
 
 # Note [Handing round]
 #
-# The memory is a file without a name, of mode 0600: nobody finds it, and it is gone with the last process that has it,
-# however that ends. It takes nothing of /dev/shm (memfd), unless a container forbids that. The first rank makes it and
-# hands it over a Unix socket, to who is the same user by the kernel's word and proves that it knows the run's key and
-# the nonce of this meeting; see handshake.py. A process forked from a rank does not inherit the mapping.
+# The memory is a file without a name, of mode 0600: nobody can open it by name, and it is gone with the last process
+# that
+# has it, however that process ends. It takes nothing of /dev/shm (memfd), unless a container forbids memfd. The first
+# rank makes it and hands it over a Unix socket to processes that the kernel says are of the same user and that prove
+# that
+# they know the run's key and the nonce of this handshake; see handshake.py. A process forked from a rank does not
+# inherit
+# the mapping.
 
 
 # Note [Waiting]
 #
-# Who gives way costs 0.2 us where the core is free, and lets the awaited rank run where it is not; who spins on a core
-# that the other needs makes both wait. Measured for 4 KB between 2 ranks beside a third busy process on 2 cores: 112 us
-# with 100 us of spinning, 2.5 us with giving way; alone both take 1 us.
+# To yield costs 0.2 us if the core is free, and lets the awaited rank run if it is not. To spin on a core that the
+# other
+# rank needs makes both wait. Measured for 4 KB between 2 ranks beside a third busy process on 2 cores: 112 us with 100
+# us
+# of spinning, 2.5 us with yields; alone both take 1 us.

@@ -17,7 +17,7 @@ _U8 = TYPES[torch.uint8]
 
 
 class TensorCollectives:
-    """Every method is a collective of the ranks that ``near`` joins.
+    """Collectives of the ranks that ``near`` joins, one a method.
 
     Raises:
         ValueError: when tensors do not fit together on this rank.
@@ -30,50 +30,50 @@ class TensorCollectives:
         self._size = size
 
     def carries(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these can be moved: dense tensors on the CPU."""
+        """Return whether shared memory carries these tensors: dense ones on the CPU."""
         return all(t.device.type == "cpu" and t.layout == torch.strided and not t.is_quantized for t in tensors)
 
     def reduces(self, tensors: Sequence[Tensor], name: str) -> bool:
-        """Whether these can be reduced by ``name`` as well."""
+        """Return whether shared memory carries these tensors and reduces them by ``name``."""
         return self.carries(tensors) and all(
             t.dtype in TYPES and native().has(TYPES[t.dtype], OPERATIONS[name]) for t in tensors
         )
 
     def all_reduce(self, tensor: Tensor, name: str) -> None:
-        """In place."""
+        """Reduce in place."""
         flat = flat_of(tensor)
         self.near.all_reduce(flat.data_ptr(), flat.numel(), TYPES[flat.dtype], OPERATIONS[name])
         put(tensor, flat)
 
     def reduce(self, tensor: Tensor, name: str, root: int) -> None:
-        """As ``all_reduce``, but only on ``root``."""
+        """Reduce as ``all_reduce`` does, in place only on ``root``."""
         if self._rank == root:
             self.all_reduce(tensor, name)
         else:
             self.all_reduce(tensor.clone(memory_format=torch.contiguous_format), name)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """In place."""
+        """Overwrite ``tensor`` with the one of rank ``root``."""
         flat = flat_of(tensor)
         self.near.broadcast(flat.data_ptr(), flat.nbytes, root, _code(flat))
         put(tensor, flat)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
-        """``output`` gets the tensors of all ranks, one behind the other."""
+        """Fill ``output`` with the tensors of all ranks, one behind the other."""
         fit("all_gather", output.numel(), self._size * tensor.numel(), output, tensor)
         given, flat = flat_of(tensor), flat_of(output)
         self.near.all_gather(given.data_ptr(), flat.data_ptr(), given.nbytes, _code(given))
         put(output, flat)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Each of ``outputs`` gets the tensor of a rank."""
+        """Fill each of ``outputs`` with the tensor of one rank."""
         self._check_list("all_gather", outputs, tensor)
         together = tensor.new_empty((self._size, tensor.numel()))
         self.all_gather(together, tensor)
         _deal(outputs, together)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, name: str) -> None:
-        """``output`` gets this rank's part of what the tensors of all ranks are reduced to."""
+        """Fill ``output`` with this rank's part of the reduction of all ranks' tensors."""
         fit("reduce_scatter", tensor.numel(), self._size * output.numel(), output, tensor)
         given, flat = flat_of(tensor), flat_of(output)
         code, operation = TYPES[flat.dtype], OPERATIONS[name]
@@ -81,7 +81,7 @@ class TensorCollectives:
         put(output, flat)
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], name: str) -> None:
-        """``output`` gets what the tensors in its rank's place of each list, of any sizes, are reduced to."""
+        """Fill ``output`` with the reduction of tensor i of every rank's list, where i is this rank; sizes may differ."""
         self._check_length("reduce_scatter", tensors)
         fit("reduce_scatter", tensors[self._rank].numel(), output.numel(), tensors[self._rank], output)
         given = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -95,7 +95,7 @@ class TensorCollectives:
         put(output, flat)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
-        """Each of rank ``root``'s ``outputs`` gets the tensor of a rank."""
+        """Fill each of rank ``root``'s ``outputs`` with the tensor of one rank."""
         given = flat_of(tensor)
         if self._rank != root:
             self.near.gather(given.data_ptr(), 0, given.nbytes, root, _code(given))
@@ -106,7 +106,7 @@ class TensorCollectives:
         _deal(outputs, together)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> None:
-        """``output`` gets this rank's of ``root``'s ``tensors``."""
+        """Fill ``output`` with this rank's tensor of ``root``'s ``tensors``."""
         flat = flat_of(output)
         if self._rank == root:
             self._check_list("scatter", tensors, output)
@@ -117,7 +117,7 @@ class TensorCollectives:
         put(output, flat)
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """A tensor to each rank, one from each."""
+        """Send one tensor to each rank, and receive one from each."""
         for what, found in (("outputs", outputs), ("inputs", tensors)):
             if len(found) != self._size:
                 raise ValueError(f"all_to_all has {len(found)} {what}, but there are {self._size} ranks")
@@ -130,7 +130,7 @@ class TensorCollectives:
             one.detach().copy_(part.clone().view(one.dtype).view(one.shape))
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, to_here: Sequence[int], to_all: Sequence[int]) -> None:
-        """Rows to each rank, rows from each; even parts where sizes are empty."""
+        """Send rows to each rank, and receive rows from each; equal parts if the sizes are empty."""
         fit("all_to_all_single", 0, 0, output, tensor)
         given, flat = flat_of(tensor), flat_of(output)
         to, back = self._split(given, to_all), self._split(flat, to_here)
@@ -138,11 +138,11 @@ class TensorCollectives:
         put(output, flat)
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         self.near.barrier()
 
     def agree(self, what: str) -> None:
-        """Make sure that all ranks call the same, where ``near`` does not compare it."""
+        """Check that all ranks make the same call, where ``near`` does not compare it."""
         called = [bytes(row).decode() for row in self.near.exchange(what.encode(), None)]
         for rank, other in enumerate(called):
             if other != called[0]:
@@ -151,22 +151,22 @@ class TensorCollectives:
                 raise RuntimeError(why)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
-        """Not a collective: ``to`` receives it."""
+        """Send to rank ``to``, which must receive; no collective."""
         given = flat_of(tensor)
         self.near.send(given.data_ptr(), given.nbytes, _code(given), to, tag)
 
     def receive(self, tensor: Tensor, sender: int, tag: int) -> None:
-        """Not a collective: ``sender`` sends it."""
+        """Receive from rank ``sender``, which must send; no collective."""
         flat = flat_of(tensor)
         self.near.receive(flat.data_ptr(), flat.nbytes, _code(flat), sender, tag)
         put(tensor, flat)
 
     def sender(self) -> int:
-        """The next rank that has sent something."""
+        """Return the next rank that has sent something."""
         return self.near.sender()
 
     def _split(self, tensor: Tensor, sizes: Sequence[int]) -> list[int]:
-        """Bytes of each rank's part."""
+        """Return the number of bytes of each rank's part."""
         rows = tensor.shape[0] if tensor.dim() else 1
         if not sizes:
             if rows % self._size:
@@ -188,7 +188,7 @@ class TensorCollectives:
 
 
 def fit(what: str, found: int, wanted: int, one: Tensor, other: Tensor) -> None:
-    """Make sure that two tensors of a collective have the sizes they should, and one type."""
+    """Check that two tensors of a collective have the sizes they should have, and one type."""
     if found != wanted or one.dtype != other.dtype:
         raise ValueError(
             f"{what} of tensors that do not fit: {tuple(one.shape)} of {one.dtype} and {tuple(other.shape)} of "
@@ -197,20 +197,20 @@ def fit(what: str, found: int, wanted: int, one: Tensor, other: Tensor) -> None:
 
 
 def flat_of(tensor: Tensor) -> Tensor:
-    """``tensor`` where its numbers lie in order and as they are, or a copy of which that is true."""
+    """Return ``tensor`` if it is contiguous and not lazily negated or conjugated; else a copy that is."""
     found = tensor.contiguous()
     return found.resolve_neg().resolve_conj() if found.is_neg() or found.is_conj() else found
 
 
 def ordered(given: Any) -> Any:
-    """A tensor, or a list of them, by ``flat_of``; as it is where it is not dense."""
+    """Return ``flat_of`` a tensor, or of each in a list; tensors that are not dense stay as they are."""
     if isinstance(given, list):
         return [ordered(one) for one in given]
     return flat_of(given) if given.layout == torch.strided and not given.is_quantized else given
 
 
 def put_back(given: Any, in_order: Any) -> None:
-    """Have what was given to ``ordered`` be what came of it."""
+    """Copy the results in ``in_order``, which ``ordered`` returned, into the tensors that it was given."""
     if isinstance(given, list):
         for one, other in zip(given, in_order, strict=True):
             put_back(one, other)
@@ -219,13 +219,13 @@ def put_back(given: Any, in_order: Any) -> None:
 
 
 def put(tensor: Tensor, flat: Tensor) -> None:
-    """Have ``tensor`` be ``flat``, which ``flat_of`` made of it."""
+    """Copy ``flat``, which ``flat_of`` returned, into ``tensor`` if it is a copy."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat)  # also into a parameter, as over gloo
 
 
 def _code(tensor: Tensor) -> int:
-    """What ranks compare of the type of what is moved."""
+    """Return the code of the tensor's type, which the ranks compare; uint8 for types without one."""
     return TYPES.get(tensor.dtype, _U8)
 
 
@@ -235,5 +235,5 @@ def _deal(outputs: Sequence[Tensor], together: Tensor) -> None:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Those of a contiguous tensor. One of a single number may have any stride."""
+    """Return the bytes of a contiguous tensor. A tensor of one number may have any stride."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""``Transports``: those by which CPU tensors go from rank to rank, as the first exchange finds them."""
+"""``Transports``: the transports for CPU tensors between ranks, found in the first exchange."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from lagom.collectives.native import Communicator
 
 KEPT: list[dist.ProcessGroup] = []
-"""Groups that threads of gloo may still hold tensors of: to destroy one then can deadlock, so a rank never does."""
+"""Groups that are never destroyed: gloo's threads may still hold their tensors, and destroying then can deadlock."""
 
 log = logging.getLogger("lagom")
 
 
 class Transports:
-    """Memory that ranks share, and what joins hosts. See Note [Shared memory].
+    """Shared memory of the ranks of a host, and exchanges between hosts. See Note [Shared memory].
 
     Args:
         all_gather: an exchange that works already.
-        among: makes a process group of a name for CPU tensors, for a rank of so many, which are one of each host.
+        among: makes a process group for CPU tensors, of one rank per host, from a name, a rank and a world size.
         timeout_s: how long a rank waits for another.
-        key: what ranks know and nobody else does.
-        shares_memory: whether there may be any.
-        tells: whether to say where there are none.
+        key: secret of the run's ranks.
+        shares_memory: whether ranks may share memory.
+        tells: whether to log why there is no shared memory.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Transports:
         self._shares_memory = shares_memory
         self._tells = tells
         self.near: Communicator | Literal[False] | None = None
-        """Of this host; False where not all ranks are there, None before that is known."""
+        """Communicator of this host; False if not all ranks are on this host, None before that is known."""
         self.near_aside: Communicator | None = None
-        """For exchanges in an order of their own."""
+        """Communicator for exchanges in an independent order."""
         self.hosts: HostExchanges | None = None
-        """Where there are several, some with several ranks."""
+        """Exchanges between hosts, if there are several and some have several ranks."""
         self.hosts_aside: HostExchanges | None = None
 
     def connected(self) -> Communicator | Literal[False]:
-        """The communicator of this host, if all ranks are there; the first call is a collective."""
+        """Return the communicator of this host if all ranks are on it, else False; the first call is a collective."""
         if self.near is None:
             self.near = False
             if self._shares_memory:
@@ -75,7 +75,7 @@ class Transports:
         return self.near
 
     def _spread(self) -> str:
-        """Find ``hosts``; a word on what ranks share."""
+        """Set ``hosts`` if possible; return the reason why not all ranks share memory."""
         found = hosts(self._rank, self._all_gather, self._among, self._timeout_s, 2, self._key)
         if isinstance(found, str):
             return found
@@ -84,7 +84,7 @@ class Transports:
         return SEVERAL_HOSTS
 
     def close(self) -> None:
-        """Hang up on the other ranks."""
+        """Close the connections to the other ranks."""
         if self.near:
             self.near.close()
         if self.near_aside is not None:
@@ -96,8 +96,9 @@ class Transports:
 
 # Note [Shared memory]
 #
-# Where all ranks are processes of one host, what is on the CPU goes through memory that they share; see
-# csrc/communicator.hpp. Whether that is so is found out by the first exchange, on all ranks together:
-# a rank without the compiled part means none for all. Where ranks are on several hosts, only sums go through what
-# memory they share, and then between hosts; see Note [Several hosts]. Exchanges in an order of their own have memory of
-# their own, and a thread.
+# When all ranks are processes of one host, CPU tensors go through memory that they share; see csrc/communicator.hpp.
+# The
+# first exchange finds out, on all ranks together, whether this is possible: one rank without the compiled part means
+# none
+# for all. When ranks are on several hosts, only sums use shared memory, and then travel between hosts; see
+# Note [Several hosts]. Exchanges in an independent order have their own memory and a thread.

@@ -1,4 +1,4 @@
-"""What torch hands to a process group, in plain values: tensors, roots and reductions."""
+"""Conversions of torch's arguments of process groups into plain values: tensors, roots and reductions."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _REDUCTIONS = {
 
 
 def listed(tensors: Any) -> list[Tensor]:
-    """As a list, whatever torch gave."""
+    """Return the tensor or tensors as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def nested(lists: Any) -> list[list[Tensor]]:
-    """As a list of lists; a list of tensors is the only one."""
+    """Return a list of lists; a plain list of tensors becomes the only one."""
     lists = list(lists)
     return [lists] if lists and isinstance(lists[0], Tensor) else [list(one) for one in lists]
 
 
 def handed_on(opts: Any) -> tuple[Any, ...]:
-    """Options as they are handed on: not at all, where there are none."""
+    """Return the options as arguments for another call: none if there are none."""
     return () if opts is None else (opts,)
 
 
 def root_of(opts: Any) -> int:
-    """The root of a collective's options, or what stands for them."""
+    """Return the root of a collective's options, which may be the number itself."""
     return int(opts) if isinstance(opts, int) else int(opts.rootRank)
 
 
 def reduction_of(opts: Any) -> str | None:
-    """The operation of an all-reduce's options; None for what only some backends have."""
+    """Return the name of an all-reduce's operation; None for operations that only some backends have."""
     found = getattr(opts, "reduceOp", opts)
     if found is None:
         return "sum"

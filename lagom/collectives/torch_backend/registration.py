@@ -1,4 +1,4 @@
-"""The process-group backend "lagom", which DDP, FSDP2 and ``dist`` calls use as they are."""
+"""Registers the process-group backend "lagom", for DDP, FSDP2 and ``dist`` calls as they are."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _key = b""
 
 
 def register(key: bytes = b"") -> None:
-    """Make ``dist.init_process_group("lagom")`` and ``new_group(backend="lagom")`` known to torch in this process.
+    """Register ``dist.init_process_group("lagom")`` and ``new_group(backend="lagom")`` with torch in this process.
 
     Args:
-        key: what ranks know and nobody else does, where there is something.
+        key: secret of the run's ranks, if they have one.
     """
-    global _key  # torch keeps one backend of a name
+    global _key  # torch keeps one backend per name
     _key = key
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _created, devices=["cpu"])
@@ -39,7 +39,7 @@ def _created(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any
         return dist.ProcessGroupGloo(dist.PrefixStore(name, store), place, count, timeout)
 
     def gloo_here() -> Any:
-        gloo_class: Any = dist.ProcessGroupGloo  # its options are missing from torch's own types
+        gloo_class: Any = dist.ProcessGroupGloo  # torch's own types lack its options
         options = gloo_class._Options()
         options._devices = [gloo_class.create_device(hostname="127.0.0.1")]
         options._timeout = timeout
@@ -60,7 +60,7 @@ def _created(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any
 
 
 class _LateGloo:
-    """A process group of gloo's that is made when all ranks call one of its collectives; see Note [Gloo] in group.py.
+    """A gloo process group that is made when all ranks call one of its collectives; see Note [Gloo] in group.py.
 
     Args:
         make: makes it, on all ranks.
@@ -72,7 +72,7 @@ class _LateGloo:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            if name in ("send", "recv", "recv_anysource"):  # of two ranks, who cannot make a group of all
+            if name in ("send", "recv", "recv_anysource"):  # two ranks alone cannot make a group of all
                 raise RuntimeError(f"{name} of a tensor that is sparse, quantized or not on the CPU; send a dense one")
             if self._made is None:
                 self._made = self._make()

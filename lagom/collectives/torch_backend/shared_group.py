@@ -1,4 +1,4 @@
-"""``SharedProcessGroup``: the backend "lagom" of ranks on one host, who exchange through memory that they share."""
+"""``SharedProcessGroup``: the backend "lagom" for ranks on one host, which exchange through shared memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from lagom.collectives.native import Communicator
 
 BACKEND = "lagom"
-"""What torch knows it by."""
-_Base: Any = dist.ProcessGroup  # whose methods have overloads of many kinds
+"""Name of the backend in torch."""
+_Base: Any = dist.ProcessGroup  # its methods have overloads of many kinds
 
 
 class SharedProcessGroup(_Base):  # type: ignore[misc]
-    """Exchanges CPU tensors through shared memory, and through gloo what is no dense CPU tensor, or has other sums.
+    """Exchanges dense CPU tensors through shared memory; other tensors and other reductions go through gloo.
 
     See Note [Order of collectives].
 
@@ -47,34 +47,34 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         _all.add(self)
 
     def getBackendName(self) -> str:
-        """As torch asks for it."""
+        """Return the backend's name, for torch."""
         return BACKEND
 
     def name(self) -> str:
-        """As torch asks for it."""
+        """Return the backend's name, for torch."""
         return BACKEND
 
     @property
     def group_name(self) -> str:
-        """What torch calls it: the base class knows that only of groups that torch makes whole."""
+        """Torch's name of the group; the base class knows it only for groups that torch makes itself."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
-        """Torch's, which asks for the name also when it has forgotten the group: `destroy_process_group(group)`."""
+        """Set the name, which torch also reads after it has forgotten the group: `destroy_process_group(group)`."""
         self._name = name
         super()._set_group_name(name)
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Torch's checkpoints ask for it."""
+        """Device types, which torch's checkpoints read."""
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Of the device types."""
+        """Return this group as the backend of every device."""
         return self
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """In place, each tensor by itself."""
+        """Reduce each tensor by itself, in place."""
         moves, given, reduction = self._moves, listed(tensors), reduction_of(opts)
         if reduction is None or not moves.reduces(given, reduction):
             gloos = self._gloo.allreduce
@@ -87,15 +87,15 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective(run, opts, given)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """As ``allreduce``."""
-        single = dist.AllreduceOptions()  # which gloo wants to be asked with
+        """Reduce as ``allreduce``."""
+        single = dist.AllreduceOptions()  # gloo expects these options
         single.reduceOp = getattr(opts, "reduceOp", single.reduceOp)
         single.timeout = getattr(opts, "timeout", single.timeout)
         single.asyncOp = getattr(opts, "asyncOp", True)
         return self.allreduce(tensors, single)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """In place; ``opts`` has the root, or is it."""
+        """Broadcast in place; ``opts`` has the root, or is the root."""
         moves, given, root = self._moves, listed(tensors), root_of(opts)
         if not moves.carries(given):
             gloos = self._gloo.broadcast
@@ -108,7 +108,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective(run, opts, given)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        """The root's tensors become the results."""
+        """Reduce into the root's tensors."""
         moves, given, root = self._moves, listed(tensors), root_of(opts)
         reduction = reduction_of(op if isinstance(opts, int) else opts)
         if reduction is None or not moves.reduces(given, reduction):
@@ -122,7 +122,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective(run, opts, given)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
-        """One list of outputs for each input."""
+        """Gather each input into one list of outputs."""
         outs, given = nested(output_lists), listed(inputs)
         moves = self._moves
         if not moves.carries([*given, *chain.from_iterable(outs)]):
@@ -138,16 +138,16 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective(run, opts, outs[0])
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
-        """``output_lists`` has a list for each rank, of an output for each input."""
+        """Gather into ``output_lists``, which has a list for each rank, with an output for each input."""
         outs = nested(output_lists)
         return self.allgather([list(one) for one in zip(*outs, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """``output`` gets all inputs, one behind the other."""
+        """Fill ``output`` with all inputs, one behind the other."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """As ``all_gather_single``, of several."""
+        """Gather several tensors, each as ``all_gather_single``."""
         moves = self._moves
         outs, given = listed(outputs), listed(inputs)
         if not moves.carries([*given, *outs]):
@@ -161,7 +161,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective(run, opts, outs)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
-        """One list of inputs for each output."""
+        """Reduce one list of inputs into each output."""
         moves, outs, given, reduction = self._moves, listed(outputs), nested(input_lists), reduction_of(opts)
         if reduction is None or not moves.reduces([*outs, *chain.from_iterable(given)], reduction):
             gloos = self._gloo.reduce_scatter
@@ -176,11 +176,11 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective(run, opts, outs)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """``output`` gets this rank's part of the reduced ``input``."""
+        """Fill ``output`` with this rank's part of the reduced ``input``."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """As ``reduce_scatter_single``, of several."""
+        """Reduce several tensors, each as ``reduce_scatter_single``."""
         moves, outs, given, reduction = self._moves, listed(outputs), listed(inputs), reduction_of(opts)
         if reduction is None or not moves.reduces([*outs, *given], reduction):
             gloos = self._gloo._reduce_scatter_base
@@ -195,7 +195,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective(run, opts, outs)
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
-        """The root's lists get the inputs of all ranks."""
+        """Gather the inputs of all ranks into the root's lists."""
         moves, outs, given, root = self._moves, nested(output_lists), listed(inputs), root_of(opts)
         if not moves.carries([*given, *chain.from_iterable(outs)]):
             gloos, rows = self._gloo.gather, outs[:1] or [[]]
@@ -205,7 +205,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective(lambda: moves.gather(outs[0] if outs else [], given[0], root), opts, given)
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
-        """Each rank's output gets its place in the root's list."""
+        """Fill each rank's output from its place in the root's list."""
         moves, outs, given, root = self._moves, listed(outputs), nested(input_lists), root_of(opts)
         if not moves.carries([*outs, *chain.from_iterable(given)]):
             gloos, rows = self._gloo.scatter, given[:1] or [[]]
@@ -215,7 +215,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective(lambda: moves.scatter(outs[0], given[0] if given else [], root), opts, outs)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """One tensor to each rank and one from each, of any shapes."""
+        """Send one tensor to each rank and receive one from each, of any shapes."""
         moves, outs, given = self._moves, listed(outputs), listed(inputs)
         if not moves.carries([*outs, *given]):
             gloos = self._gloo.alltoall
@@ -223,7 +223,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective(lambda: moves.all_to_all(outs, given), opts, outs)
 
     def all_to_all_single(self, output: Tensor, input: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
-        """Rows of ``input`` to each rank, in even parts unless sizes are given."""
+        """Send rows of ``input`` to each rank, in equal parts unless sizes are given."""
         moves = self._moves
         if not moves.carries([output, input]):
             others = (out_sizes, in_sizes, *handed_on(opts))
@@ -232,12 +232,12 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective(lambda: moves.all_to_all_single(output, input, out_sizes, in_sizes), opts, [output])
 
     def barrier(self, opts: Any = None) -> Any:
-        """All ranks are here when the work is done."""
+        """Begin a barrier; all ranks have come when the work is done."""
         moves = self._moves
         return self._collective(moves.barrier, opts, [])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """As ``barrier``, within ``timeout``; names a rank that did not come."""
+        """Wait for all ranks within ``timeout``; the error names a rank that did not come."""
         moves = self._moves
 
         def run() -> None:
@@ -248,21 +248,21 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         self._collective(run, None, []).wait()
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        """Messages to one rank arrive in the order in which they were sent, and must be received with their tags."""
+        """Send to one rank. Messages arrive in the order in which they were sent, and must be received with their tags."""
         moves, (tensor,) = self._moves, listed(tensors)
         if not moves.carries([tensor]):
             return self._gloo.send([tensor], dst, tag)
         return self._lane(("send", dst)).later(lambda: moves.send(tensor, dst, tag), [tensor])
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        """See ``send``."""
+        """Receive from one rank; see ``send``."""
         moves, (tensor,) = self._moves, listed(tensors)
         if not moves.carries([tensor]):
             return self._gloo.recv([tensor], src, tag)
         return self._lane(("receive", src)).later(lambda: moves.receive(tensor, src, tag), [tensor], source=src)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """From the rank that sends next. Not while other receives are under way."""
+        """Receive from the rank that sends next. No other receive may be under way."""
         moves, (tensor,) = self._moves, listed(tensors)
         if not moves.carries([tensor]):
             return self._gloo.recv_anysource([tensor], tag)
@@ -277,12 +277,12 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return work
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long exchanges wait for a rank from now on."""
+        """Set how long exchanges wait for a rank from now on."""
         self._timeout = timeout
         self._moves.near.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
-        """Hang up, when the collectives that were called for are done or have failed."""
+        """Close the connections, after the collectives that were called are done or have failed."""
         self._close_lanes()
         self._moves.near.close()
 
@@ -294,12 +294,12 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         self._lanes.clear()
 
     def abort(self) -> None:
-        """End what is under way, on all ranks, with an error."""
+        """Fail the exchanges under way, on all ranks."""
         self._moves.near.abort(f"rank {self._rank} aborted its process group")
         self.shutdown()
 
     def _set_sequence_number_for_group(self) -> None:
-        """Exchanges are numbered anyway."""
+        """Do nothing: exchanges are numbered anyway."""
 
     def _collective(self, run: Callable[[], object], opts: Any, result: Sequence[Tensor]) -> Any:
         lane = self._lane("collective")
@@ -313,16 +313,18 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return work
 
     def _by_gloo(self, name: str, call: Callable[..., Any], opts: Any, *tensors: Sequence[Any]) -> Any:
-        """What memory does not carry: gloo, with one of each of ``tensors`` at a time, since it would add them up.
+        """Run a collective that memory does not carry over gloo, for one of each of ``tensors`` at a time.
 
-        Ranks agree on it first: one whose tensors memory carries would wait there for the others, in vain.
+        gloo would add up tensors that are given together. Ranks agree first: a rank whose tensors memory carries would
+        wait
+        there for the others, in vain.
         """
         moves = self._moves
 
         def run() -> None:
             moves.agree(f"{name} over gloo")
             for given in zip(*tensors, strict=True):
-                in_order = [ordered(one) for one in given]  # gloo takes memory as it lies, also what lies between
+                in_order = [ordered(one) for one in given]  # gloo takes memory as it lies, gaps included
                 call(*in_order).wait()
                 put_back(given[0], in_order[0])
 
@@ -335,7 +337,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
                 self._lanes[key] = WorkThread(f"lagom-{key}")
             return self._lanes[key]
 
-    # What older versions of torch call the same.
+    # Names that older versions of torch use.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -347,13 +349,13 @@ _all: weakref.WeakSet[SharedProcessGroup] = weakref.WeakSet()
 
 
 def whole_groups(world_size: int) -> list[Communicator]:
-    """What joins the ranks in groups of all of them."""
+    """Return the communicators of groups of all ranks."""
     return [one._moves.near for one in list(_all) if one.size() == world_size and type(one._moves) is TensorCollectives]
 
 
 def _forget() -> None:
     for group in list(_all):
-        group._lanes = {}  # their threads are the other process's
+        group._lanes = {}  # their threads belong to the parent process
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -361,8 +363,10 @@ os.register_at_fork(after_in_child=_forget)
 
 # Note [Order of collectives]
 #
-# Collectives of a group run one after the other, in the order in which they were called: those whose caller waits at
-# once in its own thread, others in a thread of the group's. To hand an exchange to a thread and to be woken by it costs
-# ten times what a small exchange does. A caller may only run its own when none is waiting or under way.
+# Collectives of a group run one after the other, in the order in which they were called. A collective whose caller
+# waits
+# at once runs in the caller's thread, others in a thread of the group. To hand an exchange to a thread and to be woken
+# by
+# it costs ten times as much as a small exchange. A caller may run its own only when none is waiting or under way.
 #
 # Messages between two ranks have a thread for each direction, so that a send does not wait for a receive.

@@ -24,11 +24,11 @@ _TYPES = (
     torch.int8,
     torch.uint8,
 )
-"""Those that gloo sums, too."""
+"""Types that gloo sums, too."""
 
 
 class SpreadProcessGroup(SharedProcessGroup):
-    """See Note [Several hosts].
+    """Exchanges over several hosts. See Note [Several hosts].
 
     Raises:
         RuntimeError: from every method or its work, when the exchange fails.
@@ -39,7 +39,7 @@ class SpreadProcessGroup(SharedProcessGroup):
         self._hosts = hosts
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """In place, each tensor by itself."""
+        """Reduce each tensor by itself, in place."""
         given, hosts = listed(tensors), self._hosts
         reduction = reduction_of(opts)
         if not _sums(reduction, given) or not TensorCollectives.carries(self._moves, given):
@@ -55,7 +55,7 @@ class SpreadProcessGroup(SharedProcessGroup):
         return self._collective(run, opts, given)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """In place; ``opts`` has the root, or is it."""
+        """Broadcast in place; ``opts`` has the root, or is the root."""
         given, hosts, root = listed(tensors), self._hosts, root_of(opts)
         if not TensorCollectives.carries(self._moves, given):
             return super().broadcast(given, opts)
@@ -69,7 +69,7 @@ class SpreadProcessGroup(SharedProcessGroup):
         return self._collective(run, opts, given)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Each output gets an input of all ranks, one behind the other."""
+        """Fill each output with one input of all ranks, one behind the other."""
         outs, given, hosts = listed(outputs), listed(inputs), self._hosts
         if not TensorCollectives.carries(self._moves, [*given, *outs]):
             return super().all_gather_single_coalesced(outs, given, opts)
@@ -84,7 +84,7 @@ class SpreadProcessGroup(SharedProcessGroup):
         return self._collective(run, opts, outs)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Each output gets this rank's part of a reduced input."""
+        """Fill each output with this rank's part of a reduced input."""
         outs, given, hosts = listed(outputs), listed(inputs), self._hosts
         reduction = reduction_of(opts)
         if not _sums(reduction, (*outs, *given)) or not TensorCollectives.carries(self._moves, [*given, *outs]):
@@ -101,57 +101,57 @@ class SpreadProcessGroup(SharedProcessGroup):
         return self._collective(run, opts, outs)
 
     def barrier(self, opts: Any = None) -> Any:
-        """All ranks are here when the work is done."""
+        """Begin a barrier; all ranks have come when the work is done."""
         return self._gloo.barrier(*handed_on(opts))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """As gloo's, which names the ranks that did not come."""
+        """Wait as gloo's monitored barrier, which names the ranks that did not come."""
         self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
 
     def _divide(self, total: Tensor, reduction: str | None) -> None:
-        """Make an average of it where that was asked for."""
+        """Divide the sum by the number of ranks if the reduction is an average."""
         if reduction == "avg":
             total.detach().div_(self.size())
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long exchanges wait for a rank from now on."""
+        """Set how long exchanges wait for a rank from now on."""
         self._timeout = timeout
         if self._hosts.near is not None:
             self._hosts.near.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
-        """Hang up; what is under way goes on."""
+        """Close the connections; exchanges under way go on."""
         self._close_lanes()
         self._hosts.close()
 
     def abort(self) -> None:
-        """End what is under way, on this host's ranks, with an error."""
+        """Fail the exchanges under way on this host's ranks."""
         self._hosts.abort()
         self._close_lanes(waits=False)
         self._hosts.close()
 
-    # What older versions of torch call the same.
+    # Names that older versions of torch use.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
 def _sums(reduction: str | None, tensors: Sequence[Tensor]) -> bool:
-    """Whether hosts have it, sums and averages of types that gloo adds."""
+    """Return whether hosts compute this reduction: sums and averages of types that gloo adds."""
     if reduction == "avg":
         return all(tensor.dtype in _TYPES and tensor.is_floating_point() for tensor in tensors)
     return reduction == "sum" and all(tensor.dtype in _TYPES for tensor in tensors)
 
 
 class _Nothing(TensorCollectives):
-    """Has gloo asked."""
+    """Stands for shared memory that carries nothing, so that gloo serves every tensor."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
 
     def carries(self, tensors: Sequence[Tensor]) -> bool:
-        """Nothing."""
+        """Return False."""
         return False
 
     def agree(self, what: str) -> None:
-        """All go to gloo."""
+        """Do nothing: all calls go to gloo."""

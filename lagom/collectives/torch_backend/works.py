@@ -1,4 +1,4 @@
-"""``WorkThread``: exchanges that go on in a thread, as works of torch's."""
+"""``WorkThread``: runs exchanges in a thread, as works of torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class SharedWork(dist.Work):
     """An exchange, done or to be done.
 
     Args:
-        run: does it; None when it is done.
-        result: tensors that it fills.
+        run: runs the exchange; None if it is done.
+        result: tensors that the exchange fills.
         source: the rank that a message came from.
     """
 
@@ -31,14 +31,14 @@ class SharedWork(dist.Work):
         self._result = list(result)
         self._error: Exception | None = None
         self._done: threading.Event | None = None if run is None else threading.Event()
-        # Of what is done already it is seldom asked for.
+        # Programs seldom ask for the future of a finished exchange.
         self._base: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
         if run is not None:
             self._make_future()
 
     def perform(self) -> None:
-        """Do it; what it raises is raised by ``wait``."""
+        """Run the exchange; ``wait`` raises its error."""
         assert self._run is not None
         try:
             with torch.no_grad():
@@ -52,7 +52,7 @@ class SharedWork(dist.Work):
         self._base.set_result(None)
 
     def _make_future(self) -> None:
-        # Future.set_exception is for Python alone: to C++, such as DDP's, the exception would be the result.
+        # Future.set_exception works in Python only: C++, such as DDP, would take the exception for the result.
         self._base = torch.futures.Future()
         self._future = self._base.then(self._outcome)
 
@@ -62,10 +62,10 @@ class SharedWork(dist.Work):
         return self._result
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Until it is done.
+        """Wait until the exchange is done.
 
         Raises:
-            RuntimeError: when it failed, or is not done within ``timeout``; zero: as long as the group waits.
+            RuntimeError: when the exchange failed, or is not done within ``timeout``; zero: as long as the group waits.
         """
         if self._done is not None and not self._done.wait(timeout.total_seconds() or None):
             raise RuntimeError(f"the exchange was not done within {timeout.total_seconds():g} s")
@@ -74,32 +74,32 @@ class SharedWork(dist.Work):
         return True
 
     def finish(self) -> None:
-        """As ``wait``, without what it raises."""
+        """Wait until the exchange is done, without raising its error."""
         if self._done is not None:
             self._done.wait()
 
     def synchronize(self) -> None:
-        """As ``wait``: there is no device to wait for."""
+        """Wait until the exchange is done: there is no device to wait for."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is done, or failed."""
+        """Return whether the exchange is done, or failed."""
         return self._done is None or self._done.is_set()
 
     def is_success(self) -> bool:
-        """Whether it is done and did not fail."""
+        """Return whether the exchange is done and did not fail."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Any:
-        """What it failed with."""
+        """Return the error of the exchange."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """The tensors that it filled."""
+        """Return the tensors that the exchange filled."""
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Completed with ``result``."""
+        """Return a future that completes with ``result``."""
         if self._future is None:
             self._make_future()
             assert self._base is not None
@@ -108,7 +108,7 @@ class SharedWork(dist.Work):
         return self._future
 
     def source_rank(self) -> int:
-        """The rank that a message came from."""
+        """Return the rank that a message came from."""
         return self.source
 
     _source_rank = source_rank
@@ -116,12 +116,12 @@ class SharedWork(dist.Work):
 
 
 def finished(result: Sequence[Tensor]) -> SharedWork:
-    """Of an exchange that was done at once."""
+    """Return the work of an exchange that was done at once."""
     return SharedWork(None, result)
 
 
 class WorkThread:
-    """A thread, begun when there is something to do, that does one exchange after the other."""
+    """A thread, started when there is something to do, that runs one exchange after the other."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -131,21 +131,21 @@ class WorkThread:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was given is done."""
+        """Whether all given exchanges are done."""
         return self._last is None or self._last.is_completed()
 
     def later(self, run: Callable[[], object], result: Sequence[Tensor], source: int = -1) -> SharedWork:
-        """Have ``run`` done after what was given before."""
+        """Run ``run`` after the exchanges that were given before."""
         work = self.prepare(run, result, source)
         self.start(work)
         return work
 
     def prepare(self, run: Callable[[], object], result: Sequence[Tensor], source: int = -1) -> SharedWork:
-        """A work to be given to ``start``."""
+        """Return a work for ``start``."""
         return SharedWork(run, result, source)
 
     def start(self, work: SharedWork) -> None:
-        """Have ``work`` done after what was given before."""
+        """Run ``work`` after the exchanges that were given before."""
         if self._thread is None:
             self._thread = threading.Thread(target=_work_off, args=(self._queue,), name=self._name, daemon=True)
             self._thread.start()
@@ -153,12 +153,12 @@ class WorkThread:
         self._queue.put(work)
 
     def close(self) -> None:
-        """Take nothing more; what was given is done."""
+        """Accept no more exchanges; those given before are still run."""
         if self._thread is not None:
             self._queue.put(None)
 
     def wait(self) -> None:
-        """Until what was given is done or has failed, which takes no longer than an exchange waits for a rank."""
+        """Wait until all given exchanges are done or failed, at most as long as an exchange waits for a rank."""
         if self._last is not None and threading.current_thread() is not self._thread:
             self._last.finish()
 
