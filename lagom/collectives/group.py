@@ -1,4 +1,4 @@
-"""``Group``: the exchanges between the ranks of a run, over a process group that the program never sees."""
+"""``Group``: the exchanges between the ranks of a run, over process groups that the program never sees."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from lagom.collectives.native import Communicator
 
 TIMEOUT_S = 30 * 60.0
-"""How long a rank waits for another; torch's own default for gloo."""
+"""Seconds that a rank waits for another; torch's own default for gloo."""
 _FIRST = 4096 - 8
-"""Bytes that travel along with their own length, so that a short message takes one exchange."""
+"""Bytes that travel together with their length, so that a short message takes one exchange."""
 _SUM = OPERATIONS["sum"]
 
 
@@ -36,17 +36,19 @@ class Group(PreparedAverages):
     """All ranks of a run, in order.
 
     The process groups are made directly, never registered as torch's default one, so that
-    ``torch.distributed.is_initialized()`` stays False to the program. Every call is a collective: all
-    ranks make the same calls in the same order.
+    ``torch.distributed.is_initialized()`` stays False for the program. Every call is a collective: all ranks make the
+    same
+    calls in the same order.
 
     Args:
-        all_gather: an exchange of texts that works already, by which ranks find each other.
-        gloo: makes a process group of a name for a rank of so many, when there is need of one: what shared memory
-            does not serve, and ranks of several hosts.
-        nccl: serves CUDA tensors; None where ranks have no GPU, or share one.
-        key: what the ranks of this run know and nobody else does.
-        ip: where ranks on other hosts reach this one.
-        shares_memory: CPU tensors go through shared memory where ranks are on one host. See Note [Shared memory].
+        all_gather: an exchange of texts that works already; the ranks find each other with it.
+        gloo: makes a process group from a name, a rank and a world size. It is called when one is needed: for tensors
+            that
+            shared memory does not serve, and between hosts.
+        nccl: serves CUDA tensors; None if ranks have no GPU, or share one.
+        key: secret of the run's ranks.
+        ip: address at which ranks on other hosts reach this one.
+        shares_memory: send CPU tensors through shared memory when the ranks are on one host. See Note [Shared memory].
 
     Raises:
         CollectiveError: from every method, when the exchange fails.
@@ -82,15 +84,20 @@ class Group(PreparedAverages):
         self._thread: BackgroundExchanges | None = None
 
     def waited(self) -> list[int]:
-        """Nanoseconds for which this rank has waited for each other in exchanges of messages; may be asked anywhere."""
+        """Return the nanoseconds that this rank has waited for each other rank in exchanges of messages.
+
+        Any thread may call this at any time.
+        """
         if self._ways.near:
             return self._ways.near.waited()
         return list(self._mesh.waited) if self._mesh is not None else []
 
     def standing(self) -> tuple[str, int, list[int]]:
-        """The exchange in which this rank waits, its number, and the ranks that have not come; may be asked anywhere.
+        """Return the exchange in which this rank waits, its number, and the ranks that have not come.
 
-        No words where it does not wait, or in one that is gloo's or NCCL's own.
+        The text is empty when this rank does not wait, or waits in an exchange of gloo or NCCL. Any thread may call
+        this at
+        any time.
         """
         if self._ways.near:
             return self._ways.near.standing()
@@ -103,12 +110,12 @@ class Group(PreparedAverages):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether what is on the CPU is exchanged through memory; not before the first exchange."""
+        """Whether CPU tensors are exchanged through shared memory; unknown before the first exchange."""
         return bool(self._ways.near)
 
     @property
     def has_memory(self) -> bool:
-        """Whether any ranks share memory that sums go through; not before the first exchange, and alike on all."""
+        """Whether any ranks share memory that carries sums; unknown before the first exchange, equal on all ranks."""
         return self.shares_memory or self._ways.hosts is not None
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -130,7 +137,7 @@ class Group(PreparedAverages):
             return work
 
     def open_aside(self) -> None:
-        """Connect for ``all_reduce_aside``, the first time; a collective then."""
+        """Connect for ``all_reduce_aside`` on the first call, which is a collective."""
         with naming("connecting"):
             near = self._ways.connected()
         if not near and self._ways.hosts_aside is None:
@@ -143,7 +150,7 @@ class Group(PreparedAverages):
             self._thread = BackgroundExchanges("lagom-all-reduce")
 
     def all_reduce_aside(self, tensor: torch.Tensor) -> Work:
-        """As ``all_reduce_later``, of CPU tensors, in an order of its own: other exchanges may come before or after."""
+        """Begin to sum a CPU tensor as ``all_reduce_later`` does, in an order independent of the other exchanges."""
         assert tensor.is_contiguous()
         if self._thread is not None and self._ways.near_aside is not None:
             return self._thread.later(partial(_sum, self._ways.near_aside, tensor))
@@ -156,23 +163,23 @@ class Group(PreparedAverages):
 
     @property
     def reduces_parts(self) -> bool:
-        """Whether there is ``reduce_parts_aside``; not before the first exchange, and then alike on all ranks."""
+        """Whether ``reduce_parts_aside`` is available; unknown before the first exchange, equal on all ranks."""
         return self._ways.near_aside is not None
 
     def reduce_parts_aside(self, whole: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> Work:
-        """As ``all_reduce_aside``, where each rank needs some of the sums only, in the same bits.
+        """Begin an ``all_reduce_aside`` of which each rank needs only some sums; the bits are the same.
 
         Args:
-            whole: what this rank gives.
-            counts: so many numbers for each rank, one behind the other.
-            out: gets this rank's; or ``whole``, where all are.
+            whole: this rank's numbers.
+            counts: how many numbers each rank receives, one rank's behind the other's.
+            out: receives this rank's sums; or ``whole`` itself, which then receives them in its own part.
         """
         assert self._thread is not None
         assert self._ways.near_aside is not None
         return self._thread.later(partial(_sum_parts, self._ways.near_aside, whole, counts, out))
 
     def wait(self, work: Work) -> None:
-        """Until ``work`` is done."""
+        """Wait until ``work`` is done."""
         with naming("all_reduce"):
             work.wait()
 
@@ -199,7 +206,7 @@ class Group(PreparedAverages):
             return work
 
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
-        """The ``data`` of rank ``root``; what the others give is ignored."""
+        """Return the ``data`` of rank ``root``; the other ranks' data is ignored."""
         frame = torch.zeros(8 + _FIRST, dtype=torch.uint8)
         if self.rank == root:
             frame[:8] = as_tensor(len(data).to_bytes(8, "little"))
@@ -214,11 +221,11 @@ class Group(PreparedAverages):
         return head + as_bytes(rest)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """The ``data`` of all ranks, in rank order; lengths may differ."""
+        """Return the ``data`` of all ranks, in rank order; lengths may differ."""
         return [bytes(view) for view in self.exchange(data)]
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The contiguous ``tensor`` of every rank, in rank order; all of one shape."""
+        """Return the contiguous ``tensor`` of every rank, in rank order; all have one shape."""
         assert tensor.is_contiguous()
         with naming("all_gather"):
             near = self._ways.connected() if tensor.device.type == "cpu" else None
@@ -235,7 +242,7 @@ class Group(PreparedAverages):
         return theirs
 
     def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """The contiguous ``part`` of every rank, in rank order, in a contiguous ``whole``; bytes, all as many."""
+        """Gather every rank's contiguous ``part``, equally many bytes, into a contiguous ``whole``, in rank order."""
         assert whole.numel() == part.numel() * self.world_size
         with naming("all_gather"):
             near = self._ways.connected() if part.device.type == "cpu" else None
@@ -247,10 +254,10 @@ class Group(PreparedAverages):
                 self._serving(part)._allgather_base(whole, part).wait()
 
     def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of a contiguous ``rows``, one for each rank, the row of this rank from each of them; all of one shape."""
+        """Send row i of the contiguous ``rows`` to rank i, and return the rows received, all of one shape."""
         assert rows.is_contiguous()
         assert len(rows) == self.world_size
-        if rows.is_cuda and not self.has_gpus:  # gloo, which serves ranks that share a GPU, has this for the CPU alone
+        if rows.is_cuda and not self.has_gpus:  # gloo, which serves ranks that share a GPU, has this for the CPU only
             return self.all_to_all(rows.cpu()).to(rows.device)
         found = torch.empty_like(rows)
         with naming("all_to_all"):
@@ -282,7 +289,7 @@ class Group(PreparedAverages):
             return connect_mesh(self.rank, self.world_size, self._ip, self._first_gather, self._key, TIMEOUT_S)
 
     def _is_of_one_host(self) -> bool:
-        """Whether tensors may go through Unix sockets where memory does not carry them. See Note [Gloo]."""
+        """Return whether tensors may go through Unix sockets when memory does not carry them. See Note [Gloo]."""
         return self._may_share and self._ways.hosts is None and self._meshed().is_of_one_host
 
     def _with_room(self, size: int) -> Communicator | None:
@@ -291,7 +298,7 @@ class Group(PreparedAverages):
         return near if near and size <= near.room() // 2 else None
 
     def close(self) -> None:
-        """Hang up on the other ranks, who may still be busy with what they have got."""
+        """Close the connections to the other ranks, which may still read what they have received."""
         if self._mesh is not None:
             self._mesh.close()
         if self._thread is not None:
@@ -308,10 +315,10 @@ class Group(PreparedAverages):
         self.exchange(b"")
 
     def connect(self) -> None:
-        """Connect with all ranks, if no exchange has: so one that ends is noticed from now on. A collective."""
+        """Connect with all ranks, if no exchange has yet, to notice from now on when a rank ends; a collective."""
         self.exchange(b"")
 
-    def _serving(self, tensor: torch.Tensor) -> Any:  # a process group, or what has its methods
+    def _serving(self, tensor: torch.Tensor) -> Any:  # a process group, or an object with its methods
         if self._nccl is not None and tensor.device.type != "cpu":
             return self._nccl
         if tensor.device.type == "cpu" and self._is_of_one_host():
@@ -319,7 +326,7 @@ class Group(PreparedAverages):
         return self._group_of("gloo")
 
     def _group_of(self, name: str) -> dist.ProcessGroup:
-        """One of gloo's, made when it is first asked for, on all ranks. See Note [Gloo]."""
+        """Return the gloo group of this name; all ranks make it when it is first needed. See Note [Gloo]."""
         if name not in self._groups:
             with naming("connecting"):
                 self._groups[name] = self._gloo(name, self.rank, self.world_size)
@@ -341,8 +348,10 @@ def _sum_parts(near: Communicator, whole: torch.Tensor, counts: Sequence[int], o
 
 # Note [Gloo]
 #
-# gloo listens at a port for as long as it lives, and lets in whoever comes: it asks for no proof, and what it is sent
-# it adds up. So a group of gloo's is made only for what nothing else serves. Between hosts that is nearly everything
-# large. On one host it is what is asked for (collectives="gloo"), and CUDA tensors of ranks that share a GPU. What
-# shared memory does not carry (types that csrc/arithmetic.hpp does not have), or all where there is none (lagom was
-# installed without its compiled part), goes through Unix sockets.
+# gloo listens at a port for as long as it lives, accepts every connection without proof, and adds up whatever arrives.
+# So a gloo group is made only for tensors that nothing else serves. Between hosts that is nearly everything large. On
+# one
+# host there are two cases: the program asks for gloo (collectives="gloo"), and CUDA tensors of ranks that share a GPU.
+# Tensors that shared memory does not carry go through Unix sockets: types that csrc/arithmetic.hpp does not have, or
+# all
+# tensors if lagom was installed without its compiled part.

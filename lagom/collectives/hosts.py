@@ -177,7 +177,7 @@ class HostExchanges:
             raise
 
     def _named(self, text: str) -> str:
-        """Replace the rank numbers in an error of ``near``, counted from 0 within this host, by the run's rank numbers."""
+        """Replace the rank numbers in an error of ``near``, counted within this host, by the run's rank numbers."""
         known = {str(place): rank for place, rank in enumerate(self._homes[self._home])}
         return re.sub(r"\brank (\d+)\b", lambda found: f"rank {known.get(found[1], found[1])}", text)
 

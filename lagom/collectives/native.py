@@ -60,7 +60,7 @@ _VERSION = 9
 
 @functools.cache
 def native() -> Any:
-    """Return the extension module; None if ``LAGOM_NATIVE=0``, or if none was built for this Python, machine and lagom."""
+    """Return the extension module; None if ``LAGOM_NATIVE=0``, or none was built for this Python, machine and lagom."""
     if os.environ.get("LAGOM_NATIVE") == "0":
         return None
     try:

@@ -135,7 +135,7 @@ def _answer(wanted: bool) -> dict[str, Any]:
 
 
 def home() -> str:
-    """Return a text equal in processes that reach each other by Unix sockets (network namespace) and by process number."""
+    """Return a text equal in processes that reach each other by Unix sockets (network namespace) and process number."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = [os.stat(f"/proc/self/ns/{space}").st_ino for space in ("net", "pid")]
     return f"{boot} {spaces} {os.geteuid()}"

@@ -81,7 +81,7 @@ class TensorCollectives:
         put(output, flat)
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], name: str) -> None:
-        """Fill ``output`` with the reduction of tensor i of every rank's list, where i is this rank; sizes may differ."""
+        """Fill ``output`` with the reduction of every rank's tensor for this rank; sizes may differ between ranks."""
         self._check_length("reduce_scatter", tensors)
         fit("reduce_scatter", tensors[self._rank].numel(), output.numel(), tensors[self._rank], output)
         given = torch.cat([tensor.reshape(-1) for tensor in tensors])

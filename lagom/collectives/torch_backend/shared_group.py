@@ -248,7 +248,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         self._collective(run, None, []).wait()
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        """Send to one rank. Messages arrive in the order in which they were sent, and must be received with their tags."""
+        """Send to one rank. Messages arrive in the order of their sends, and must be received with their tags."""
         moves, (tensor,) = self._moves, listed(tensors)
         if not moves.carries([tensor]):
             return self._gloo.send([tensor], dst, tag)
