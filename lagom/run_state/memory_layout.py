@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 
 storage_of = torch._C.TensorBase.untyped_storage
+"""Returns a tensor's storage; with ``zero_lvl=3``, ``Tensor.untyped_storage`` makes the parameter whole first."""
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

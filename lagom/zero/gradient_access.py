@@ -1,4 +1,4 @@
-"""``Tensor.grad`` with ``zero_lvl=2``: whole where the program reads it, in parts where torch's own functions can."""
+"""``Tensor.grad`` with ``zero_lvl=2``: whole when the program reads it, a shard for torch functions that accept one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def sharded_gradients(session: Session) -> Iterator[GradientShards]:
-    """Have every rank keep its part of gradients, once their optimizers are shared out."""
+    """Have every rank keep its shard of gradients, once their optimizers are sharded."""
     assert session.group is not None
     gradients = GradientShards(session.group, session.leaves, lambda: session.may_meet, session.say_once)
     with ExitStack() as stack:
@@ -38,7 +38,7 @@ def sharded_gradients(session: Session) -> Iterator[GradientShards]:
             original = vars(clip_grad)[name]
             patched = make(session, gradients, original)
             for module in list(sys.modules.values()):
-                # Also modules that imported it by its name.
+                # Also modules that imported the function by its name.
                 if getattr(module, "__dict__", {}).get(name) is original:
                     stack.enter_context(replaced(module, name, patched))
         stack.enter_context(_until_something_compiles(session, gradients))
@@ -129,7 +129,7 @@ def _clipped(session: Session, gradients: GradientShards, original: Callable[...
             norms = [float(get_total_norm(some, norm_type, False, foreach)) for some in (parts, whole)]
             rows = exchange_numbers(session, "clip_grad_norm_()", norms[:1])
             total = _together([row[0] for row in rows] + norms[1:], float(norm_type))
-            # As a norm of one number, for the error that torch has.
+            # Take the norm of one number, to raise torch's own error.
             norm = torch.full((), total, dtype=cut[0].dtype, device=cut[0].device)
             norm = get_total_norm([norm], norm_type, error_if_nonfinite, foreach)
             with gradients.parted():
@@ -162,7 +162,7 @@ def _together(norms: list[float], order: float) -> float:
 
 
 def exchange_numbers(session: Session, place: str, mine: list[float]) -> list[list[float]]:
-    """What all ranks have, if all are at ``place``."""
+    """Return the numbers of all ranks, after a check that all are at ``place``."""
     assert session.group is not None
     session.check_place(place)
     parts = session.group.all_gather_bytes(b" ".join(value.hex().encode() for value in mine))
@@ -171,7 +171,7 @@ def exchange_numbers(session: Session, place: str, mine: list[float]) -> list[li
 
 @contextmanager
 def _until_something_compiles(session: Session, gradients: GradientShards) -> Iterator[None]:
-    """Code that is compiled need not ask for gradients by their name."""
+    """Keep gradients whole once something is compiled: compiled code may read them past ``Tensor.grad``."""
     from torch._dynamo.callback import callback_handler
 
     def compiles(_: object) -> None:

@@ -1,4 +1,4 @@
-"""``GradientShards``: each rank keeps its part of the averaged gradients of sharded parameters."""
+"""``GradientShards``: each rank keeps its shard of the averaged gradients of sharded parameters."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ASK = b"gradient"
 _SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types that are sent as they are."""
 _slot: Any = vars(torch._C.TensorBase)["grad"]
-"""Where autograd has a tensor's gradient, whatever ``Tensor.grad`` is."""
+"""Autograd's own slot for a tensor's gradient, whatever ``Tensor.grad`` is."""
 
 
 class _Part(NamedTuple):
-    """Elements of a parameter that one rank has the gradient of."""
+    """Elements of a parameter whose gradient one rank keeps."""
 
     owner: int
     start: int
@@ -36,29 +36,29 @@ class _Part(NamedTuple):
 
 
 class _Entry:
-    """A parameter that is shared out."""
+    """A sharded parameter."""
 
     def __init__(self, number: int, parts: list[_Part], rank: int) -> None:
         self.number = number
-        """Of its optimizer."""
+        """Number of its optimizer."""
         self.parts = parts
         self.mine = next((part for part in parts if part.owner == rank), None)
         self.shard: torch.Tensor | None = None
-        """This rank's part of the gradient; None where it has none, and where there is no gradient."""
+        """This rank's shard of the gradient; None if it has no elements, or if there is no gradient."""
         self.is_cut = False
-        """Whether the gradient is in parts."""
+        """Whether the gradient is sharded."""
         self.was_shown = False
-        """Whether the gradient was in parts and has been put together, by this rank at least."""
+        """Whether the gradient was sharded and has been gathered, at least on this rank."""
         self.stays_whole = False
         self.is_given = False
-        """Whether the parts are those of the parameter, whatever optimizer steps it."""
+        """Whether the shards are those of the parameter (``zero_lvl=3``), whatever optimizer steps it."""
 
 
 class GradientShards:
-    """Cuts gradients, and puts them together when the program looks. See Note [Parts of gradients].
+    """Shards gradients, and gathers them when the program reads them. See Note [Parts of gradients].
 
     Args:
-        may_meet: whether other ranks can be reached from where the program is.
+        may_meet: returns whether the other ranks can be reached at this place of the program.
         say: logs a line, once.
     """
 
@@ -69,25 +69,25 @@ class GradientShards:
         self._say = say
         self._entries = WeakIdKeyDictionary()
         self._clock = 0
-        """Of changes: where it is equal on two ranks, their parts are of the same time."""
+        """Number of changes: if it is equal on two ranks, their shards belong to the same state."""
         self._num_cut = 0
         self._early: list[tuple[_Entry, torch.Tensor | None]] = []
-        """Parts that a backward has left while it runs, and that do not count before it ends."""
+        """Shards made during a backward, which do not count before it ends."""
         self._is_raw = False
         self._is_parted = False
         self._is_over = False
         self.parts_of: Callable[[torch.Tensor], list[tuple[int, int]] | None] | None = None
-        """First and last element of each rank's part of a parameter that is shared out itself, with ``zero_lvl=3``."""
+        """Returns the first and last element of each rank's part of a sharded parameter, with ``zero_lvl=3``."""
 
     def num_bytes(self) -> int:
-        """Of the parts that this rank has, apart from whole gradients."""
+        """Return the bytes of this rank's shards, without whole gradients."""
         shards = [entry.shard for entry in list(self._entries.values()) if entry.is_cut]
         return sum(shard.nbytes for shard in shards if shard is not None)
 
     def assign(
         self, number: int, parameters: Sequence[torch.Tensor], pieces: Sequence[Sequence[ParameterPiece]]
     ) -> None:
-        """Cut gradients of ``parameters`` like this from now on; none of them is in parts.
+        """Shard gradients of ``parameters`` as ``pieces`` from now on; none of them is sharded yet.
 
         Args:
             number: of the optimizer.
@@ -103,7 +103,7 @@ class GradientShards:
             before = self._entries.get(parameter)
             if before is not None and before.is_given:
                 if before.parts == own_parts:
-                    continue  # whoever steps it
+                    continue  # whichever optimizer steps it
                 self.read(parameter)
             elif before is not None:
                 assert not before.is_cut
@@ -115,22 +115,22 @@ class GradientShards:
             self._entries[parameter] = entry
 
     def is_there(self, parameter: torch.Tensor) -> bool:
-        """Whether it has a gradient, whole or in parts."""
+        """Return whether the parameter has a gradient, whole or sharded."""
         entry = self._cut_entry(parameter)
         return entry is not None or _slot.__get__(parameter) is not None
 
     def own_whole(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The gradient, if it has been whole on every rank all the time."""
+        """Return the gradient if it has always been whole, on every rank."""
         entry = self._entries.get(parameter)
         return None if entry is not None and (entry.is_cut or entry.was_shown) else _slot.__get__(parameter)
 
     def part(self, parameter: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
-        """Whether the gradient is in parts, and this rank's, in the order of the parameter's memory."""
+        """Return whether the gradient is sharded, and this rank's shard, in the order of the parameter's memory."""
         entry = self._cut_entry(parameter)
         return (False, None) if entry is None else (True, entry.shard)
 
     def keep_parts(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Of the averaged gradients of ``leaves``, which are whole and known to nobody, keep this rank's parts."""
+        """Keep this rank's shards of the averaged gradients of ``leaves``, which are whole and not yet visible."""
         self._clock += 1
         early, self._early = self._early, []
         for early_entry, part in early:
@@ -140,14 +140,15 @@ class GradientShards:
                 self._add(entry, self._cut(leaf, entry))
 
     def keep_part_early(self, leaf: torch.Tensor) -> None:
-        """As ``keep_parts``, of a backward that still runs and may yet fail."""
+        """Keep a shard as ``keep_parts`` does, in a backward that still runs and may yet fail."""
         if (entry := self._can_be_cut(leaf)) is not None:
             self._early.append((entry, self._cut(leaf, entry)))
 
     def dealt(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
-        """Which rank keeps which part of the averages of ``leaves``; None where one of them is to be whole.
+        """Return the ranks that keep each part of the averages of ``leaves``; None if one of them must be whole.
 
-        So are those of parameters that are shared out themselves: peaks came out a tenth higher with parts of sums.
+        Gradients of parameters that are themselves sharded must be: with parts of sums, memory peaks were a tenth
+        higher.
         """
         rows: list[Sequence[_Part]] = []
         for leaf in leaves:
@@ -160,7 +161,7 @@ class GradientShards:
         return shard_map(rows, self._group.rank, self._group.world_size)
 
     def take_part_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
-        """As ``keep_part_early``, of an average of which this rank got its ``part`` only."""
+        """Keep a shard as ``keep_part_early`` does, of an average of which this rank received its ``part`` only."""
         _slot.__set__(leaf, None)
         self._early.append((self._entries[leaf], part))
 
@@ -173,7 +174,7 @@ class GradientShards:
         return entry if able else None
 
     def _given(self, leaf: torch.Tensor) -> _Entry | None:
-        """Of a parameter that is shared out itself, before any optimizer has stepped it."""
+        """Return an entry for a parameter that is itself sharded, before any optimizer has stepped it."""
         parts = None if self.parts_of is None else self.parts_of(leaf)
         if parts is None:
             return None
@@ -198,7 +199,7 @@ class GradientShards:
             self._num_cut += 1
 
     def drop(self, parameters: Iterable[torch.Tensor]) -> None:
-        """They have no gradients any more."""
+        """Remove the gradients of ``parameters``."""
         self._clock += 1
         if self._num_cut:
             for parameter in parameters:
@@ -206,7 +207,7 @@ class GradientShards:
                     self._forget(entry)
 
     def show(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Put together what is in parts."""
+        """Gather the sharded gradients of ``parameters``."""
         for parameter in parameters:
             self.read(parameter)
 
@@ -217,19 +218,19 @@ class GradientShards:
 
     @contextmanager
     def raw(self) -> Iterator[None]:
-        """While lagom handles gradients of a backward: what is in parts counts as none."""
+        """Treat sharded gradients as missing in the block, in which lagom handles the gradients of a backward."""
         before, self._is_raw = self._is_raw, True
         try:
             yield
         except BaseException:
-            self._early = []  # gradients are what they were
+            self._early = []  # the gradients stay as they were
             raise
         finally:
             self._is_raw = before
 
     @contextmanager
     def parted(self) -> Iterator[None]:
-        """While something is done to gradients that can be done to parts: ``grad`` is this rank's, a line or None."""
+        """Let ``grad`` be this rank's shard, one-dimensional or None, in a block whose operations work on shards."""
         before, self._is_parted = self._is_parted, True
         self._clock += 1
         try:
@@ -238,7 +239,7 @@ class GradientShards:
             self._is_parted = before
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """``tensor.grad``."""
+        """Return ``tensor.grad``."""
         found: torch.Tensor | None = _slot.__get__(tensor)
         if found is not None or not self._num_cut or self._is_raw:
             return found
@@ -248,14 +249,14 @@ class GradientShards:
         return entry.shard if self._is_parted else self._whole(tensor, entry)
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-        """``tensor.grad = value``."""
+        """Set ``tensor.grad`` to ``value``."""
         if self._num_cut and not self._is_raw and (entry := self._cut_entry(tensor)) is not None:
             self._forget(entry)
             self._clock += 1
         _slot.__set__(tensor, value)
 
     def serve(self, number: int, clock: int) -> None:
-        """Take part in another rank's reading of the gradient of leaf ``number``."""
+        """Take part in another rank's read of the gradient of leaf ``number``."""
         tensor = self._leaves.tensor(number)
         entry = None if tensor is None else self._entries.get(tensor)
         self._gather(tensor, entry if clock == self._clock else None)
@@ -307,12 +308,16 @@ class GradientShards:
 
 # Note [Parts of gradients]
 #
-# Once an optimizer has stepped, its parameters have been dealt out, and a backward leaves of each averaged gradient
-# what this rank will step by. ``Tensor.grad`` is a property: where a program reads a gradient that is in parts, the
-# whole one is put together, and is the program's as any other; it stays whole until the program throws it away,
-# since it may be changed under another name. Reading is an exchange, in which a rank asks and the others
-# answer wherever they are; see Note [Asking]. If they have gone on so far that their parts are not those of the moment
-# when it was asked, that is an error on all ranks. Parts are never shown: what is known to treat every element alike,
-# or only needs norms, is done to parts by patches of its own, which know that they are parts.
+# An optimizer's parameters are sharded at its first step. From then on a backward keeps, of each averaged gradient,
+# only
+# the part that this rank will step by. ``Tensor.grad`` is a property: when a program reads a sharded gradient, the
+# whole
+# one is gathered and is then an ordinary gradient. It stays whole until the program throws it away, since the program
+# may
+# change it under another name. A read is an exchange: one rank requests it, and the others answer wherever they are;
+# see
+# Note [Asking]. If they have gone on so far that their shards are no longer those of the moment of the request, that is
+# an error on all ranks. The program never sees a shard. Operations that treat every element alike, or only need norms,
+# work on shards; each has a patch that knows about shards.
 #
-# Weak entries: parameters that are gone on one rank cannot be asked for by another one that goes the same way.
+# Entries are weak: another rank that runs the same code cannot request a parameter that is gone here.

@@ -1,4 +1,4 @@
-"""``OptimizerGroup``: all of a run's, and what the ranks do when one of them steps or is looked at."""
+"""``OptimizerGroup``: all optimizers of a run; coordinates the ranks when one of them steps or its state is read."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ _CLOSURE = "a closure of optimizer.step()"
 
 
 class _Found(NamedTuple):
-    """What is known of an optimizer."""
+    """The finding about an optimizer."""
 
     number: int
     nature: OptimizerNature
     parameters: tuple[int, ...]
-    """Their ids, when it was found out."""
+    """Ids of its parameters at the time of the finding."""
 
 
 class OptimizerGroup:
-    """Steps optimizers in parts, and puts their state together when the program looks at it.
+    """Steps optimizers in shards, and gathers their state when the program reads it.
 
     Args:
-        gradients: keeps parts of gradients; None where they stay whole.
-        weights: has parts of parameters; None where they are whole.
-        is_own: whether a parameter is this rank's own, and not equal on all ranks.
+        gradients: keeps shards of gradients; None if they stay whole.
+        weights: has shards of parameters; None if they are whole.
+        is_own: returns whether a parameter is this rank's own, and not equal on all ranks.
         say: logs a line, once.
-        name: what to call a parameter in an error.
+        name: returns the name of a parameter for an error.
     """
 
     def __init__(
@@ -85,10 +85,12 @@ class OptimizerGroup:
         self._found: weakref.WeakKeyDictionary[Optimizer, _Found] = weakref.WeakKeyDictionary()
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = weakref.WeakKeyDictionary()
         self._by_number: dict[int, ShardedOptimizer] = {}
-        """Also of optimizers that are gone here: another rank may be at a place where it still has them."""
+        """Optimizers by number, also those gone on this rank: another rank may be at a place where it still has them.
+
+        """
         self._gone: list[int] = []
         self._overlapping: set[int] = set()
-        """Ids of parameters that have elements in common with others, which several ranks would step."""
+        """Ids of parameters that share elements with others, which several ranks would step."""
         self._num = 0
         self._num_steps = 0
         self._next_check = 1
@@ -96,16 +98,16 @@ class OptimizerGroup:
 
     @property
     def passes(self) -> bool:
-        """Whether a step is to be left alone: it is made by another optimizer's, or tried out."""
+        """Whether a step runs unchanged: it is part of another optimizer's step, or of a probe."""
         return self._busy
 
     def step(
         self, optimizer: Optimizer, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """``inner(optimizer, ...)``, the class's own step, of this rank's part; a collective.
+        """Run ``inner(optimizer, ...)``, the class's own step, on this rank's shard; a collective.
 
         Raises:
-            DivergenceError: on all ranks, unless all of them step the same optimizer, by equal gradients.
+            DivergenceError: on all ranks, unless all of them step the same optimizer with equal gradients.
         """
         if threading.get_ident() != self._thread:
             raise LagomError(
@@ -127,12 +129,12 @@ class OptimizerGroup:
         return result
 
     def state(self, optimizer: Optimizer) -> Any:
-        """``optimizer.state``: whole, outside of a step."""
+        """Return ``optimizer.state``: whole, outside of a step."""
         state = vars(optimizer)["state"]
         if not isinstance(state, ShardedParameter):
             return state
         if threading.get_ident() != self._thread:
-            return state  # which raises when it is used
+            return state  # it raises when it is used
         sharded: ShardedOptimizer = vars(state)["sharded"]
         self._group.ask(b"state %d %d" % (sharded.number, sharded.clock))
         whole = sharded.whole()
@@ -141,17 +143,17 @@ class OptimizerGroup:
         return whole
 
     def num_bytes(self, optimizer: Optimizer) -> int | None:
-        """Of state that this rank holds for ``optimizer``; None where it is not shared out."""
+        """Return the bytes of state that this rank holds for ``optimizer``; None if it is not sharded."""
         sharded = self._sharded.get(optimizer)
         return None if sharded is None else sharded.num_bytes()
 
     def end(self) -> None:
-        """The program has ended, on all ranks: optimizers that are still there, as in what it returns, become whole.
+        """Gather the state of the optimizers that still exist, as in the program's result, at its end on all ranks.
 
         A collective.
         """
         if self._by_number:
-            gc.collect()  # schedulers and optimizers hold each other
+            gc.collect()  # schedulers and optimizers reference each other
         mine = {
             s.number: o for o, s in list(self._sharded.items()) if isinstance(vars(o).get("state"), ShardedParameter)
         }
@@ -164,13 +166,13 @@ class OptimizerGroup:
     def _current(
         self, optimizer: Optimizer, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ShardedOptimizer | None:
-        """The parts in which ``optimizer`` is to be stepped; None where it is stepped whole."""
+        """Return the shards in which to step ``optimizer``; None if it is stepped whole."""
         every = tuple(id(p) for group in optimizer.param_groups for p in group["params"])
         found = self._found.get(optimizer)
         sharded = self._sharded.get(optimizer)
         if found is None or found.parameters != every:
             if sharded is not None:
-                self.state(optimizer)  # whole, to be shared out anew
+                self.state(optimizer)  # gather the state, to shard it anew
             found = self._find(optimizer, every, inner, args, kwargs, found)
             sharded = None
         if found.nature.kind is Kind.COUPLED:
@@ -197,12 +199,12 @@ class OptimizerGroup:
         kwargs: dict[str, Any],
         before: _Found | None,
     ) -> _Found:
-        """Find out what can be stepped apart, on all ranks."""
+        """Find out how the optimizer can be sharded; on all ranks."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._weights is not None:
             for p in parameters:
                 if self._weights.parts(p) is None:
-                    self._weights.release(p)  # a part of another parameter's memory
+                    self._weights.release(p)  # it shares another parameter's memory
             parameters = [p for p in parameters if self._weights.parts(p) is None]
         self._overlapping.update(overlapping(parameters))
         number = self._num if before is None else before.number
@@ -220,7 +222,7 @@ class OptimizerGroup:
         return found
 
     def _tell(self, name: str, nature: OptimizerNature) -> None:
-        """Say what becomes of an optimizer that is not stepped element by element."""
+        """Log how an optimizer is stepped, unless it is stepped element by element."""
         if nature.kind is Kind.COUPLED:
             self._say(
                 f"{name} is not shared out over the ranks, but stepped whole on each: what it makes of a parameter "
@@ -235,7 +237,7 @@ class OptimizerGroup:
             self._say(f"{name} steps by whole parameters; each rank steps some, and holds their state")
 
     def _can_be(self, p: torch.Tensor) -> bool:
-        """Whether ``p`` can be shared out."""
+        """Return whether ``p`` can be sharded."""
         if id(p) in self._overlapping or is_lazy(p) or not p.numel() or not is_dense(p) or self._is_own(p):
             return False
         if self._gradients is not None and self._gradients.part(p)[0]:
@@ -246,14 +248,14 @@ class OptimizerGroup:
         return p.grad is not None if self._gradients is None else self._gradients.is_there(p)
 
     def _share(self, optimizer: Optimizer, found: _Found, before: ShardedOptimizer | None) -> ShardedOptimizer:
-        """Share out what has gradients; the second time all, since more of it may have some later."""
+        """Shard parameters that have gradients; the second time all, since more of them may have gradients later."""
         state, weights = self.state(optimizer), self._weights
         every = [p for group in optimizer.param_groups for p in group["params"]]
         able = [p for p in every if self._can_be(p) and (self._has_gradient(p) or before is not None or p in state)]
         sharded = ShardedOptimizer(
             self._group, self._frame, found.number, found.nature, optimizer, able, self._gradients, weights
         )
-        # A parameter that no backward has reached has been compared with the other ranks' nowhere.
+        # A parameter that no backward has reached has not yet been compared with the other ranks'.
         sums = repr([(checksums if weights is None else weights.sums)(dict(enumerate(able))), sharded.identity])
         if not self._frame.exchange(signature(_FIRST.encode() + sums.encode())):
             self._apart(_FIRST)
@@ -273,13 +275,13 @@ class OptimizerGroup:
             self._busy = before
 
     def _meet(self, optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
-        """All ranks are about to step ``optimizer``; now and then, by equal gradients."""
+        """Check that all ranks are about to step ``optimizer``; now and then also that their gradients are equal."""
         self._num_steps += 1
         sums: dict[int, tuple[str, int]] | None = None
         if self._num_steps >= self._next_check:
             self._next_check += min(self._num_steps, INTERVAL)
             sums = checksums(sharded.whole_gradients())
-        # Before the exchange: what dies later may still be there on another rank.
+        # Before the exchange: an object that dies later may still exist on another rank.
         gone, self._gone[:] = list(self._gone), []
         gone_units = [] if self._weights is None else self._weights.gone()
         settings = settings_of(optimizer)
@@ -301,7 +303,7 @@ class OptimizerGroup:
 
         def evaluated() -> Any:
             with sharded.left(optimizer), self._stepping(busy=False):
-                self._publish(sharded, _CLOSURE)  # what the step has changed so far
+                self._publish(sharded, _CLOSURE)  # the changes of the step so far
                 return closure()
 
         return ((evaluated,), kwargs) if args else (args, kwargs | {"closure": evaluated})
@@ -311,7 +313,7 @@ class OptimizerGroup:
             self._apart(place)
 
     def _apart(self, place: str, step: StepSignature | None = None) -> NoReturn:
-        """Raise the DivergenceError that ranks which disagree get."""
+        """Raise the DivergenceError that ranks get when they disagree."""
         self._watch.meet(place)
         refuse_step(self._group, step, self._name)
 

@@ -1,4 +1,4 @@
-"""``probe_optimizer``: how an optimizer can be shared out, found by stepping small copies of it."""
+"""``probe_optimizer``: finds out how an optimizer can be sharded by stepping small copies of it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from lagom.zero.probe_copies import Part
 
 _NUM_STEPS = 12
-"""Some methods begin otherwise than they go on: RAdam after 5 steps, Lookahead's slow weights after 5 or 6."""
+"""Steps of a probe. Some methods begin differently: RAdam for 5 steps, Lookahead's slow weights for 5 or 6."""
 _LITTLE = 8
-"""Longest side where a group with the same settings has been copied already."""
+"""Longest side of a small copy if a group with the same settings has been copied already."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Of the largest change of a parameter: another order of rounding, and nothing else."""
+"""Tolerance, relative to the largest change of a parameter: allows another order of rounding, and nothing else."""
 
 
 class Kind(Enum):
-    """What can be stepped apart."""
+    """How an optimizer can be sharded."""
 
     ELEMENTWISE = "by element"
     BY_PARAMETER = "by whole parameter"
@@ -38,31 +38,33 @@ class Kind(Enum):
 
 
 class OptimizerNature(NamedTuple):
-    """What is found out of an optimizer."""
+    """The finding of a probe."""
 
     kind: Kind
     changes_gradients: bool
-    """In place, as ``SGD(nesterov=True, foreach=True)`` does: a program that does not zero them sees it."""
+    """Whether a step changes gradients in place, visibly to the program, as ``SGD(nesterov=True, foreach=True)`` does.
+
+    """
 
 
 _COUPLED = OptimizerNature(Kind.COUPLED, False)
 
 
 def probe_optimizer(optimizer: Optimizer, step: Callable[..., Any], *, closure: bool) -> OptimizerNature:
-    """Whether halves of parameters, or else parameters, can be stepped apart with the result of stepping all.
+    """Find out whether halves of parameters, or else whole parameters, can be stepped apart with the same result.
 
-    See Note [Optimizer probe]. The optimizer, its parameters and all random numbers stay as they are.
+    See Note [Optimizer probe]. The optimizer, its parameters and all random states stay as they are.
 
     Args:
         step: the class's own function.
-        closure: it is called with one.
+        closure: whether the program calls it with one.
     """
     if optimizer.defaults.get("differentiable") or any(g.get("differentiable") for g in optimizer.param_groups):
         return _COUPLED  # the program differentiates through the step of whole parameters
     states = random_states()
     try:
-        for dtype in (torch.float64, torch.float32):  # some take nothing but float32
-            # Whatever a third party's code does with a copy of itself.
+        for dtype in (torch.float64, torch.float32):  # some optimizers accept float32 only
+            # A third party's code may raise anything on a copy of itself.
             with suppress(Exception), torch.enable_grad():
                 probe = _Probe(optimizer, step, dtype, closure=closure)
                 kind = probe.kind()
@@ -75,14 +77,14 @@ def probe_optimizer(optimizer: Optimizer, step: Callable[..., Any], *, closure: 
 
 
 class _Outcome(NamedTuple):
-    """What a copy was after its steps."""
+    """The state of a copy after its steps."""
 
     values: list[torch.Tensor]
-    """Of all small parameters, also those that it was not to step."""
+    """Values of all small parameters, also those that were not stepped."""
     settings: list[dict[str, Any]]
     """Numbers in its groups and attributes, which some methods change."""
     states: dict[int, Any]
-    """By small parameter."""
+    """State by small parameter."""
 
 
 class _Probe:
@@ -125,7 +127,7 @@ class _Probe:
         parts: Sequence[Part],
         limit: float,
     ) -> bool:
-        """Whether each of two parts has become what it became with all, and nothing else has changed."""
+        """Return whether each part changed as it did when all were stepped, and nothing else changed."""
         for outcome, mine, other in zip(apart, parts, parts[::-1], strict=True):
             if outcome.settings != whole.settings:
                 return False
@@ -138,7 +140,7 @@ class _Probe:
         return True
 
     def _run(self, part: Part) -> _Outcome:
-        """What becomes of parameters when of each only ``part`` of it is stepped."""
+        """Step ``part`` of each parameter of a copy, and return the outcome."""
         clone, groups = self._clone()
         for group, smalls in zip(clone.param_groups, groups, strict=True):
             group["params"] = [piece for i, small in enumerate(smalls) for piece in part(small, i)]
@@ -164,7 +166,7 @@ class _Probe:
         return _Outcome([small.detach() for smalls in groups for small in smalls], settings, states)
 
     def _clone(self) -> tuple[Any, list[list[torch.Tensor]]]:
-        """A copy of the optimizer over small parameters, a few of each kind; and these, by group."""
+        """Return a copy of the optimizer over small parameters, a few of each kind, and these parameters by group."""
         optimizer = self._optimizer
         memo: dict[int, Any] = {id(vars(optimizer).get("state")): defaultdict(dict)}
         for group in optimizer.param_groups:
@@ -181,9 +183,9 @@ class _Probe:
         for key, value in vars(optimizer).items():
             if key == "state":
                 value = defaultdict(dict)
-            elif key in ("step", "zero_grad"):  # as a scheduler wraps it
+            elif key in ("step", "zero_grad"):  # wrapped by a scheduler
                 continue
-            elif key in ("grad_scale", "found_inf"):  # as a GradScaler sets them for a step
+            elif key in ("grad_scale", "found_inf"):  # set by a GradScaler for a step
                 value = None
             elif key.endswith("_hooks"):
                 value = OrderedDict()
@@ -195,7 +197,7 @@ class _Probe:
         return clone, groups
 
     def _smalls(self, params: Sequence[torch.Tensor], memo: dict[int, Any], cap: int) -> list[torch.Tensor]:
-        """Copies of the smallest and the largest of each number of dimensions, each twice."""
+        """Return copies of the smallest and the largest parameter of each number of dimensions, each twice."""
         found: list[torch.Tensor] = []
         for p in typical(params):
             for _ in range(2):
@@ -208,7 +210,7 @@ class _Probe:
 def _group(group: dict[str, Any], smalls: list[torch.Tensor], memo: dict[int, Any]) -> dict[str, Any]:
     found = {key: copy.deepcopy(value, memo) for key, value in group.items() if key not in ("params", "lr")}
     rate = group.get("lr")
-    if "lr" in group:  # a warm-up begins with 0, by which nothing could be told
+    if "lr" in group:  # a warm-up begins with 0, which would show nothing
         found["lr"] = torch.full_like(rate, 1e-2) if isinstance(rate, torch.Tensor) else 1e-2
     return {"params": list(smalls), **found}
 
@@ -216,7 +218,7 @@ def _group(group: dict[str, Any], smalls: list[torch.Tensor], memo: dict[int, An
 def _grade(
     clone: Any, groups: list[list[torch.Tensor]], part: Part, number: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Give what is stepped its gradients of step ``number``; each with a copy of its own."""
+    """Give the stepped parameters their gradients of step ``number``; return each with a copy of its gradient."""
     given = []
     for group, smalls in zip(clone.param_groups, groups, strict=True):
         pieces = iter(group["params"])
@@ -231,7 +233,7 @@ def _grade(
 
 
 def _cuts(whole: _Outcome, *halves: _Outcome) -> bool:
-    """Whether the state of a parameter can be put together from that of its halves: per element, or equal in both."""
+    """Return whether the state of halves gives the state of a parameter: one value per element, or equal in both."""
     for i, (small, state) in whole.states.items():
         pieces = [half.states[i] for half in halves if i in half.states]
         if not isinstance(state, dict) or any(set(state) != set(other) for _, other in pieces):
@@ -267,14 +269,16 @@ def _constant() -> torch.Tensor:
 
 # Note [Optimizer probe]
 #
-# A list of names would say nothing of a third party's optimizer, and a wrong guess gives wrong numbers silently: half
-# of a matrix is not factored as a matrix is (Adafactor), has another norm (LARS), other singular vectors (Muon). So
-# copies of the optimizer, with all its settings and attributes, step small parameters for a dozen steps: all at once;
-# then the first and the second halves in memory, apart and without shape, as ranks would; then every other parameter.
-# Where the results are those of all at once, and what was not to be stepped has not moved, so will it be on the ranks,
-# given that the method does not change later or with larger sizes: sizes up to 256 by 256 are tried as they are. State
-# must be per element, or equal for both halves, so that it can be put together.
+# A list of names would say nothing about a third party's optimizer, and a wrong guess gives wrong numbers silently:
+# half
+# of a matrix is not factored as the matrix is (Adafactor), has another norm (LARS), other singular vectors (Muon). So
+# copies of the optimizer, with all its settings and attributes, step small parameters for a dozen steps: first all at
+# once; then the first and the second halves in memory, apart and flat, as ranks would; then every other parameter. An
+# optimizer is sharded in the way whose results are those of all at once, with nothing else moved. This assumes that the
+# method does not change later or with larger sizes; sizes up to 256 by 256 are tried as they are. State must be one
+# value
+# per element, or equal for both halves, so that it can be gathered.
 #
-# One that draws random numbers is coupled: ranks would draw different amounts. What cannot be copied, raises when it is
-# stepped in parts, or holds its parameters elsewhere than in its groups (LBFGS) is coupled as well.
-# A coupled optimizer is right, and saves nothing.
+# An optimizer is coupled if it draws random numbers (ranks would draw different amounts), cannot be copied, raises when
+# it is stepped in parts, or holds its parameters elsewhere than in its groups (LBFGS). A coupled optimizer gives the
+# right results, and saves nothing.

@@ -1,4 +1,4 @@
-"""State of an optimizer: cut for the pieces of one rank, and put together again."""
+"""State of an optimizer: cut into the pieces of one rank, and gathered again."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from lagom.zero.partition import ParameterPiece
 
 _INLINE = 1 << 14
-"""Bytes of a tensor that travels along with what is told of it."""
+"""Bytes up to which a tensor travels together with its description."""
 
 
 class HeldState(NamedTuple):
-    """One entry of a piece's state, as its holder tells the others."""
+    """The description of one entry of a piece's state that its holder sends to the others."""
 
     value: Any
-    """None where a tensor follows."""
+    """The value; None if a tensor follows."""
     dtype: torch.dtype | None
-    """None where it is no tensor."""
+    """Type of the tensor; None if the value is no tensor."""
     shape: tuple[int, ...]
     cut: bool
-    """It has an element for each of the piece, in the order of memory."""
+    """Whether it has one element for each of the piece, in the order of memory."""
     on_device: bool
-    """It is where the parameter is, and not on the CPU as counts of steps are."""
+    """Whether it is on the parameter's device, and not on the CPU as counts of steps are."""
 
 
 def cut(state: Mapping[str, Any], parameter: torch.Tensor, piece: ParameterPiece) -> dict[str, Any]:
-    """The ``piece``'s part of what an optimizer holds for ``parameter``."""
+    """Return the part of an optimizer's state for ``parameter`` that belongs to ``piece``."""
     return {
         key: flat_like(value, parameter)[piece.start : piece.end].clone() if _is_like(value, parameter) else value
         for key, value in state.items()
@@ -54,16 +54,16 @@ def gather(
     *,
     keep: bool,
 ) -> list[dict[str, Any] | None]:
-    """The whole state of each of ``parameters``; a collective.
+    """Return the whole state of each of ``parameters``; a collective.
 
     Args:
         pieces: of each rank.
-        mine: the state of this rank's; None where it cannot give it.
-        keep: this rank wants the result; otherwise it only gives its part, and gets nothing.
+        mine: the state of this rank's pieces; None if it cannot give the state.
+        keep: whether this rank wants the result; otherwise it only sends its part, and receives nothing.
 
     Raises:
         DivergenceError: on all ranks, when one cannot give its part.
-        LagomError: when there are objects in it that are neither plain values nor tensors.
+        LagomError: when the state has objects that are neither plain values nor tensors.
     """
     told = None if mine is None else {p: _told(mine.get(p, {}), p, parameters) for p in pieces[group.rank]}
     try:
@@ -112,7 +112,7 @@ def _told(state: Mapping[str, Any], piece: ParameterPiece, parameters: Sequence[
 
 
 def _line(value: torch.Tensor, piece: ParameterPiece, parameter: torch.Tensor) -> torch.Tensor | None:
-    """The elements of ``value``, if it has one for each of the ``piece``."""
+    """Return the elements of ``value`` in order, if it has one for each of the ``piece``; else None."""
     if piece.end - piece.start < parameter.numel():
         return value if value.shape == (piece.end - piece.start,) else None
     return flat_like(value, parameter) if _is_like(value, parameter) else None
@@ -125,13 +125,13 @@ def _value(group: Group, held: HeldState, mine: Any, owner: int, place: tuple[Pa
     device = parameter.device if held.on_device else torch.device("cpu")
     if held.value is not None:
         return held.value.to(device)
-    # On its own rank a copy, since the program may change what it gets.
+    # The holder copies it, since the program may change the result.
     if owner == group.rank:
         line = _line(mine, piece, parameter)
         value = (mine if line is None else line).detach().clone(memory_format=torch.contiguous_format)
     else:
         value = torch.empty(held.shape, dtype=held.dtype, device=device)
-    group.broadcast(value.view(-1).view(torch.uint8), owner)  # bytes: not every type can be sent
+    group.broadcast(value.view(-1).view(torch.uint8), owner)  # as bytes: not every type can be sent
     return value
 
 

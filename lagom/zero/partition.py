@@ -1,4 +1,4 @@
-"""``by_element`` and ``by_parameter``: who holds which part of an optimizer's parameters; pure arithmetic."""
+"""``by_element`` and ``by_parameter``: partition an optimizer's parameters over the ranks; pure arithmetic."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _ALIGNED = 16
-"""Elements: a cut is at a multiple, so that a vector of the processor's does not straddle it."""
+"""Elements between possible cuts, so that no vector of the processor straddles a cut."""
 _LEAST = 64
-"""Elements of a part of a parameter; a parameter that has less than twice as many stays whole."""
+"""Fewest elements of a part of a parameter; a parameter with less than twice as many stays whole."""
 
 
 class ParameterPiece(NamedTuple):
     """Elements ``start`` to ``end`` of a parameter, in the order of memory."""
 
     param: int
-    """Place of the parameter among those that were cut."""
+    """Index of the parameter among those that were cut."""
     start: int
     end: int
 
 
 def by_element(sizes: Sequence[int], world_size: int) -> list[list[ParameterPiece]]:
-    """Cut parameters of ``sizes`` elements, laid end to end, into a stretch for each rank; lengths are all but equal.
+    """Cut parameters of ``sizes`` elements, laid end to end, into a range for each rank, almost equally long.
 
-    Every element is in exactly one piece. A rank's stretch may be empty where there are hardly any.
+    Every element is in exactly one piece. A rank's range may be empty if there are very few elements.
     """
     total = sum(sizes)
     bounds = [0, *(_cut(sizes, total * rank // world_size) for rank in range(1, world_size)), total]
@@ -43,7 +43,7 @@ def by_element(sizes: Sequence[int], world_size: int) -> list[list[ParameterPiec
 
 
 def by_parameter(sizes: Sequence[int], world_size: int) -> list[list[ParameterPiece]]:
-    """Deal out whole parameters, the largest first, each to the rank that has least."""
+    """Assign whole parameters, the largest first, each to the rank that has the fewest elements."""
     loads = [0] * world_size
     pieces: list[list[ParameterPiece]] = [[] for _ in loads]
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -54,7 +54,7 @@ def by_parameter(sizes: Sequence[int], world_size: int) -> list[list[ParameterPi
 
 
 def _cut(sizes: Sequence[int], wanted: int) -> int:
-    """The place nearest to ``wanted`` at which to cut."""
+    """Return the possible cut nearest to ``wanted``."""
     begin = 0
     for size in sizes:
         if wanted < begin + size:

@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     Part = Callable[[torch.Tensor, int], list[torch.Tensor]]
-    """What of a small parameter, which has a number, is stepped: views of it."""
+    """Returns the part of a small parameter, given with its number, that is stepped, as views of it."""
 
 CAP = 256
-"""Longest side of a small copy: some methods treat a matrix otherwise from 128 on, or from 4096 elements."""
+"""Longest side of a small copy: some methods treat a matrix differently from 128 on, or from 4096 elements."""
 _MOST = 1 << 17
-"""Elements of a small copy."""
+"""Most elements of a small copy."""
 
 
 def _halves(small: torch.Tensor, *, second: bool) -> list[torch.Tensor]:
-    """A half of what is in memory; a view, unless it is empty."""
+    """Return one half of the memory; a view, unless it is empty."""
     line = small.detach().view(-1)
     middle = len(line) // 2
     half = line[middle:] if second else line[:middle]
@@ -35,7 +35,7 @@ EVERY_OTHER: Sequence[Part] = (lambda small, i: [] if i % 2 else [small], lambda
 
 
 def typical(params: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The smallest and the largest of each number of dimensions."""
+    """Yield the smallest and the largest parameter of each number of dimensions."""
     by_dim: dict[int, list[torch.Tensor]] = {}
     for p in params:
         if not is_lazy(p) and p.numel():
@@ -48,7 +48,7 @@ def typical(params: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def capped(shape: torch.Size, cap: int) -> list[int]:
-    """The sides of a small copy, ``cap`` at most."""
+    """Return the sides of a small copy, ``cap`` at most."""
     sides = [min(side, cap) for side in shape]
     while sides and torch.Size(sides).numel() > _MOST:
         sides[sides.index(max(sides))] //= 2
@@ -56,7 +56,7 @@ def capped(shape: torch.Size, cap: int) -> list[int]:
 
 
 def values(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The initial values of a small parameter."""
+    """Return the initial values of a small parameter."""
     found = torch.empty(like.shape, dtype=dtype, device=like.device)
     fill(found, 1)
     return found
@@ -64,7 +64,7 @@ def values(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor, number: int) -> None:
-    """Numbers that look random and grow from one end to the other: what is done by norms is different for halves."""
+    """Fill with numbers that look random and grow towards the end, so that halves have other norms than the whole."""
     places = torch.arange(1, tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
     values = torch.sin(places * (1.3 + 0.7 * number)) * (0.1 + places / tensor.numel())
     tensor.copy_(values.view(tensor.shape))

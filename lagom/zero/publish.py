@@ -1,4 +1,4 @@
-"""``ParameterPublisher``: what each rank has changed of the parameters reaches the others."""
+"""``ParameterPublisher``: sends each rank's changes of the parameters to the other ranks."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class _Packed(NamedTuple):
     owner: int
     together: torch.Tensor
     parts: list[torch.Tensor]
-    """Of ``together``."""
+    """Views of ``together``."""
     places: list[torch.Tensor]
-    """Where they are from, and go to."""
+    """The pieces in the parameters that ``parts`` are copied from and to."""
 
 
 class ParameterPublisher:
     """Sends each rank's pieces of some parameters to all others, in place.
 
     Args:
-        frame: carries what is small in one message.
+        frame: carries small pieces in one message.
         pieces: of each rank.
     """
 
@@ -49,7 +49,7 @@ class ParameterPublisher:
         self._group = group
         self._frame = frame
         self._parameters = list(parameters)
-        # Of ``data``, which counts no versions: who calls knows which parameters have changed.
+        # ``data`` does not count versions: the caller knows which parameters have changed.
         self._lines = [flat(p.data) for p in parameters]
         self._alone: list[tuple[int, torch.Tensor]] = []
         small: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -68,7 +68,7 @@ class ParameterPublisher:
 
     @property
     def is_current(self) -> bool:
-        """Whether the parameters have the memory that they had."""
+        """Whether the parameters still have the same memory."""
         return all(
             p.data_ptr() == line.data_ptr() and p.dtype == line.dtype and p.numel() == len(line)
             for p, line in zip(self._parameters, self._lines, strict=True)
@@ -76,12 +76,12 @@ class ParameterPublisher:
 
     @torch.no_grad()
     def publish(self, signed: bytes) -> bool:
-        """Send and receive, if all ranks gave the same ``signed``; otherwise nothing has changed.
+        """Send and receive, if all ranks gave the same ``signed``; otherwise change nothing and return False.
 
-        Versions of the parameters, by which autograd knows that they have changed, stay as they are.
+        The versions of the parameters, which show changes to autograd, stay as they are.
         """
         rank = self._group.rank
-        # Kept only where it is little.
+        # Kept only when they are small.
         all_packed = self._framed if self._rows is not None else [_packed(*one) for one in self._small]
         for packed in all_packed:
             if packed.owner == rank:
@@ -89,10 +89,10 @@ class ParameterPublisher:
         rows = self._frame.gather(None if self._rows is None else self._rows[rank][1], signed)
         if rows is None:
             return False
-        if self._rows is not None:  # now: they do not outlast the next exchange
+        if self._rows is not None:  # now, since they do not outlast the next exchange
             for (_, own), row in zip(self._rows, rows, strict=True):
                 if row is not None and own is not None:
-                    own[:] = row  # in the memory of ``_framed``
+                    own[:] = row  # into the memory of ``_framed``
         moving = [self._group.broadcast_later(place.view(torch.uint8), owner) for owner, place in self._alone]
         if self._rows is None:
             moving += [self._group.broadcast_later(one.together.view(torch.uint8), one.owner) for one in all_packed]
@@ -104,7 +104,7 @@ class ParameterPublisher:
         return True
 
     def _rows_of_frame(self) -> list[tuple[torch.Tensor, memoryview | None]] | None:
-        """All that each rank packs, in one piece of memory; None where that is too much for the frame."""
+        """Return the packed pieces of each rank, in one tensor; None if they are too large for the frame."""
         rows = []
         for rank in range(self._group.world_size):
             own = [places for owner, places in self._small if owner == rank]

@@ -1,4 +1,4 @@
-"""``ShardedOptimizer``: one optimizer, of which each rank steps a part and holds the state of that part."""
+"""``ShardedOptimizer``: an optimizer of which each rank steps a part, and holds the state of that part."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ShardedParameter:
         vars(self)["sharded"] = sharded
 
     def __getattr__(self, name: str) -> NoReturn:
-        # As an AttributeError it would be taken for an optimizer that has no such thing.
+        # An AttributeError would look like an optimizer without this attribute.
         raise LagomError(_GONE)
 
     def __reduce_ex__(self, _: object) -> NoReturn:
@@ -56,14 +56,14 @@ _GONE = (
 
 
 class ShardedOptimizer:
-    """The parts of an optimizer. See Note [Stepping a part].
+    """The shards of an optimizer. See Note [Stepping a part].
 
     Args:
-        number: of the optimizer, equal on all ranks.
-        nature: what of it can be stepped apart, never ``Kind.COUPLED``.
-        parameters: what is shared out; the others are stepped whole on every rank.
-        gradients: has parts of gradients; None where they are whole.
-        weights: has parts of parameters; None where they are whole.
+        number: number of the optimizer, equal on all ranks.
+        nature: how it can be stepped in parts, never ``Kind.COUPLED``.
+        parameters: the sharded parameters; the others are stepped whole on every rank.
+        gradients: has shards of gradients; None if they are whole.
+        weights: has shards of parameters; None if they are whole.
     """
 
     def __init__(
@@ -80,49 +80,49 @@ class ShardedOptimizer:
         self.number = number
         self.parameters = parameters
         self.clock = 0
-        """Of steps begun and published: where it is equal on two ranks, their parts are of the same time."""
+        """Number of steps begun and published: if it is equal on two ranks, their shards belong to the same state."""
         self.part: Any = defaultdict(dict)
-        """The optimizer's state as it is while it steps: that of this rank's pieces, and all that is not shared out."""
+        """The optimizer's state during its step: that of this rank's pieces, and of everything that is not sharded."""
         self._group = group
         self._frame = frame
         self._weights = weights
         self._given = {} if weights is None else {i: x for i, p in enumerate(parameters) if (x := weights.parts(p))}
-        """Parts of what is shared out already, by place."""
+        """Parts of parameters that are themselves sharded, by index."""
         self._stand_ins = OptimizerShards(optimizer, parameters, self._given, nature, group)
         self.pieces = self._stand_ins.pieces
-        """Of each rank."""
+        """Pieces of each rank."""
         self.idle = self._stand_ins.idle
-        """What was not shared out."""
+        """Parameters that are not sharded."""
         self._whole: list[list[torch.Tensor]] = []
-        """Of each group, while the optimizer steps."""
+        """The parameters of each group, while the optimizer steps."""
         shapes = [(tuple(p.shape), p.dtype) for p in parameters]
         self.identity = repr((number, nature, shapes)).encode()
         """Equal on ranks that have the same parts of the same parameters."""
         self._order: list[int] = []
-        """Ids of the parameters that had state first: a state_dict() tells."""
+        """Ids of the parameters in the order in which they got state; a state_dict() shows this order."""
         self._publisher: ParameterPublisher | None = None
         self._gradients = gradients
         self._lent: list[torch.Tensor] = []
-        """Parameters that are this rank's alone, whose part is their gradient while they are stepped."""
+        """Parameters that this rank steps whole, whose gradient is its shard during the step."""
         self._changes_gradients = nature.changes_gradients
         self._published: dict[str, bytes] = {}
 
     @property
     def is_current(self) -> bool:
-        """Whether what is shared out already is what was."""
+        """Whether the shards of parameters are still those that the optimizer was sharded by."""
         return self._weights is None or all(
             self._weights.parts(p) == self._given.get(i) for i, p in enumerate(self.parameters)
         )
 
     def steps(self) -> bytes:
-        """Equal on ranks that are about to make the same step."""
+        """Return bytes that are equal on ranks that are about to make the same step."""
         if self._gradients is not None:
             return self.identity + bytes(self._gradients.is_there(p) for p in self.parameters)
         return self.identity + bytes(p.grad is not None for p in self.parameters)
 
     @contextmanager
     def swapped(self, optimizer: Optimizer) -> Iterator[None]:
-        """The optimizer has this rank's pieces for parameters, with their gradients and their state."""
+        """Give the optimizer this rank's pieces as parameters, with their gradients and their state, in the block."""
         self._whole = [group["params"] for group in optimizer.param_groups]
         self._swap(optimizer)
         try:
@@ -134,7 +134,7 @@ class ShardedOptimizer:
 
     @contextmanager
     def left(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside ``swapped``, as outside of it for a while; gradients may be others afterwards."""
+        """Restore the optimizer for a block inside ``swapped``; the block may change gradients."""
         self._swap_back(optimizer)
         self._have_stepped()
         try:
@@ -150,7 +150,7 @@ class ShardedOptimizer:
     def _swap(self, optimizer: Optimizer) -> None:
         if self._gradients is None:
             for parameter in self.parameters:
-                _ = parameter.grad  # of all, on all ranks: to read it may be an exchange. See Note [Accumulation]
+                _ = parameter.grad  # read all, on all ranks: a read may be an exchange. See Note [Accumulation]
         elif self._changes_gradients:
             self._gradients.keep_parts(self.parameters)
         if self._weights is not None:
@@ -205,12 +205,12 @@ class ShardedOptimizer:
             group["params"] = one
 
     def whole_gradients(self) -> dict[int, torch.Tensor]:
-        """By place, those that every rank has for itself."""
+        """Return the gradients, by index, that are whole on every rank."""
         own_whole = (lambda p: p.grad) if self._gradients is None else self._gradients.own_whole
         return {i: g for i, p in enumerate(self.parameters) if (g := own_whole(p)) is not None}
 
     def publish(self, place: str) -> bool:
-        """Have all ranks get this one's pieces, if all are at ``place``; a collective."""
+        """Send this rank's pieces to all, if all are at ``place``; a collective. Return whether they are."""
         if self._publisher is None or not self._publisher.is_current:
             whole = [i for i in range(len(self.parameters)) if i not in self._given]
             number = {i: number for number, i in enumerate(whole)}
@@ -226,7 +226,10 @@ class ShardedOptimizer:
         return not self._changes_gradients or self._gradients is not None or self._publish_gradients(signed)
 
     def _has_gradient(self, parameter: torch.Tensor) -> bool:
-        """What has none is not stepped: a graph that has saved it may still run backward."""
+        """Return whether there is a gradient.
+
+        Without one a parameter is not stepped: a graph may still hold its values.
+        """
         return parameter.grad is not None if self._gradients is None else self._gradients.is_there(parameter)
 
     def _publish_gradients(self, signed: bytes) -> bool:
@@ -238,7 +241,7 @@ class ShardedOptimizer:
         return ParameterPublisher(self._group, self._frame, gradients, pieces).publish(signed)
 
     def take(self, whole: Any) -> None:
-        """Keep of an optimizer's ``whole`` state what is this rank's."""
+        """Keep this rank's part of an optimizer's ``whole`` state."""
         part = defaultdict(whole.default_factory) if isinstance(whole, defaultdict) else type(whole)()
         shared = {id(p) for p in self.parameters}
         for key, state in whole.items():
@@ -258,7 +261,7 @@ class ShardedOptimizer:
         self._gather(keep=False)
 
     def whole(self) -> Any:
-        """The whole state, in the order of the parameters; a collective.
+        """Return the whole state, in the order of the parameters; a collective.
 
         Raises:
             DivergenceError: on all ranks, when one of them does not have its part.
@@ -283,18 +286,18 @@ class ShardedOptimizer:
         return gather(self._group, self.parameters, self.pieces, mine, keep=keep)
 
     def num_bytes(self) -> int:
-        """Of the state that this rank holds."""
+        """Return the bytes of the state that this rank holds."""
         held = [state.values() for state in self.part.values() if isinstance(state, dict)]
         return sum(value.nbytes for values in held for value in values if isinstance(value, torch.Tensor))
 
 
 def _shaped(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What of ``parameter`` a rank steps: in its shape, if that is all of it."""
+    """Return ``line``, a part of ``parameter`` that a rank steps, in the parameter's shape if it is all of it."""
     return line.as_strided(parameter.shape, parameter.stride()) if len(line) == parameter.numel() else line
 
 
 def refuse(group: Group) -> NoReturn:
-    """Take part in another rank's ``whole`` without having anything of it."""
+    """Take part in another rank's ``whole`` without any state to give, and raise."""
     all_gather_values(group, None)
     raise LagomError("another rank asked for the state of an optimizer that this one does not have")
 
@@ -302,14 +305,16 @@ def refuse(group: Group) -> NoReturn:
 # Note [Stepping a part]
 #
 # The optimizer stays the object that schedulers, scalers and the program hold. Its parameters, laid end to end, are cut
-# into a stretch for each rank. While it steps, the lists in its groups are this rank's: parameters that are in its
-# stretch as they are, and of those at its ends a part, which is a view of the same memory, as is its gradient; and
-# its state is that of these. Afterwards the lists are what they were, and each rank sends what it has changed to all
-# others, into the very memory of the parameters. A closure is evaluated with everything put back.
+# into a range for each rank. During a step, the lists in its groups hold this rank's pieces: the parameters inside its
+# range as they are, and those at its ends as views of the same memory, with views of their gradients. Its state is that
+# of these pieces. Afterwards the lists are what they were, and each rank sends its changes to all others, directly into
+# the parameters' memory. A closure is evaluated with everything put back.
 #
-# Before it steps, the ranks make sure that all of them are about to: so outside of a step the parts of all ranks belong
-# to the same number of steps, and one of them may ask for the whole state whenever it likes. See Note [Asking].
+# Before a step, the ranks check that all of them are about to make it. So outside of a step the parts of all ranks
+# belong
+# to the same number of steps, and one of them may request the whole state at any time. See Note [Asking].
 #
-# A whole state, once it was asked for, is the optimizer's until its next step, which keeps this rank's part of it: what
-# the program has changed in it, or loaded, is not lost. It is a copy of what it was at that moment; on one machine the
+# A whole state, once it was requested, is the optimizer's until its next step. That step keeps this rank's part of it,
+# so
+# the program's changes to the state, or a loaded state, are not lost. It is a copy of that moment; on one machine the
 # tensors in a state_dict() change with the next step.

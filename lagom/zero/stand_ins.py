@@ -1,4 +1,4 @@
-"""``OptimizerShards``: what a rank steps in place of an optimizer's parameters."""
+"""``OptimizerShards``: the tensors that a rank steps in place of an optimizer's parameters."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class OptimizerShards:
-    """Tensors for this rank's pieces of an optimizer's parameters, whose groups have them while it steps.
+    """Tensors for this rank's pieces of an optimizer's parameters; its groups hold them while it steps.
 
     Args:
-        parameters: what is shared out, of the optimizer's.
-        given: first and last element of each rank's part of what is shared out already, by place among them.
-        nature: whether parameters are cut, or dealt out as they are.
+        parameters: the sharded parameters of the optimizer.
+        given: first and last element of each rank's part of the parameters that are themselves sharded, by index.
+        nature: whether parameters are cut, or assigned whole.
     """
 
     def __init__(
@@ -39,37 +39,37 @@ class OptimizerShards:
         deal = by_element if nature.kind is Kind.ELEMENTWISE else by_parameter
         sizes = [0 if i in given else p.numel() for i, p in enumerate(parameters)]
         self.dealt = deal(sizes, group.world_size)
-        """Pieces of what is whole, of each rank."""
+        """Each rank's pieces of the parameters that are not themselves sharded."""
         self.pieces = [
             sorted([*dealt, *(ParameterPiece(i, *x[r]) for i, x in given.items() if x[r][0] < x[r][1])])
             for r, dealt in enumerate(self.dealt)
         ]
-        """All, of each rank."""
+        """All pieces of each rank."""
         self.own = [
             (piece, _stand_in(piece, parameters[piece.param], given=piece.param in given))
             for piece in self.pieces[group.rank]
         ]
-        """This rank's, and what stands for each: the parameter itself where that is all of it."""
+        """This rank's pieces and the stand-in of each: the parameter itself if the piece is all of it."""
         self.partial = [(piece, one) for piece, one in self.own if one is not parameters[piece.param]]
         self.every = [p for group in optimizer.param_groups for p in group["params"]]
         """The optimizer's parameters."""
         shared = {id(p) for p in parameters}
         self.idle = [p for p in self.every if id(p) not in shared]
-        """What is not shared out."""
+        """Parameters that are not sharded."""
         lists = {id(p): [p] for p in self.idle}
         for piece, stand_in in self.own:
             lists[id(parameters[piece.param])] = [stand_in]
         self.lists = [[s for p in g["params"] for s in lists.get(id(p), ())] for g in optimizer.param_groups]
-        """Of each group of the optimizer, what this rank steps."""
+        """The tensors that this rank steps, by group of the optimizer."""
 
 
 def _stand_in(piece: ParameterPiece, parameter: torch.Tensor, *, given: bool) -> torch.Tensor:
     if not given and (piece.start, piece.end) == (0, parameter.numel()):
         return parameter
-    # What is shared out already gets its memory when it is stepped.
+    # A parameter that is itself sharded gets its memory when it is stepped.
     line = parameter.detach().new_empty(0) if given else flat(parameter)[piece.start : piece.end]
     kind = nn.Parameter if isinstance(parameter, nn.Parameter) else torch.Tensor
-    # Not by the constructor, which numbers parameters alike on all ranks.
+    # The constructor is avoided: it would number the stand-in as a parameter, and ranks have different ones.
     found: torch.Tensor = torch.Tensor._make_subclass(kind, line, parameter.requires_grad)
     vars(found).update(vars(parameter))
     return found

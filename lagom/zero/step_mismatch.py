@@ -1,4 +1,4 @@
-"""``refuse_step``: what ranks are told whose optimizers have come apart."""
+"""``refuse_step``: raises the error for ranks whose optimizer steps differ."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class StepSignature(NamedTuple):
-    """What a rank was about to step, and by what."""
+    """The step that a rank was about to make."""
 
     identity: bytes
     """Equal on ranks that have the same parts of the same parameters."""
     parameters: Sequence[torch.Tensor]
     sums: Mapping[int, tuple[str, int]] | None
-    """Of gradients, by place among the parameters; None where they were not compared."""
+    """Checksums of gradients, by index of the parameter; None if they were not compared."""
     settings: Sequence[Mapping[str, Any]]
-    """As of ``settings_of``."""
+    """The result of ``settings_of``."""
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Of each group the learning rate, and what else the optimizer has a default for."""
+    """Return each group's settings: the learning rate and all else that the optimizer has a default for."""
     return [
         {name: value for name in optimizer.defaults if (value := _setting(group.get(name))) is not None}
         for group in optimizer.param_groups
@@ -38,21 +38,21 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _setting(value: object) -> object:
-    """A number or a tuple of them; None for what is not compared: a tensor on a GPU would have to be waited for."""
+    """Return a number or a tuple; None for values that are not compared: a read of a GPU tensor would wait for it."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     return value if isinstance(value, (int, float, tuple)) else None
 
 
 def refuse_step(group: Group, step: StepSignature | None, name: Callable[[torch.Tensor | None], str]) -> NoReturn:
-    """Find out what of the ranks' steps differs; a collective.
+    """Find out how the ranks' steps differ, and raise; a collective.
 
     Args:
-        step: this rank's; None where it was about to do something else.
-        name: what to call a parameter.
+        step: this rank's step; None if it was about to do something else.
+        name: returns the name of a parameter.
 
     Raises:
-        DivergenceError: always, which says what it is.
+        DivergenceError: always, with the difference.
     """
     told = None if step is None else (step.identity, step.sums, step.settings)
     rows = all_gather_values(group, told)
@@ -72,7 +72,7 @@ def refuse_step(group: Group, step: StepSignature | None, name: Callable[[torch.
 
 
 def _compare_settings(rows: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Make sure that all ranks step by the same settings: each one's part would be another optimizer's.
+    """Check that all ranks step with the same settings: else each one's part would be another optimizer's.
 
     Raises:
         DivergenceError: when they do not.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lagom.zero.parameters.shards import ParameterShards
 
 _LOW = 1 << 36
-"""Addresses below are looked at: a tensor whose memory has been let go of is at 0, or, as a view, at its offset."""
+"""Lower addresses are checked: a tensor with freed memory is at 0, or, as a view, at its offset."""
 _aten = torch.ops.aten
 _NO_VALUES = {
     _aten.detach.default,
@@ -54,12 +54,12 @@ _OVERWRITE = {
     _aten.cauchy_.default,
     _aten.geometric_.default,
 }
-"""Operations after which nothing is left of what their first argument was."""
+"""Operations that overwrite every value of their first argument."""
 _address = torch._C.TensorBase.data_ptr
 
 
 class ParameterUses(TorchDispatchMode):
-    """Sees each operation before it runs. See Note [Parts of parameters]."""
+    """Handles each operation before it runs. See Note [Parts of parameters]."""
 
     supports_higher_order_operators = True
 
@@ -67,7 +67,7 @@ class ParameterUses(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = weights
         self._apart = apart
-        """In a thread that does not train, below which a parameter may be let go of at any time."""
+        """Whether this is a thread that does not train, in which a parameter may lose its memory at any time."""
         self._written: dict[Any, tuple[int | str, ...]] = {}
 
     @classmethod
@@ -91,7 +91,7 @@ class ParameterUses(TorchDispatchMode):
         given = tensors((args, kwargs) if kwargs else args)
         blank: list[ParameterStorage] = []
         if any(map(_is_low, given)):
-            # All that it uses, lest one is let go of for another.
+            # Make all parameters of the operation whole at once, so that none is freed for another.
             blank = weights.need(units_of(weights, given), self._blank(function, args))
         if not written:
             return function(*args, **kwargs)
@@ -99,13 +99,13 @@ class ParameterUses(TorchDispatchMode):
         try:
             result = function(*args, **kwargs)
         except BaseException:
-            weights.unchanged(blank)  # as where shapes do not match, and the program leaves that one out
+            weights.unchanged(blank)  # the operation may have failed on a shape, and the program go on without it
             raise
         weights.changed(changed)
         return result
 
     def _blank(self, function: Any, args: tuple[Any, ...]) -> list[ParameterStorage]:
-        """What is overwritten as a whole, and not read."""
+        """Return the parameter that the operation overwrites as a whole without reading it, if any."""
         if function not in _OVERWRITE:
             return []
         unit = self._weights.unit(args[0])
@@ -117,27 +117,27 @@ class ParameterUses(TorchDispatchMode):
 def _is_low(tensor: Tensor) -> bool:
     try:
         return _address(tensor) < _LOW
-    except RuntimeError:  # sparse, or fake: no memory of its own
+    except RuntimeError:  # sparse or fake tensors have no memory of their own
         return False
 
 
 def units_of(weights: ParameterShards, given: Iterable[Tensor]) -> list[ParameterStorage]:
-    """What these have their memory in, those that are shared out."""
+    """Return the storages of the sharded ones among these tensors."""
     return [unit for tensor in given if (unit := unit_of(weights, tensor)) is not None]
 
 
 def unit_of(weights: ParameterShards, tensor: Tensor) -> ParameterStorage | None:
-    """What ``tensor`` has its memory in, if that is shared out."""
+    """Return the storage of ``tensor``, if it is sharded; else None."""
     if not weights.units:
         return None
     try:
         return weights.unit(tensor)
-    except (RuntimeError, NotImplementedError):  # what has no storage
+    except (RuntimeError, NotImplementedError):  # some tensors have no storage
         return None
 
 
 def _written(function: Any) -> tuple[int | str, ...]:
-    """Places and names of the arguments that an operation changes."""
+    """Return the positions and names of the arguments that an operation changes."""
     schema = getattr(function, "_schema", None)
     if schema is None or not schema.is_mutable:
         return ()
@@ -158,7 +158,7 @@ def _at(args: Sequence[Any], kwargs: dict[str, Any], written: tuple[int | str, .
 
 
 def in_thread(weights: ParameterShards) -> Callable[[threading.Thread], None]:
-    """A thread in which using a parameter is an error, and not the end of the process."""
+    """Return a method to run a thread in which the use of a parameter is an error, and does not end the process."""
     original = vars(threading.Thread)["_bootstrap_inner"]
 
     def run(self: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""``unshard_on_memory_access``: makes parameters whole where their values are got at past torch's operations."""
+"""``unshard_on_memory_access``: makes parameters whole when their values are read past torch's operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def unshard_on_memory_access(weights: ParameterShards) -> Iterator[None]:
-    """Patch what reads, writes, copies or gives away the memory of a tensor by itself."""
+    """Patch the functions that read, write, copy or expose the memory of a tensor directly."""
     with ExitStack() as stack:
         for name in ("numpy", "data_ptr", "untyped_storage"):
             stack.enter_context(replaced(Tensor, name, _held(weights, vars(torch._C.TensorBase)[name])))
@@ -41,7 +41,7 @@ def unshard_on_memory_access(weights: ParameterShards) -> Iterator[None]:
 
 
 def _changing(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that writes to its tensor past torch's operations."""
+    """Return a method that writes to its tensor past torch's operations."""
 
     @functools.wraps(original)
     def method(self: Tensor, *args: Any) -> Any:
@@ -71,7 +71,7 @@ def _shared(weights: ParameterShards, original: Callable[..., Any]) -> Callable[
 
 
 def _held(weights: ParameterShards, original: Callable[..., Any], *, for_good: bool = False) -> Callable[..., Any]:
-    """A method that gives away where the values are."""
+    """Return a method that exposes the address of the values."""
 
     @functools.wraps(original)
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def _whole(weights: ParameterShards, original: Callable[..., Any]) -> Callable[.
 
 
 def _copied(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``__reduce_ex__``, which gives away the memory, to be read much later."""
+    """Return ``__reduce_ex__`` for sharded parameters: it exposes memory that may be read much later."""
 
     @functools.wraps(original)
     def reduce(self: Tensor, protocol: Any) -> Any:

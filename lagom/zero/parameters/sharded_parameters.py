@@ -1,4 +1,4 @@
-"""Parameters with ``zero_lvl=3``: shared out as they are made, and whole while anything is done with them."""
+"""``sharded_parameters``: shards parameters when they are made (``zero_lvl=3``); they are whole while they are used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def sharded_parameters(session: Session) -> Iterator[ParameterShards]:
-    """Have parameters shared out, and made whole for every operation that needs them."""
+    """Shard parameters, and make them whole for every operation that needs their values."""
     assert session.group is not None
     assert session.divergence is not None
     assert session.replicate is not None

@@ -1,4 +1,4 @@
-"""``ParameterShards``: of large parameters each rank holds a part, and all of one while something is done with it."""
+"""``ParameterShards``: each rank holds a shard of large parameters, and a whole one only while it is used."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 WEIGHTS = b"weights"
 LEAST = 1 << 12
-"""Elements of a parameter from which it is shared out: an exchange for fewer costs more than they take."""
+"""Elements from which a parameter is sharded: an exchange for fewer costs more than their memory."""
 
 
 class ParameterShards:
-    """Makes parameters whole where they are used, and lets go of them. See Note [Parts of parameters].
+    """Makes parameters whole when they are used, and frees them again. See Note [Parts of parameters].
 
     Args:
-        may_meet: whether other ranks can be reached from where the program is.
+        may_meet: returns whether the other ranks can be reached at this place of the program.
         say: logs a line, once.
     """
 
@@ -45,19 +45,19 @@ class ParameterShards:
         self._may_meet = may_meet
         self._say = say
         self.units: dict[int, ParameterStorage] = {}
-        """By the address of their storage."""
+        """Sharded units by the address of their storage."""
         self.is_busy = False
-        """Whether what is done with tensors is lagom's own."""
+        """Whether lagom itself works with tensors at the moment."""
         self._by_key: dict[bytes, ParameterStorage] = {}
-        """Also of what is gone here: another rank may be at a place where it still has it."""
+        """Units by key, also those gone on this rank: another rank may be at a place where it still has them."""
         self._released: dict[int, ParameterStorage] = {}
-        """Those that stay whole, by the address of their storage, which is theirs as long as they are here."""
+        """Units that stay whole, by the address of their storage, which is theirs as long as they are here."""
         self._num_made: dict[int, int] = {}
         self.resident = ParameterResidency(self._settle)
-        """Those that are whole."""
+        """The whole units."""
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """Share out a parameter from now on, if that can be; it stays whole for the moment."""
+        """Shard a parameter from now on, if possible; it stays whole for the moment."""
         if self.is_busy or not isinstance(tensor, nn.Parameter) or is_lazy(tensor) or tensor.numel() < LEAST:
             return
         if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda") or not self._may_meet():
@@ -82,13 +82,13 @@ class ParameterShards:
         self.resident.adopt(unit)
 
     def unit(self, tensor: torch.Tensor) -> ParameterStorage | None:
-        """What ``tensor``, any view of a parameter, has its memory in."""
+        """Return the unit whose memory ``tensor`` has, which may be any view of a parameter; None if not sharded."""
         if tensor.layout != torch.strided:
             return None
         return self.units.get(storage_of(tensor)._cdata)
 
     def parts(self, tensor: torch.Tensor) -> list[tuple[int, int]] | None:
-        """First and last element of each rank's part of ``tensor``; None where it is not shared out."""
+        """Return the first and last element of each rank's part of ``tensor``; None if it is not sharded."""
         unit = self.unit(tensor) if self.units else None
         if unit is None or not unit.covers(tensor):
             return None
@@ -96,14 +96,14 @@ class ParameterShards:
         return [(first // size, last // size) for first, last in map(unit.part, range(self._group.world_size))]
 
     def line(self, tensor: torch.Tensor, piece: ParameterPiece) -> torch.Tensor:
-        """The elements of this rank's part, where the optimizer changes them."""
+        """Return the elements of this rank's shard, for the optimizer to change."""
         unit = self.unit(tensor)
         assert unit is not None
         assert unit.shard is not None
         return unit.shard.view(tensor.dtype)[: piece.end - piece.start]
 
     def stamp(self, tensor: torch.Tensor) -> StorageVersion | None:
-        """Which values it has; None where it is not shared out."""
+        """Return the version of the tensor's values; None if it is not sharded."""
         unit = self.unit(tensor) if self.units else None
         if unit is None:
             return None
@@ -111,12 +111,12 @@ class ParameterShards:
         return unit.stamp
 
     def digest(self, tensor: torch.Tensor) -> bytes:
-        """As the function of that name; a stamp where it is shared out."""
+        """Return the ``digest`` of a tensor; its version if it is sharded."""
         stamp = self.stamp(tensor)
         return digest(tensor) if stamp is None else b"%d %d" % stamp
 
     def sums(self, tensors: Mapping[Any, torch.Tensor]) -> dict[Any, tuple[str, int]]:
-        """As ``checksums``; stamps instead of sums where parameters are shared out."""
+        """Return ``checksums`` of tensors; versions instead of sums for sharded ones."""
         stamps = {key: self.stamp(tensor) for key, tensor in tensors.items()}
         found = checksums({key: tensor for key, tensor in tensors.items() if stamps[key] is None})
         for key, stamp in stamps.items():
@@ -126,7 +126,7 @@ class ParameterShards:
         return found
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Share out no more what ``tensor`` has its memory in; a collective, unless it is whole."""
+        """Stop to shard the parameter whose memory ``tensor`` has; a collective, unless it is whole."""
         unit = self.unit(tensor)
         if unit is not None:
             self.need([unit])
@@ -134,10 +134,10 @@ class ParameterShards:
             self._released[unit.place] = unit
 
     def need(self, units: Sequence[ParameterStorage], blank: Sequence[ParameterStorage] = ()) -> list[ParameterStorage]:
-        """Make all of these whole, but for the values of ``blank``, which are overwritten: those that were not whole.
+        """Make all units whole, except the values of ``blank``, which are overwritten; return new ``blank`` ones.
 
         Raises:
-            DivergenceError: on all ranks, where another rank cannot give its part, or has other values.
+            DivergenceError: on all ranks, when another rank cannot give its part, or has other values.
         """
         missing = [unit for unit in dict.fromkeys(units) if not unit.is_whole]
         if not missing:
@@ -157,18 +157,18 @@ class ParameterShards:
         return [unit for unit in missing if unit in blank]
 
     def unchanged(self, units: Iterable[ParameterStorage]) -> None:
-        """What was to be overwritten was not: the parts have the values still."""
+        """Free units that were not overwritten after all: the shards still have their values."""
         for unit in units:
             if unit.is_whole:
                 self.resident.free(unit)
 
     def changed(self, units: Iterable[ParameterStorage]) -> None:
-        """The whole has got other values."""
+        """Mark whole units whose values have changed."""
         for unit in units:
             unit.is_changed = True
 
     def hold(self, unit: ParameterStorage, *, for_good: bool = False) -> None:
-        """Its memory is to stay where it is until the next step, or ``for_good``."""
+        """Keep the unit's memory in place until the next step, or ``for_good``."""
         unit.is_shown = unit.is_shown or for_good
         self.need([unit])
         self._settle(unit)
@@ -176,20 +176,20 @@ class ParameterShards:
             unit.is_held, unit.seen = True, self._total(unit)
 
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Have the parts of ``tensors`` be those of the whole, for an optimizer to step by."""
+        """Update the shards of ``tensors`` from the whole, for an optimizer to step them."""
         for tensor in tensors:
             if (unit := self.unit(tensor)) is not None:
                 self._settle(unit)
 
     def stepped(self, tensors: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
-        """An optimizer has stepped the parts of ``tensors``; those that had gradients are ``changed``."""
+        """Count a step on the shards of ``tensors``; those that had gradients are ``changed``."""
         found = dict.fromkeys(unit for tensor in tensors if (unit := self.unit(tensor)) is not None)
         for unit in found:
             unit.stamp = unit.stamp._replace(num_steps=unit.stamp.num_steps + 1)
         for unit in found:
             if not unit.is_whole:
                 continue
-            unit.is_held = unit.is_shown or not unit.storage().resizable()  # as numpy() leaves it
+            unit.is_held = unit.is_shown or not unit.storage().resizable()  # numpy() fixes its size
             if unit.is_held:
                 self._say("parameters that numpy() was called on stay whole: an array may have their memory")
                 self._fill(unit)
@@ -200,26 +200,26 @@ class ParameterShards:
             torch.autograd.graph.increment_version([t for t in changed if self.unit(t) is not None])
 
     def num_bytes(self) -> int:
-        """Of the parts that this rank holds."""
+        """Return the bytes of the shards that this rank holds."""
         return sum(unit.shard.nbytes for unit in self._by_key.values() if unit.shard is not None)
 
     def rest(self) -> None:
-        """Nothing is needed for the moment: a backward has ended."""
+        """Free parameters after a backward: nothing is needed for the moment."""
         self.resident.rest()
 
     def gone(self) -> list[ParameterStorage]:
-        """What no tensor has any more on this rank."""
+        """Return the units that no tensor uses any more on this rank."""
         self._sweep()
         return [unit for unit in self._by_key.values() if not unit.is_alive]
 
     def forget(self, units: Iterable[ParameterStorage]) -> None:
-        """All ranks have met since these were gone."""
+        """Forget units; all ranks have exchanged since these were gone."""
         for unit in units:
             if self._by_key.get(unit.key) is unit:
                 del self._by_key[unit.key]
 
     def serve(self, key: bytes, total: int, num_steps: int) -> None:
-        """Take part in what another rank needs."""
+        """Take part in another rank's all-gather."""
         unit = self._by_key.get(key)
         if unit is not None and unit.is_alive:
             self._settle(unit)
@@ -231,10 +231,10 @@ class ParameterShards:
             self._group.all_gather_into(out, unit.own)
 
     def end(self) -> None:
-        """The program has ended, on all ranks: what is still there becomes whole. A collective.
+        """Make all parameters that still exist whole, at the program's end on all ranks; a collective.
 
         Raises:
-            DivergenceError: where a rank cannot give its part.
+            DivergenceError: when a rank cannot give its part.
         """
         gc.collect()
         self._sweep()
@@ -313,7 +313,7 @@ class ParameterShards:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """While tensors are lagom's own."""
+        """Treat tensors as lagom's own in the block."""
         before, self.is_busy = self.is_busy, True
         try:
             with torch.no_grad():
@@ -331,21 +331,24 @@ _APART = (
 
 # Note [Parts of parameters]
 #
-# A parameter stays the object that the program made. What goes is its memory: the storage is resized to nothing, and
-# each rank keeps a part of the bytes. All that has this memory, the parameter, its ``.data``, a state_dict(), what
-# autograd has saved of it, is without values then, and has them again when the storage is filled.
+# A parameter stays the object that the program made. Only its memory goes: the storage is resized to nothing, and each
+# rank keeps a part of the bytes. Everything that has this memory (the parameter, its ``.data``, a state_dict(), tensors
+# that autograd has saved) is then without values, and has them again when the storage is filled.
 #
-# Who needs values is known without knowing the program. A TorchDispatchMode sees each operation of torch before it
-# runs, in a forward, a backward, a checkpoint that repeats one, or between them, also when it is the program's own.
-# Where an argument has no memory, what it needs is made whole, and something else, the longest whole first, is let go
-# of, so that no more than a little is whole at a time, and nothing when a backward has ended. An operation that writes
-# to a parameter marks it, and when it is let go of each rank keeps its part of the new values. What gets at values past
-# operations (numpy(), data_ptr(), pickle) is patched by itself.
+# lagom needs no knowledge of the program to see which values are needed. A TorchDispatchMode handles each operation of
+# torch before it runs: in a forward, in a backward, in a checkpoint that repeats one, or between them, also in the
+# program's own operations. When an argument has no memory, the operation's parameters are made whole, and others are
+# freed, the longest whole first. So only a little is whole at a time, and nothing after a backward. An operation that
+# writes to a parameter marks it; when it is freed, each rank keeps its part of the new values. Functions that read
+# values
+# past operations (numpy(), data_ptr(), pickle) have patches of their own.
 #
-# To make a parameter whole a rank asks for it (see Note [Asking]), so it may do that alone. Where all ranks ask for the
-# same at once, that exchange is all there is besides the values. Parts belong together if the parameter has had the
-# same values on all ranks: each has the sum of the bits that it was cut from, and how many steps of optimizers came
-# after; where they differ, one rank alone has changed it, or to other values, which is an error on all.
+# To make a parameter whole a rank sends a request (see Note [Asking]), so it may do that alone. When all ranks request
+# the same at once, that exchange is the only one besides the values. Parts belong together if the parameter has had the
+# same values on all ranks. So each rank keeps a digest of the bits that its part was cut from, and the number of
+# optimizer steps since. If they differ, one rank has changed the parameter alone, or to other values, which is an error
+# on all ranks.
 #
-# An optimizer steps the parts in place; see Note [Stepping a part]. Parameters that are small stay whole, and are
-# handled as with ``zero_lvl=2``.
+# An optimizer steps the parts in place; see Note [Stepping a part]. Small parameters stay whole, and are handled as
+# with
+# ``zero_lvl=2``.

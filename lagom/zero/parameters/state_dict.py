@@ -1,4 +1,4 @@
-"""``Module.state_dict()`` with ``zero_lvl=3``: copies on the CPU, where the whole would not fit the device."""
+"""``Module.state_dict()`` with ``zero_lvl=3``: copies on the CPU if the whole does not fit the device."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from lagom.zero.parameters.shards import ParameterShards
 
 _SPARE = 0.1
-"""Of the free memory, that is left to what else a program does."""
+"""Fraction of the free memory that is left to the rest of the program."""
 
 
 def state_that_fits(session: Session, weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Module.state_dict``, whose tensors become whole one by one when they are used; saved, they are all whole."""
+    """Return a ``Module.state_dict`` whose tensors become whole one by one when they are used, and all when saved."""
     inside = False
 
     @functools.wraps(original)
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         if inside or not session.live or not weights.units:
-            return original(self, *args, **kwargs)  # of a module in another, too
+            return original(self, *args, **kwargs)  # also for a module inside another
         inside = True
         try:
             found = original(self, *args, **kwargs)
@@ -46,7 +46,7 @@ def state_that_fits(session: Session, weights: ParameterShards, original: Callab
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that tensors on ``device`` could still take; None where nobody knows, as on the CPU."""
+    """Return the bytes that tensors on ``device`` could still take; None if that is unknown, as on the CPU."""
     if device.type != "cuda":
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -54,7 +54,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _fits(state: Any, weights: ParameterShards) -> bool:
-    """Whether each device has memory for what of ``state`` is shared out; once for what is there twice."""
+    """Return whether each device has memory for the sharded tensors of ``state``; tied ones count once."""
     needed: dict[torch.device, dict[bytes, int]] = {}
     for value in _tensors(state):
         unit = weights.unit(value)
@@ -68,12 +68,12 @@ def _fits(state: Any, weights: ParameterShards) -> bool:
 
 
 def _tensors(state: Any) -> list[Tensor]:
-    # Of state_dict(keep_vars=True) the program wants the parameters themselves.
+    # With state_dict(keep_vars=True) the program wants the parameters themselves.
     return [x for x in state.values() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
 
 
 def _copy_to_cpu(state: MutableMapping[str, Any]) -> None:
-    """One by one, so that one is whole on the device at a time; tied ones stay one."""
+    """Copy one by one, so that one is whole on the device at a time; tied tensors stay tied."""
     copies: dict[tuple[Any, ...], Tensor] = {}
     for key, value in list(state.items()):
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
@@ -84,7 +84,7 @@ def _copy_to_cpu(state: MutableMapping[str, Any]) -> None:
 
 
 def _place(value: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same numbers in memory."""
+    """Return a key that is equal for tensors with the same memory and layout."""
     if value.layout != torch.strided:
         return (id(value),)
     return storage_of(value)._cdata, value.dtype, value.storage_offset(), value.shape, value.stride()

@@ -11,24 +11,23 @@ from lagom.gradients.checksum import digest
 from lagom.run_state.memory_layout import is_dense, storage_of
 
 _ALIGNED = 64
-"""Bytes: parts begin at a multiple."""
-"""Also of a parameter that is shared out: ``Tensor.untyped_storage`` makes it whole."""
+"""Alignment of the parts, in bytes."""
 
 
 class StorageVersion(NamedTuple):
-    """Which values a parameter has: where it is equal on two ranks, their parts are of the same."""
+    """Version of a parameter's values: if it is equal on two ranks, their parts are of the same values."""
 
     total: int
-    """A digest of all bits, after the last change that was made to the whole."""
+    """Digest of all bits, after the last change that was made to the whole."""
     num_steps: int
-    """Of optimizers since then."""
+    """Optimizer steps since then."""
 
 
 class ParameterStorage:
     """The memory of one parameter, cut into a part of ``chunk`` bytes for each rank.
 
     Args:
-        key: equal on all ranks.
+        key: name of the unit, equal on all ranks.
     """
 
     def __init__(self, key: bytes, tensor: torch.Tensor, world_size: int) -> None:
@@ -39,17 +38,17 @@ class ParameterStorage:
         self.room = self.chunk * world_size
         self.place = storage._cdata
         self.shard: torch.Tensor | None = None
-        """This rank's part; None as long as the whole has never been let go of."""
+        """This rank's part; None as long as the whole has never been freed."""
         self.is_whole = True
         self.is_changed = True
         """Whether the whole has other values than the parts."""
         self.stamp = StorageVersion(0, 0)
         self.seen = 0
-        """Of all bits, when it was last known, where ``is_held``."""
+        """Digest of all bits at the last check, while ``is_held``."""
         self.is_held = False
-        """Whether its memory may be in use under an address."""
+        """Whether its memory may be in use by address."""
         self.is_shown = False
-        """Whether it is so for good."""
+        """Whether it may be in use for good."""
         self._ref = StorageWeakRef(storage)
 
     @property
@@ -58,31 +57,31 @@ class ParameterStorage:
         return not self._ref.expired()
 
     def storage(self) -> torch.UntypedStorage:
-        """The memory."""
+        """Return the memory."""
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
         assert found is not None
         return found
 
     def part(self, rank: int) -> tuple[int, int]:
-        """Where ``rank``'s begins and ends, in bytes."""
+        """Return the begin and end of ``rank``'s part, in bytes."""
         return min(rank * self.chunk, self.num_bytes), min((rank + 1) * self.chunk, self.num_bytes)
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, which has its memory here, has all of it."""
+        """Return whether ``tensor`` covers the whole storage (is not a partial view)."""
         return tensor.storage_offset() == 0 and tensor.nbytes == self.num_bytes and is_dense(tensor)
 
     def bytes(self, num_bytes: int) -> torch.Tensor:
-        """So many of the whole."""
+        """Return the first ``num_bytes`` bytes of the whole."""
         storage = self.storage()
         empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return empty.set_(storage, 0, (num_bytes,), (1,))
 
     def total(self) -> int:
-        """Of all bits, each at its place: rows that change places are other values, which a sum would not tell."""
+        """Return a digest of all bits by position: swapped rows are other values, which a sum would not show."""
         return int.from_bytes(digest(self.bytes(self.num_bytes)), "little")
 
     def cut(self, rank: int) -> None:
-        """Have this rank's part be that of the whole."""
+        """Update this rank's part from the whole."""
         whole, total = self.bytes(self.num_bytes), self.total()
         if self.shard is None:
             self.shard = torch.zeros(self.chunk, dtype=torch.uint8, device=whole.device)
@@ -92,6 +91,6 @@ class ParameterStorage:
 
     @property
     def own(self) -> torch.Tensor:
-        """This rank's part, which it has once the whole has been let go of."""
+        """This rank's part; it exists once the whole has been freed."""
         assert self.shard is not None
         return self.shard
