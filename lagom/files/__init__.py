@@ -1,4 +1,4 @@
-"""A disk of each rank's own, which ranks of one program write to as one process would to one disk."""
+"""A disk of each rank's own: ranks of one program write to it as one process would to one disk."""
 
 from lagom.files.install import (
     asked_for_rank,

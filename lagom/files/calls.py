@@ -1,4 +1,4 @@
-"""``FileCalls``: what both kinds of ranks put in the place of functions of ``os`` and ``io``."""
+"""``FileCalls``: replacements for functions of ``os`` and ``io``, common to rank 0 and the other ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 READ = {"stat": True, "lstat": False, "access": True, "readlink": False, "statvfs": True}
 READ |= {"getxattr": True, "listxattr": True}
-"""Functions that read what is at a path, and whether they follow links by themselves."""
+"""Functions that read a path, and whether they follow links by default."""
 CHANGE = {"chmod": True, "chown": True, "lchown": False, "utime": True, "truncate": True}
 CHANGE |= {"setxattr": True, "removexattr": True}
-"""Functions that change what is at a path."""
+"""Functions that change the file or directory at a path, and whether they follow links by default."""
 
 SYSTEM = ("/dev/", "/proc/", "/sys/")
 _CACHES = (
@@ -38,17 +38,17 @@ _CACHES = (
     "MPLCONFIGDIR",
     "PYTHONPYCACHEPREFIX",
 )
-"""Environment variables that name folders whose users look after several processes themselves."""
+"""Environment variables that name folders whose users coordinate several processes themselves."""
 
 
 class _Own(threading.local):
     inside = False
-    """lagom is at work: its own calls reach the disk."""
+    """Whether lagom is at work: its own calls reach the disk."""
     downloads = 0
 
 
 class FileCalls(ABC):
-    """The functions of one rank; ``replacements`` are by name, those of ``os`` but for ``io.open``."""
+    """The functions of one rank; ``replacements`` are by name, those of ``os`` except ``io.open``."""
 
     def __init__(self, host_dir: str) -> None:
         self.own = _Own()
@@ -56,36 +56,36 @@ class FileCalls(ABC):
         self.original["io.open"] = io.open
         self._alone = _left_alone()
         self.is_over = False
-        """From now on the rank sees the real disk."""
+        """Whether the rank now sees the real disk."""
         self._host_dir = os.path.realpath(host_dir) + "/"
-        self._files = self._host_dir + "files/"  # a working directory on a host that has not the driver's
+        self._files = self._host_dir + "files/"  # working directory on a host without the driver's
 
     @abstractmethod
     def replacements(self) -> dict[str, Any]:
-        """What takes the place of what."""
+        """Return the replacement of each function, by its name."""
 
     @abstractmethod
     def free(self, path: str) -> None:
-        """The program has made ``path`` by a name that no other rank can have: it is real."""
+        """Note that the program made ``path`` under a name that no other rank can have: it is on the real disk."""
 
     @abstractmethod
     def written(self, path: str) -> str:
-        """Where C code is to write the file that the program knows by ``path``."""
+        """Return the place where C code must write the file that the program calls ``path``."""
 
     @abstractmethod
     def found(self, path: str, dir_fd: int | None = None, follow: bool = True) -> str:
-        """Where C code is to look at what the program knows by ``path``."""
+        """Return the place where C code must look for the path that the program calls ``path``."""
 
     @abstractmethod
     def listed(self, path: str) -> str:
-        """Where C code is to list the directory that the program knows by ``path``."""
+        """Return the place where C code must list the directory that the program calls ``path``."""
 
     @abstractmethod
     def asked(self) -> None:
-        """The program has asked which rank it is."""
+        """Note that the program has asked which rank it is."""
 
     def left_alone(self, key: str) -> bool:
-        """Whether ``key`` is the real disk to every rank: devices, caches, what lagom keeps for the run."""
+        """Return whether ``key`` is real for every rank: devices, caches, files that lagom keeps for the run."""
         path = key + "/"
         if self.is_over:
             return True
@@ -95,7 +95,7 @@ class FileCalls(ABC):
 
     @contextmanager
     def downloading(self) -> Iterator[None]:
-        """What is written meanwhile is written for all ranks of the host."""
+        """Let files that are written in the block be written for all ranks of the host."""
         self.own.downloads += 1
         try:
             yield
@@ -103,11 +103,11 @@ class FileCalls(ABC):
             self.own.downloads -= 1
 
     def downloads(self) -> bool:
-        """Whether this thread is downloading."""
+        """Return whether this thread is downloading."""
         return self.own.downloads > 0
 
     def absolute(self, path: Any, dir_fd: int | None, cwd: str | None = None) -> str | None:
-        """The path as text; None when it is none, or one that no rank has a view of its own of."""
+        """Return the path as text; None if it is no path, or one that is the real disk for every rank."""
         if type(path) is not str:
             if isinstance(path, int):
                 return None
@@ -125,12 +125,12 @@ class FileCalls(ABC):
         return None if path.startswith(SYSTEM) or "\0" in path else path
 
     def of(self, fd: int) -> str:
-        """The path that the program knows an open directory by."""
+        """Return the path by which the program knows an open directory."""
         path: str = self.original["readlink"](f"/proc/self/fd/{fd}")
         return path
 
     def named_temporarily(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of ``tempfile`` that makes a file or folder, in its default folder for real."""
+        """Wrap a function of ``tempfile`` that makes a file or folder, so that its default folder is the real one."""
 
         @functools.wraps(make)
         def made(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ class FileCalls(ABC):
 
 
 def opens_to_read(mode: Any) -> bool:
-    """Whether ``open`` with that mode cannot change anything."""
+    """Return whether ``open`` with that mode cannot change anything."""
     return isinstance(mode, str) and "r" in mode and "+" not in mode
 
 

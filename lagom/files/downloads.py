@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _MEET_S = 10.0
-"""How long the first rank of a host may take to come to a download that another rank has come to."""
+"""Seconds that the first rank of a host may take to reach a download that another rank has reached."""
 _DOWNLOAD_S = 24 * 3600.0
-"""How long its downloading may take."""
+"""Seconds that its download may take."""
 
 
 class Downloads:
-    """Has the first rank of a host download; the other ranks find the files there."""
+    """Downloads of the first rank of a host, for all its ranks; the others find the files there."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -42,7 +42,7 @@ class Downloads:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """The first rank's comes first, and what it writes is for all; then the others', one after the other."""
+        """Take turns: first the first rank, whose files are for all; then the others, one after the other."""
         if self._held or not self._session.distributed:
             yield
             return
@@ -61,7 +61,7 @@ class Downloads:
                     yield
         finally:
             self._held -= 1
-            if first:  # also after a failure: nobody shall wait for what does not come
+            if first:  # also after a failure, so that no rank waits in vain
                 self._say(key + "/done")
 
     def _say(self, key: str) -> None:
@@ -72,12 +72,12 @@ class Downloads:
         notes = self._session.notes
         if notes is None:
             return
-        with suppress(RuntimeError, OSError):  # it does not come here, or is gone: this rank downloads for itself
+        with suppress(RuntimeError, OSError):  # the first rank is not here or gone: this one downloads for itself
             notes.wait(key, _MEET_S)
             notes.wait(key + "/done", _DOWNLOAD_S)
 
     def once(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``urlretrieve`` to a named file, on the first rank of the host; the others get its result."""
+        """Wrap ``urlretrieve`` to a named file: the first rank of the host runs it; the others get its result."""
 
         @functools.wraps(original)
         def urlretrieve(url: str, filename: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class Downloads:
 
     @contextmanager
     def shared_datasets(self) -> Iterator[None]:
-        """Have data sets with a ``download`` parameter made in turn; also those whose classes come later."""
+        """Make data sets with a ``download`` parameter in turn, also those whose classes are defined later."""
         session = self._session
 
         def init_subclass(cls: Any, /, **kwargs: Any) -> None:
@@ -139,7 +139,7 @@ class Downloads:
         try:
             bound = signature.bind(dataset, *args, **kwargs)
         except TypeError:
-            return False  # the call itself will say so
+            return False  # the call itself will raise it
         bound.apply_defaults()
         return bool(bound.arguments["download"])
 

@@ -1,4 +1,4 @@
-"""``FirstRankCalls``: rank 0's disk is the real one; before it changes anything, it notes how that was."""
+"""``FirstRankCalls``: rank 0 uses the real disk, and records the state of a path before it changes the path."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class FirstRankCalls(FileCalls):
-    """Those of rank 0."""
+    """The file functions of rank 0."""
 
     was_asked = False
-    """The program has asked which rank it is."""
+    """Whether the program has asked which rank it is."""
 
     def __init__(self, host_dir: str, journal: Journal, by_name: bool) -> None:
-        """``by_name``: all directories are listed by name, since the disks of other hosts have orders of their own."""
+        """List all directories sorted if ``by_name``, since the disks of other hosts have orders of their own."""
         super().__init__(host_dir)
         self._journal = journal
         self._by_name = by_name
@@ -103,7 +103,7 @@ class FirstRankCalls(FileCalls):
                 if name in ("rename", "replace"):
                     self._note(src, kwargs.get("src_dir_fd"), False, "tree")
                     self._note(dst, to, False, "rmdir")
-                if name == "link":  # written by one name, it changes by the other
+                if name == "link":  # a write by one name changes the file under the other
                     self._note(src, kwargs.get("src_dir_fd"), False, "content")
                 self._note(dst, to, False, "name")
             return original(src, dst, *args, **kwargs)

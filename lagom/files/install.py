@@ -1,4 +1,4 @@
-"""``own_disk``: every rank as one process with a disk of its own; the real one is rank 0's."""
+"""``own_disk``: gives every rank the view of one process with its own disk; rank 0 has the real one."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
     from lagom.files.calls import FileCalls
 
 _calls: FileCalls | None = None
-"""Of this process, while it is a rank with a disk of its own, or was forked from one."""
+"""The calls of this process, while it is a rank with its own disk, or was forked from one."""
 
 
 @contextmanager
 def own_disk(host_dir: str, rank: int, world_size: int, local_world_size: int, *, lands: bool = True) -> Iterator[None]:
     """Have the program see the disk as one process would. See Note [A disk of each rank's own].
 
-    ``host_dir`` is shared by the ranks of the host; ``settle`` there brings home what is left afterwards. Without
-    ``lands`` the real disk is nobody's: rank 0 has one of its own too.
+    The ranks of the host share ``host_dir``; afterwards ``settle`` moves remaining files from there to the real disk.
+    Without ``lands`` no rank uses the real disk: rank 0 has its own one too.
     """
     global _calls  # the one disk of this process
     if lands and world_size == 1:
         yield
         return
-    tempfile.gettempdir()  # finds out by writing there
+    tempfile.gettempdir()  # tempfile finds its folder by writing there
     folder = os.path.realpath(host_dir) + "/disk"
     with ExitStack() as stack:
         journal = Journal(folder)
@@ -72,49 +72,49 @@ def own_disk(host_dir: str, rank: int, world_size: int, local_world_size: int, *
 
 
 def asked_for_rank() -> None:
-    """The program knows which rank it is: files that it writes under names of their own are so on purpose."""
+    """Note that the program knows which rank it is: files that it writes under names of their own are intentional."""
     if _calls is not None:
         _calls.asked()
 
 
 def has_asked() -> bool:
-    """Whether the program of this rank, not the first, knows which rank it is."""
+    """Return whether the program of this rank, not the first, knows which rank it is."""
     return isinstance(_calls, OtherRankCalls) and _calls.was_asked
 
 
 def share_disk() -> None:
-    """From now on the program sees the real disk: it is distributed by itself, and says which rank writes."""
+    """Let the program see the real disk from now on: it is a distributed program and says which rank writes."""
     if _calls is not None:
         _calls.is_over = True
 
 
 def downloading() -> AbstractContextManager[None]:
-    """What is written meanwhile is real, and seen by all ranks of the host."""
+    """Let files that are written in the block be real, and visible to all ranks of the host."""
     return nullcontext() if _calls is None else _calls.downloading()
 
 
 def written(path: str) -> str:
-    """Where C code is to write the file that the program calls ``path``."""
+    """Return the place where C code must write the file that the program calls ``path``."""
     return path if _calls is None else _calls.written(path)
 
 
 def found(path: str) -> str:
-    """Where C code is to read the file that the program calls ``path``."""
+    """Return the place where C code must read the file that the program calls ``path``."""
     return path if _calls is None else _calls.found(path)
 
 
 def writes_for_real() -> bool:
-    """Whether what this process writes, as a rule, is on the disk itself."""
+    """Return whether files that this process writes are on the real disk, as a rule."""
     return not isinstance(_calls, OtherRankCalls)
 
 
 def _installed(calls: FileCalls) -> Iterator[tuple[object, str, Any]]:
-    """What is replaced: where, by which name, with what."""
+    """Yield the replacements: owner, name, new function."""
     new = calls.replacements()
     opened = new.pop("io.open")
     for owner in (builtins, io, _io):
         yield owner, "open", opened
-    # Names that these have given it when they were imported.
+    # These modules copied the function under a name of their own when they were imported.
     yield tarfile, "bltn_open", opened
     yield bz2, "_builtin_open", opened
     for name, call in new.items():
@@ -133,14 +133,14 @@ def _installed(calls: FileCalls) -> Iterator[tuple[object, str, Any]]:
 
 
 def _abilities(calls: FileCalls, new: dict[str, Any]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """``os.supports_fd`` and its like are sets of functions."""
+    """Yield ``os.supports_fd`` and similar sets of functions, with the replacements added."""
     for name in ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids"):
         able = getattr(os, name)
         yield os, name, able | {call for other, call in new.items() if calls.original[other] in able}
 
 
 def _kept_in_classes(calls: FileCalls, new: dict[str, Any]) -> Iterator[tuple[object, str, Any]]:
-    """Functions that classes of pathlib (in Python 3.10) and glob (from 3.13) have taken when they were made."""
+    """Yield attributes of classes of pathlib (Python 3.10) and glob (from 3.13) that hold the original functions."""
     known = {id(original): name for name, original in calls.original.items() if name != "open"}
     known[id(calls.original["io.open"])] = "open"
     classes = {value for module in (pathlib, glob) for value in vars(module).values() if isinstance(value, type)}
@@ -152,7 +152,7 @@ def _kept_in_classes(calls: FileCalls, new: dict[str, Any]) -> Iterator[tuple[ob
 
 
 def _unlinking_by_name(close: Callable[..., None]) -> Callable[..., None]:
-    """Temporary files remember ``os.unlink`` from before."""
+    """Wrap the close of temporary files, which holds the original ``os.unlink``."""
 
     @functools.wraps(close)
     def closed(closer: Any, *args: Any, **kwargs: Any) -> None:
@@ -165,26 +165,31 @@ def _unlinking_by_name(close: Callable[..., None]) -> Callable[..., None]:
 
 
 # Note [A disk of each rank's own]
-# All ranks run the same program, and all of them write the same files. So that this is as with one process, every rank
-# has a disk of its own: what it writes it reads back, what it removes is gone, `os.mkdir` makes a directory once, and
-# nobody waits for anybody. The disk of rank 0 is the real one. The other ranks' changes go to a folder of the run
-# (Overlay), which their reads prefer; a log says which paths are there and which are gone.
+# All ranks run the same program, and all of them write the same files. For the view of one process, every rank has its
+# own disk: it reads back what it writes, it does not see what it removes, `os.mkdir` makes a directory once, and no
+# rank
+# waits for another. The disk of rank 0 is the real one. The other ranks' changes go to a folder of the run (Overlay),
+# which their reads prefer; a log says which paths are in it and which are removed.
 #
-# Ranks are not equally fast: rank 0 may have made "out" when another rank has not yet asked whether there is one. So
-# rank 0 notes what was there before its first change of a path, or puts it aside (Journal), and the others look there
-# before they look at the real disk. The order is: the note, then the change. Who reads looks for notes before and after
-# (View.read), so it sees either the disk without the change, or the note.
+# Ranks are not equally fast: rank 0 may have made "out" before another rank asks whether it exists. So before its first
+# change of a path, rank 0 records the state of the path or puts the file aside (Journal), and the others look there
+# before they look at the real disk. The order is: the record, then the change. A reader looks for records before and
+# after (View.read), so it sees either the disk without the change, or the record.
 #
 # The state is kept in files, not in memory: loader workers forked from a rank see and change the same disk.
 #
-# Left to the real disk are what no rank changes for itself: devices, /proc, the caches of torch and of hubs,
-# __pycache__, what tempfile makes in its default folder (names of the rank's own, often handed to other programs), and
-# downloads, which the first rank of a host does for all. C code that opens paths (h5py, pyarrow, sqlite, cv2) comes to
-# the same functions, see Note [Files of C code]; other programs see and change the real disk, on every rank. So do
-# ranks on another host that share a file system with rank 0's (NFS): they write to overlays too, but no note tells them
-# what rank 0 has changed there since the start.
+# The real disk serves paths that no rank changes for itself: devices, /proc, the caches of torch and of hubs,
+# __pycache__, files that tempfile makes in its default folder (names of the rank's own, often handed to other
+# programs),
+# and downloads, which the first rank of a host does for all. C code that opens paths (h5py, pyarrow, sqlite, cv2) calls
+# the same functions, see Note [Files of C code]. Other programs see and change the real disk, on every rank. So do
+# ranks
+# on another host that share a file system with rank 0's (NFS): they write to overlays too, but no record tells them
+# what
+# rank 0 has changed there since the start.
 
 # Note [Order of a directory]
 # The order of os.listdir is the file system's. A data set made of a directory's files must have the same order on all
-# ranks, so where ranks look at different directories, those that the program has changed or, when ranks are on several
-# hosts, all, the order is by name.
+# ranks. So the order is by name where ranks look at different directories: those that the program has changed, or all
+# of
+# them when ranks are on several hosts.

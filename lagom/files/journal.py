@@ -1,4 +1,4 @@
-"""What happened to paths: a log that processes share, and the first rank's journal of how the disk was before it."""
+"""``PathLog`` and ``Journal``: a log shared by processes, and the first rank's record of the disk before changes."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from typing import Literal
 
 Kind = Literal["absent", "aside", "shared", "free", "put", "gone"]
 Change = Literal["name", "content", "truncate", "rmdir", "tree"]
-"""What is about to happen to a path: its name goes elsewhere or to something else, its content is changed or thrown
-away, a directory is removed, or a directory is moved with all that is in it."""
+"""The coming change of a path: its name is given up or reused, its content is changed or discarded, a directory is
+removed, or a directory is moved with its content.
+"""
 
-_FICLONE = 0x40049409  # of linux/fs.h
+_FICLONE = 0x40049409  # from linux/fs.h
 
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """The last that is known of a path, and of what is below it unless that has an entry of its own."""
+    """The latest state of a path, and of paths below it that have no entry of their own."""
 
     kind: Kind
     other: str = ""
-    """Another path, such as where the original is kept."""
+    """Another path, such as the one at which the original is kept."""
 
 
 class PathLog:
-    """Entries by path, in a file that processes append to; each sees at once what the others have added."""
+    """Entries by path, in a file that processes append to; each sees the others' entries at once."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.num_read = 0
-        """Bytes; it grows with each entry."""
+        """Bytes read so far; grows with each entry."""
         self._lock = threading.Lock()
         self.entries: dict[str, JournalEntry] = {}
         self.children: dict[str, set[str]] = {}
@@ -46,15 +47,15 @@ class PathLog:
         _logs.add(self)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._fd)
 
     def size(self) -> int:
-        """Bytes that have been written by anyone."""
-        return os.lseek(self._fd, 0, os.SEEK_END)  # the quickest that tells
+        """Return the bytes that all processes have written."""
+        return os.lseek(self._fd, 0, os.SEEK_END)  # the fastest call for the size
 
     def fresh(self) -> None:
-        """Read what has been added since the last time."""
+        """Read the entries that were added since the last time."""
         if self.size() == self.num_read:
             return
         with self._lock:
@@ -66,13 +67,13 @@ class PathLog:
             self.num_read += len(lines)
 
     def add(self, kind: Kind, path: str, other: str = "", over_tree: bool = False) -> None:
-        """Say ``kind`` of ``path``; with ``over_tree`` nothing that was said of paths below it holds any more."""
+        """Add an entry for ``path``; with ``over_tree`` all entries of paths below it are removed."""
         # One write, so that lines of several processes do not mix.
         os.write(self._fd, json.dumps([kind, path, other, over_tree]).encode() + b"\n")
         self.fresh()
 
     def nearest(self, path: str) -> tuple[str, JournalEntry] | None:
-        """The entry of ``path``, else that of the closest directory above it."""
+        """Return the entry of ``path``, else that of the closest directory above it."""
         entries = self.entries
         if not entries:
             return None
@@ -95,10 +96,10 @@ class PathLog:
 
 
 class Journal:
-    """How the disk of a host was before what the first rank did to it; read by the other ranks there."""
+    """Record of a host's disk before the first rank's changes; the other ranks there read it."""
 
     def __init__(self, folder: str) -> None:
-        """``folder`` is shared by the ranks of the host."""
+        """Open the journal in ``folder``, which the ranks of the host share."""
         os.makedirs(folder + "/aside", mode=0o700, exist_ok=True)
         self.log = PathLog(folder + "/journal")
         self._aside = folder + "/aside/"
@@ -106,11 +107,11 @@ class Journal:
         self._lock_path = folder + "/lock"
 
     def close(self) -> None:
-        """Let go of its file."""
+        """Close the log's file."""
         self.log.close()
 
     def lower(self, key: str) -> str | None:
-        """Where to find what stood at ``key``, a path without links; None: nothing did."""
+        """Return the path of the original of ``key``, a path without links; None if nothing was there."""
         found = self.log.nearest(key)
         if found is None:
             return key
@@ -120,7 +121,7 @@ class Journal:
         return entry.other + key[len(at) :] if entry.kind == "aside" else key
 
     def before(self, key: str, change: Change) -> None:
-        """Called by the first rank before its first change of ``key``: notes or puts aside what stands there."""
+        """Record or put aside the original of ``key`` before the first rank's first change."""
         if self._is_known(key):
             if change in ("content", "truncate"):
                 self._part(key, keep_content=change == "content")
@@ -146,13 +147,13 @@ class Journal:
                 self._put_file_aside(key, keep_content=change == "content")
 
     def share(self, key: str) -> None:
-        """Have the other ranks see ``key`` as it will be: a download, which they do not do themselves."""
+        """Show the other ranks the future file at ``key``: a download, which they do not do themselves."""
         found = self.log.nearest(key)
         if found is not None and found[1].kind in ("absent", "aside"):
             self.log.add("shared", key)
 
     def _is_known(self, key: str) -> bool:
-        self.log.fresh()  # a loader worker of this rank may have added
+        self.log.fresh()  # a loader worker of this rank may have added entries
         found = self.log.nearest(key)
         return found is not None and found[1].kind != "shared"
 
@@ -176,7 +177,7 @@ class Journal:
         return f"{self._aside}{os.getpid()}.{next(self._numbers)}"
 
     def _kept(self, key: str) -> str:
-        """Where the regular file ``key`` is kept, which will not be changed any more under this name."""
+        """Return the path at which the regular file ``key`` is kept, unchanged from now on."""
         info = os.lstat(key)
         kept = self._inode(info)
         try:
@@ -193,7 +194,7 @@ class Journal:
         return f"{self._aside}inode.{info.st_dev}.{info.st_ino}"
 
     def _part(self, key: str, keep_content: bool) -> None:
-        """Give ``key`` a file of its own where it is, under another name than at the start, one that was put aside."""
+        """Give ``key`` its own file, if it is still another name of one that was put aside."""
         with suppress(OSError):
             info = os.lstat(key)
             if info.st_nlink > 1 and os.path.lexists(self._inode(info)):
@@ -202,7 +203,10 @@ class Journal:
                     os.rename(fresh, key)
 
     def _put_file_aside(self, key: str, keep_content: bool) -> None:
-        """Keep the file itself and go on with a copy, since another rank may be reading it. See Note [New inode]."""
+        """Put the file itself aside and continue with a copy, since another rank may be reading it.
+
+        See Note [New inode].
+        """
         fresh = self._beside(key)
         try:
             renewed = _renew(key, fresh, keep_content)
@@ -220,7 +224,7 @@ class Journal:
                     os.unlink(fresh)
 
     def _beside(self, key: str) -> str:
-        """A name in the same directory that the other ranks do not see."""
+        """Return a name in the same directory that the other ranks do not see."""
         fresh = f"{key}.{os.getpid()}.lagom"
         if not self._is_known(fresh):
             self.log.add("absent", fresh)
@@ -238,22 +242,22 @@ class Journal:
 
 
 def parent(path: str) -> str:
-    """The directory of an absolute path."""
+    """Return the directory of an absolute path."""
     return path[: path.rfind("/")] or "/"
 
 
 def name(path: str) -> str:
-    """The last part of an absolute path."""
+    """Return the last part of an absolute path."""
     return path[path.rfind("/") + 1 :]
 
 
 def join(directory: str, child: str) -> str:
-    """The path of what is called ``child`` in an absolute ``directory``."""
+    """Return the path of ``child`` in an absolute ``directory``."""
     return f"/{child}" if directory == "/" else f"{directory}/{child}"
 
 
 def copy(source: str, target: str) -> None:
-    """A new file with content, mode and times of ``source``; shares its blocks where the file system can."""
+    """Make a new file with content, mode and times of ``source``; shares its blocks if the file system can."""
     with open(source, "rb") as read, open(target, "wb") as written:
         try:
             fcntl.ioctl(written.fileno(), _FICLONE, read.fileno())
@@ -263,7 +267,7 @@ def copy(source: str, target: str) -> None:
 
 
 def copy_tree(source: str, target: str, copy_file: object) -> None:
-    """``target`` becomes a directory with all that ``source`` holds; pipes and sockets are left out."""
+    """Copy the directory ``source`` with its content to ``target``; pipes and sockets are left out."""
     assert callable(copy_file)
     os.mkdir(target)
     for entry in os.listdir(source):
@@ -279,7 +283,7 @@ def copy_tree(source: str, target: str, copy_file: object) -> None:
 
 
 def _renew(key: str, fresh: str, keep_content: bool, num_links: int = 1) -> bool:
-    """Make ``fresh`` a file to take the place of ``key``, if that has as many names as said; whether it does."""
+    """Make the file ``fresh`` to replace ``key``, if that has ``num_links`` names; return whether it was made."""
     info = os.lstat(key)
     if info.st_nlink != num_links or info.st_uid != os.geteuid():
         return False
@@ -305,7 +309,7 @@ def _renew_locks() -> None:
 os.register_at_fork(after_in_child=_renew_locks)
 
 # Note [New inode]
-# Another rank that is behind may have the file open, and reads on from what it opened. So before the first rank writes
-# into a file that was there at the start, the file moves out of its way: it gets another of the same name, a copy or,
-# where the content is thrown away, an empty one. Where that cannot be (a file of somebody else's, with several names,
-# in a directory that cannot be written, or mounted by itself) it is written as it is, and only its copy is kept.
+# Another rank that is behind may have the file open, and continues to read it. So before the first rank writes into a
+# file that was there at the start, it renames the file and puts another one in its place: a copy or, if the content is
+# discarded, an empty one. This is impossible for a file of another user, with several names, in a directory that cannot
+# be written, or mounted by itself. Such a file is written in place, and only its copy is kept.

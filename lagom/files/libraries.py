@@ -1,4 +1,4 @@
-"""``interpose_libraries``: files that C and Rust code opens by itself go where those go that Python opens."""
+"""``interpose_libraries``: sends files that C and Rust code opens to the rank's own disk, as Python's."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from lagom.patching.replace import replaced
 
 log = logging.getLogger("lagom")
 
-_AT_FDCWD, _NOFOLLOW, _REMOVEDIR, _NOREPLACE = -100, 0x100, 0x200, 1  # of fcntl.h
+_AT_FDCWD, _NOFOLLOW, _REMOVEDIR, _NOREPLACE = -100, 0x100, 0x200, 1  # from fcntl.h
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_ssize_t, *[ctypes.c_size_t] * 6, use_errno=True)
-"""Any function of libc that takes up to six words: what it does not take it does not look at."""
+"""Type of any function of libc with up to six words; it ignores words that it does not take."""
 _READS = {"stat": 0, "access": 0, "statfs": 0, "statvfs": 0, "__xstat": 1, "fstatat": 1, "faccessat": 1, "statx": 1}
 _READS |= {"lstat": 0, "readlink": 0, "__lxstat": 1, "readlinkat": 1, "__fxstatat": 2}
-"""Functions that only look at what is at a path, and which of their arguments that is."""
+"""Functions that only read a path, and the index of that argument."""
 _FLAGS = {"fstatat": 3, "faccessat": 3, "statx": 2, "__fxstatat": 4}
 _AT = frozenset((*_FLAGS, "readlinkat"))
-"""Those of which the argument before is the directory that the path begins at."""
+"""Functions whose previous argument is the directory at which the path begins."""
 _OF_LINKS = frozenset(("lstat", "readlink", "__lxstat", "readlinkat"))
 _MODES = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND}
 
 _kept: list[object] = []
-"""Functions that C code may be in while they are let go of."""
+"""Functions that C code may still run while they are removed."""
 
 
 @contextmanager
 def interpose_libraries(calls: FileCalls, *, reads: bool) -> Iterator[None]:
-    """Have libraries call Python's functions of files, also those libraries that are loaded meanwhile.
+    """Have libraries, also those that are loaded later, call Python's file functions.
 
-    See Note [Files of C code]. With ``reads`` they look for files where ``calls`` finds them, too. The environment
-    variable LAGOM_C_FILES=0 leaves libraries alone.
+    See Note [Files of C code]. With ``reads`` they also look for files where ``calls`` finds them. The environment
+    variable
+    LAGOM_C_FILES=0 leaves libraries alone.
     """
     if os.environ.get("LAGOM_C_FILES") == "0":
         yield
@@ -75,7 +76,7 @@ def _then(original: Callable[..., Any], update: Callable[[], None]) -> Callable[
 
 
 class _Functions:
-    """What libraries call instead of functions of libc; a word each for numbers and addresses."""
+    """Functions that libraries call instead of libc's; numbers and addresses are one word each."""
 
     def __init__(self, calls: FileCalls) -> None:
         self._calls = calls
@@ -84,7 +85,7 @@ class _Functions:
         self._libc.malloc.argtypes = (ctypes.c_size_t,)
 
     def by_name(self, reads: bool) -> dict[str, Any]:
-        """The functions as C code can call them, those that this libc has."""
+        """Return the functions that this libc has, in a form that C code can call."""
         found: dict[str, tuple[int, Callable[..., Any]]] = dict(self._changing())
         if reads:
             found |= {name: (at, self._looking(name, at)) for name, at in _READS.items()}
@@ -97,7 +98,7 @@ class _Functions:
         return made
 
     def _made(self, name: str, at: int, function: Callable[..., Any]) -> Any:
-        """The ``function``, which gets the original and the arguments, of which the one ``at`` is a path."""
+        """Return a C function that calls ``function`` with the original and its words; word ``at`` is a path."""
         original = _FUNCTION(_address(getattr(self._libc, name)))
         failed = 0 if name.startswith(("fopen", "opendir", "realpath")) else -1
 
@@ -109,7 +110,7 @@ class _Functions:
             except OSError as error:
                 ctypes.set_errno(error.errno or errno.EIO)
                 return failed
-            except KeyboardInterrupt:  # which cannot go through C code
+            except KeyboardInterrupt:  # it cannot pass through C code
                 _thread.interrupt_main()
                 ctypes.set_errno(errno.EINTR)
                 return failed
@@ -119,7 +120,7 @@ class _Functions:
 
         return _FUNCTION(call)
 
-    # Each gets the original and six words, of which it looks at as many as the function of libc has.
+    # Each function receives the original and six words, and reads as many as the function of libc has.
 
     def _changing(self) -> Iterator[tuple[str, tuple[int, Callable[..., Any]]]]:
         yield "open", (0, lambda _, path, *rest: self._open(path, *rest))
@@ -187,7 +188,7 @@ def _fd(word: int) -> int | None:
 
 
 def _inherited(fd: int, inheritable: bool) -> int:
-    """``fd``, which Python opens for this process alone."""
+    """Return ``fd``, inheritable or not; Python opens it for this process alone."""
     os.set_inheritable(fd, inheritable)
     return fd
 
@@ -206,7 +207,7 @@ def _remove(path: str, directory: int | bool, at: int | None = None) -> None:
 
 def _rename(at: int, path: int, to_at: int, to: int, flags: int = 0) -> None:
     if flags & 0xFFFFFFFF & ~_NOREPLACE:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as of a file system that cannot do that
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as on a file system that does not support the flag
     target, folder = _text(to), _fd(to_at)
     if flags & _NOREPLACE and os.access(target, os.F_OK, dir_fd=folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
@@ -214,16 +215,18 @@ def _rename(at: int, path: int, to_at: int, to: int, flags: int = 0) -> None:
 
 
 # Note [Files of C code]
-# h5py, pyarrow, sqlite, tokenizers and whatever else is not written in Python opens files by functions of libc, past
-# those of Python that are replaced. A shared library calls libc through addresses in its own memory, which the loader
-# fills in (its global offset table). While the rank has a disk of its own, these are addresses of functions that call
-# Python's `os`: then C code has the disk that Python has, and nobody needs to know which library it is. Libraries that
-# are loaded later are changed when Python has loaded them. Left alone are libraries that only look at devices and
-# /proc, and Python itself, whose functions are replaced already.
+# h5py, pyarrow, sqlite, tokenizers and other code not written in Python opens files by functions of libc, past Python's
+# replaced ones. A shared library calls libc through addresses in its own memory, which the loader fills in (its global
+# offset table). While the rank has its own disk, these are addresses of functions that call Python's `os`. So C code
+# has
+# the same disk as Python, whichever library it is in. Libraries that are loaded later are changed when Python has
+# loaded
+# them. Left alone are libraries that only look at devices and /proc, and Python itself, whose functions are replaced
+# already.
 #
-# C code that opens a file waits for the GIL in the meantime. Code that holds the GIL, and waits for a thread of its own
-# that opens a file, would wait for ever (none is known that does): LAGOM_C_FILES=0 is for that.
+# C code that opens a file waits for the GIL in the meantime. Code that holds the GIL, and waits for its own thread that
+# opens a file, would wait for ever (no such code is known): LAGOM_C_FILES=0 is for that.
 #
 # Not reached are: a library that is linked into Python itself (sqlite, in some builds), code that calls the kernel
-# without libc (Go, and Rust's rustix, by which safetensors renames: see `_place_safetensors` in files.py), and other
+# without libc (Go, and Rust's rustix, by which safetensors renames: see `_place_safetensors` in saving.py), and other
 # programs.

@@ -1,4 +1,4 @@
-"""What ``os.scandir`` gives, for a directory that is not what it seems."""
+"""``Scan`` and ``ListedEntry``: the result of ``os.scandir``, for a directory that the rank sees changed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lagom.files.journal import join
 from lagom.files.view import View
 
 Inside = Callable[[Callable[[], Any], Any], Any]
-"""Calls the first, with exceptions that name the second."""
+"""Calls the first argument; exceptions name the second."""
 
 
 class Scan:
-    """What ``os.scandir`` gives: entries to go through once, and to close."""
+    """The result of ``os.scandir``: an iterator over entries that can be closed."""
 
     def __init__(self, entries: list[Any]) -> None:
         self._entries = iter(entries)
@@ -33,12 +33,12 @@ class Scan:
         self.close()
 
     def close(self) -> None:
-        """No more entries."""
+        """Drop the remaining entries."""
         self._entries = iter(())
 
 
 class ListedEntry:
-    """What ``os.DirEntry`` is, which cannot be made."""
+    """A replacement for ``os.DirEntry``, which cannot be made."""
 
     def __init__(self, view: View, inside: Inside, directory: str, given: Any, name: str) -> None:
         self._view = view
@@ -54,7 +54,7 @@ class ListedEntry:
         return f"<DirEntry {self.name!r}>"
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """As ``os.stat``."""
+        """Return the result of ``os.stat``."""
         view = self._view
 
         def look() -> os.stat_result:
@@ -65,23 +65,23 @@ class ListedEntry:
         return found
 
     def inode(self) -> int:
-        """Of what stands here itself."""
+        """Return the inode of the entry itself, without following a link."""
         return self.stat(follow_symlinks=False).st_ino
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """Whether it is a directory."""
+        """Return whether it is a directory."""
         return stat.S_ISDIR(self._mode(follow_symlinks))
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        """Whether it is a regular file."""
+        """Return whether it is a regular file."""
         return stat.S_ISREG(self._mode(follow_symlinks))
 
     def is_symlink(self) -> bool:
-        """Whether it is a symbolic link."""
+        """Return whether it is a symbolic link."""
         return stat.S_ISLNK(self._mode(False))
 
     def is_junction(self) -> bool:
-        """Never, but on Windows."""
+        """Return False: junctions exist on Windows only."""
         return False
 
     def _mode(self, follow_symlinks: bool) -> int:

@@ -13,10 +13,10 @@ from lagom.files.seeing import ELSEWHERE, SeenFiles, name_in
 
 
 class OtherRankCalls(SeenFiles):
-    """Those of every rank that is not rank 0."""
+    """The file functions of every rank other than 0."""
 
     was_asked = False
-    """The program has asked which rank it is."""
+    """Whether the program has asked which rank it is."""
 
     def replacements(self) -> dict[str, Any]:
         present = self.original
@@ -68,7 +68,7 @@ class OtherRankCalls(SeenFiles):
                 real = self.overlay.goes_real(key)
                 place = key if real else self.overlay.copied_up(key)
                 if not place and name == "truncate":
-                    place = self.overlay.place(key)  # for the system to refuse
+                    place = self.overlay.place(key)  # the system will refuse it
                 return original(place, *args, **kwargs) if place else None
 
             return self.inside(change, path)
@@ -113,7 +113,7 @@ class OtherRankCalls(SeenFiles):
         return call
 
     def _do_two(self, name: str, src: Any, dst: Any, kwargs: dict[str, Any]) -> bool:
-        """Rename or link; False: it is none of the overlay's business."""
+        """Rename or link; return False if neither path is the overlay's."""
         overlay = self.overlay
         try:
             follow = name == "link" and kwargs.get("follow_symlinks", False)

@@ -1,4 +1,4 @@
-"""``Overlay``: what a rank other than 0 changes on its disk; all of it goes to a folder of its own."""
+"""``Overlay``: changes of a rank other than 0 to its disk, kept in a folder of its own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _UNNAMED = getattr(os, "O_TMPFILE", os.O_DIRECTORY)
 
 
 class Overlay(View):
-    """Each method does to ``key`` what the function of ``os`` does, and raises what it raises.
+    """Each method changes ``key`` as the function of ``os`` would, with the same errors.
 
-    Names of files in its exceptions are for the caller to set.
+    The caller sets the names of files in the exceptions.
     """
 
     def open(self, key: str, flags: int, mode: int) -> int:
-        """``os.open``, of a key that was found as ``flags`` want it: links followed or not."""
+        """Open as ``os.open``; ``key`` was resolved as ``flags`` say, with links followed or not."""
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC) and flags & _UNNAMED != _UNNAMED
         if not writes or self.goes_real(key):
             return self.read(key, lambda place: os.open(place, flags, mode), os.close)
@@ -44,7 +44,7 @@ class Overlay(View):
         return os.open(self.copied_up(key, keep_content=not flags & os.O_TRUNC), flags, mode)
 
     def mkdir(self, key: str, mode: int) -> None:
-        """``os.mkdir``."""
+        """Make a directory as ``os.mkdir``."""
         if self.goes_real(key):
             os.mkdir(key, mode)
             return
@@ -55,7 +55,7 @@ class Overlay(View):
         self._put(key)
 
     def symlink(self, target: str | bytes, key: str) -> None:
-        """``os.symlink``; ``target`` stays as the program gave it."""
+        """Make a link as ``os.symlink``; ``target`` stays as the program gave it."""
         if self.goes_real(key):
             os.symlink(target, key)
             return
@@ -65,7 +65,7 @@ class Overlay(View):
         self._put(key)
 
     def link(self, source: str, key: str) -> None:
-        """``os.link``."""
+        """Make a hard link as ``os.link``."""
         if self.goes_real(key) and self.place(source) == source:
             os.link(source, key)
             return
@@ -79,7 +79,7 @@ class Overlay(View):
         self._put(key)
 
     def unlink(self, key: str) -> None:
-        """``os.unlink``."""
+        """Remove a file as ``os.unlink``."""
         if self.goes_real(key):
             os.unlink(key)
             return
@@ -91,7 +91,7 @@ class Overlay(View):
         self._drop(key)
 
     def rmdir(self, key: str) -> None:
-        """``os.rmdir``."""
+        """Remove a directory as ``os.rmdir``."""
         if self.goes_real(key):
             os.rmdir(key)
             return
@@ -101,7 +101,7 @@ class Overlay(View):
         self._drop(key, directory=True)
 
     def rename(self, key: str, to: str) -> None:
-        """``os.rename`` and ``os.replace``."""
+        """Rename as ``os.rename`` and ``os.replace``."""
         from_real, to_real = self.goes_real(key), self.goes_real(to)
         if from_real and to_real:
             os.rename(key, to)
@@ -110,7 +110,7 @@ class Overlay(View):
             self._check_is_directory(directory)
         mode, replaced = self.lstat(key).st_mode, self.mode(to)
         if key == to or (replaced and os.path.samestat(self.lstat(key), self.lstat(to))):
-            return  # two names of one file stay, as POSIX has it
+            return  # POSIX keeps both names of one file
         whole = stat.S_ISDIR(mode)
         if whole and to.startswith(key + "/"):
             _refuse(errno.EINVAL)
@@ -129,12 +129,12 @@ class Overlay(View):
             self._drop(key, whole)
 
     def copied_up(self, key: str, keep_content: bool = True) -> str:
-        """Where the rank's own copy of the file ``key`` is, made when there is none yet; "" for a common directory."""
+        """Return the path of the rank's own copy of the file ``key``, made if missing; "" for a common directory."""
         mode = self.lstat(key).st_mode
         if self.is_own(key):
             return self.upper + key
         if stat.S_ISDIR(mode):
-            return ""  # what becomes of its mode and times is the first rank's matter
+            return ""  # the first rank changes its mode and times
         os.makedirs(self.upper + parent(key), exist_ok=True)
         partial = self._partial()
         if stat.S_ISLNK(mode):
@@ -149,7 +149,7 @@ class Overlay(View):
         return self.upper + key
 
     def goes_real(self, key: str) -> bool:
-        """Whether a change of ``key`` is made on the disk itself, which is made ready for it."""
+        """Return whether a change of ``key`` goes to the real disk, and prepare the disk for it."""
         if self.left_alone(key):
             return True
         own = self.log.nearest(key)
@@ -164,11 +164,11 @@ class Overlay(View):
         return True
 
     def _prepared(self, key: str) -> str:
-        """Where to make ``key``."""
+        """Return the path at which to make ``key``."""
         self._check_may_change(parent(key))
         os.makedirs(self.upper + parent(key), exist_ok=True)
         if not self.is_own(key):
-            clear(self.upper + key)  # folders that were needed for what was below a removed directory
+            clear(self.upper + key)  # folders that were needed for paths below a removed directory
         return self.upper + key
 
     def _check_is_directory(self, key: str) -> None:
@@ -187,20 +187,20 @@ class Overlay(View):
             _refuse(errno.ENOTEMPTY)
 
     def _put(self, key: str, tree: bool = False) -> None:
-        """``key`` has been made in the rank's own folder; with ``tree``, whole, over what was said of parts of it."""
+        """Log that ``key`` is in the rank's own folder; with ``tree``, replace all entries below it."""
         own = self.log.nearest(key)
         if tree or own is None or own[1].kind != "put":
             self.log.add("put", key, over_tree=tree)
 
     def _drop(self, key: str, directory: bool = False) -> None:
-        """``key`` has been removed, from the rank's own folder if it was there."""
+        """Log that ``key`` is removed; its own file, if any, is gone already."""
         own, theirs = self.log.nearest(key), self.journal.log.nearest(key)
         inside = own is not None and own[0] != key and own[1].kind == "put"
         if directory or not inside or (theirs is not None and theirs[1].kind == "shared"):
             self.log.add("gone", key, over_tree=directory)
 
     def _whole(self, key: str) -> str:
-        """Where the rank's own copy of ``key`` is, a directory with all that is in it."""
+        """Return the path of the rank's own copy of ``key``, a directory with its content."""
         if not stat.S_ISDIR(self.lstat(key).st_mode):
             return self.copied_up(key)
         if not self.is_own(key) or self._has_entries_below(key):
@@ -230,7 +230,7 @@ class Overlay(View):
 
 
 def _refuse(number: int) -> NoReturn:
-    raise OSError(number, os.strerror(number))  # of the class that goes with the number
+    raise OSError(number, os.strerror(number))  # OSError chooses the subclass for the number
 
 
 def _move(source: str, target: str) -> None:
@@ -245,7 +245,7 @@ def _move(source: str, target: str) -> None:
 
 
 def _copy_one(place: str, target: str) -> None:
-    clear(target)  # of the try before, when this is another
+    clear(target)  # remains of an earlier try
     if os.path.islink(place):
         os.symlink(os.readlink(place), target)
     elif os.path.isfile(place):
@@ -253,7 +253,7 @@ def _copy_one(place: str, target: str) -> None:
 
 
 def clear(path: str) -> None:
-    """Remove ``path``, a directory with all that is in it, if it is there."""
+    """Remove ``path``, also a directory with its content, if it exists."""
     if os.path.isdir(path) and not os.path.islink(path):
         for child in os.listdir(path):
             clear(f"{path}/{child}")

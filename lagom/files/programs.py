@@ -1,4 +1,4 @@
-"""``warn_of_programs``: other programs that the function starts write to the real disk, on every rank; that is said."""
+"""``warn_of_programs``: warns that other programs write to the real disk, on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LIBRARIES += (os.path.join(str(Path(__file__).parents[1]), ""),)
 
 @contextmanager
 def warn_of_programs(knows_rank: Callable[[], bool]) -> Iterator[None]:
-    """Say once that every rank starts a program, unless the function ``knows_rank`` or a library starts it."""
+    """Warn once that every rank starts a program, unless the function ``knows_rank`` or a library starts it."""
     told = False
 
     def started(original: Callable[..., Any], at: int, name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""``torch.save`` and its like: files are written whole, where the rank's disk is; downloads happen once per host."""
+"""``shared_files``: saves files whole, directs C code to the rank's disk, and downloads once per host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def shared_files(session: Session) -> Iterator[None]:
-    """Have saves written whole, C code of torch find each rank's files, and downloads done once on each host."""
+    """Write saves whole, have C code of torch find each rank's files, and download once on each host."""
     downloads = Downloads(session)
     with ExitStack() as stack:
         for owner in (torch, torch.serialization):
@@ -47,7 +47,7 @@ def shared_files(session: Session) -> Iterator[None]:
 
 
 def _place_safetensors(safetensors: ModuleType, stack: ExitStack) -> None:
-    """Say to its writer where to write: it renames a file by a call of the kernel that no function of libc makes."""
+    """Redirect safetensors' writer, which renames a file by a call of the kernel and not by a function of libc."""
     write = _at_place(safetensors.serialize_file, 1, files.written, "filename")
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "safetensors" and hasattr(module, "serialize_file"):
@@ -67,7 +67,7 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
         try:
             place = files.written(path)
         except OSError:
-            place = files.found(path)  # for torch to fail at, in its own way
+            place = files.found(path)  # torch fails there with its own error
         try:
             original(obj, place, *args, **kwargs)
         except RuntimeError as error:
@@ -84,9 +84,9 @@ def _renamed(text: object, place: str, path: str) -> object:
 def _write_whole(given: str, write: Callable[[str], None]) -> None:
     path = os.path.realpath(given)
     if not os.path.isdir(os.path.dirname(path)) or (os.path.exists(path) and not os.path.isfile(path)):
-        write(given)  # it cannot be, or is a device or a pipe, which cannot be replaced
+        write(given)  # the folder does not exist, or a device or a pipe cannot be replaced
         return
-    # A folder, since the name of a file goes into it.
+    # A folder, since the file's name goes into the file.
     folder = f"{path}.{os.getpid()}.partial"
     partial = f"{folder}/{os.path.basename(path)}"
     try:
@@ -106,7 +106,7 @@ def _write_whole(given: str, write: Callable[[str], None]) -> None:
 def _at_place(
     original: Callable[..., Any], position: int, place: Callable[[str], str], name: str = "f"
 ) -> Callable[..., Any]:
-    """``original`` with its argument ``name`` at ``position``, where that is a path, replaced by where to find it."""
+    """Return ``original`` with its path argument ``name``, at ``position``, replaced by the place of the file."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def _at_place(
 
 
 def _mapping(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``from_file``, which maps a file into memory, to write to it when it is ``shared``."""
+    """Wrap a ``from_file``, which maps a file into memory, and writes to the file if it is ``shared``."""
 
     @functools.wraps(original)
     def call(filename: Any, shared: bool | None = None, *args: Any, **kwargs: Any) -> Any:

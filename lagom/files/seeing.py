@@ -1,4 +1,4 @@
-"""``SeenFiles``: how a rank other than 0 finds and reads what is on its disk."""
+"""``SeenFiles``: finds and reads the files that a rank other than 0 sees."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lagom.files.listing import ListedEntry, Scan
 from lagom.files.overlay import Overlay
 
 ELSEWHERE = object()
-"""What is on the disk at a path is not what the rank sees there."""
+"""The rank sees something else at a path than the disk has there."""
 
 
 class SeenFiles(FileCalls):
-    """The half of a rank's calls that changes nothing."""
+    """The read-only part of a rank's file functions."""
 
     def __init__(self, host_dir: str, folder: str, journal: Journal, by_name: bool) -> None:
-        """``folder`` is the rank's own; ``by_name``: all directories are listed by name, since hosts differ."""
+        """Read from the rank's own ``folder``; with ``by_name`` list all directories by name, since hosts differ."""
         super().__init__(host_dir)
         self.overlay = Overlay(folder, journal, self.left_alone, self.downloads)
         self._by_name = by_name
@@ -43,11 +43,11 @@ class SeenFiles(FileCalls):
             self.opened_directories.pop(fd, None)
             raise
         key, dev, ino = self.opened_directories.get(fd, ("", 0, 0))
-        # Not what /proc says where it can be helped: rank 0 may have moved the directory since.
+        # /proc is the fallback: rank 0 may have moved the directory since.
         return key if (dev, ino) == (info.st_dev, info.st_ino) else self.overlay.seen(super().of(fd))
 
     def inside(self, call: Callable[[], Any], path: Any, to: Any = None) -> Any:
-        """``call`` with lagom's own calls reaching the disk; its exceptions name what the program named."""
+        """Run ``call`` with lagom's own calls reaching the disk; its exceptions name the program's paths."""
         self.own.inside = True
         try:
             return call()
@@ -58,7 +58,7 @@ class SeenFiles(FileCalls):
             self.own.inside = False
 
     def key(self, path: Any, dir_fd: int | None, follow: bool) -> str | None:
-        """What the overlay knows ``path`` by; None: the call is none of its business."""
+        """Return the overlay's key of ``path``; None if the call is not for the overlay."""
         absolute = self._absolute(path, dir_fd)
         if absolute is None:
             return None
@@ -77,7 +77,7 @@ class SeenFiles(FileCalls):
     # Reading
 
     def plainly(self, path: Any, follow: bool, call: Callable[[], Any], undo: Callable[[Any], None]) -> Any:
-        """``call``, on the disk itself, if what is there is what this rank sees; else ``ELSEWHERE``."""
+        """Run ``call`` on the disk itself, if the rank sees the disk's content there; else return ``ELSEWHERE``."""
         if type(path) is not str:
             return ELSEWHERE
         cut = path.rfind("/") + 1
@@ -85,7 +85,7 @@ class SeenFiles(FileCalls):
         if elsewhere is None or (elsewhere and (cut == len(path) or path[cut:] in elsewhere)):
             return ELSEWHERE
         try:
-            # A link may lead to where all is not as it seems.
+            # A link may lead to a path where the rank sees something else.
             result = ELSEWHERE if follow and self._is_link(path) else call()
         except OSError:
             if self.overlay.is_steady():
@@ -104,7 +104,7 @@ class SeenFiles(FileCalls):
 
     def _elsewhere(self, head: str) -> set[str] | None:
         if self.overlay.is_steady():
-            clean = self.overlay.clean  # once: another thread may put another in its place
+            clean = self.overlay.clean  # read once: another thread may replace it
             if head in clean:
                 return clean[head]
         absolute = self._absolute(head or ".", None)
@@ -114,7 +114,7 @@ class SeenFiles(FileCalls):
         try:
             return self.overlay.learn(head, absolute)
         except OSError:
-            return None  # the call itself will say so
+            return None  # the call itself will raise it
         finally:
             self.own.inside = False
 
@@ -136,7 +136,7 @@ class SeenFiles(FileCalls):
             try:
                 key = self.key(given, dir_fd, follow)
             except OSError:
-                if name == "access":  # the one that answers
+                if name == "access":  # access returns False instead of raising
                     return False
                 raise
             if key is None:
@@ -151,7 +151,7 @@ class SeenFiles(FileCalls):
     def _listing(
         self, name: str, made: Callable[[Any], Any], own: Callable[[str, Any, list[str]], Any]
     ) -> Callable[..., Any]:
-        """``listdir`` or ``scandir``: what ``made`` makes of the original's result, or ``own`` of other names."""
+        """Wrap ``listdir`` or ``scandir``: return ``made`` of the original's result, or ``own`` of the rank's names."""
         original = self.original[name]
 
         @functools.wraps(original)
@@ -184,14 +184,14 @@ class SeenFiles(FileCalls):
             return Scan([ListedEntry(self.overlay, self.inside, key, path, name) for name in names])
 
         def made(scan: Any) -> Any:
-            with scan:  # to its end at once, so that what rank 0 does later is not in it
+            with scan:  # read to the end at once, so that later changes of rank 0 are not in it
                 return Scan(list(scan))
 
         return self._listing("scandir", made, own)
 
 
 def name_in(error: OSError, path: Any, to: Any = None) -> None:
-    """Have ``error`` name what the program has named."""
+    """Put the program's paths into ``error``."""
     error.filename = os.fspath(path) if isinstance(path, os.PathLike) else path
     if to is not None or error.filename2 is not None:
         error.filename2 = os.fspath(to) if isinstance(to, os.PathLike) else to

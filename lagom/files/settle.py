@@ -1,4 +1,4 @@
-"""``settle``: brings what only a rank other than 0 has written to the real disk, once the rank is over."""
+"""``settle``: moves files that only a rank other than 0 has written to the real disk, after the rank's end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lagom.files.journal import Journal, PathLog, copy, parent
 from lagom.files.overlay import clear
 
 _OF_A_PROCESS = re.compile(r"\d+")
-# Of file systems that several hosts may share; all of FUSE are taken for such.
+# File systems that several hosts may share; all of FUSE are assumed to be.
 _SHARED = ("nfs", "cifs", "smb", "ceph", "lustre", "gluster", "gpfs", "beegfs", "fuse", "9p", "afs", "pvfs", "orangefs")
 
 
 def settle(host_dir: Path, ranks: Sequence[int], local_ranks: Sequence[int]) -> list[str]:
-    """See Note [What is left]; ``ranks`` have ended. Returns what could not be done, a sentence each."""
+    """Settle the files of ``ranks``, which have ended; return a sentence for each failure. See Note [What is left]."""
     folder = os.path.realpath(host_dir) + "/disk"
     problems: list[str] = []
     for rank, local_rank in zip(ranks, local_ranks, strict=True):
@@ -39,7 +39,7 @@ def settle(host_dir: Path, ranks: Sequence[int], local_ranks: Sequence[int]) -> 
 
 
 class _Remains:
-    """What one rank has left."""
+    """Files that one rank has left."""
 
     def __init__(self, folder: str, journal: Journal, log: PathLog, first_of_host: bool) -> None:
         self._upper = folder + "/files"
@@ -62,7 +62,7 @@ class _Remains:
         return problems
 
     def _remade(self, rank: int) -> list[str]:
-        """On a host without rank 0: remove what the program has removed, and make its directories."""
+        """Repeat the program's removals, and make its directories, on a host without rank 0."""
         problems = []
         for key, entry in list(self._log.entries.items()):
             place = self._upper + key
@@ -110,7 +110,7 @@ def _place(source: str, target: str) -> None:
 
 
 def _is_shared(path: str) -> bool:
-    """Whether the file system of ``path`` may be another host's as well."""
+    """Return whether the file system of ``path`` may be another host's as well."""
     kind, longest = "", -1
     with suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
         for line in mounts:
@@ -122,12 +122,16 @@ def _is_shared(path: str) -> bool:
 
 
 # Note [What is left]
-# The overlays of the other ranks hold what rank 0 has on the real disk, and go with the run. But a program may have one
-# rank write a file of its own, by asking lagom.rank(): such a file comes to the real disk when the rank has ended,
-# however it has. So this is done by the process that held the rank. The rule: the program has asked for its rank, rank
-# 0 has not touched the path, and no part of the path is the number of the rank's process, as in the names of
-# TensorBoard's events, which every rank would write for itself.
+# The overlays of the other ranks hold the same files that rank 0 has on the real disk, and are removed with the run.
+# But
+# a program may have one rank write a file of its own, by asking lagom.rank(). Such a file is moved to the real disk
+# when
+# the rank has ended, normally or not; so the process that held the rank does this. The rule: the program has asked for
+# its rank, rank 0 has not touched the path, and no part of the path is the number of the rank's process, as in the
+# names
+# of TensorBoard's events, which every rank would write for itself.
 #
-# On a host without rank 0 nobody has written anything for real. There the first rank's changes are made on the disk, as
-# if the program had run there: the next run finds its checkpoints on every host that this one had. Not on file systems
-# that rank 0's host may share, where its own are.
+# On a host without rank 0 no rank has written to the real disk. There the first rank's changes are made on the disk, as
+# if the program had run there: the next run finds its checkpoints on every host that this one had. File systems that
+# rank
+# 0's host may share are left out: rank 0's own changes are there.

@@ -1,4 +1,4 @@
-"""``Imports``: the addresses of libc's functions in loaded shared libraries, and how to change them."""
+"""``Imports``: finds and changes the addresses of libc's functions in loaded shared libraries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SYMBOL = np.dtype([("name", "<u4"), ("info", "u1"), ("other", "u1"), ("section"
 _RELOCATION = np.dtype([("offset", "<u8"), ("info", "<u8"), ("addend", "<i8")])
 _HEADER = np.dtype([("kind", "<u4"), ("flags", "<u4"), ("rest", "<u8", 6)])
 _HEADERS = ((ctypes.c_uint64, 32), (ctypes.c_uint16, 56))
-"""Of an ELF file: where its program headers are, and their number."""
+"""Type and offset of the position and number of program headers in an ELF file."""
 _NAMES = (
     "open openat creat fopen mkdir mkdirat rmdir unlink unlinkat remove rename renameat renameat2 link symlink "
     "truncate chmod stat lstat fstatat statx __xstat __lxstat __fxstatat access faccessat readlink readlinkat "
@@ -36,8 +36,10 @@ _SYSTEM = re.compile(
     r"[^/]*omp5?|cu(?!rl)[^/]*|nv[^/]*|nccl[^/]*|c10_cuda|torch_cuda[^/]*|[^/]*malloc[^/]*|.?san|[^/]*openblas[^/]*|mkl[^/]*))"
     r"(-[^/]*)?\.so"
 )
-"""Libraries whose files are none of the program's: C's own, Python, CUDA, OpenMP, Java, allocators. They read /proc and
-devices, and from threads that must not wait for Python."""
+"""Libraries that open no files of the program: C's own, Python, CUDA, OpenMP, Java, allocators.
+
+They read /proc and devices, and from threads that must not wait for Python.
+"""
 
 
 class Library(NamedTuple):
@@ -71,10 +73,10 @@ os.register_at_fork(before=_UPDATING.acquire, after_in_parent=_UPDATING.release,
 
 
 class Imports:
-    """Has libraries call other functions than libc's, those that are loaded and, after an ``update``, new ones."""
+    """Replaces libc's functions in the loaded libraries and, after an ``update``, in new ones."""
 
     def __init__(self, machine: str, functions: Mapping[str, int]) -> None:
-        """``functions`` are addresses by name."""
+        """Take the machine's name, and the replacements' addresses by name."""
         if machine not in _KINDS:
             raise OSError(errno.ENOSYS, f"how libraries for {machine} import functions is not known")
         self._machine = machine
@@ -92,7 +94,7 @@ class Imports:
                     self._change(library)
 
     def restore(self) -> None:
-        """Have all libraries call what they called before."""
+        """Restore the original functions in all libraries."""
         with _UPDATING:
             for library in loaded():
                 for slot, address in self._before.pop(library, ()):
@@ -100,7 +102,7 @@ class Imports:
 
     def _change(self, library: Library) -> None:
         found = [slot for slot in slots(library, self._machine) if slot.name in self._functions]
-        # Another thread is loading it: its addresses are filled in later, so it is changed at the next update.
+        # Another thread is still loading it: its addresses are filled in later, so change it at the next update.
         if all(ctypes.c_size_t.from_address(slot.address).value > library.base for slot in found):
             self._before[library] = [(slot, self._set(slot, self._functions[slot.name])) for slot in found]
 
@@ -117,7 +119,7 @@ class Imports:
 
 
 def loaded() -> list[Library]:
-    """The libraries of this process, by the loader's own list.
+    """Return the libraries of this process, from the loader's own list.
 
     dl_iterate_phdr would call Python under a lock that an import, which holds the GIL, waits for.
     """
@@ -131,7 +133,7 @@ def loaded() -> list[Library]:
 
 @functools.cache
 def slots(library: Library, machine: str) -> tuple[Slot, ...]:
-    """The slots of ``FUNCTIONS`` in a library; none of those whose files are not the program's."""
+    """Return the slots of ``FUNCTIONS`` in a library; none for libraries that open no files of the program."""
     if not library.name.startswith("/") or _SYSTEM.search(library.name):
         return ()
     at, num = (kind.from_address(library.base + offset).value for kind, offset in _HEADERS)
@@ -153,7 +155,7 @@ def slots(library: Library, machine: str) -> tuple[Slot, ...]:
 def _imported(
     relocations: np.ndarray[Any, Any], tags: Mapping[int, int], kinds: tuple[int, ...]
 ) -> Iterator[tuple[int, str]]:
-    """Offsets and names of those relocations that are one of ``FUNCTIONS``, of another library."""
+    """Yield offset and name of each relocation for one of ``FUNCTIONS`` from another library."""
     symbol = relocations["info"] >> 32
     chosen = relocations[(symbol != 0) & np.isin(relocations["info"] & 0xFFFFFFFF, kinds)]
     if not len(chosen):

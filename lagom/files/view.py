@@ -1,6 +1,6 @@
-"""``View``: where a rank other than 0 finds things, which is as they were at the start, with its own changes.
+"""``View``: where a rank other than 0 finds files: the disk as it was at the start, with the rank's own changes.
 
-Paths called ``key`` are absolute and lead over no symbolic link. See Note [A disk of each rank's own] in install.py.
+Paths called ``key`` are absolute and contain no symbolic link. See Note [A disk of each rank's own] in install.py.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from lagom.files.journal import Journal, PathLog, join, parent
 
 T = TypeVar("T")
 
-_MAX_LINKS = 40  # that a path may lead over, as in Linux
+_MAX_LINKS = 40  # links that a path may follow, as in Linux
 
 
 class View:
-    """Where things are: in the rank's own folder (``upper``), put aside by the first rank, or where they seem to be."""
+    """Places of files: in the rank's own folder (``upper``), put aside by the first rank, or at their own path."""
 
     def __init__(
         self, folder: str, journal: Journal, left_alone: Callable[[str], bool], downloads: Callable[[], bool]
     ) -> None:
-        """``folder`` is the rank's own; what is ``left_alone`` is always the real disk, and ``downloads`` go there."""
+        """View from the rank's own ``folder``; ``left_alone`` paths and ``downloads`` are on the real disk."""
         self.upper = folder + "/files"
         os.makedirs(self.upper, mode=0o700, exist_ok=True)
         self.log = PathLog(folder + "/log")
@@ -35,30 +35,32 @@ class View:
         self.left_alone = left_alone
         self.downloads = downloads
         self.cwd: str | None = None
-        """The working directory, when the process stands elsewhere in truth."""
+        """The program's working directory, if it differs from the process's."""
         self.folder = folder
         self._nowhere = folder + "/nothing"
         self._listings: list[str] = []
         self._directories: dict[str, str] = {}
-        """Their keys, by what they are called."""
+        """Keys of directories, by the program's path."""
         self.clean: dict[str, set[str] | None] = {}
-        """Directories, as the program calls them, with a slash at the end: names in them that are not to be looked for
-        on the disk itself; None: none is."""
+        """Names in a directory that must not be looked up on the disk itself; None: all of them.
+
+        The key is the directory's path as the program gives it, with a slash at the end.
+        """
         self._state = (0, 0)
 
     def close(self) -> None:
-        """Let go of its log."""
+        """Close the rank's log."""
         self.log.close()
 
     def is_steady(self) -> bool:
-        """Whether nobody has changed anything since ``clean`` was filled."""
+        """Return whether nobody has changed anything since ``clean`` was filled."""
         return (self.log.size(), self.journal.log.size()) == self._state
 
     def learn(self, head: str, absolute: str) -> set[str] | None:
-        """What ``clean`` says of the directory ``head``, which is ``absolute``, found out and kept."""
+        """Find the value of ``clean`` for the directory ``head``, which is ``absolute``, store it and return it."""
         key = self.key(absolute + "/", follow=True)
-        clean = self.clean  # another thread that finds something changed puts another in its place
-        # Links on the way may be others than on the disk.
+        clean = self.clean  # another thread that sees a change replaces it
+        # Links on the way may differ from the disk's.
         if self.place(key) == key == os.path.realpath(head or "."):
             found = self.log.children.get(key, set()) | self.journal.log.children.get(key, set())
         else:
@@ -78,7 +80,7 @@ class View:
     # Where things are
 
     def key(self, path: str, follow: bool) -> str:
-        """Of an absolute path; with ``follow``, of what it points at when it is a link."""
+        """Return the key of an absolute path; with ``follow``, the key of a link's target."""
         self._refresh()
         head, _, tail = path.rpartition("/")
         if tail in ("", ".", ".."):
@@ -117,7 +119,7 @@ class View:
             return None
 
     def place(self, key: str) -> str:
-        """Where ``key`` is found now; a path where nothing ever is, when it does not exist for this rank."""
+        """Return the place of ``key`` now; a path that never exists if ``key`` does not exist for this rank."""
         if self.left_alone(key):
             return key
         own = self.log.nearest(key)
@@ -137,18 +139,18 @@ class View:
         return self._nowhere + key if lower is None else lower
 
     def _is_shared_below(self, key: str, at: str) -> bool:
-        """Whether a download of the first rank's stands at ``key``, in a directory ``at`` that is this rank's own."""
+        """Return whether ``key``, in this rank's own directory ``at``, is a download of the first rank."""
         found = self.journal.log.nearest(key)
         if found is None or found[1].kind != "shared" or len(found[0]) < len(at):
             return False
         return not os.path.lexists(self.upper + key)
 
     def is_own(self, key: str) -> bool:
-        """Whether ``key`` is, or would be, in the rank's own folder."""
+        """Return whether ``key`` is, or would be, in the rank's own folder."""
         return self.place(key).startswith(self.upper + "/")
 
     def seen(self, place: str) -> str:
-        """The path that the program knows ``place`` by."""
+        """Return the path by which the program knows ``place``."""
         for inner in (self.upper, self._nowhere, *self._listings):
             if place == inner or place.startswith(inner + "/"):
                 return place[len(inner) :] or "/"
@@ -160,7 +162,7 @@ class View:
     # Reading
 
     def read(self, key: str, call: Callable[[str], T], undo: Callable[[T], None] = lambda _: None) -> T:
-        """``call`` with the place of ``key``; again when the first rank changed it meanwhile."""
+        """Run ``call`` with the place of ``key``; again if the first rank changed it meanwhile."""
         theirs = self.journal.log
         while True:
             num_read, place = theirs.num_read, self.place(key)
@@ -177,22 +179,22 @@ class View:
             undo(result)
 
     def lstat(self, key: str) -> os.stat_result:
-        """What stands at ``key``."""
+        """Return the status of ``key`` itself."""
         return self.read(key, os.lstat)
 
     def mode(self, key: str) -> int:
-        """Kind and permissions of what stands at ``key``; 0 when nothing does."""
+        """Return type and permissions of ``key``; 0 if it does not exist."""
         try:
             return self.lstat(key).st_mode
         except (FileNotFoundError, NotADirectoryError):
             return 0
 
     def names(self, key: str) -> list[str]:
-        """What is in the directory ``key``, sorted; see Note [Order of a directory] in install.py."""
+        """Return the names in the directory ``key``, sorted; see Note [Order of a directory] in install.py."""
         return self.read(key, lambda place: self._names(key, place))
 
     def listed(self, key: str) -> str:
-        """A directory for C code to list: that at ``key``, or one with its names where the disk has others."""
+        """Return a directory for C code to list: that at ``key``, or a copy with the names that the rank sees."""
         place, names = self.place(key), self.names(key)
         if set(os.listdir(place)) == set(names):
             return place
@@ -215,7 +217,7 @@ class View:
 
     def _names(self, key: str, place: str) -> list[str]:
         found = set(os.listdir(place))
-        self.journal.log.fresh()  # a note comes before its change: whatever is new in there has been noted by now
+        self.journal.log.fresh()  # A record precedes its change, so every new name seen above is recorded by now.
         own, theirs = self.log, self.journal.log
         covered = own.nearest(key) is not None
         for child in list(theirs.children.get(key, ())):

@@ -1,4 +1,4 @@
-"""``Publication``: what rank 0 says in a thread of the program's, for the same thread of the other ranks.
+"""``Publication``: messages of rank 0 from a thread of the program, for the same thread of the other ranks.
 
 See Note [Loaders in threads].
 """
@@ -34,7 +34,7 @@ class Publication:
     Rank 0 waits for nobody; the others wait until it has published.
 
     Args:
-        name: the same on all ranks, and of nothing else.
+        name: a unique name, equal on all ranks.
     """
 
     def __init__(self, session: Session, name: str) -> None:
@@ -50,10 +50,10 @@ class Publication:
         self._notes.set(self._next_key(), data.decode("latin-1"))
 
     def read(self) -> bytes:
-        """Read what rank 0 publishes next, on another rank.
+        """Return the next message that rank 0 publishes, on another rank.
 
         Raises:
-            LagomError: when it publishes nothing for as long as ranks wait for each other.
+            LagomError: when rank 0 publishes nothing for as long as ranks wait for each other.
         """
         try:
             return self._notes.receive(self._next_key(), self._num_readers, TIMEOUT_S).encode("latin-1")
@@ -61,7 +61,7 @@ class Publication:
             raise LagomError(_NOT_PUBLISHED.format(name=self.name, seconds=TIMEOUT_S)) from error
 
     def agree(self, mine: bytes) -> bytes:
-        """Rank 0's ``mine``, on every rank."""
+        """Return rank 0's ``mine``, on every rank."""
         if self._rank:
             return self.read()
         self.publish(mine)
@@ -73,7 +73,7 @@ class Publication:
 
 
 class PassNames:
-    """Names passes over loaders alike on all ranks, those that begin in threads of the program's too."""
+    """Gives passes over loaders names that are equal on all ranks, also passes that begin in threads of the program."""
 
     def __init__(self) -> None:
         self._num_in_main = 0
@@ -84,21 +84,21 @@ class PassNames:
         self._lock = threading.Lock()
 
     def made(self, loader: DataLoader[object]) -> None:
-        """Number a ``loader`` that the main thread has made, where all ranks make the same ones in the same order."""
+        """Number a ``loader`` that the main thread has made; all ranks make the same ones in the same order."""
         kind = _kind(loader)
         self._made[kind] = self._made.get(kind, 0) + 1
         self._loaders[loader] = f"{kind} {self._made[kind]}"
 
     def in_main(self) -> str:
-        """Name a pass that begins in the main thread, on all ranks."""
+        """Return a name for a pass that begins in the main thread, on all ranks."""
         self._num_in_main += 1
         return str(self._num_in_main)
 
     def in_thread(self, loader: DataLoader[object], current: LoaderPass) -> str:
-        """Name the pass ``current`` that begins in another thread.
+        """Return a name for the pass ``current``, which begins in another thread.
 
         Raises:
-            LagomError: when another thread is in a pass that cannot be told from this one on other ranks.
+            LagomError: when another thread is in a pass that has the same name on other ranks.
         """
         with self._lock:
             name = self._loaders.get(loader) or f"{_kind(loader)} of {_length(loader)}"
@@ -113,7 +113,7 @@ class PassNames:
 
 
 class Readers:
-    """Threads of the program's that read loaders."""
+    """Threads of the program that read loaders."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -121,7 +121,7 @@ class Readers:
         self._mixed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def read(self, call: Callable[..., Result], *args: object) -> Result:
-        """Call what reads a loader, in this thread."""
+        """Run ``call``, which reads a loader, in this thread."""
         thread = threading.current_thread()
         left = self._left.get(thread)
         if left is not None and not torch.equal(left, torch.default_generator.get_state()):
@@ -132,9 +132,10 @@ class Readers:
             self._left[thread] = torch.default_generator.get_state()
 
     def generator(self, current: LoaderPass) -> torch.Generator | None:
-        """Make a generator for a pass that begins in this thread, if others draw from the global one meanwhile.
+        """Return a generator for a pass that begins in this thread, if others draw from the global one meanwhile.
 
-        Rank 0 decides. In a thread's first pass nobody does, as a rule: the main thread waits for its first batch.
+        Rank 0 decides. In a thread's first pass usually no other thread draws: the main thread waits for its first
+        batch.
         """
         name = current.publication().name
         seed = derive_seed("thread", torch.initial_seed(), name) if threading.current_thread() in self._mixed else 0
@@ -142,12 +143,12 @@ class Readers:
         return torch.Generator().manual_seed(seed) if seed else None
 
     def excepthook(self) -> Callable[[threading.ExceptHookArgs], None]:
-        """Make a ``threading.excepthook`` that ends the run: the main thread would wait for such a thread for ever."""
+        """Return a ``threading.excepthook`` that ends the run: the main thread would wait for the thread for ever."""
         original, session = threading.excepthook, self._session
 
         def hook(args: threading.ExceptHookArgs, /) -> None:
             original(args)
-            # Of another rank that is gone its own host process tells; or the program has ended, and this goes on.
+            # A rank that is gone is reported by its own host process; after the program's end the thread just goes on.
             tells = not isinstance(args.exc_value, (SystemExit, CollectiveError))
             read = args.thread in self._left and tells
             if read and session.distributed and session.fail is not None and args.exc_value is not None:
@@ -163,7 +164,7 @@ def _kind(loader: DataLoader[object]) -> str:
 def _length(loader: DataLoader[object]) -> int | None:
     try:
         return len(loader.dataset)  # type: ignore[arg-type]
-    except Exception:  # a user's data set may have none, or fail to tell it
+    except Exception:  # a user's data set may have no length, or fail to give it
         return None
 
 
@@ -178,20 +179,24 @@ _AT_ONCE = (
 
 # Note [Loaders in threads]
 #
-# A program may read a loader in a thread of its own, to have batches ready (BackgroundGenerator and its kind). Such a
-# thread cannot take part in exchanges: these are in one order, that of the main thread, which is in a backward maybe.
-# Nor can it rely on the global generators being equal on all ranks while the main thread draws from them.
+# A program may read a loader in a thread of its own, to have batches ready (BackgroundGenerator and similar). Such a
+# thread cannot take part in exchanges: these follow one order, that of the main thread, which may be in a backward. Nor
+# can it rely on equal global generators on all ranks while the main thread draws from them.
 #
-# So in a thread rank 0 publishes what must be its own: the order of its sampler, the seed of its workers, digests of
-# what an iterable data set gives. It waits for nobody. The same thread of another rank waits for that, which is no
-# deadlock: rank 0's main thread, with which its own is in step, cannot be past a batch that rank 0 has not drawn.
+# So in a thread, rank 0 publishes its own values where ranks must agree: the order of its sampler, the seed of its
+# workers, digests of an iterable data set's samples. It waits for nobody. The same thread of another rank waits for the
+# message. This is no deadlock: rank 0's main thread keeps step with the other rank's, and cannot be past a batch that
+# rank 0's thread has not drawn.
 #
-# Programs are exact here that are deterministic in one process: where the main thread waits while a thread draws. Where
-# it draws at the same time, as one sees from the second pass of a thread on, torch's samplers get a generator of the
-# pass's own: else the main thread of each rank would draw other numbers.
+# The results are exact for programs that are deterministic in one process: while a thread draws, the main thread waits.
+# If the main thread draws at the same time, as can be seen from a thread's second pass on, torch's samplers get a
+# generator of the pass's own: else the main thread of each rank would draw other numbers.
 #
-# What is published goes by the name of the pass. Passes that begin in the main thread are counted: all ranks begin the
-# same ones. For those that begin in a thread it is the loader, by the order in which the main thread made it, and which
-# of the loader's passes in threads it is. Two threads in passes of one name could be the other way round on another
-# rank, and are an error. The kind of a loader is part of its name, so that one that only rank 0 makes shifts only those
-# of its kind.
+# A message is published under the name of its pass. Passes that begin in the main thread are counted: all ranks begin
+# the
+# same ones. A pass that begins in a thread is named by its loader (the order in which the main thread made it) and by
+# its
+# number among the loader's passes in threads. Two threads in passes of one name could be swapped on another rank, and
+# are
+# an error. The kind of a loader is part of its name, so that a loader that only rank 0 makes shifts only loaders of its
+# kind.
