@@ -1,4 +1,4 @@
-"""``AgreedExchange``: an exchange in which ranks notice when they mean different things, whatever it carries."""
+"""``AgreedExchange``: an exchange that detects ranks with different signatures."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 SIZE = 32
 """Bytes of a signature; a multiple of 16, so that numbers of any type may follow."""
 FRAME = 1 << 17
-"""Bytes that a rank sends along with signatures, to all others together, rather than in an exchange of their own."""
+"""Bytes that a rank sends along with signatures, to all other ranks together; more bytes take a separate exchange."""
 
 
 class AgreedExchange:
-    """Signatures, and numbers that travel along with them. See Note [Which gradients].
+    """Exchanges signatures, and numbers together with them. See Note [Which gradients].
 
     Args:
-        size: see ``FRAME``; 0 where numbers are on GPUs.
+        size: see ``FRAME``; 0 when numbers are on GPUs.
     """
 
     def __init__(self, group: Group, size: int = FRAME) -> None:
         self.room = size // max(group.world_size - 1, 1)
-        """Bytes that a signature may be followed by."""
+        """Bytes that may follow a signature."""
         self._group = group
 
     def exchange(self, signed: bytes) -> bool:
-        """Whether all ranks gave the same signature."""
+        """Return whether all ranks gave the same signature."""
         return all(row == signed for row in self._group.exchange(signed))
 
     def gather(self, body: memoryview | None, signed: bytes) -> list[memoryview | None] | None:
-        """The bodies of all ranks, in rank order, if all gave the same signature; else None.
+        """Return the bodies of all ranks, in rank order, if all gave the same signature; else None.
 
-        Valid until the next exchange of the group. In this rank's own place is None.
+        The views are valid until the next exchange of the group. This rank's own entry is None.
         """
         rows = self._group.exchange(signed, body)
         if any(row[:SIZE] != signed for row in rows):
@@ -73,8 +73,8 @@ class AgreedExchange:
     def sum(self, numbers: torch.Tensor, signed: bytes) -> bool:
         """Sum ``numbers``, contiguous float64, over the ranks, in place, if all gave the same signature.
 
-        Those on a GPU follow in an exchange of their own: to send them along would wait for all that is under way
-        there.
+        Numbers on a GPU follow in a separate exchange: sending them with the signature would wait for all GPU work
+        under way.
         """
         flat = numbers.view(-1)
         travels = 0 < flat.nbytes <= self.room and flat.is_cpu
@@ -93,7 +93,7 @@ class PackedTensors:
 
     Args:
         kinds: type and shape of each; their order is the same on all ranks.
-        as_type: the type as which one travels.
+        as_type: returns the type in which a tensor of a type is sent.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PackedTensors:
         self.keeps_types = all(
             given is dtype and dtype.itemsize >= 4 for (given, _), dtype in zip(kinds, travelling, strict=True)
         )
-        """Whether tensors, what travels and averages are of the same types."""
+        """Whether tensors, sent numbers and averages have the same types."""
         kinds = [(dtype, shape) for dtype, (_, shape) in zip(travelling, kinds, strict=True)]
         by_type: dict[torch.dtype, list[int]] = {}
         for i, (dtype, _) in enumerate(kinds):
@@ -118,30 +118,30 @@ class PackedTensors:
             sizes = [kinds[i][1].numel() for i in part]
             num_bytes = sum(sizes) * dtype.itemsize
             own = packed[start : start + num_bytes].view(dtype)
-            # Halves are added as float32: their sum may not fit, and is rounded once.
+            # Add halves as float32: their sum may not fit into a half, and this way it is rounded once.
             total = torch.zeros(sum(sizes), dtype=dtype if dtype.itemsize >= 4 else torch.float32)
             self._sections.append((start, own, total))
             for i, a, b in zip(part, own.split(sizes), total.split(sizes), strict=True):
                 mine[i], averages[i] = a.view(kinds[i][1]), b.view(kinds[i][1])
             start += _aligned(num_bytes)
         self.mine = [mine[i] for i in range(len(kinds))]
-        """Where this rank's go."""
+        """Tensors that this rank fills with its numbers."""
         self.averages = [averages[i] for i in range(len(kinds))]
-        """Where the averages will be."""
+        """Tensors that receive the averages."""
         self.packed = memory(packed) if kinds else None
         self.averaging: Callable[[bytes, Sequence[int], Sequence[int]], bool] | Literal[False] | None = None
-        """Does all of it in one call, where the group can; None: not asked yet."""
+        """Exchanges and averages everything in one call; False: the group cannot, None: not asked yet."""
         self.addresses = [one.data_ptr() for one in self.mine], [one.data_ptr() for one in self.averages]
         self._memory = packed
 
     def prepare(self, group: Group) -> Callable[[bytes, Sequence[int], Sequence[int]], bool] | Literal[False]:
-        """What ``averaging`` should be."""
+        """Return the value for ``averaging``."""
         origin = self._memory.data_ptr()
         sections = [(one.data_ptr() - origin if one.numel() else 0, one.numel(), one.dtype) for one in self.mine]
         return group.averaging(self._memory.nbytes, sections) or False
 
     def average(self, rows: Sequence[memoryview | None]) -> None:
-        """Fill ``averages`` from what the ranks packed; None stands for this one's."""
+        """Fill ``averages`` from the ranks' packed bytes; None stands for this rank's."""
         for start, own, total in self._sections:
             end = start + own.nbytes
             _add([own if row is None else torch.frombuffer(row[start:end], dtype=own.dtype) for row in rows], total)
@@ -149,17 +149,17 @@ class PackedTensors:
 
 
 def size_of(dtype: torch.dtype, shape: torch.Size) -> int:
-    """Bytes."""
+    """Return the size of a tensor in bytes."""
     return shape.numel() * dtype.itemsize
 
 
 def signature(identity: bytes) -> bytes:
-    """``SIZE`` bytes that tell ``identity``."""
+    """Return the ``SIZE`` bytes of the hash of ``identity``."""
     return hashlib.blake2b(identity, digest_size=SIZE).digest()
 
 
 def _add(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-    """In the order of ranks, which makes the sum the same on all of them, bit for bit."""
+    """Add ``parts`` in rank order, so that the sum is the same on all ranks, bit for bit."""
     first, *others = parts if parts[0].dtype == total.dtype else [part.to(total.dtype) for part in parts]
     if not others:
         total.copy_(first)
@@ -169,8 +169,8 @@ def _add(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
 
 
 def lies_plainly(one: torch.Tensor) -> bool:
-    """Whether the numbers of ``one`` are what is in the memory of this process, one behind the other."""
-    # Not what looks sparse: to ask a sparse tensor for its order in memory is an error.
+    """Return whether the numbers of ``one`` are in this process's memory as they are, one behind the other."""
+    # The layout comes first: asking a sparse tensor for its order in memory is an error.
     return (
         type(one) is torch.Tensor
         and one.is_cpu
@@ -185,6 +185,6 @@ def _aligned(num_bytes: int) -> int:
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """Of a contiguous ``tensor`` on the CPU."""
+    """Return the memory of a contiguous ``tensor`` on the CPU."""
     found: Any = tensor.detach().view(torch.uint8).numpy()
     return memoryview(found)

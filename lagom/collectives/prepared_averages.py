@@ -17,20 +17,22 @@ if TYPE_CHECKING:
 
 
 class PreparedAverages(RequestExchange):
-    """An average is an exchange of its own kind, in which a rank may ask the others for something else first."""
+    """Prepares averages. An average is a kind of exchange; in it too a rank may request something else first."""
 
     @abstractmethod
     def _with_room(self, size: int) -> Communicator | None:
-        """What joins all ranks through memory that has room for messages of ``size`` bytes; None where nothing does."""
+        """Return the communicator of all ranks if its messages have room for ``size`` bytes; None if there is none."""
 
     def averaging(
         self, size: int, sections: Sequence[tuple[int, int, torch.dtype]]
     ) -> Callable[[bytes, Sequence[int], Sequence[int]], bool] | None:
-        """Prepare an average of numbers in ``sections`` of ``size`` bytes; None where no compiled code can do it.
+        """Prepare an average of numbers in ``sections`` of ``size`` bytes; return None if no compiled code can do it.
 
-        The function that is returned takes a signature, the address of each section's numbers and the address for each
-        section's average, which may be the same one. It averages if all ranks call it with the same signature, and
-        returns whether they did. To the other ranks a call is an ``exchange`` of the signature and these bytes.
+        The returned function takes a signature, the address of each section's numbers and the address for each
+        section's
+        average, which may be the same one. It averages if all ranks call it with the same signature, and returns
+        whether they
+        did. For the other ranks a call is an ``exchange`` of the signature and these bytes.
 
         Args:
             sections: for each the first byte, how many numbers, and their type.

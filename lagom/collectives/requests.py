@@ -1,4 +1,4 @@
-"""``RequestExchange``: exchanges of messages, in which a rank may ask the others for something else first."""
+"""``RequestExchange``: exchanges of messages, in which a rank may request something else from the others first."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _ASK = b"lagom asks for:\0"
-"""How a message begins that is no part of an exchange."""
+"""Prefix of a message that is a request and no part of an exchange."""
 
 
 class RequestExchange(ABC):
-    """Exchanges that serve who asks. See Note [Asking]."""
+    """Exchanges that serve the other ranks' requests. See Note [Asking]."""
 
     def __init__(self) -> None:
         self.serve: Callable[[bytes], None] | None = None
-        """Takes part in what another rank has asked for."""
+        """Takes part in what another rank has requested."""
 
     @abstractmethod
     def _exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
-        """What all ranks gave, of whatever kind."""
+        """Return the messages of all ranks, requests included."""
 
     def exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
-        """What all ranks gave, ``head`` and ``body`` in one, in rank order; lengths may differ.
+        """Return the messages of all ranks, ``head`` and ``body`` in one, in rank order; lengths may differ.
 
-        Fast for what is small. Views are valid until the next call; in this rank's own place is ``head`` alone.
+        Fast for small messages. Views are valid until the next call; this rank's own entry is ``head`` alone.
         """
         rows = self._exchange(head, body)
         while self._served(rows):
@@ -37,9 +37,10 @@ class RequestExchange(ABC):
         return rows
 
     def ask(self, what: bytes) -> bool:
-        """Have all ranks ``serve`` what this one asks for, in the exchange that each comes to next. See Note [Asking].
+        """Have all ranks ``serve`` the request ``what``, each in its next exchange. See Note [Asking].
 
-        When this returns the others have begun, and this rank is to take part. Gives whether all have asked for it.
+        When this returns the other ranks have begun, and this rank must take part. Return whether all ranks requested
+        it.
         """
         while True:
             rows = self._exchange(_ASK + what)
@@ -51,7 +52,7 @@ class RequestExchange(ABC):
             self.serve(asked)
 
     def _served(self, rows: Sequence[memoryview]) -> bool:
-        """Take part in what some rank has asked for in place of the exchange, if any has."""
+        """Take part in a request that some rank made in place of the exchange; return whether there was one."""
         asked = _asked(rows) if self.serve is not None else None
         if asked is None:
             return False
@@ -61,7 +62,7 @@ class RequestExchange(ABC):
 
 
 def _asked(rows: Sequence[memoryview]) -> bytes | None:
-    """What the first of the ranks that ask for something asks for."""
+    """Return the request of the first rank that made one."""
     for row in rows:
         if row[: len(_ASK)] == _ASK:
             return bytes(row[len(_ASK) :])
@@ -70,7 +71,7 @@ def _asked(rows: Sequence[memoryview]) -> bytes | None:
 
 @contextmanager
 def naming(operation: str) -> Iterator[None]:
-    """Raise what fails in here as a CollectiveError that says what did."""
+    """Raise an error of the block as a CollectiveError that names ``operation``."""
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -78,14 +79,15 @@ def naming(operation: str) -> Iterator[None]:
 
 
 def named(operation: str, error: Exception) -> CollectiveError:
-    """What to raise where ``operation`` failed with ``error``."""
+    """Return the error to raise when ``operation`` failed with ``error``."""
     return CollectiveError(f"{operation} failed, as a rule because another rank is gone: {error}")
 
 
 # Note [Asking]
 #
-# A rank may need what another one holds (the state of an optimizer that is shared out) at a place of the program that
-# the others do not come to: a checkpoint in a branch of rank 0's. It says so in a message to all, which each of the
-# others reads where it stands in, or comes to, an exchange of its own; at the latest the one at the program's end. They
-# take part in what was asked for, and then begin their exchange again. Exchanges of all kinds begin with messages, so
-# nothing waits for anything else, and no thread is needed. Where several ranks ask, the first is served first.
+# A rank may need data of another one (the optimizer state, when it is sharded) at a place in the program that the
+# others
+# do not reach, such as a checkpoint in a branch of rank 0. It sends a request to all ranks. Each of the others reads it
+# in the exchange that it waits in or reaches next; at the latest in the one at the program's end. It takes part in the
+# request, and then begins its exchange again. Exchanges of all kinds begin with messages, so no thread is needed and no
+# rank waits for something that cannot come. When several ranks make requests, the first rank is served first.
