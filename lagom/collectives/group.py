@@ -37,8 +37,7 @@ class Group(PreparedAverages):
 
     The process groups are made directly, never registered as torch's default one, so that
     ``torch.distributed.is_initialized()`` stays False for the program. Every call is a collective: all ranks make the
-    same
-    calls in the same order.
+    same calls in the same order.
 
     Args:
         all_gather: an exchange of texts that works already; the ranks find each other with it.
@@ -96,8 +95,7 @@ class Group(PreparedAverages):
         """Return the exchange in which this rank waits, its number, and the ranks that have not come.
 
         The text is empty when this rank does not wait, or waits in an exchange of gloo or NCCL. Any thread may call
-        this at
-        any time.
+        this at any time.
         """
         if self._ways.near:
             return self._ways.near.standing()
@@ -350,8 +348,6 @@ def _sum_parts(near: Communicator, whole: torch.Tensor, counts: Sequence[int], o
 #
 # gloo listens at a port for as long as it lives, accepts every connection without proof, and adds up whatever arrives.
 # So a gloo group is made only for tensors that nothing else serves. Between hosts that is nearly everything large. On
-# one
-# host there are two cases: the program asks for gloo (collectives="gloo"), and CUDA tensors of ranks that share a GPU.
-# Tensors that shared memory does not carry go through Unix sockets: types that csrc/arithmetic.hpp does not have, or
-# all
-# tensors if lagom was installed without its compiled part.
+# one host there are two cases: the program asks for gloo (collectives="gloo"), and CUDA tensors of ranks that share a
+# GPU. Tensors that shared memory does not carry go through Unix sockets: types that csrc/arithmetic.hpp does not have,
+# or all tensors if lagom was installed without its compiled part.

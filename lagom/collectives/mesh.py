@@ -168,11 +168,8 @@ os.register_at_fork(after_in_child=_close_all)
 # Note [Small messages]
 #
 # Most exchanges are small: gradients of a small model, statistics of a BatchNorm layer, signatures. Their cost is
-# waking
-# threads. A collective of gloo hands the work to its own thread, which sends to another thread on the other side, in
-# two
-# hops or more. Here the calling thread writes to its peers' sockets and reads from them; it sleeps once at most.
-# Lengths
-# may differ, so ranks with different messages can tell each other.
+# waking threads. A collective of gloo hands the work to its own thread, which sends to another thread on the other
+# side, in two hops or more. Here the calling thread writes to its peers' sockets and reads from them; it sleeps once at
+# most. Lengths may differ, so ranks with different messages can tell each other.
 #
 # A connection is a Unix socket between processes of one host and TCP otherwise.

@@ -33,8 +33,7 @@ def encode_value(value: object) -> bytes:
     """Return ``value`` as bytes.
 
     It may hold numbers, texts, bytes, None, slices, ranges, tensors, arrays, types and devices of torch, in lists,
-    tuples,
-    sets and dicts.
+    tuples, sets and dicts.
 
     Raises:
         TypeError: when it holds anything else.

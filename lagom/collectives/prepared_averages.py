@@ -29,10 +29,8 @@ class PreparedAverages(RequestExchange):
         """Prepare an average of numbers in ``sections`` of ``size`` bytes; return None if no compiled code can do it.
 
         The returned function takes a signature, the address of each section's numbers and the address for each
-        section's
-        average, which may be the same one. It averages if all ranks call it with the same signature, and returns
-        whether they
-        did. For the other ranks a call is an ``exchange`` of the signature and these bytes.
+        section's average, which may be the same one. It averages if all ranks call it with the same signature, and
+        returns whether they did. For the other ranks a call is an ``exchange`` of the signature and these bytes.
 
         Args:
             sections: for each the first byte, how many numbers, and their type.

@@ -86,8 +86,8 @@ def named(operation: str, error: Exception) -> CollectiveError:
 # Note [Asking]
 #
 # A rank may need data of another one (the optimizer state, when it is sharded) at a place in the program that the
-# others
-# do not reach, such as a checkpoint in a branch of rank 0. It sends a request to all ranks. Each of the others reads it
-# in the exchange that it waits in or reaches next; at the latest in the one at the program's end. It takes part in the
-# request, and then begins its exchange again. Exchanges of all kinds begin with messages, so no thread is needed and no
-# rank waits for something that cannot come. When several ranks make requests, the first rank is served first.
+# others do not reach, such as a checkpoint in a branch of rank 0. It sends a request to all ranks. Each of the others
+# reads it in the exchange that it waits in or reaches next; at the latest in the one at the program's end. It takes
+# part in the request, and then begins its exchange again. Exchanges of all kinds begin with messages, so no thread is
+# needed and no rank waits for something that cannot come. When several ranks make requests, the first rank is served
+# first.

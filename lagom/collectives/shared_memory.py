@@ -215,19 +215,14 @@ os.register_at_fork(after_in_child=_forget_all)
 # Note [Handing round]
 #
 # The memory is a file without a name, of mode 0600: nobody can open it by name, and it is gone with the last process
-# that
-# has it, however that process ends. It takes nothing of /dev/shm (memfd), unless a container forbids memfd. The first
-# rank makes it and hands it over a Unix socket to processes that the kernel says are of the same user and that prove
-# that
-# they know the run's key and the nonce of this handshake; see handshake.py. A process forked from a rank does not
-# inherit
-# the mapping.
+# that has it, however that process ends. It takes nothing of /dev/shm (memfd), unless a container forbids memfd. The
+# first rank makes it and hands it over a Unix socket to processes that the kernel says are of the same user and that
+# prove that they know the run's key and the nonce of this handshake; see handshake.py. A process forked from a rank
+# does not inherit the mapping.
 
 
 # Note [Waiting]
 #
 # To yield costs 0.2 us if the core is free, and lets the awaited rank run if it is not. To spin on a core that the
-# other
-# rank needs makes both wait. Measured for 4 KB between 2 ranks beside a third busy process on 2 cores: 112 us with 100
-# us
-# of spinning, 2.5 us with yields; alone both take 1 us.
+# other rank needs makes both wait. Measured for 4 KB between 2 ranks beside a third busy process on 2 cores: 112 us
+# with 100 us of spinning, 2.5 us with yields; alone both take 1 us.

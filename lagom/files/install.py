@@ -167,9 +167,8 @@ def _unlinking_by_name(close: Callable[..., None]) -> Callable[..., None]:
 # Note [A disk of each rank's own]
 # All ranks run the same program, and all of them write the same files. For the view of one process, every rank has its
 # own disk: it reads back what it writes, it does not see what it removes, `os.mkdir` makes a directory once, and no
-# rank
-# waits for another. The disk of rank 0 is the real one. The other ranks' changes go to a folder of the run (Overlay),
-# which their reads prefer; a log says which paths are in it and which are removed.
+# rank waits for another. The disk of rank 0 is the real one. The other ranks' changes go to a folder of the run
+# (Overlay), which their reads prefer; a log says which paths are in it and which are removed.
 #
 # Ranks are not equally fast: rank 0 may have made "out" before another rank asks whether it exists. So before its first
 # change of a path, rank 0 records the state of the path or puts the file aside (Journal), and the others look there
@@ -180,16 +179,12 @@ def _unlinking_by_name(close: Callable[..., None]) -> Callable[..., None]:
 #
 # The real disk serves paths that no rank changes for itself: devices, /proc, the caches of torch and of hubs,
 # __pycache__, files that tempfile makes in its default folder (names of the rank's own, often handed to other
-# programs),
-# and downloads, which the first rank of a host does for all. C code that opens paths (h5py, pyarrow, sqlite, cv2) calls
-# the same functions, see Note [Files of C code]. Other programs see and change the real disk, on every rank. So do
-# ranks
-# on another host that share a file system with rank 0's (NFS): they write to overlays too, but no record tells them
-# what
-# rank 0 has changed there since the start.
+# programs), and downloads, which the first rank of a host does for all. C code that opens paths (h5py, pyarrow, sqlite,
+# cv2) calls the same functions, see Note [Files of C code]. Other programs see and change the real disk, on every rank.
+# So do ranks on another host that share a file system with rank 0's (NFS): they write to overlays too, but no record
+# tells them what rank 0 has changed there since the start.
 
 # Note [Order of a directory]
 # The order of os.listdir is the file system's. A data set made of a directory's files must have the same order on all
 # ranks. So the order is by name where ranks look at different directories: those that the program has changed, or all
-# of
-# them when ranks are on several hosts.
+# of them when ranks are on several hosts.

@@ -41,8 +41,7 @@ def interpose_libraries(calls: FileCalls, *, reads: bool) -> Iterator[None]:
     """Have libraries, also those that are loaded later, call Python's file functions.
 
     See Note [Files of C code]. With ``reads`` they also look for files where ``calls`` finds them. The environment
-    variable
-    LAGOM_C_FILES=0 leaves libraries alone.
+    variable LAGOM_C_FILES=0 leaves libraries alone.
     """
     if os.environ.get("LAGOM_C_FILES") == "0":
         yield
@@ -218,11 +217,9 @@ def _rename(at: int, path: int, to_at: int, to: int, flags: int = 0) -> None:
 # h5py, pyarrow, sqlite, tokenizers and other code not written in Python opens files by functions of libc, past Python's
 # replaced ones. A shared library calls libc through addresses in its own memory, which the loader fills in (its global
 # offset table). While the rank has its own disk, these are addresses of functions that call Python's `os`. So C code
-# has
-# the same disk as Python, whichever library it is in. Libraries that are loaded later are changed when Python has
-# loaded
-# them. Left alone are libraries that only look at devices and /proc, and Python itself, whose functions are replaced
-# already.
+# has the same disk as Python, whichever library it is in. Libraries that are loaded later are changed when Python has
+# loaded them. Left alone are libraries that only look at devices and /proc, and Python itself, whose functions are
+# replaced already.
 #
 # C code that opens a file waits for the GIL in the meantime. Code that holds the GIL, and waits for its own thread that
 # opens a file, would wait for ever (no such code is known): LAGOM_C_FILES=0 is for that.

@@ -123,15 +123,11 @@ def _is_shared(path: str) -> bool:
 
 # Note [What is left]
 # The overlays of the other ranks hold the same files that rank 0 has on the real disk, and are removed with the run.
-# But
-# a program may have one rank write a file of its own, by asking lagom.rank(). Such a file is moved to the real disk
-# when
-# the rank has ended, normally or not; so the process that held the rank does this. The rule: the program has asked for
-# its rank, rank 0 has not touched the path, and no part of the path is the number of the rank's process, as in the
-# names
-# of TensorBoard's events, which every rank would write for itself.
+# But a program may have one rank write a file of its own, by asking lagom.rank(). Such a file is moved to the real disk
+# when the rank has ended, normally or not; so the process that held the rank does this. The rule: the program has asked
+# for its rank, rank 0 has not touched the path, and no part of the path is the number of the rank's process, as in the
+# names of TensorBoard's events, which every rank would write for itself.
 #
 # On a host without rank 0 no rank has written to the real disk. There the first rank's changes are made on the disk, as
 # if the program had run there: the next run finds its checkpoints on every host that this one had. File systems that
-# rank
-# 0's host may share are left out: rank 0's own changes are there.
+# rank 0's host may share are left out: rank 0's own changes are there.

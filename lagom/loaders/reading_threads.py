@@ -193,10 +193,7 @@ _AT_ONCE = (
 # generator of the pass's own: else the main thread of each rank would draw other numbers.
 #
 # A message is published under the name of its pass. Passes that begin in the main thread are counted: all ranks begin
-# the
-# same ones. A pass that begins in a thread is named by its loader (the order in which the main thread made it) and by
-# its
-# number among the loader's passes in threads. Two threads in passes of one name could be swapped on another rank, and
-# are
-# an error. The kind of a loader is part of its name, so that a loader that only rank 0 makes shifts only loaders of its
-# kind.
+# the same ones. A pass that begins in a thread is named by its loader (the order in which the main thread made it) and
+# by its number among the loader's passes in threads. Two threads in passes of one name could be swapped on another
+# rank, and are an error. The kind of a loader is part of its name, so that a loader that only rank 0 makes shifts only
+# loaders of its kind.

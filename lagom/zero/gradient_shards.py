@@ -309,15 +309,11 @@ class GradientShards:
 # Note [Parts of gradients]
 #
 # An optimizer's parameters are sharded at its first step. From then on a backward keeps, of each averaged gradient,
-# only
-# the part that this rank will step by. ``Tensor.grad`` is a property: when a program reads a sharded gradient, the
-# whole
-# one is gathered and is then an ordinary gradient. It stays whole until the program throws it away, since the program
-# may
-# change it under another name. A read is an exchange: one rank requests it, and the others answer wherever they are;
-# see
-# Note [Asking]. If they have gone on so far that their shards are no longer those of the moment of the request, that is
-# an error on all ranks. The program never sees a shard. Operations that treat every element alike, or only need norms,
-# work on shards; each has a patch that knows about shards.
+# only the part that this rank will step by. ``Tensor.grad`` is a property: when a program reads a sharded gradient, the
+# whole one is gathered and is then an ordinary gradient. It stays whole until the program throws it away, since the
+# program may change it under another name. A read is an exchange: one rank requests it, and the others answer wherever
+# they are; see Note [Asking]. If they have gone on so far that their shards are no longer those of the moment of the
+# request, that is an error on all ranks. The program never sees a shard. Operations that treat every element alike, or
+# only need norms, work on shards; each has a patch that knows about shards.
 #
 # Entries are weak: another rank that runs the same code cannot request a parameter that is gone here.

@@ -270,14 +270,12 @@ def _constant() -> torch.Tensor:
 # Note [Optimizer probe]
 #
 # A list of names would say nothing about a third party's optimizer, and a wrong guess gives wrong numbers silently:
-# half
-# of a matrix is not factored as the matrix is (Adafactor), has another norm (LARS), other singular vectors (Muon). So
-# copies of the optimizer, with all its settings and attributes, step small parameters for a dozen steps: first all at
-# once; then the first and the second halves in memory, apart and flat, as ranks would; then every other parameter. An
-# optimizer is sharded in the way whose results are those of all at once, with nothing else moved. This assumes that the
-# method does not change later or with larger sizes; sizes up to 256 by 256 are tried as they are. State must be one
-# value
-# per element, or equal for both halves, so that it can be gathered.
+# half of a matrix is not factored as the matrix is (Adafactor), has another norm (LARS), other singular vectors (Muon).
+# So copies of the optimizer, with all its settings and attributes, step small parameters for a dozen steps: first all
+# at once; then the first and the second halves in memory, apart and flat, as ranks would; then every other parameter.
+# An optimizer is sharded in the way whose results are those of all at once, with nothing else moved. This assumes that
+# the method does not change later or with larger sizes; sizes up to 256 by 256 are tried as they are. State must be one
+# value per element, or equal for both halves, so that it can be gathered.
 #
 # An optimizer is coupled if it draws random numbers (ranks would draw different amounts), cannot be copied, raises when
 # it is stepped in parts, or holds its parameters elsewhere than in its groups (LBFGS). A coupled optimizer gives the

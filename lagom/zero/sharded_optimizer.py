@@ -311,10 +311,8 @@ def refuse(group: Group) -> NoReturn:
 # the parameters' memory. A closure is evaluated with everything put back.
 #
 # Before a step, the ranks check that all of them are about to make it. So outside of a step the parts of all ranks
-# belong
-# to the same number of steps, and one of them may request the whole state at any time. See Note [Asking].
+# belong to the same number of steps, and one of them may request the whole state at any time. See Note [Asking].
 #
 # A whole state, once it was requested, is the optimizer's until its next step. That step keeps this rank's part of it,
-# so
-# the program's changes to the state, or a loaded state, are not lost. It is a copy of that moment; on one machine the
-# tensors in a state_dict() change with the next step.
+# so the program's changes to the state, or a loaded state, are not lost. It is a copy of that moment; on one machine
+# the tensors in a state_dict() change with the next step.

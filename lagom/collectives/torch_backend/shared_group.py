@@ -316,8 +316,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         """Run a collective that memory does not carry over gloo, for one of each of ``tensors`` at a time.
 
         gloo would add up tensors that are given together. Ranks agree first: a rank whose tensors memory carries would
-        wait
-        there for the others, in vain.
+        wait there for the others, in vain.
         """
         moves = self._moves
 
@@ -364,9 +363,8 @@ os.register_at_fork(after_in_child=_forget)
 # Note [Order of collectives]
 #
 # Collectives of a group run one after the other, in the order in which they were called. A collective whose caller
-# waits
-# at once runs in the caller's thread, others in a thread of the group. To hand an exchange to a thread and to be woken
-# by
-# it costs ten times as much as a small exchange. A caller may run its own only when none is waiting or under way.
+# waits at once runs in the caller's thread, others in a thread of the group. To hand an exchange to a thread and to be
+# woken by it costs ten times as much as a small exchange. A caller may run its own only when none is waiting or under
+# way.
 #
 # Messages between two ranks have a thread for each direction, so that a send does not wait for a receive.

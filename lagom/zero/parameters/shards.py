@@ -340,8 +340,7 @@ _APART = (
 # program's own operations. When an argument has no memory, the operation's parameters are made whole, and others are
 # freed, the longest whole first. So only a little is whole at a time, and nothing after a backward. An operation that
 # writes to a parameter marks it; when it is freed, each rank keeps its part of the new values. Functions that read
-# values
-# past operations (numpy(), data_ptr(), pickle) have patches of their own.
+# values past operations (numpy(), data_ptr(), pickle) have patches of their own.
 #
 # To make a parameter whole a rank sends a request (see Note [Asking]), so it may do that alone. When all ranks request
 # the same at once, that exchange is the only one besides the values. Parts belong together if the parameter has had the
@@ -350,5 +349,4 @@ _APART = (
 # on all ranks.
 #
 # An optimizer steps the parts in place; see Note [Stepping a part]. Small parameters stay whole, and are handled as
-# with
-# ``zero_lvl=2``.
+# with ``zero_lvl=2``.
