@@ -1,1 +1,1 @@
-"""``verify=True``: a run is rehearsed and compared with one process before it begins."""
+"""``verify=True``: rehearses a run, and compares it with one process, before it begins."""

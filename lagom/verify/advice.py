@@ -1,4 +1,4 @@
-"""What to make of a comparison, in a few sentences."""
+"""``advise``: explains a comparison in a few sentences."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lagom.verify.comparison_row import ComparisonRow
 
 
 def advise(verdict: str, rows: Sequence[ComparisonRow], better: str | None, is_shared: bool) -> str:
-    """Say what was found and what to do.
+    """Return the finding and the advice.
 
     Args:
-        better: the setting with which ranks do what one process does; where they do already, a faster one.
+        better: a setting with which the ranks do the same as one process; if they do already, a faster one.
         is_shared: whether the ranks do different work.
     """
     if verdict == "agrees":

@@ -1,4 +1,4 @@
-"""Whether the ranks' rehearsal gave what one process gave: a row for each thing that can be compared."""
+"""``compare``: compares the ranks' rehearsal with that of one process, in a row for each quantity."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lagom.verify.shown import compare_ends, compare_prints, compare_reads, comp
 
 
 def compare(one: Record, ranks: Sequence[Record], again: Record | None = None) -> list[ComparisonRow]:
-    """Rows for all that a rehearsal shows.
+    """Return rows for everything that a rehearsal shows.
 
     Args:
-        one: of one process.
-        ranks: of all ranks, in order.
-        again: of one process a second time: what differs from ``one`` cannot be expected to agree.
+        one: the record of one process.
+        ranks: the records of all ranks, in order.
+        again: the record of a second run of one process: values that differ from ``one`` cannot be expected to agree.
     """
     epsilon = _epsilon(one)
     left_out = {number for rank in ranks for number in one.leaves if _is_own_data(number, one, rank)}
@@ -34,7 +34,7 @@ def compare(one: Record, ranks: Sequence[Record], again: Record | None = None) -
 
 
 def agreement_level(rows: Sequence[ComparisonRow]) -> AgreementLevel:
-    """That of the worst row."""
+    """Return the level of the worst row."""
     return max((row.level for row in rows), default=AgreementLevel.UNKNOWN)
 
 
@@ -44,7 +44,7 @@ def _losses(one: Record, ranks: Sequence[Record]) -> ComparisonRow:
     theirs: list[float] = []
     for i in range(min(counts, default=0)):
         weights = [(rank.steps[i].weight, rank.steps[i].loss) for rank in ranks]
-        # A rank without a sample counts nowhere, whatever its copy of one gave.
+        # A rank without a sample counts nothing, whatever its copy of a sample gave.
         theirs.append(sum(weight * loss for weight, loss in weights if weight) / len(ranks))
     if not mine and not any(counts):
         return ComparisonRow("losses", "no backward", "no backward", AgreementLevel.UNKNOWN)
@@ -74,7 +74,7 @@ def _factor(left: float, right: float, world_size: int) -> str:
 
 
 def _is_own_data(number: int, one: Record, rank: Record) -> bool:
-    """Whether the leaf is no parameter and a rank has another part of it: of a batch, whose gradient it keeps."""
+    """Return whether the leaf is no parameter and a rank has another part of it: a part of a batch."""
     mine, theirs = one.leaves[number], rank.leaves.get(number)
     if theirs is None or mine.is_parameter:
         return False
@@ -135,7 +135,7 @@ def _parameters(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Com
 
 
 def _is_noise(number: int, leaf: RecordedLeaf, one: Record) -> bool:
-    """Whether its gradients are rounding errors, like those of a bias before BatchNorm; Adam makes steps of them."""
+    """Return whether its gradients are rounding errors, as of a bias before BatchNorm; Adam makes steps of them."""
     found = False
     for step in one.steps:
         if number in step.gradients:
@@ -162,7 +162,7 @@ def _samples(one: Record, ranks: Sequence[Record], trained: bool) -> ComparisonR
     shown = f"{num_one} in {len(one.batches)} batches", f"{num_ranks} in all"
     if not differs:
         return ComparisonRow("samples", *shown, AgreementLevel.AGREES, "each as often as in one process")
-    # Training that agrees had the right samples: they only look different, as where time comes first.
+    # Training that agrees had the right samples: they only look different, for example because times come first.
     return ComparisonRow(
         "samples", *shown, AgreementLevel.UNKNOWN if trained and one.steps else AgreementLevel.DIFFERS, differs
     )
@@ -183,7 +183,7 @@ def _how_samples_differ(batch: RecordedBatch, counted: Counter[bytes], theirs: S
 
 
 def _evaluations(ranks: Sequence[Record]) -> ComparisonRow:
-    """Passes that ran no backward up to their end, and in which ranks saw their shares as in training."""
+    """Find passes without a backward in which ranks saw their shares as in training."""
     for number, one in enumerate(ranks[0].passes):
         if one.is_dealt and one.num_after == one.num_before:
             note = f"pass {number + 1} over a loader runs no backward; where it begins, it looks like training"
@@ -202,7 +202,7 @@ def _epsilon(one: Record) -> float:
 
 
 def _name(number: int, ranks: Sequence[Record], one: Record) -> str:
-    # With one rank alone nobody keeps the modules, which know the names.
+    # A single rank does not keep the modules, which know the names.
     for record in (*ranks, one):
         if number in record.leaves:
             return record.leaves[number].name

@@ -1,4 +1,4 @@
-"""When two numbers, or two sketches, are as good as equal; all of it plain arithmetic."""
+"""Arithmetic on two numbers, or two sketches: whether they are almost equal."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from collections.abc import Iterable
 from lagom.verify.on_rank.record import Sketch
 
 NUMBER = re.compile(r"0x[0-9a-f]+|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-"""What is taken for a number in a text; addresses too, which never agree."""
+"""Matches a number in a text; also an address, which never agrees."""
 
 
 def tolerance(step: int, epsilon: float) -> float:
-    """The relative error allowed after ``step`` backwards in numbers of that precision: rounding grows in training."""
+    """Return the relative error allowed after ``step`` backwards in that precision: rounding errors grow."""
     base, most = (1e-9, 1e-4) if epsilon < 1e-12 else (1e-4, 0.05) if epsilon < 1e-5 else (0.02, 0.2)
     return min(base * 1.5**step, most)
 
 
 def is_near(left: float, right: float, relative: float, scale: float, absolute: float = 0.0) -> bool:
-    """Whether both are the same but for ``relative`` of their size and ``scale``, or no numbers in the same way."""
+    """Return whether both are equal up to ``relative`` of their size and ``scale``, or the same non-finite value."""
     if not (math.isfinite(left) and math.isfinite(right)):
         return repr(left) == repr(right)
     return abs(left - right) <= relative * (max(abs(left), abs(right)) + scale) + absolute
 
 
 def norm(values: Iterable[float]) -> float:
-    """Euclidean."""
+    """Return the Euclidean norm."""
     return math.sqrt(sum(value * value for value in values))
 
 
 def difference(left: Sketch, right: Sketch) -> Sketch:
-    """``left - right``; one that is missing counts as zeros."""
+    """Return ``left - right``; a missing one counts as zeros."""
     if len(left) != len(right):
         left, right = left or (0.0,) * len(right), right or (0.0,) * len(left)
     return tuple(a - b for a, b in zip(left, right, strict=False))
 
 
 def distance(left: Sketch, right: Sketch) -> float:
-    """The norm of the difference."""
+    """Return the norm of the difference."""
     return norm(difference(left, right))
 
 
 def both_bad(left: Sketch, right: Sketch) -> bool:
-    """Whether there are no numbers on either side: a program that runs into NaN does so everywhere."""
+    """Return whether both sides have non-finite numbers: a program that runs into NaN does so everywhere."""
     return not math.isfinite(sum(left)) and not math.isfinite(sum(right))
 
 
 def same_printed(left: str, right: str, allowed: float) -> bool:
-    """Whether two texts of one number mean the same, up to their last digit."""
+    """Return whether two texts of one number mean the same, up to their last digit."""
     if left == right or left.startswith("0x"):
         return True
     decimals = len(left.partition(".")[2].partition("e")[0]) if "e" not in left.lower() else 12

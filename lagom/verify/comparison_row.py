@@ -1,4 +1,4 @@
-"""A row of the comparison: one thing as one process has it and as the ranks do."""
+"""``ComparisonRow``: one quantity of one process and of the ranks."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 
 class AgreementLevel(enum.IntEnum):
-    """How a comparison ended, the better the lower."""
+    """The result of a comparison, the lower the better."""
 
     UNKNOWN = -1
     AGREES = 0
     OWN = 1
-    """Training agrees; a number that is shown is that of a rank's own share."""
+    """Training agrees; a number that the program shows is that of a rank's own share."""
     DIFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One thing that was compared."""
+    """One quantity that was compared."""
 
     what: str
     one: str
-    """As one process has it."""
+    """Its value in one process."""
     ranks: str
     level: AgreementLevel
     note: str = ""
-    """What to make of it, where there is something to say."""
+    """An explanation, if there is one."""

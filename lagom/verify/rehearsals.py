@@ -1,4 +1,4 @@
-"""``verify=True``: the run is rehearsed in one process and on the ranks, and compared, before it may begin."""
+"""``verify``: rehearses the run in one process and on the ranks, and compares them before the run begins."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lagom.verify.on_rank.record import Record
 from lagom.verify.verification import Verification
 
 _PATIENCE_S = 30.0
-"""A rehearsal that takes longer in one process compares fewer backwards."""
+"""Seconds after which a rehearsal of one process compares fewer backwards."""
 
 
 def verify(launcher: Launcher, plan: Plan, call: Mapping[str, Any]) -> Verification:
-    """Rehearse ``call`` in one process and as ``plan`` says, and other ways where the two do not agree.
+    """Rehearse ``call`` in one process and as ``plan`` says, and with other settings if the two do not agree.
 
     See Note [Rehearsals].
 
     Raises:
-        VerificationError: when the run as planned would not give what one process gives, saying what would.
+        VerificationError: when the planned run would not give the results of one process; names a setting that would.
     """
     started = time.monotonic()
     rehearsals = _Rehearsals(launcher, plan, call)
@@ -62,9 +62,9 @@ class _Finding:
 
 
 def _others(plan: Plan, found: _Finding) -> Iterator[Plan]:
-    """Settings to try: those that might be right; where all agrees, one that might be faster."""
+    """Yield settings to try: those that might be right; if all agrees, one that might be faster."""
     if found.verdict in ("random", "own") and plan.config.batches == "per_rank":
-        # Other batches are those of another training.
+        # Other batches would be another training.
         yield from (other for other in _alternatives(plan) if other.config.batches == "per_rank")
     elif found.verdict in ("random", "own", "differs", "fails"):
         yield from _alternatives(plan)
@@ -81,7 +81,7 @@ def _is_better(other: _Finding, found: _Finding) -> bool:
 
 
 def _may_run(plan: Plan, found: _Finding, better: Plan | None) -> bool:
-    """Whether the run is one to start: it gives what one process gives, or comes as near to it as there is a way."""
+    """Return whether to start the run: it gives the results of one process, or comes as near as any setting does."""
     if found.verdict in ("random", "own"):
         is_shown = any(row.what == "printed" and row.level > AgreementLevel.AGREES for row in found.rows)
         return plan.config.batches == "per_rank" or (better is None and not is_shown)
@@ -89,7 +89,7 @@ def _may_run(plan: Plan, found: _Finding, better: Plan | None) -> bool:
 
 
 class _Rehearsals:
-    """Rehearses, and remembers what one process did."""
+    """Runs rehearsals, and caches the records of one process."""
 
     def __init__(self, launcher: Launcher, plan: Plan, call: Mapping[str, Any]) -> None:
         self._launcher = launcher
@@ -98,7 +98,7 @@ class _Rehearsals:
         self._known: dict[tuple[Rehearsal, bool], Record] = {}
 
     def judge(self, plan: Plan) -> _Finding:
-        """Whether the run that ``plan`` describes would give what one process gives."""
+        """Find out whether the run that ``plan`` describes would give the results of one process."""
         finding = self._compared(plan, pinned=False)
         if finding.verdict == "differs" and plan.config.batches != "whole":
             # Dropout and augmentation draw other numbers on each rank, of the same distribution.
@@ -140,11 +140,11 @@ class _Rehearsals:
         return _Finding("raises" if one.error and verdict == "agrees" else verdict, rows)
 
     def _one(self, rehearsal: Rehearsal, *, again: bool = False) -> Record:
-        """What one process does; with ``again``, the second time."""
+        """Return the record of one process; with ``again``, of its second run."""
         if (rehearsal, again) not in self._known:
             limited = dataclasses.replace(rehearsal, seconds=_PATIENCE_S)
             if again:
-                # Not by the clock: it is to end where the first one did.
+                # No time limit: it must end where the first run did.
                 num_backwards = _num_steps(self._one(rehearsal), rehearsal)
                 limited = dataclasses.replace(rehearsal, num_backwards=num_backwards, jumps=True)
             records = self._run(dataclasses.replace(self._plan, world_size=1), limited)
@@ -152,7 +152,7 @@ class _Rehearsals:
         return self._known[rehearsal, again]
 
     def _run(self, plan: Plan, rehearsal: Rehearsal) -> list[Record] | str:
-        """The records of all ranks, or why there are none."""
+        """Return the records of all ranks, or the reason why there are none."""
         outcomes = self._launcher.run(dataclasses.replace(plan, rehearsal=rehearsal), self._call)
         failed = [outcome.report for outcome in outcomes if not outcome.report["ok"]]
         if failed:
@@ -165,7 +165,7 @@ class _Rehearsals:
 
 
 def _num_steps(one: Record, rehearsal: Rehearsal) -> int:
-    """The backwards that one process ran before its time was over."""
+    """Return the number of backwards that one process ran before its time was over."""
     ended = one.returned or one.error
     return rehearsal.num_backwards if ended else max(1, len(one.steps))
 
@@ -179,7 +179,7 @@ _VERDICTS = {
 
 
 def _alternatives(plan: Plan) -> Iterator[Plan]:
-    """Other settings, the one that changes least first."""
+    """Yield other settings, the one that changes least first."""
     safe = "gathered" if plan.config.evaluation == "sharded" else plan.config.evaluation
     ways: list[tuple[Batches, Evaluation]] = [(plan.config.batches, safe), ("whole", safe), ("split", safe)]
     ways += [(batches, "replicated") for batches in dict.fromkeys((plan.config.batches, "whole", "split"))]
@@ -189,7 +189,7 @@ def _alternatives(plan: Plan) -> Iterator[Plan]:
 
 
 def _named(plan: Plan, asked: Plan) -> str:
-    """The setting, as one writes it."""
+    """Return the setting, as a user writes it."""
     is_told = plan.config.batches != asked.config.batches or plan.config.evaluation == asked.config.evaluation
     parts = [f"batches={plan.config.batches!r}"] if is_told else []
     return ", ".join(
@@ -200,20 +200,19 @@ def _named(plan: Plan, asked: Plan) -> str:
 
 # Note [Rehearsals]
 #
-# A rehearsal is an ordinary run with its passes over loaders cut short and its program ended after a few backwards,
-# by an exception of lagom's; what it prints goes nowhere, and what it writes to a disk of the rank's own. The judge is
-# the same with one rank, where no patch changes a number. Both see the same first batches and the same last one, which
-# may be uneven.
+# A rehearsal is an ordinary run with short passes over loaders, ended after a few backwards by an exception of lagom's.
+# Its prints go nowhere, and its files to a disk of the rank's own. The run of one process is the same with one rank,
+# where no patch changes a number. Both see the same first batches and the same last one, which may be uneven.
 #
-# Compared are the losses, the gradients after each backward and how far parameters moved (against which
-# their difference is measured: a rate of 1e-5 hides every mistake in the parameters themselves). Gradients tell what
-# Adam hides, a wrong scale. The tolerance grows from step to step, as rounding errors do.
+# Compared are the losses, the gradients after each backward, and the movement of the parameters. Their difference is
+# relative to the movement: a rate of 1e-5 hides every mistake in the parameters themselves. Gradients show a wrong
+# scale, which Adam hides. The tolerance grows from step to step, as rounding errors do.
 #
-# Where split disagrees, both are rehearsed once more with dropout off and a sample's random numbers fixed by its
-# index: ranks draw their own there, so that they differ, and that is no mistake. Where anything disagrees, one process
-# is rehearsed a second time, with clocks that jump: a program that does not repeat itself can agree with nothing, and
-# what it prints or returns of times is left out, whether or not two runs of it happen to take as long. And the other
-# settings are tried, so that what is named as right has been seen to be.
+# If split disagrees, both are rehearsed once more with dropout off and a sample's random numbers fixed by its index:
+# ranks draw their own numbers there, so a difference is no mistake. If anything disagrees, one process is rehearsed a
+# second time, with clocks that jump. A program that does not repeat itself can agree with nothing; times that it prints
+# or returns are left out, whether or not two of its runs happen to take equally long. The other settings are tried too,
+# so that a setting is only recommended after a rehearsal.
 #
-# How much is compared does not follow from how busy the machine is, but for programs that need half a minute for their
+# How much is compared does not depend on how busy the machine is, except for programs that need half a minute for their
 # first 8 backwards, or 24.

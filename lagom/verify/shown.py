@@ -1,4 +1,4 @@
-"""Whether ranks show what one process shows: numbers read, texts printed, the value returned, how it ended."""
+"""Comparisons of what a program shows: numbers read, texts printed, the value returned, the error at its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lagom.verify.texts import difference
 
 
 def compare_reads(one: Record, ranks: Sequence[Record], again: Record | None, epsilon: float) -> ComparisonRow:
-    """Compare the numbers that the program took out of tensors, up to where ranks read at other places."""
+    """Compare the numbers that the program read from tensors, up to the first read at another place."""
     if not one.reads and not any(rank.reads for rank in ranks):
         return ComparisonRow("numbers read", "none", "none", AgreementLevel.UNKNOWN)
     differing: list[tuple[RecordedRead, RecordedRead]] = []
@@ -41,7 +41,7 @@ def _repeats(left: RecordedRead, number: int, again: Record | None, allowed: flo
 
 
 def compare_prints(one: Record, first: Record, again: Record | None, epsilon: float) -> ComparisonRow:
-    """Compare what was written to standard output, but for what does not repeat itself in one process."""
+    """Compare standard output, except parts that differ between two runs of one process."""
     left, right = one.printed, first.printed
     if not left and not right:
         return ComparisonRow("printed", "nothing", "nothing", AgreementLevel.UNKNOWN)
@@ -63,7 +63,7 @@ def _num_lines(text: str) -> str:
 
 
 def compare_results(one: Record, ranks: Sequence[Record], again: Record | None, epsilon: float) -> ComparisonRow:
-    """Compare the value that was returned with that which ``aggregate`` would make of the ranks'."""
+    """Compare the return value with ``aggregate`` of the ranks' return values."""
     if not one.returned and not any(rank.returned for rank in ranks):
         return ComparisonRow("result", "not reached", "not reached", AgreementLevel.UNKNOWN)
     if not (one.returned and all(rank.returned for rank in ranks)):
@@ -89,7 +89,7 @@ def compare_results(one: Record, ranks: Sequence[Record], again: Record | None, 
 
 
 def _aggregates(held: Sequence[object], weights: Sequence[int]) -> Sequence[object]:
-    """The mean that ``aggregate`` makes of the program's own floats; of all else what each rank has."""
+    """Return the mean, as ``aggregate`` computes it, of the program's own floats; else the value of each rank."""
     numbers = [value for value in held if isinstance(value, (int, float))]
     if len(numbers) < len(held) or not any(isinstance(value, float) for value in held) or len(set(numbers)) == 1:
         return held
@@ -97,7 +97,7 @@ def _aggregates(held: Sequence[object], weights: Sequence[int]) -> Sequence[obje
 
 
 def _are_same(left: object, repeat: object, right: object, allowed: float) -> bool:
-    """Whether ``right`` is ``left``, or ``repeat``, of a second run, is not: like the seconds it took."""
+    """Return whether ``right`` equals ``left``, or else ``repeat``, of a second run, does not (times do not)."""
     if isinstance(left, str) and isinstance(repeat, str) and isinstance(right, str):
         return difference(left, repeat, right, allowed) is None
     return _are_near(left, right, allowed) or not _are_near(left, repeat, allowed)

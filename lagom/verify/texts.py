@@ -1,4 +1,4 @@
-"""Whether two texts say the same, but for what a program does not say twice, such as times."""
+"""``difference``: compares two texts, except parts that a program does not repeat, such as times."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import re
 from lagom.verify.closeness import NUMBER, same_printed
 
 _CLOCK = re.compile(r"\d+(?::\d\d)+(?:\.\d+)?|\d{4}-\d\d-\d\d")
-"""Times and dates; two runs may well have the same, and a third another."""
+"""Times and dates; two runs may happen to have the same, and a third another."""
 _TOKEN = re.compile(rf"{_CLOCK.pattern}|{NUMBER.pattern}|[^\W\d]+|\S")
 
 
 def difference(left: str, repeat: str, right: str, allowed: float) -> str | None:
-    """The first line of ``left`` that ``right`` has otherwise, up to rounding; None where there is none.
+    """Return the first line of ``left`` that differs in ``right`` by more than rounding; None if there is none.
 
     Args:
-        repeat: the text of a second run like that of ``left``: what is another there counts for nothing.
+        repeat: the text of a second run like that of ``left``: parts that differ there are ignored.
         allowed: relative error of numbers.
     """
     mine, repeated, theirs = left.splitlines(), repeat.splitlines(), right.splitlines()
@@ -53,7 +53,7 @@ def _words(tokens: list[str]) -> list[str]:
 
 
 def _aligned(left: list[str], right: list[str]) -> list[tuple[int, int]]:
-    """Places of tokens that stand for each other."""
+    """Return pairs of indices of corresponding tokens."""
     mine, theirs = _words(left), _words(right)
     if mine == theirs:
         return [(i, i) for i in range(len(mine))]

@@ -1,4 +1,4 @@
-"""``Verification``: what rehearsals showed, as one table."""
+"""``Verification``: the result of rehearsals, as one table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lagom.verify.comparison_row import AgreementLevel, ComparisonRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What rehearsals showed; shows itself as a table."""
+    """The result of rehearsals; its text is a table."""
 
     name: str
     setting: str
@@ -26,7 +26,7 @@ class Verification:
     "raises", up to an error that one process ends with too; "unlike", each rank has batches that one process never has;
     "differs"; "unsteady", already between two runs of one process; "fails", on the ranks; "dies", in one process."""
     may_run: bool
-    """The run is one to start."""
+    """Whether the run may start."""
     told: str
     seconds: float
 
@@ -74,7 +74,7 @@ _WIDTH = 118
 
 
 def _wrapped(cells: list[str]) -> Iterator[list[str]]:
-    """The line, and lines below it for what does not fit the last column."""
+    """Yield the line, and further lines for text that does not fit the last column."""
     parts = textwrap.wrap(cells[3], 56, break_long_words=False) or [""]
     yield [*cells[:3], parts[0]]
     for part in parts[1:]:
@@ -90,7 +90,7 @@ _SIGNS = {
 
 
 def show(verification: Verification) -> None:
-    """In a notebook as a table; elsewhere on standard error, beside the progress of the run."""
+    """Show it as a table in a notebook; else on standard error, with the progress of the run."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None and hasattr(shell, "kernel"):
@@ -101,7 +101,7 @@ def show(verification: Verification) -> None:
 
 
 def say_not_rehearsed(name: str) -> None:
-    """On standard error: the program is distributed already, as its code tells."""
+    """Tell on standard error that the program is distributed already, as its code shows."""
     sys.stderr.write(
         f"lagom: {name}: not rehearsed: it, or a module of yours that it uses, starts a process group of its own "
         "(init_process_group, Horovod), and so its ranks are its own business\n"

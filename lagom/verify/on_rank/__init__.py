@@ -1,4 +1,4 @@
-"""A rehearsal on a rank: passes cut short, what the program does noted down.
+"""A rehearsal on a rank: passes are cut short, and the program's actions are recorded.
 
-Start with ``rehearsal.py``; ``record.py`` is what the driver gets.
+Start with ``rehearsal.py``; ``record.py`` is the data for the driver.
 """

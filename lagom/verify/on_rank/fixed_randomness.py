@@ -1,4 +1,4 @@
-"""Random numbers that are the same however the work is shared out: for a rehearsal that looks at all the rest."""
+"""``fixed_randomness``: gives all ranks the random numbers of one process, to compare everything else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 @contextmanager
 def fixed_randomness(session: Session) -> Iterator[None]:
-    """Switch dropout off, and start the generators from a sample's index where it is fetched; in loader workers too."""
+    """Switch dropout off, and seed the generators with a sample's index before its fetch; in loader workers too."""
     seed = session.config.seed or 0
     attention = F.scaled_dot_product_attention
 
@@ -51,7 +51,7 @@ def _fetching(seed: int) -> Any:
     original = vars(_MapDatasetFetcher)["fetch"]
 
     def fetch(self: Any, index: Any) -> Any:
-        # What a data set fetches in one go cannot be told apart; a Subset does so one by one.
+        # Samples that a data set fetches together cannot be told apart; a Subset fetches one by one.
         if not self.auto_collation or (hasattr(self.dataset, "__getitems__") and type(self.dataset) is not Subset):
             return original(self, index)
         before = random_states()

@@ -1,4 +1,4 @@
-"""Clocks that jump between any two looks at them, for a rehearsal that finds out what depends on time."""
+"""``jumping_clocks``: clocks that jump between two reads, to find out in a rehearsal what depends on time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _JUMP_NS = 4_321_987_654_321
-"""More than an hour, and no whole number of anything."""
+"""More than an hour, and no whole number of any unit."""
 _LIBRARIES = (
     *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep,
@@ -26,7 +26,7 @@ _LIBRARIES = (
 
 @contextmanager
 def jumping_clocks() -> Iterator[None]:
-    """Have clocks of the module ``time`` jump ahead whenever the program, not a library, looks at one."""
+    """Let clocks of the module ``time`` jump ahead whenever the program, not a library, reads one."""
     num_looks = 0
 
     def ahead() -> int:

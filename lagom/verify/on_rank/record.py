@@ -1,4 +1,4 @@
-"""What a rank notes down in a rehearsal, as plain data that the driver reads without torch."""
+"""``Record``: the data that a rank records in a rehearsal; the driver reads it without torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 Sketch: TypeAlias = tuple[float, ...]
-"""A few sums of a tensor's elements, each with a sign that its place fixes: those of a difference are the difference
-of theirs, and have about its norm (64 sums tell it to 20%, and a difference from none for certain)."""
+"""A few signed sums of a tensor's elements, with a fixed sign for each place.
+
+The sums of a difference are the difference of the sums, and have about its norm: 64 sums give it to within 20%, and
+tell a difference from none for certain.
+"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -15,11 +18,11 @@ class RecordedStep:
     """One backward."""
 
     loss: float
-    """Its roots, as this rank has them, added up."""
+    """Sum of its roots, as this rank has them."""
     weight: float
-    """What they count on this rank: the average of weight times loss over the ranks is the loss of the batch."""
+    """Weight of the loss on this rank: the average of weight times loss over the ranks is the loss of the batch."""
     gradients: dict[int, Sketch]
-    """By number of the leaf, once the backward is over."""
+    """Gradients by number of the leaf, after the backward."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,39 +33,39 @@ class RecordedLeaf:
     shape: tuple[int, ...]
     is_parameter: bool
     is_data: bool
-    """It has a row for each of the rank's own samples: the input of an adversarial attack, say."""
+    """Whether it has a row for each of the rank's own samples, as the input of an adversarial attack has."""
     epsilon: float
-    """Of its dtype, or of the coarser one that autocast computes in."""
+    """Machine epsilon of its dtype, or of the coarser one that autocast computes in."""
     start: Sketch
-    """Before the first backward that reached it."""
+    """Sketch before the first backward that reached it."""
     end: Sketch = ()
 
 
 @dataclass(kw_only=True, slots=True)
 class RecordedRead:
-    """A number that the program took out of a tensor: ``loss.item()``, ``float(loss)``, ``if loss < 0.1``."""
+    """A number that the program read from a tensor: ``loss.item()``, ``float(loss)``, ``if loss < 0.1``."""
 
     place: str
     """File and line."""
     value: float
     step: int
-    """Backwards begun by then."""
+    """Number of backwards begun by then."""
     decides: bool = False
-    """It was compared with something."""
+    """Whether it was compared with something."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RecordedBatch:
-    """What this rank saw of one batch of a data loader."""
+    """The part of one batch of a data loader that this rank saw."""
 
     number: tuple[int, int]
-    """Of the pass, and in the pass."""
+    """Numbers of the pass, and of the batch in the pass."""
     rows: tuple[bytes, ...]
     """A digest for each sample that counts."""
     shared: bool
-    """The other ranks have the other samples."""
+    """Whether the other ranks have the other samples."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of a sample's row in each of its tensors."""
+    """Shape of a sample's row in each of its tensors."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,16 +73,16 @@ class RecordedPass:
     """One pass over a data loader."""
 
     num_before: int
-    """Backwards, of whatever kind, that were run before it."""
+    """Number of backwards, of whatever kind, before the pass."""
     num_after: int | None = None
-    """The same when it came to its end; None where it did not."""
+    """Number of backwards at its end; None if it did not reach its end."""
     is_dealt: bool = False
-    """It counted as training, and this rank saw its share."""
+    """Whether it counted as training, with only its share for this rank."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """A rehearsal, as one rank saw it."""
+    """A rehearsal on one rank."""
 
     steps: list[RecordedStep] = field(default_factory=list)
     leaves: dict[int, RecordedLeaf] = field(default_factory=dict)
@@ -89,17 +92,17 @@ class Record:
     num_samples: int = 0
     printed: str = ""
     notes: list[str] = field(default_factory=list)
-    """What lagom would have logged."""
+    """Messages that lagom would have logged."""
     shared: bool = False
-    """The work was shared out over the ranks."""
+    """Whether the work was distributed over the ranks."""
     shards_itself: bool = False
-    """A data set gave this rank batches of its own."""
+    """Whether a data set gave this rank batches of its own."""
     returned: bool = False
-    """The function came to its end."""
+    """Whether the function reached its end."""
     value: list[object] = field(default_factory=list)
-    """What it returned, flat: see ``flat`` in verify/on_rank/tensor_sketch.py."""
+    """Its return value, flat: see ``flat`` in verify/on_rank/tensor_sketch.py."""
     error: str = ""
-    """How it failed, if it did: the exception's name and message."""
+    """The exception's name and message, if the function failed."""
     died: bool = False
-    """Its process did not live to the end of the rehearsal."""
+    """Whether its process died before the end of the rehearsal."""
     seconds: float = 0.0

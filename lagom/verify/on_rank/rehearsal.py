@@ -1,4 +1,4 @@
-"""A rehearsal on a rank: passes over loaders cut short, the program ended early, and what it does noted down."""
+"""``rehearse``: runs the program with short passes and an early end, and records its actions."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
 
 _MAY_END = (8, 24)
-"""Backwards after which a rehearsal that takes too long is over."""
+"""Backwards after which a rehearsal that takes too long ends."""
 
 
 _MOST_ENDS = 1000
-"""Times that a program may catch even that, and try again."""
+"""Times that a program may catch even ``Enough``, and continue."""
 
 
 class Enough(BaseException):
-    """Ends the program; no ``except Exception`` of its own stops that."""
+    """Ends the program; its own ``except Exception`` does not catch this."""
 
 
 @contextmanager
 def numbered_parameters() -> Iterator[Leaves]:
-    """Number parameters as they are made, the same way on one rank and on many, and apart from what patches number."""
+    """Number parameters as they are made, equally on one rank and on many, apart from the patches' numbers."""
     leaves = Leaves()
     with ExitStack() as stack:
         for kind in (nn.Parameter, UninitializedParameter):
@@ -61,13 +61,13 @@ def numbered_parameters() -> Iterator[Leaves]:
 
 
 def rehearse(session: Session, leaves: Leaves, function: Callable[[], Any]) -> Record:
-    """Call ``function``, as far as the rehearsal goes; inside all patches.
+    """Call ``function`` for the length of a rehearsal; inside all patches.
 
     Args:
         leaves: has the numbers of the parameters.
 
     Raises:
-        Exception: what the function raised, where there are other ranks: they may wait for this one.
+        Exception: the function's error, if there are other ranks: they may wait for this one.
     """
     rehearsal = session.plan.rehearsal
     assert rehearsal is not None
@@ -92,7 +92,7 @@ def rehearse(session: Session, leaves: Leaves, function: Callable[[], Any]) -> R
             pass
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
-                record.returned = True  # as a script ends
+                record.returned = True  # the usual end of a script
             elif session.world_size > 1 and type(error).__name__ != rehearsal.expected:
                 raise
             else:
@@ -103,7 +103,7 @@ def rehearse(session: Session, leaves: Leaves, function: Callable[[], Any]) -> R
 
 
 class _Kept(io.StringIO):
-    """A text stream that keeps what is written; what goes past it, into the file, is not shown in a rehearsal."""
+    """A text stream that keeps its text; bytes written directly to the file are not shown in a rehearsal."""
 
     encoding = "utf-8"
 
@@ -127,13 +127,13 @@ class _Notes:
         self.begun = 0
         self.num_enough = 0
         self.num_runs = 0
-        """Of the engine: backwards, and gradients that the program asks for."""
+        """Number of runs of the engine: backwards, and gradients that the program requests."""
         self.depth = 0
         self._kept: dict[int, Tensor] = {}  # the program may have dropped them by the end
         self._deadline = None if rehearsal.seconds is None else time.monotonic() + rehearsal.seconds
 
     def begin(self) -> None:
-        """A backward is about to begin."""
+        """Count a backward that is about to begin."""
         is_late = self.begun in _MAY_END and self._deadline is not None and time.monotonic() > self._deadline
         if is_late or self.begun >= self.rehearsal.num_backwards:
             self.num_enough += 1
@@ -144,9 +144,9 @@ class _Notes:
         self.session.num_rehearsed = self.begun
 
     def starts(self, leaves: Sequence[Tensor]) -> list[int]:
-        """Numbers of ``leaves``; they and all parameters are noted as they are now if they have not been seen before.
+        """Return the numbers of ``leaves``; record these and all parameters the first time that they are seen.
 
-        All, since other ranks may reach others: a branch on the data, a mixture of experts.
+        All parameters, since other ranks may reach others: a branch on the data, a mixture of experts.
         """
         for leaf in self._leaves.alive():
             if isinstance(leaf, nn.Parameter) and leaf.requires_grad and not is_lazy(leaf):
@@ -173,7 +173,7 @@ class _Notes:
         return name.removeprefix("the parameter ") if "parameter" in name else f"tensor {number} {tuple(leaf.shape)}"
 
     def step(self, loss: float, weight: float, reached: list[int]) -> None:
-        """A backward that reached these leaves is over."""
+        """Record the end of a backward that reached these leaves."""
         wanted = dict.fromkeys(reached) | dict.fromkeys(
             n for n, leaf in self.record.leaves.items() if leaf.is_parameter
         )
@@ -182,13 +182,13 @@ class _Notes:
         self.record.steps.append(RecordedStep(loss=loss, weight=weight, gradients=gradients))
 
     def read(self, place: str, value: float) -> RecordedRead:
-        """The program reads a number."""
+        """Record a number that the program reads."""
         read = RecordedRead(place=place, value=value, step=self.begun)
         self.record.reads.append(read)
         return read
 
     def batch(self, iterator: Any, data: Any) -> None:
-        """The program sees a batch."""
+        """Record a batch that the program sees."""
         current = vars(iterator).get("_lagom_pass")
         training, shared = bool(getattr(current, "training", False)), bool(getattr(current, "sharded", False))
         number = self._pass(iterator)
@@ -203,7 +203,7 @@ class _Notes:
         self.record.shards_itself = self.record.shards_itself or bool(getattr(current, "own", False))
 
     def _pass(self, iterator: Any) -> list[int]:
-        """Number of the pass that ``iterator`` is in, and of its batches so far."""
+        """Return the number of the iterator's pass, and of its batches so far."""
         state: dict[str, Any] = vars(iterator)
         current = state.get("_lagom_pass")
         # A loader with persistent workers has one iterator for all its passes.
@@ -214,11 +214,11 @@ class _Notes:
         return number
 
     def end(self, iterator: Any) -> None:
-        """The program has come to the end of a pass."""
+        """Record the end of a pass."""
         self.record.passes[self._pass(iterator)[0]].num_after = self.num_runs
 
     def finish(self) -> None:
-        """Note where everything stands in the end."""
+        """Record the final state."""
         for number, leaf in self.record.leaves.items():
             leaf.end = sketch(self._kept[number])
         self.record.num_samples = self.session.samples_trained

@@ -1,4 +1,4 @@
-"""Numbers that a program takes out of tensors: where, and whether it decides by them."""
+"""``recorded_reads``: records numbers that a program reads from tensors, and whether it decides by them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 @contextmanager
 def recorded_reads(session: Session, note: Callable[[str, float], RecordedRead]) -> Iterator[None]:
-    """Have ``note`` told of every number that the program, not torch itself, takes out of a floating-point tensor.
+    """Call ``note`` for every number that the program, not torch itself, reads from a floating-point tensor.
 
-    ``tensor.item()`` gives a ``Number``, which notes that it was compared, and so do the numbers computed from it.
+    ``tensor.item()`` returns a ``Number``, which records comparisons with it; so do the numbers computed from it.
     """
     item = torch.Tensor.item
 
@@ -35,7 +35,7 @@ def recorded_reads(session: Session, note: Callable[[str, float], RecordedRead])
 
     def patched_item(self: torch.Tensor) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return uncompiled(self)  # where the graph breaks anyway
+            return uncompiled(self)  # the graph breaks there anyway
         value = item(self)
         place = _place() if session.live and type(value) is float else None
         return value if place is None else Number.read(value, note(place, value))
@@ -51,7 +51,7 @@ def recorded_reads(session: Session, note: Callable[[str, float], RecordedRead])
         return value
 
     def leaving(original: Callable[..., Any]) -> Callable[..., Any]:
-        """For what makes numpy's or Python's numbers of a tensor: of more than one number it may be of data."""
+        """Wrap a method that makes numpy's or Python's numbers of a tensor; tensors of several numbers may be data."""
 
         def leave(self: torch.Tensor, *args: Any, **options: Any) -> Any:
             if session.live and self.numel() == 1 and self.is_floating_point() and (place := _place()) is not None:
@@ -85,14 +85,14 @@ def recorded_reads(session: Session, note: Callable[[str, float], RecordedRead])
 
 
 class Number(float):
-    """A float that came out of a tensor, or was computed from one that did."""
+    """A float that was read from a tensor, or computed from such a float."""
 
     __slots__ = ("_reads",)
     _reads: tuple[RecordedRead, ...]
 
     @classmethod
     def read(cls, value: float, *reads: RecordedRead) -> Number:
-        """``value``, computed from ``reads``."""
+        """Return ``value``, computed from ``reads``."""
         number = cls(value)
         number._reads = reads[:16]
         return number
@@ -146,12 +146,12 @@ for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
 
 
 def _place() -> str | None:
-    """File and line of the program that reads; None where torch reads for itself, as an optimizer does."""
+    """Return file and line of the program's read; None if torch itself reads, as an optimizer does."""
     frame = sys._getframe(2)
     name = frame.f_code.co_filename
     return None if name.startswith((_TORCH, _OURS)) else f"{os.path.basename(name)}:{frame.f_lineno}"
 
 
 def _is_scheduler(name: str) -> bool:
-    """Whether that file is torch's own that decides on learning rates by a metric, which it makes a float first."""
+    """Return whether the file is torch's scheduler that compares a metric, which it converts to float first."""
     return name.startswith(_TORCH) and name.endswith("lr_scheduler.py")

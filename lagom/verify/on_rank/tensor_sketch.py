@@ -1,4 +1,4 @@
-"""Tensors as a few numbers, samples as digests, any value as a flat list of numbers, sketches and texts."""
+"""Sketches of tensors, digests of samples, and ``flat``: any value as a list of numbers, sketches and texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEEPEST = 100
 
 @torch.no_grad()
 def sketch(tensor: torch.Tensor) -> Sketch:
-    """64 signed sums of the elements of ``tensor``, in float64; the elements themselves where there are no more."""
+    """Return 64 signed sums of the elements of ``tensor``, in float64; the elements if there are at most 64."""
     values = tensor.detach()
     if values.layout != torch.strided:
         values = values.to_dense()
@@ -51,11 +51,11 @@ def _signs(device: torch.device) -> torch.Tensor:
 
 
 def flat(value: Any) -> list[object]:
-    """``value`` as a list, whatever its type.
+    """Return ``value`` as a list, whatever its type.
 
-    Kinds and places of parts are bytes; a place has nothing in it, or begins with "[" or ".". A float of the program's
-    own return value, as ``aggregate`` averages them, is a float; other numbers that are not whole, tensors and arrays
-    are sketches; whole numbers are ints, and all else is a text.
+    Types and places of parts are bytes; a place is empty, or begins with "[" or ".". A float of the program's own
+    return value, which ``aggregate`` averages, is a float; other numbers that are not whole, tensors and arrays are
+    sketches; whole numbers are ints, and all else is a text.
     """
     return list(_flat(value, "", 0, True, set()))
 
@@ -65,7 +65,7 @@ def _flat(value: Any, place: str, depth: int, is_own: bool, met: set[int]) -> It
     if parts is None:
         try:
             yield from list(_leaf(value, is_own))
-        except (RuntimeError, TypeError, ValueError):  # some kinds of tensors have no numbers to be had
+        except (RuntimeError, TypeError, ValueError):  # some kinds of tensors have no readable numbers
             yield name_of(value)
         return
     yield f"{name_of(value)} of {len(parts)}".encode()
@@ -103,7 +103,7 @@ def _leaf(value: Any, is_own: bool) -> Iterator[object]:
 
 
 def _sketch_with_gaps(tensor: torch.Tensor) -> Iterator[object]:
-    """A sketch of the numbers that are finite, after a digest that says where the others are."""
+    """Yield a sketch of the finite numbers, after a digest of the places of the others."""
     values = tensor.to_dense() if tensor.layout != torch.strided else tensor
     if not (finite := values.isfinite()).all():
         gaps = torch.where(finite, 0, torch.where(values.isnan(), 1, torch.where(values.real > 0, 2, 3)))
@@ -113,7 +113,7 @@ def _sketch_with_gaps(tensor: torch.Tensor) -> Iterator[object]:
 
 
 def digests(data: Any) -> tuple[bytes, ...]:
-    """One for each sample of a batch: of its row in the tensors that have as many rows."""
+    """Return a digest for each sample of a batch, over its row in all tensors with as many rows."""
     count = num_samples(data)
     hashes = [hashlib.blake2b(digest_size=8) for _ in range(count)]
     for tensor in tensors(data):
@@ -125,6 +125,6 @@ def digests(data: Any) -> tuple[bytes, ...]:
 
 
 def row_shapes(data: Any) -> tuple[tuple[int, ...], ...]:
-    """Of one sample's row in each tensor of a batch."""
+    """Return the shape of one sample's row in each tensor of a batch."""
     count = num_samples(data)
     return tuple(tuple(tensor.shape[1:]) for tensor in tensors(data) if tensor.dim() and len(tensor) == count)

@@ -1,4 +1,4 @@
-"""Passes over data loaders cut short, for a rehearsal: a loader's first batches and its last."""
+"""``truncated_passes``: cuts passes over data loaders to their first batches and their last, for a rehearsal."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _LONGEST = 1_000_000
-"""Batches that are gone through for the last one, so that a sampler without end is no end of the rehearsal."""
+"""Most batches that are skipped to reach the last one, so that an endless sampler ends too."""
 
 
 @contextmanager
 def truncated_passes(session: Session) -> Iterator[None]:
-    """Have every pass over a loader end after a few batches; entered before loaders are dealt out."""
+    """End every pass over a loader after a few batches; entered before loaders are sharded."""
     rehearsal = session.plan.rehearsal
     assert rehearsal is not None
     original = vars(DataLoader)["_index_sampler"].fget
@@ -38,7 +38,7 @@ def truncated_passes(session: Session) -> Iterator[None]:
         if not session.live:
             return source
         if is_iterable(loader) and isinstance(source, BatchSampler):
-            # Its batches are counted, not chosen; groups of them are dealt out with this very class.
+            # Its batches are counted, not chosen; this very class shards groups of them.
             joined = source.batch_size * (rehearsal.group_size if session.world_size == 1 else 1)
             size = source.batch_size * rehearsal.group_size
             nones = _Nones(lambda: size * num_batches())
@@ -55,7 +55,7 @@ def truncated_passes(session: Session) -> Iterator[None]:
 
 
 class _Nones:
-    """Stands for the sampler of an iterable data set, which has nothing to say."""
+    """Stands for the sampler of an iterable data set, whose indices are all None."""
 
     def __init__(self, count: Callable[[], int]) -> None:
         self._count = count
@@ -65,13 +65,13 @@ class _Nones:
 
 
 class _Cut:
-    """Stands for a loader's batch sampler, or its sampler: its first batches and its last."""
+    """Stands for a loader's batch sampler, or its sampler: gives its first batches and its last."""
 
     def __init__(self, source: Any, num_batches: Callable[[], int], group_size: int, world_size: int) -> None:
         self._source = source
         self._num_batches = num_batches
         self._group = group_size
-        # One rank alone stands for all: it gets the batches of a group as one.
+        # A single rank stands for all: it receives the batches of a group as one.
         self._joins = group_size > 1 and world_size == 1
 
     def __len__(self) -> int:
