@@ -1,1 +1,1 @@
-"""What is kept of a run: a folder of text, and a page made of it."""
+"""Records of a run: a folder of text, and a page made from it."""

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 _WIDTH, _HEIGHT = 500, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 34, 40
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5539", "#666666")
-"""Told apart by the colour-blind too (Okabe and Ito, 2008)."""
-_FAINT = 'stroke="currentColor" stroke-opacity=".15"'  # also on a dark page
+"""Colours that colour-blind readers can tell apart (Okabe and Ito, 2008)."""
+_FAINT = 'stroke="currentColor" stroke-opacity=".15"'  # visible on a dark page, too
 _MAX_POINTS = 400
 
 Points = Sequence[tuple[float, float]]
@@ -18,7 +18,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero: bool = False) -> str:
-    """An SVG element with a line for each of ``lines``, of a colour by its place; nothing where there are no points."""
+    """Return an SVG element with a line for each of ``lines``, coloured by its place; empty if there are no points."""
     drawn = {name: _thinned([one for one in points if math.isfinite(one[1])]) for name, points in lines.items()}
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(drawn)}
     drawn = {name: points for name, points in drawn.items() if points}
@@ -43,7 +43,7 @@ def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_
         parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="{anchor}">{_number(part * end)} s</text>')
     for number, (name, points) in enumerate(drawn.items()):
         colour = colours[name]
-        # Ranks often have the same numbers: those below show between the dashes.
+        # Ranks often have the same numbers: a lower line shows between the dashes of the upper one.
         dashes = f' stroke-dasharray="12 {12 * (number % len(_COLOURS))}"' if number % len(_COLOURS) else ""
         way = " ".join("{:.1f},{:.1f}".format(*place(*one)) for one in points)
         if len(points) == 1:
@@ -63,13 +63,13 @@ def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_
 
 
 def _thinned(points: Points) -> Points:
-    """Every n-th and the last, so that a page of a long run stays small."""
+    """Return every n-th point and the last, so that the page of a long run stays small."""
     step = -(-len(points) // _MAX_POINTS)
     return points if step < 2 else [*points[::step], points[-1]]
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers around ``low`` and ``high``, at distances of 1, 2 or 5 times a power of ten."""
+    """Return round numbers around ``low`` and ``high``, at distances of 1, 2 or 5 times a power of ten."""
     span = (high - low) or abs(high) or 1.0
     rough = span / 4
     power = 10.0 ** math.floor(math.log10(rough))

@@ -1,4 +1,4 @@
-"""Clocks of several hosts, put on one by what ranks have exchanged. See Note [Clocks]."""
+"""``offsets``: aligns the clocks of several hosts by the ranks' exchanges. See Note [Clocks]."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lagom.monitor.spans import Span
 from lagom.records.rank_trace import RankTrace, exchanges
 
 _TOGETHER_NS = 2_000_000_000
-"""Exchanges within so long bound one offset: clocks drift apart by some 10 microseconds in that time."""
+"""Exchanges within this time bound one offset: clocks drift apart by some 10 microseconds in it."""
 
 
 @dataclass(slots=True)
 class Offset:
-    """How far a clock is ahead of the first one: at some times of its own, in between on a straight line."""
+    """The lead of a clock over the first one, at some of its times; linear in between."""
 
     at: list[int] = field(default_factory=list)
     ahead: list[float] = field(default_factory=list)
     within: float | None = 0.0
-    """Nanoseconds by which that may be wrong; None: nobody knows, it is that of the hosts' times of day."""
+    """Possible error in nanoseconds; None if unknown: the offset is then that of the hosts' times of day."""
 
     def of(self, time: int) -> float:
-        """At ``time`` of the clock."""
+        """Return the lead at ``time`` of the clock."""
         if not self.at:
             return 0.0
         right = bisect_left(self.at, time)
@@ -35,7 +35,7 @@ class Offset:
 
 
 def offsets(found: Sequence[RankTrace]) -> dict[str, Offset]:
-    """By clock; of the first rank's it is 0."""
+    """Return the offset of each clock; that of the first rank's is 0."""
     clocks = {one.rank: one.clock for one in found}
     first = found[0].clock
     known = {first: Offset()}
@@ -47,7 +47,7 @@ def offsets(found: Sequence[RankTrace]) -> dict[str, Offset]:
 
 
 def _bounds(found: Sequence[RankTrace], first: str, clock: str) -> list[tuple[int, int, int]]:
-    """A time of ``clock``, the least and the most that it may be ahead of ``first`` by then, of each exchange."""
+    """Return for each exchange a time of ``clock``, and the least and the largest possible lead over ``first`` then."""
     clocks = {one.rank: one.clock for one in found}
     bounds = []
     for spans in exchanges(found).values():
@@ -93,8 +93,8 @@ def _by_time_of_day(found: Sequence[RankTrace], first: str, clock: str) -> Offse
 
 # Note [Clocks]
 #
-# Processes of one host have one monotonic clock. Those of several hosts are compared as NTP does, but with no messages
-# of their own: an exchange ends on no rank before all ranks have begun it. So where one clock says that it ended here
-# and the other that it began there, the second cannot be ahead by more than the difference, and the other way round.
-# Every exchange that is recorded gives both bounds; the best ones of two seconds count, which are those of the
-# shortest ones, as with NTP's minimum of several round trips. A recorded exchange of 100 us makes that 50 us.
+# Processes of one host have one monotonic clock. Clocks of several hosts are compared as NTP does, but without messages
+# of their own: an exchange ends on no rank before all ranks have begun it. So if it ended here at one clock's time and
+# began there at the other's, the difference bounds the second clock's lead; the same holds the other way round. Every
+# recorded exchange gives both bounds. The best bounds within two seconds are used, which are those of the shortest
+# exchanges, as NTP uses the shortest of several round trips. A recorded exchange of 100 us gives the offset to 50 us.

@@ -1,4 +1,4 @@
-"""``GitCheckout``: what git has checked out where the program lies, and what has been changed there since."""
+"""``GitCheckout``: the git commit of the program's folder, and the changes since."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import IO, Any
 
 _MAX_CHANGES = 100
 _PATIENCE_S = 2.0
-"""How long the end of a run waits for git, which has had the time of the run."""
+"""Seconds that the end of a run waits for git, which has had the time of the run."""
 
 
 class GitCheckout:
-    """Of a folder, as it was when this was made; git itself takes longer than a launch, and is asked beside the run."""
+    """The checkout of a folder, now; ``git status`` takes longer than a launch, and runs beside the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.commit, self.branch = _read(folder)
@@ -27,7 +27,10 @@ class GitCheckout:
                 self._ask(self.folder)
 
     def facts(self) -> dict[str, Any] | None:
-        """As JSON has it: ``changes`` are lines of ``git status --short``, None before ``finish``; None without git."""
+        """Return the facts for JSON, or None without git.
+
+        ``changes`` are lines of ``git status --short``; None before ``finish``.
+        """
         if self.folder is None:
             return None
         return {
@@ -38,7 +41,7 @@ class GitCheckout:
         }
 
     def finish(self) -> None:
-        """Take what git has said of changes by now."""
+        """Read the changes that git has found by now."""
         if self._git is None or self._output is None:
             return
         try:
@@ -71,11 +74,11 @@ class GitCheckout:
 
 
 def _read(folder: Path) -> tuple[Path | None, str | None, str | None]:
-    """The folder that is checked out, the commit and the branch, from git's own files."""
+    """Return the top folder, the commit and the branch, from git's own files."""
     with contextlib.suppress(OSError, StopIteration, ValueError):
         top = next(one for one in (folder, *folder.parents) if (one / ".git").exists())
         git = top / ".git"
-        if git.is_file():  # of a worktree
+        if git.is_file():  # a worktree
             git = top / git.read_text().partition(": ")[2].strip()
         head = (git / "HEAD").read_text().strip()
         if not head.startswith("ref: "):

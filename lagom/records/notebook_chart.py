@@ -1,4 +1,4 @@
-"""``notebook_chart``: a run in two small charts, for a notebook; ``report`` has the rest."""
+"""``notebook_chart``: two small charts of a run, for a notebook; ``report`` has the rest."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from lagom.records.report import events_of, series
 from lagom.records.run_dir import PROGRESS
 
 _LEAST = 3
-"""Reports of a rank from which on a line says anything."""
+"""Fewest reports of a rank for a useful line."""
 
 
 def notebook_chart(folder: Path) -> str:
-    """HTML of the loss and the samples per second over time; empty where little is known of the run."""
+    """Return HTML of the loss and the samples per second over time; empty if there are few reports."""
     events = events_of(folder / PROGRESS)
     if max((len(own) for own in events.values()), default=0) < _LEAST:
         return ""

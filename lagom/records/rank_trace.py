@@ -1,4 +1,4 @@
-"""``RankTrace``: what one rank has noted of its time, as it lies in a run's folder."""
+"""``RankTrace``: the recorded spans of one rank, in a run's folder."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from lagom.monitor.spans import ASYNCHRONOUS, COLLECTIVE, Span
 
 APART = frozenset(("broadcast", "broadcast_object_list", "gather", "reduce", "scatter"))
-"""Exchanges that may end on a rank before all have come to them; all others do not."""
+"""Exchanges that may end on a rank before all have begun them; all others do not."""
 
 
 @dataclass(slots=True)
 class RankTrace:
-    """Times are nanoseconds of the clock ``clock``."""
+    """Spans of a rank; times are nanoseconds of the clock ``clock``."""
 
     rank: int
     host: str = ""
     clock: str = ""
     thread: int = 0
-    """The program's own."""
+    """The program's thread."""
     wall_ns: int = 0
     """Time of day when ``clock`` showed ``clock_ns``."""
     clock_ns: int = 0
@@ -32,7 +32,7 @@ class RankTrace:
 
 
 def load_traces(folder: Path, ranks: Sequence[int] | None = None) -> list[RankTrace]:
-    """Of all ``*.jsonl`` in ``folder``, by rank; a line that was cut off is left out."""
+    """Return the traces of all ``*.jsonl`` in ``folder``, by rank; a line that was cut off is left out."""
     found = []
     for path in folder.glob("rank-*.jsonl"):
         rank = int(path.stem.partition("-")[2])
@@ -56,10 +56,10 @@ def _read(path: Path, rank: int) -> RankTrace:
 
 
 def exchanges(found: Sequence[RankTrace], *, together: bool = True) -> dict[tuple[str, int], dict[int, Span]]:
-    """Exchanges by stream and number, and in them the span of each rank that has one; with two ranks and more.
+    """Return exchanges of at least two ranks by stream and number, with the span of each rank.
 
     Args:
-        together: only those in which all wait for all.
+        together: only exchanges in which all wait for all.
     """
     by_key: dict[tuple[str, int], dict[int, Span]] = defaultdict(dict)
     for one in found:

@@ -1,4 +1,4 @@
-"""``report``: one HTML page about a run, from what was kept of it; it loads nothing from anywhere."""
+"""``report``: one HTML page about a run, from its records; the page loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lagom.records.run_dir import PROGRESS, RESULT, RUN
 from lagom.records.timeline_svg import timeline_section
 
 _TAIL = 16_384  # bytes of each rank's output that the page shows
-_MAX_RANKS = 16  # whose lines and output it shows; the rest is in the folder
+_MAX_RANKS = 16  # ranks whose lines and output the page shows; the rest is in the folder
 _CHARTS = (
     ("loss", "Loss of the rank's share of a batch", 1.0, ""),
     ("rate", "Samples per second", 1.0, ""),
@@ -30,7 +30,7 @@ Events = Mapping[int, Sequence[Mapping[str, Any]]]
 
 
 def report(folder: Path) -> str:
-    """The page; what a run that was cut short has not left is not on it.
+    """Return the page; it leaves out records that an interrupted run has not written.
 
     Raises:
         ValueError: when ``folder`` holds no run.
@@ -103,7 +103,7 @@ def _outcome(result: Mapping[str, Any]) -> str:
 
 
 def _slowest(events: Events) -> str:
-    """Which rank waited longest for data, and for which the others did, if that is worth a word."""
+    """Return sentences about the rank that waited longest for data, and the one that others waited for."""
     shares = {rank: sum(one.get("data") or 0 for one in own) / len(own) for rank, own in events.items() if own}
     rank = max(shares, key=lambda one: shares[one], default=None)
     said = ""
@@ -124,7 +124,7 @@ def _mean_waits(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def events_of(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """What the first ranks told of their progress, by rank; empty where none did."""
+    """Return the progress reports of the first ranks, by rank; empty if there are none."""
     found: dict[int, list[dict[str, Any]]] = {}
     if path.exists():
         for line in path.read_text().splitlines():
@@ -137,7 +137,7 @@ def events_of(path: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def series(events: Sequence[Mapping[str, Any]], key: str, factor: float) -> list[tuple[float, float]]:
-    """Seconds and values of ``key``, times ``factor``, where it is told."""
+    """Return seconds and values of ``key``, times ``factor``, of the events that have it."""
     return [(one["seconds"], one[key] * factor) for one in events if one.get(key) is not None]
 
 
@@ -152,7 +152,7 @@ def _tail(path: Path) -> str:
         size = file.seek(0, 2)
         file.seek(max(0, size - _TAIL))
         text = file.read().decode(errors="replace")
-    # Of a line that renews itself, as a progress bar does, its last state.
+    # A line that renews itself, as a progress bar does, is shown in its last state.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
     return ("…\n" if size > _TAIL else "") + "\n".join(lines).strip("\n")
 

@@ -1,4 +1,4 @@
-"""``Retention``: how many runs the default folder keeps; what is older is removed, but for what is not lagom's."""
+"""``Retention``: how many runs the default folder keeps; removes older ones, except files that are not lagom's."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _OF_RANK = re.compile(r"rank-\d+\.jsonl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Limits, of which the first that is reached counts."""
+    """Limits on the runs kept; the first that is reached counts."""
 
     num_runs: float = 200
     num_mb: float = 500
 
     @classmethod
     def from_environment(cls) -> Retention:
-        """What ``LAGOM_KEEP_RUNS`` and ``LAGOM_KEEP_MB`` say; "inf" keeps all.
+        """Return the limits of ``LAGOM_KEEP_RUNS`` and ``LAGOM_KEEP_MB``; "inf" keeps all.
 
         Raises:
             ValueError: when one of them is no number.
@@ -43,7 +43,7 @@ class Retention:
         return cls(num_runs=_number("LAGOM_KEEP_RUNS", 200), num_mb=_number("LAGOM_KEEP_MB", 500))
 
     def remove_older(self, top: Path) -> None:
-        """Remove runs from ``top`` until the limits hold. The newest stays, and so do runs that are under way.
+        """Remove runs from ``top`` until the limits hold; the newest stays, and so do runs that are under way.
 
         The newest does not count in bytes: a large one is no reason to remove those before it.
         """
@@ -59,10 +59,10 @@ class Retention:
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Hold the folder of a run as its only process.
+    """Lock the folder of a run for this process.
 
     Raises:
-        OSError: when another process holds it.
+        OSError: when another process holds the lock.
     """
     lock = os.open(folder / ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -73,15 +73,15 @@ def lock_run(folder: Path) -> Iterator[None]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether ``folder`` is that of a run, and holds nothing but what lagom writes."""
-    with contextlib.suppress(OSError):  # another process removes it, or it is somebody else's
+    """Return whether ``folder`` is that of a run, and holds only files that lagom writes."""
+    with contextlib.suppress(OSError):  # another process removes it, or another user owns it
         if _NAME.fullmatch(folder.name) and not folder.is_symlink() and folder.stat().st_uid == os.geteuid():
             return (folder / "run.json").is_file() and all(map(_is_ours, folder.iterdir()))
     return False
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether lagom has written what is in the folder of a run. It is looked into no other folder than lagom's."""
+    """Return whether lagom has written this path in a run's folder; no folder but lagom's own is searched."""
     if path.name == TIMELINES and path.is_dir() and not path.is_symlink():
         return all(_OF_RANK.fullmatch(inside.name) and _is_file(inside) for inside in path.iterdir())
     return _OURS.fullmatch(path.name) is not None and _is_file(path)
@@ -92,7 +92,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the run in ``folder``, of which another process may remove files meanwhile."""
+    """Return the bytes of the run in ``folder``; another process may remove files meanwhile."""
     size = 0
     with contextlib.suppress(FileNotFoundError):
         for path in folder.rglob("*"):

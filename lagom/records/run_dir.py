@@ -1,4 +1,4 @@
-"""``RunRecords``: what is kept of a run, as text in a folder of its own: what it was, what its ranks wrote and did."""
+"""``RunRecords``: writes the records of a run as text into a folder: settings, output, progress, result."""
 
 from __future__ import annotations
 
@@ -36,19 +36,21 @@ from lagom.wire.client import Message
 RUN, RESULT, PROGRESS = "run.json", "result.json", "progress.jsonl"
 _PACKAGES = ("torch", "pyspark", "numpy", "pyarrow", "deepspeed")
 _PARTS = 500
-"""Reports of a rank's progress are kept oftener than this part of the time that the run has taken: a long run has
-some thousands of each rank, and not a line for every second."""
+"""Fraction of the run's time between two recorded progress reports of a rank.
+
+A long run has some thousands of reports of each rank, and not one for every second.
+"""
 _MAX_LOG = 256 << 20
 """Bytes of a rank's output that are kept."""
 _MAX_TEXT = 20_000  # characters
-_MAX_ITEMS = 200  # of a list or a dict
+_MAX_ITEMS = 200  # items of a list or a dict
 
 log = logging.getLogger("lagom")
 P = ParamSpec("P")
 
 
 def _harmless(method: Callable[Concatenate[RunRecords, P], None]) -> Callable[Concatenate[RunRecords, P], None]:
-    """A full disk is no reason for a run to fail: it is said, and nothing more is kept."""
+    """Log the first error of ``method`` and record nothing more: a full disk is no reason for a run to fail."""
 
     @functools.wraps(method)
     def guarded(self: RunRecords, /, *args: P.args, **options: P.kwargs) -> None:
@@ -64,7 +66,7 @@ def _harmless(method: Callable[Concatenate[RunRecords, P], None]) -> Callable[Co
 
 
 class RunRecords:
-    """Writes as the run goes, so that what there is of a run that was killed can be read as well."""
+    """Writes during the run, so that the records of a run that was killed can be read as well."""
 
     def __init__(
         self,
@@ -73,14 +75,14 @@ class RunRecords:
         upload: Upload | None = None,
         retention: Retention | None = None,
     ) -> None:
-        """With ``retention``, older runs beside ``folder`` are removed when this one is over."""
+        """Write to ``folder``; with ``retention``, remove older runs beside it when this one ends."""
         self.folder = folder
-        """On this machine."""
+        """Folder on this machine."""
         self._retention = retention
         self._held = contextlib.ExitStack()
         self._held.enter_context(lock_run(folder))
         self.upload = upload
-        """To where it goes, where that is not its place."""
+        """Upload to ``run_dir``, if that is not on this machine."""
         self.broken = False
         self._started = time.monotonic()
         source = facts.get("source")
@@ -103,7 +105,7 @@ class RunRecords:
 
     @_harmless
     def joined(self, message: Message, last: bool = True) -> None:
-        """Ranks have come, of a task; the ``last`` ones are written at once, as a thousand would each time anew."""
+        """Record a task's ranks; write the ``last`` at once, and others rarely: a thousand writes would be slow."""
         place = {"host": str(message["host"]).split("|")[0], "ip": message["ip"], "task": message.get("task")}
         place |= {name: message[name] for name in ("python", "torch") if name in message}
         gpus = message.get("gpus") or []
@@ -117,7 +119,7 @@ class RunRecords:
 
     @_harmless
     def wrote(self, rank: int, data: bytes) -> None:
-        """A rank wrote ``data`` to standard output or error."""
+        """Record ``data`` that a rank wrote to standard output or error."""
         size = self._sizes.get(rank, 0)
         self._sizes[rank] = size + len(data)
         if size >= _MAX_LOG:
@@ -131,7 +133,7 @@ class RunRecords:
 
     @_harmless
     def progressed(self, event: Message) -> None:
-        """A rank says how far it is."""
+        """Record a rank's progress report."""
         now = time.monotonic()
         if now - self._kept_at.get(event["rank"], 0.0) < (now - self._started) / _PARTS:
             return
@@ -143,13 +145,13 @@ class RunRecords:
 
     @_harmless
     def timed(self, event: Message) -> None:
-        """A rank says what it has done, from when to when."""
+        """Record a rank's spans."""
         (self.folder / TIMELINES).mkdir(exist_ok=True)
         with open(self.folder / TIMELINES / f"rank-{int(event['rank'])}.jsonl", "a") as file:
             file.write(unpack_spans(event["data"]) + "\n")
 
     def showed(self, png: str) -> Path | None:
-        """The program showed a picture, as base64; returns the file that has it, if it could be kept."""
+        """Record a picture of the program, given as base64; return its file, or None if it could not be kept."""
         with contextlib.suppress(OSError, ValueError):
             self._num_pictures += 1
             path = self.folder / f"picture-{self._num_pictures}.png"
@@ -159,7 +161,7 @@ class RunRecords:
 
     @_harmless
     def merge_timelines(self, also: str | os.PathLike[str] | None = None) -> None:
-        """The ranks' timelines become one, which is written to ``also`` as well."""
+        """Merge the ranks' timelines into one, also copied to ``also``."""
         if not (self.folder / TIMELINES).exists():
             return
         path = merge(self.folder)
@@ -168,19 +170,19 @@ class RunRecords:
 
     @_harmless
     def said(self, text: str) -> None:
-        """Something that the user was told of the run."""
+        """Record a message that the user was shown."""
         with open(self.folder / "lagom.log", "a") as file:
             file.write(text.rstrip("\n") + "\n")
 
     @_harmless
     def ended(self, outcome: Mapping[str, Any]) -> None:
-        """What came of the run."""
+        """Record the outcome of the run."""
         self._checkout.finish()
         self._write(RUN, self._facts | {"git": self._checkout.facts()})
         self._write(RESULT, {**outcome, "seconds": round(time.monotonic() - self._started, 3)})
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Stop writing."""
         self._checkout.finish()
         self._close()
         self._held.close()
@@ -204,11 +206,11 @@ class RunRecords:
 
 
 def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Mapping[str, Any]) -> RunRecords | None:
-    """A new folder under ``run_dir``, and what writes into it; None where nothing is to be kept.
+    """Make a new folder under ``run_dir``, and return its writer; None if nothing is to be recorded.
 
     Raises:
         PlanError: when ``run_dir`` was asked for and cannot be written to.
-        ValueError: when the environment says of older runs what makes no sense.
+        ValueError: when an environment variable for older runs has a wrong value.
     """
     if run_dir is None or not os.fspath(run_dir):
         return None
@@ -234,7 +236,7 @@ def _elsewhere(url: str, name: str, facts: Mapping[str, Any]) -> RunRecords:
     try:
         upload = Upload(url, name)
         return RunRecords(upload.folder, facts, upload)
-    except Exception as error:  # of any file system
+    except Exception as error:  # each file system has errors of its own
         kind = url.partition(":")[0]
         raise PlanError(
             f"run_dir is {url.partition('?')[0]!r}, and nothing can be written there: {type(error).__name__}: {error}; "
@@ -268,9 +270,9 @@ def _versions() -> dict[str, str]:
 
 
 def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:
-    """``value`` as JSON has it, with what it has no word for as text; of what is large, a part.
+    """Return ``value`` in JSON's types, other objects as text, and large values shortened.
 
-    With ``hide``, what is named like a secret is left out, however deep.
+    With ``hide``, values whose names look like a secret are left out, however deep.
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value
@@ -289,7 +291,7 @@ def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:
         return [as_json(item, depth - 1, hide=hide) for item in value[:_MAX_ITEMS]] + more
     try:
         text = reprlib.repr(value) if isinstance(value, (Mapping, list, tuple, set, bytes)) else repr(value)
-    except Exception:  # a foreign __repr__ may do anything
+    except Exception:  # a foreign __repr__ may raise anything
         text = f"<{type(value).__name__}>"
     text = hide_in_text(text) if hide else text
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"

@@ -1,4 +1,4 @@
-"""``is_secret``: which settings are not written to a run's folder; by their names, since nothing else tells."""
+"""``is_secret``: settings that are not written to a run's folder; only their names show this."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 HIDDEN = "(hidden)"
-"""Stands for what is not written."""
+"""Replacement for a hidden value."""
 _ALWAYS = frozenset(["password", "passwd", "pwd", "passphrase", "secret", "secrets", "credential", "credentials"])
 _UNLESS_NUMBERS = frozenset(
     ["key", "keys", "token", "tokens", "apikey", "auth"]
-)  # max_tokens is none, and access_token is one
+)  # max_tokens is no secret, and access_token is one
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ASSIGNED = re.compile(r"""([A-Za-z_]\w*)(['"]?\s*[=:]\s*)('[^']*'|"[^"]*"|[^\s,)}\]]+)""")
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether a setting of that name is nobody's business: ``password``, ``api_key``, ``hfToken``, ..."""
+    """Return whether a setting of that name is a secret: ``password``, ``api_key``, ``hfToken``, ..."""
     if value is None or isinstance(value, bool):
         return False
     words = {word.lower() for word in _WORD.findall(name)}
@@ -25,7 +25,7 @@ def is_secret(name: str, value: Any) -> bool:
 
 
 def hide_in_text(text: str) -> str:
-    """The text of an object, such as ``Namespace(lr=0.1, token='x')``, without its secrets."""
+    """Return the text of an object, such as ``Namespace(lr=0.1, token='x')``, without its secrets."""
 
     def hide(found: re.Match[str]) -> str:
         name, between, value = found.groups()
@@ -37,7 +37,7 @@ def hide_in_text(text: str) -> str:
 
 
 def hide_in_command(words: Sequence[str]) -> list[str]:
-    """A command line without what is said of secrets: ``--token=x``, ``--token x``."""
+    """Return a command line without the values of secrets: ``--token=x``, ``--token x``."""
     hidden, after = list[str](), False
     for word in words:
         name, equals, value = word.partition("=")

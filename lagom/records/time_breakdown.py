@@ -1,4 +1,4 @@
-"""``summary``: where the time of each rank has gone, and for whom the ranks have waited."""
+"""``summary``: how each rank spent its time, and which ranks the others waited for."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lagom.monitor.spans import COLLECTIVE, PHASES, STEP, Span
 from lagom.records.rank_trace import RankTrace
 
 Key = tuple[str, int]
-"""Of an exchange: its stream, and its number there."""
+"""Stream of an exchange, and its number there."""
 _LATE_NS = 20_000
-"""Who comes last by less than that has come with the others."""
+"""A rank that comes last by less than this counts as on time."""
 
 
 class Wait(NamedTuple):
@@ -21,21 +21,21 @@ class Wait(NamedTuple):
     last: int
     """The rank that came last."""
     at: float
-    """When it came."""
+    """Time at which it came."""
     ranks: Mapping[int, tuple[float, int]]
-    """When each rank came, and how long its exchange took."""
+    """Start of each rank, and the length of its exchange."""
 
     def of(self, rank: int) -> float:
-        """How long ``rank`` waited for the last one."""
+        """Return the time that ``rank`` waited for the last one."""
         start, length = self.ranks[rank]
         return min(max(self.at - start, 0.0), float(length))
 
 
 def summary(found: Sequence[RankTrace], waits: Mapping[Key, Wait]) -> dict[str, Any]:
-    """By rank, of the steps that are kept but the first: their number and length, shares of that time, came last.
+    """Return figures by rank: the recorded steps except the first, their length, shares of that time, times come last.
 
-    Shares are those of the program's thread, each phase without those inside of it; exchanges are parted into waiting
-    for the rank that comes last, and moving.
+    Shares are of the program's thread, each phase without the phases inside it; exchanges are split into waiting for
+    the rank that comes last, and moving data.
     """
     ranks = {}
     for one in found:
@@ -58,7 +58,7 @@ def summary(found: Sequence[RankTrace], waits: Mapping[Key, Wait]) -> dict[str, 
 
 
 def _steps(one: RankTrace) -> list[tuple[int, int]]:
-    """From when to when; of a program that takes no steps all there is."""
+    """Return start and end of each step; of a program without steps, those of all spans."""
     kept = [span for span in one.spans if span.kind == STEP]
     steps = [(span.start, span.end) for span in kept if span.number > 1] or [(span.start, span.end) for span in kept]
     if not steps and one.spans:
@@ -92,6 +92,6 @@ def _shares(
 
 
 def _late(wait: Wait) -> bool:
-    """Whether the last rank came after the others by more than chance."""
+    """Return whether the last rank came after the others by more than chance."""
     starts = sorted(start for start, _ in wait.ranks.values())
     return starts[-1] - starts[-2] >= _LATE_NS

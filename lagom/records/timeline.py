@@ -1,4 +1,4 @@
-"""``merge``: one trace over all ranks, as Chrome and Perfetto show it, from what each has noted of its own."""
+"""``merge``: one trace of all ranks, for Chrome and Perfetto, from each rank's own spans."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from lagom.records.rank_trace import RankTrace, exchanges, load_traces
 from lagom.records.time_breakdown import Wait, summary
 
 TIMELINES = "timelines"
-"""Folder of what each rank has noted, in that of a run."""
+"""Folder of the ranks' spans, in a run's folder."""
 TRACE, SUMMARY = "timeline.json", "timeline-summary.json"
 MAX_RANKS = 64
-"""Whose rows a trace has: at most some 300 MB, which is what a browser can show."""
+"""Most ranks in a trace: at most some 300 MB, which a browser can show."""
 STEPS, PROGRAM, LOADER = range(3)
 """Rows of a rank."""
 _LEAST_NS = 2_000
-"""Of waiting in an exchange that is shown."""
+"""Shortest wait in an exchange that is shown."""
 
 
 def merge(folder: Path, target: Path | None = None, ranks: Sequence[int] | None = None) -> Path:
-    """Write one trace of all ranks of the run in ``folder``; returns its path.
+    """Write one trace of all ranks of the run in ``folder``; return its path.
 
     Args:
-        target: of the trace; None: "timeline.json" in ``folder``, with a summary beside it.
+        target: path of the trace; None: "timeline.json" in ``folder``, with a summary beside it.
         ranks: only these.
 
     Raises:
-        ValueError: when there is nothing to make it from.
+        ValueError: when there are no spans.
     """
     found = load_traces(folder / TIMELINES, ranks)
     if not found:
@@ -62,7 +62,7 @@ def _told(one: RankTrace, offset: Offset) -> dict[str, Any]:
 
 
 def mark_waits(found: Sequence[RankTrace], clocks: dict[str, Offset]) -> dict[tuple[str, int], Wait]:
-    """Who came last to each exchange, and when, by the common clock."""
+    """Return for each exchange the rank that came last, and when, by the common clock."""
     offset_of = {one.rank: clocks[one.clock] for one in found}
     waits = {}
     for key, spans in exchanges(found).items():
@@ -70,7 +70,7 @@ def mark_waits(found: Sequence[RankTrace], clocks: dict[str, Offset]) -> dict[tu
         ends = [span.end - offset_of[rank].of(span.end) for rank, span in spans.items()]
         last = max(starts, key=lambda rank: starts[rank])
         slack = sum(offset_of[rank].within or 0.0 for rank in spans)
-        # Otherwise they are not the same: a rank has left one out.
+        # Otherwise they are different exchanges: a rank has left one out.
         if starts[last] <= min(ends) + slack + 1000:
             waits[key] = Wait(
                 last, starts[last], {rank: (starts[rank], spans[rank].end - spans[rank].start) for rank in spans}
@@ -88,7 +88,7 @@ class _Rows:
         self._busy: dict[int, list[int]] = {}
 
     def of(self, span: Span, thread: int) -> int:
-        """The number of the row that ``span`` goes to."""
+        """Return the number of the row for ``span``."""
         if span.kind == kinds.STEP:
             return STEPS
         if span.kind == kinds.COLLECTIVE:
@@ -102,7 +102,7 @@ class _Rows:
         return self._free(f"thread {span.thread}", span)
 
     def _free(self, name: str, span: Span) -> int:
-        """A row of ``name`` that has no span of which this one would have to be cut."""
+        """Return the first track of ``name`` where this span fits without overlap."""
         for count in range(1, 1000):
             number = self._number(name if count == 1 else f"{name} ({count})")
             ends = self._busy.setdefault(number, [])
@@ -125,7 +125,7 @@ def _events(found: Sequence[RankTrace], clocks: dict[str, Offset], waits: dict[t
         rows, offset = _Rows(), clocks[one.clock]
         yield _meta(one.rank, 0, "process_name", {"name": f"rank {one.rank} ({one.host})"})
         yield _meta(one.rank, 0, "process_sort_index", {"sort_index": one.rank})
-        # Longer ones first, so that those inside come behind them.
+        # Longer spans first, so that those inside come behind them.
         for span in sorted(one.spans, key=lambda span: (span.start, -span.end)):
             start = span.start - offset.of(span.start) - began
             row, length = rows.of(span, one.thread), span.end - span.start
@@ -151,7 +151,7 @@ def _args(span: Span) -> dict[str, Any]:
 
 
 def _slice(rank: int, row: int, name: str, kind: str, start: float, length: float, args: dict[str, Any]) -> str:
-    """A complete event; times in microseconds."""
+    """Return a complete event; times in microseconds."""
     told = f',"args":{json.dumps(args)}' if args else ""
     return (
         f'{{"ph":"X","pid":{rank},"tid":{row},"name":{json.dumps(name)},"cat":"{kind}",'

@@ -1,4 +1,4 @@
-"""``timeline_svg``: some steps of a run's trace, as SVG; ``share_table``: where the time of each rank has gone."""
+"""``timeline_svg``: some steps of a run's trace, as SVG; ``share_table``: how each rank spent its time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _WIDTH, _LEFT, _ROW, _TOP = 1000, 150, 18, 34
 _MAX_RANKS = 8
 _STEPS = 4
 _FIRST = 5
-"""Step from which on steps are shown, where there are so many: the first ones find things out."""
+"""First step shown, if there are that many: earlier steps contain probes."""
 _LARGEST = 64 << 20
-"""Bytes of a trace that is read for a picture."""
+"""Largest trace, in bytes, that is read for a picture."""
 _COLOURS = {
     "data": "#e69f00",
     "copy": "#cc79a7",
@@ -26,7 +26,7 @@ _COLOURS = {
     "collective": "#7f5539",
     "wait": "#d55e00",
 }
-"""Told apart by the colour-blind too (Okabe and Ito, 2008)."""
+"""Colours that colour-blind readers can tell apart (Okabe and Ito, 2008)."""
 _ROWS = ("program", "collectives")
 _NAMES = {
     "data": "data",
@@ -43,7 +43,7 @@ Events = Sequence[Mapping[str, Any]]
 
 
 def timeline_section(folder: Path) -> str:
-    """HTML about the timeline of the run in ``folder``; empty where there is none."""
+    """Return HTML about the timeline of the run in ``folder``; empty if there is none."""
     if not (folder / SUMMARY).exists():
         return ""
     drawn = ""
@@ -54,7 +54,7 @@ def timeline_section(folder: Path) -> str:
 
 
 def share_table(summary: Mapping[str, Any]) -> str:
-    """HTML of what ``lagom.records.time_breakdown.summary`` gives."""
+    """Return HTML of the result of ``lagom.records.time_breakdown.summary``."""
     head = "".join(f"<th>{name}</th>" for name in ("", *_NAMES.values(), "came last", "held up the others"))
     rows = ""
     for rank, one in summary["ranks"].items():
@@ -65,7 +65,7 @@ def share_table(summary: Mapping[str, Any]) -> str:
 
 
 def timeline_svg(events: Events) -> str:
-    """Some steps of all ranks, as SVG; empty where there are none."""
+    """Return some steps of all ranks, as SVG; empty if there are none."""
     begin, end = _part(events)
     ranks = sorted({event["pid"] for event in events})[:_MAX_RANKS]
     if end <= begin:
@@ -96,7 +96,7 @@ def timeline_svg(events: Events) -> str:
 
 
 def _part(events: Events) -> tuple[float, float]:
-    """From when to when: of the first rank's steps."""
+    """Return begin and end of the part shown: steps of the first rank."""
     steps = [event for event in events if event.get("cat") == "step" and event["pid"] == events[0]["pid"]]
     if not steps:
         slices = [event for event in events if event["ph"] == "X"]

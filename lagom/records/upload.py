@@ -1,4 +1,4 @@
-"""``Upload``: a run's folder, copied to where a URL says, now and then and at its end."""
+"""``Upload``: copies a run's folder to a URL, now and then and at its end."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 
 _EVERY_S = 10.0
 _PARTS = 10
-"""What has changed is copied again after this many times as long as that took: objects cannot be appended to."""
+"""Wait this many times the last upload's duration before the next; objects cannot be appended to."""
 _TRIES = 3
 
 log = logging.getLogger("lagom")
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
-    """Whether ``place`` is not on a disk of this machine."""
+    """Return whether ``place`` is not on a disk of this machine."""
     text = os.fspath(place)
     if text.startswith("dbfs:/") and os.path.isdir("/dbfs"):
         return False
@@ -31,7 +31,7 @@ def is_url(place: str | os.PathLike[str]) -> bool:
 
 
 def on_disk(place: str | os.PathLike[str]) -> Path:
-    """The path that a place which is no URL stands for; Databricks mounts ``dbfs:/`` at ``/dbfs``."""
+    """Return the path of a place that is no URL; Databricks mounts ``dbfs:/`` at ``/dbfs``."""
     text = re.sub(r"^file:/+", "/", os.fspath(place))
     return Path(re.sub(r"^dbfs:/+", "/dbfs/", text)).expanduser()
 
@@ -39,21 +39,21 @@ def on_disk(place: str | os.PathLike[str]) -> Path:
 class Upload:
     """Copies a folder of this machine, which it makes and removes.
 
-    What has not been copied yet when the driver is killed is lost: that of the last ten seconds, or more where copying
-    takes longer than one.
+    Records that are not copied yet when the driver is killed are lost: those of the last ten seconds, or of more if
+    copying takes longer than one.
 
     Args:
-        url: of a folder for runs, for fsspec, or else for pyarrow.
-        name: of this run's folder in it, which nothing has yet.
+        url: folder for runs, for fsspec, or else for pyarrow.
+        name: name of this run's folder in it, which does not exist yet.
 
     Raises:
-        Exception: whatever the file system has against making the folder.
+        Exception: the file system's error when the folder cannot be made.
     """
 
     def __init__(self, url: str, name: str) -> None:
         before, mark, after = url.partition("?")
         self.url = f"{before.rstrip('/')}/{name}"
-        """Without what may follow it: that may hold a secret."""
+        """URL without its query, which may hold a secret."""
         self._system, root = _opened(f"{before.rstrip('/')}{mark}{after}")
         self._root = f"{root.rstrip('/')}/{name}"
         self._system.makedirs(self._root, exist_ok=True)
@@ -64,21 +64,21 @@ class Upload:
         self._thread: threading.Thread | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a run that is over, with its `Result`; the copy on this machine stays the original's."""
+        """Return the state of an ended run, with its `Result`; the original keeps the copy on this machine."""
         return {name: vars(self)[name] for name in ("url", "folder", "_system", "_root")}
 
     def begin(self) -> None:
-        """Copy what there is, and from now on what changes.
+        """Copy the folder now, and its changes from now on.
 
         Raises:
-            Exception: whatever the file system has against the first copy.
+            Exception: the file system's error in the first copy.
         """
         self._send()
         self._thread = threading.Thread(target=self._go_on, name="lagom-records", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Copy the rest; where that cannot be, the folder stays, and the user is told."""
+        """Copy the rest; if that fails, keep the folder and warn the user."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -130,7 +130,7 @@ class Upload:
 
 @functools.cache
 def _opened(url: str) -> tuple[Any, str]:
-    """fsspec's file system for ``url``, and the path there; pyarrow's where fsspec has none installed for it."""
+    """Return fsspec's file system for ``url`` and the path there; pyarrow's if fsspec's is not installed."""
     import fsspec
 
     try:
