@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: progress, output, stalls, stragglers.
+"""The display of a run while it goes on: progress, output, stalls, stragglers.
 
 Start with ``progress.py``.
 """

@@ -1,4 +1,4 @@
-"""``NotebookTable``: a table in a notebook of how far each rank is; it stays after the end."""
+"""``NotebookTable``: a table in a notebook with each rank's progress; it stays after the end."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _BAR = (
     "<div style='width:9em;height:.5em;background:rgba(128,128,128,.3);border-radius:3px'>"
     "<div style='width:{0:.0%};height:100%;background:#2f8fd0;border-radius:3px'></div></div>"
 )
-# Front ends have styles of their own for tables: columns of equal width, centered, numbers broken in two.
+# Front ends style tables themselves: columns of equal width, centered, numbers broken in two.
 _TABLE = "table-layout:auto;margin:0;border-collapse:collapse"
 _CELL = "text-align:left;white-space:nowrap;padding:.15em .8em .15em 0"
 
 
 def notebook() -> Any:
-    """IPython's display module where this process is a notebook's kernel, else None."""
+    """Return IPython's display module if this process is a notebook's kernel, else None."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return ipython.display if shell is not None and hasattr(shell, "kernel") else None
@@ -35,13 +35,13 @@ class NotebookTable:
     """
 
     def __init__(self, display: Any, together: Callable[[Iterable[float]], float] = sum) -> None:
-        """``together`` makes one number of the ranks' samples: with whole batches, all have trained on the same."""
+        """Combine the ranks' samples with ``together``: with whole batches, all have trained on the same ones."""
         self._display = display
         self._together = together
         self._handle: Any = None
 
     def show(self, title: str, ranks: Mapping[int, Message], text: str, ended: str = "") -> None:
-        """Renew it, with the last report of each rank; ``ended``: how the run did."""
+        """Renew the table with the last report of each rank; ``ended`` is the outcome of the run."""
         bundle = {"text/html": table(title, ranks, ended, self._together), "text/plain": text}
         if self._handle is None:
             self._handle = self._display.display(bundle, raw=True, display_id=True)
@@ -55,7 +55,7 @@ def table(
     ended: str = "",
     together: Callable[[Iterable[float]], float] = sum,
 ) -> str:
-    """HTML of the ranks' last reports; of many ranks, those that are farthest behind."""
+    """Return HTML of the ranks' last reports; of many ranks, those that are farthest behind."""
     behind = sorted(sorted(ranks, key=lambda rank: (ranks[rank].get("samples", 0), rank))[:_SHOWN])
     held = held_up(ranks)
     rows = [_row(rank, ranks[rank], held[rank]) for rank in behind]
@@ -77,7 +77,7 @@ def table(
 
 
 def left(ranks: Mapping[int, Message]) -> str:
-    """Time that the pass has still to go at the last rate of the slowest rank, as text."""
+    """Return the rest of the pass's time at the last rate of the slowest rank, as text."""
     slowest = 0.0
     for one in ranks.values():
         step, steps, speed = one.get("step") or 0, one.get("steps"), one.get("steps_s")
@@ -92,7 +92,7 @@ def left(ranks: Mapping[int, Message]) -> str:
 
 
 def _row(rank: int, one: Message, held: float) -> dict[str, str]:
-    """HTML by column; a column that is empty for all ranks is left out."""
+    """Return HTML by column; a column that is empty for all ranks is left out."""
     step, steps = one.get("step") or 0, one.get("steps")
     bar = _BAR.format(min(1.0, step / steps)) if steps else ""
     return {

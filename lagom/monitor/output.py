@@ -1,4 +1,4 @@
-"""``Output``: what ranks write, on the driver's own standard output and error."""
+"""``Output``: shows the ranks' output on the driver's own standard output and error."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TextIO
 
 
 class Output:
-    """Shows rank 0's as it is, or every rank's lines after its name.
+    """Shows rank 0's output as it is, or every rank's lines after its name.
 
     Args:
         named: show all ranks, each line after "[rank 3] ".
-        before: called with file and text before anything is written, to clear away a line of progress.
+        before: called with file and text before anything is written, to clear a line of progress.
     """
 
     def __init__(self, named: bool, before: Callable[[TextIO, str], None]) -> None:
@@ -23,7 +23,7 @@ class Output:
         self._begun: dict[tuple[int, str], str] = {}
 
     def show(self, rank: int, stream: str, data: bytes) -> None:
-        """``rank`` wrote ``data`` to ``stream``, "stdout" or "stderr"; a character may be cut in two at its ends."""
+        """Show ``data`` that ``rank`` wrote to ``stream``, "stdout" or "stderr"; a character may be cut at its ends."""
         key = rank, stream
         if key not in self._decoders:
             self._decoders[key] = codecs.getincrementaldecoder("utf-8")("replace")
@@ -32,7 +32,7 @@ class Output:
             if rank == 0:
                 self._write(stream, text)
             return
-        # A progress bar that renews its line would overwrite those of other ranks: each state is a line.
+        # A progress bar that renews its line would overwrite those of other ranks: each state becomes a line.
         *lines, self._begun[key] = (self._begun.get(key, "") + text.replace("\r\n", "\n").replace("\r", "\n")).split(
             "\n"
         )

@@ -1,4 +1,4 @@
-"""How far a run is, for a person: a line or a table that renews itself, or a line now and then in a log."""
+"""``Progress``: shows a run's progress: a line or a table that renews itself, or a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _TERMINAL_S = 0.5
 _LOG_S = 10.0
 _IDLE_S = 2.0
 _SHOWN = 4  # ranks
-_WIDTH = 160  # characters of a line where a terminal does not say how many it has
-_WAITS = 0.1  # share of its time that a rank may wait for data without a word of it
+_WIDTH = 160  # characters of a line if a terminal does not say how many it has
+_WAITS = 0.1  # share of its time that a rank may wait for data without mention
 
 
 class Progress:
     """Shows a run on standard error."""
 
     def __init__(self, plan: Any, where: str, also: Callable[[str], None] | None = None) -> None:
-        """``also`` gets what is said once, such as who waits for whom."""
+        """Show ``plan``'s run; ``also`` receives messages that are shown once, such as which rank waits for which."""
         self._also = also
         self._name = plan.name
         self._world_size = plan.world_size
@@ -45,7 +45,7 @@ class Progress:
         """Whether the program has begun a line and not ended it."""
 
     def show(self, event: Message) -> None:
-        """Take in ``event``, and show it when it is time to."""
+        """Store ``event``, and show it when it is time."""
         if event["type"] == "join":
             self._hosts.setdefault(str(event["host"]).split("|")[0], []).extend(event["ranks"])
             if sum(map(len, self._hosts.values())) == self._world_size:
@@ -53,14 +53,14 @@ class Progress:
         elif event["type"] == "progress":
             before = self._ranks.get(event["rank"], {})
             loss = event.get("loss")
-            # A loss is there to be read only as long as the program keeps it.
+            # A loss can be read only as long as the program keeps it.
             self._ranks[event["rank"]] = event | {"loss": loss if loss is not None else before.get("loss")}
             if self._worth_showing() and time.monotonic() - self._shown_at >= (_TERMINAL_S if self._live else _LOG_S):
                 self._shown_at = time.monotonic()
                 self._renew()
 
     def waiting(self, joined: int, wanted: int) -> None:
-        """Say once that tasks have not started yet."""
+        """Tell once that tasks have not started yet."""
         if joined < wanted and not self._said_waiting:
             self._said_waiting = True
             here = joined or self._is_here
@@ -71,12 +71,12 @@ class Progress:
             )
 
     def warn(self, text: str) -> None:
-        """Say ``text``, lines below the first indented."""
+        """Show ``text``, lines below the first indented."""
         first, *more = text.splitlines()
         self._say("\n".join([f"lagom: {self._name}: {first}", *(f"    {line}" for line in more)]))
 
     def picture(self, png: str, path: os.PathLike[str] | None) -> None:
-        """Show in a notebook what the program has shown, as base64; elsewhere say where it is kept."""
+        """Show the program's picture, given as base64, in a notebook; elsewhere tell where it is kept."""
         display = notebook()
         kept = f"it is in {path}" if path is not None else "it is not kept, since run_dir is None"
         if display is not None:
@@ -85,20 +85,20 @@ class Progress:
             self.warn(f"rank 0 showed a picture; {kept}")
 
     def unheard(self) -> None:
-        """Say that nothing will be shown of this run until it ends."""
+        """Tell that nothing will be shown of this run until it ends."""
         self._say(
             f"lagom: {self._name}: the executors of {self._where} cannot reach this process: "
             "no live output or progress; what rank 0 prints is shown at the end"
         )
 
     def make_room(self, file: TextIO, text: str) -> None:
-        """The program's ``text`` comes next on ``file``, standard output or error."""
+        """Make room for the program's ``text`` on ``file``, standard output or error."""
         self._clear()
         if file is sys.stderr or (self._live and self._table is None and file.isatty()):
             self._open = not text.endswith("\n")
 
     def close(self, ended: str = "") -> None:
-        """Leave the last state standing; ``ended`` says how the run did."""
+        """Leave the last state standing; ``ended`` is the outcome of the run."""
         if self._table is not None and self._ranks and self._worth_showing():
             self._table.show(self._title(), self._ranks, f"lagom: {self._text(_WIDTH * 4, ended)}", ended)
         if self._line:
@@ -112,7 +112,7 @@ class Progress:
         return f"{ranks} on {self._where} ({hosts})"
 
     def _worth_showing(self) -> bool:
-        """Whether any rank has trained; a function that does something else is told of when it takes its time."""
+        """Return whether any rank has trained; other functions are shown once they take their time."""
         trained = any(one.get("samples") or one.get("step") for one in self._ranks.values())
         return trained or time.monotonic() - self._began >= _IDLE_S
 
@@ -123,7 +123,7 @@ class Progress:
         if self._table is not None:
             self._table.show(self._title(), self._ranks, f"lagom: {self._text(_WIDTH * 4)}")
         elif self._open:
-            return  # a line of progress would go into the program's own, such as that of a bar
+            return  # a line of progress would go into the program's own line, such as a bar
         elif not self._live:
             sys.stderr.write(f"lagom: {self._text(_WIDTH * 4)}\n")
         else:
@@ -134,13 +134,13 @@ class Progress:
 
     def _clear(self) -> None:
         if self._line:
-            blank = min(len(self._line), _columns() - 1)  # it may have become narrower
+            blank = min(len(self._line), _columns() - 1)  # the terminal may have become narrower
             sys.stderr.write("\r" + " " * blank + "\r")
             sys.stderr.flush()
             self._line = ""
 
     def _text(self, width: int, ended: str = "") -> str:
-        """The first ranks and the one that is farthest behind, as many as there is room for."""
+        """Return the first ranks and the one that is farthest behind, as many as there is room for."""
         last = min(self._ranks, key=lambda rank: (self._ranks[rank].get("samples", 0), rank))
         text = ""
         for number in range(_SHOWN, -1, -1):
@@ -179,10 +179,10 @@ class Progress:
 
 
 def _columns() -> int:
-    """Width of the terminal."""
+    """Return the width of the terminal."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or _WIDTH
-    except (OSError, ValueError, AttributeError):  # no terminal, or something in its place
+    except (OSError, ValueError, AttributeError):  # no terminal, or an object in its place
         return _WIDTH
 
 

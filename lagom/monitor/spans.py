@@ -1,4 +1,4 @@
-"""``Spans``: what a rank does, and from when to when: noted in memory as it runs, and given away in blocks."""
+"""``Spans``: records a rank's activities with start and end, in memory, and returns them in blocks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ COLLECTIVE, ASYNCHRONOUS = "collective", "asynchronous"
 """Exchanges that the thread takes part in, and those that go on while it does something else."""
 STEP, ACTIVITY = "step", "activity"
 PHASES = DATA, COPY, FORWARD, BACKWARD, OPTIMIZER, COLLECTIVE
-"""What the time of a program is divided into; the others are rows of their own."""
+"""Phases that a program's time is divided into; the others are rows of their own."""
 
 FIRST, LATER = 100, 20
-"""Steps that are kept: so many from the first on, and so many from the 200th, the 400th, the 800th ... on."""
+"""Numbers of steps that are kept: from the first on, and from the 200th, the 400th, the 800th ... on."""
 _FIRST_SPANS, _LATER_SPANS, _ALL_SPANS = 10_000, 2_000, 30_000
 """Spans of these that are kept at most; looked at between steps and once a heartbeat. One takes about 150 bytes in the
 trace."""
@@ -34,40 +34,40 @@ _LOOPS = 8
 
 
 class Span(NamedTuple):
-    """Nanoseconds are those of the host's monotonic clock."""
+    """An activity; nanoseconds are those of the host's monotonic clock."""
 
     kind: str
     name: str
     start: int
     end: int
     thread: int
-    """As ``threading.get_ident`` has it."""
+    """The result of ``threading.get_ident``."""
     size: int = 0
     """Bytes."""
     stream: str = ""
     """Exchanges of one stream come in the same order on all ranks that have it."""
     number: int = -1
-    """In its stream; of a step, which one."""
+    """Number in the stream, or of the step."""
 
 
 class Spans:
-    """What one rank has done. See Note [What is kept].
+    """Records the activities of one rank. See Note [What is kept].
 
     Args:
-        clock: nanoseconds, for tests.
+        clock: returns nanoseconds, for tests.
     """
 
     def __init__(self, rank: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.rank = rank
         self.clock = clock
         self.thread = get_ident()
-        """The program's own."""
+        """The program's thread."""
         self.num_steps = 0
         self.keeps = True
-        """Whether spans are noted at the time."""
+        """Whether spans are recorded at the moment."""
         self._spans: list[tuple[Any, ...]] = []
         self.append = self._spans.append
-        """Takes what a ``Span`` is made of. To make one takes longer than all the rest of noting it."""
+        """Takes the fields of a ``Span``; making one takes longer than all the rest of recording."""
         self._given = 0
         self._ends_at = _FIRST_SPANS
         self._closes_at, self._opens_at = FIRST + 1, 2 * FIRST
@@ -79,12 +79,12 @@ class Spans:
         _alive.add(self)
 
     def add(self, kind: str, name: str, start: int, size: int = 0, stream: str = "", number: int = -1) -> None:
-        """Note what began at ``start`` and is over."""
+        """Record an activity that began at ``start`` and ends now."""
         if self.keeps:
             self.append((kind, name, start, self.clock(), get_ident(), size, stream, number))
 
     def timed(self, kind: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, its calls noted."""
+        """Return ``function`` with its calls recorded."""
         clock, append = self.clock, self.append
 
         def call(*args: Any, **options: Any) -> Any:
@@ -99,24 +99,24 @@ class Spans:
         return call
 
     def numbers(self, stream: str) -> Callable[[], int]:
-        """Gives the number of an exchange that begins; to be asked for whether spans are kept or not."""
+        """Return a counter of the stream's exchanges; it must be called whether spans are kept or not."""
         if stream not in self._counts:
             self._counts[stream] = itertools.count().__next__
         return self._counts[stream]
 
     def batch(self, start: int) -> None:
-        """A step begins: a loader gave a batch that was asked for at ``start``."""
+        """Begin a step: a loader returned a batch that was requested at ``start``."""
         self._loops, self._patience = 0, _LOOPS
         self._step(start)
 
     def backward(self, start: int) -> None:
-        """A backward begins; a step does where no loader gives batches."""
+        """Begin a backward, and with it a step if no loader returns batches."""
         self._loops += 1
         if self._loops > self._patience:
             self._step(start)
 
     def finish(self) -> None:
-        """The program has ended, and with it its last step."""
+        """End the program's last step."""
         self._end_step(self.clock())
 
     def _step(self, start: int) -> None:
@@ -142,11 +142,11 @@ class Spans:
         return self._given + len(self._spans)
 
     def blocks(self) -> Iterator[dict[str, Any]]:
-        """What has been noted since the last time, as messages; from any one thread at a time."""
+        """Yield the spans recorded since the last time, as messages; in one thread at a time."""
         if self._num_spans >= self._ends_at:
-            self.keeps = False  # of a program that takes no steps
+            self.keeps = False  # a program without steps
         while True:
-            # Each is done at once by Python; what is noted meanwhile comes behind.
+            # Each is one atomic operation of Python; spans recorded meanwhile come behind.
             spans = self._spans[:_BLOCK]
             del self._spans[: len(spans)]
             self._given += len(spans)
@@ -161,10 +161,10 @@ class Spans:
 
 
 def unpack_spans(data: str, most: int = 16 << 20) -> str:
-    """The text of a block, of ``most`` bytes.
+    """Return the text of a block, of at most ``most`` bytes.
 
     Raises:
-        ValueError: when that is not what it is.
+        ValueError: when ``data`` is no such block.
     """
     try:
         found = zlib.decompressobj()
@@ -177,7 +177,7 @@ def unpack_spans(data: str, most: int = 16 << 20) -> str:
 
 
 def clock_id() -> str:
-    """Equal for processes whose monotonic clocks show the same."""
+    """Return a text that is equal in processes with the same monotonic clock."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/time').st_ino}"
@@ -189,8 +189,8 @@ _current: Spans | None = None
 
 @contextmanager
 def current(spans: Spans) -> Iterator[None]:
-    """Have ``activity`` note into ``spans``."""
-    global _current  # of the run that this process is a rank of
+    """Let ``activity`` record into ``spans``."""
+    global _current  # the run that this process is a rank of
     before, _current = _current, spans
     try:
         yield
@@ -200,9 +200,9 @@ def current(spans: Spans) -> Iterator[None]:
 
 @contextmanager
 def activity(row: str, name: str, size: int = 0) -> Iterator[None]:
-    """Note what is done in here as ``name`` on a row of its own, such as that of a tensor; without a timeline, nothing.
+    """Record the block as ``name`` on a row of its own, such as a tensor's; without a timeline, do nothing.
 
-    May be called in any thread, and left in another one than it was entered in.
+    The context may be entered in any thread, and left in another one.
     """
     spans = _current
     if spans is None or not spans.keeps:
@@ -230,5 +230,5 @@ os.register_at_fork(after_in_child=_forget)
 # Note [What is kept]
 #
 # A run may take days, and a trace of more than some tens of MB is of no use. So the first 100 steps are kept, and then
-# 20 steps each from the 200th, the 400th, the 800th ... on: all ranks keep the same ones, since they take the same
-# steps, so that exchanges can be compared. In between, what is left of noting is to ask whether that is wanted.
+# 20 steps each from the 200th, the 400th, the 800th ... on. All ranks keep the same steps, since they take the same
+# steps, so exchanges can be compared. In between, recording costs one check of a flag.

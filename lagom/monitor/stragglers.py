@@ -1,4 +1,4 @@
-"""Who holds up the other ranks, from what each says of its waiting."""
+"""``straggler``: finds the rank that delays the others, from each rank's waiting times."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from lagom.wire.client import Message
 
 _WORTH = 0.1
-"""Share of the others' time from which on a word is said."""
+"""Share of the others' time from which a straggler is reported."""
 
 
 def held_up(ranks: Mapping[int, Message]) -> dict[int, float]:
-    """By rank: the share of their time for which the others wait for it, on average.
+    """Return by rank the share of their time that the others wait for it, on average.
 
     Each message has in ``waits_for`` the shares of its rank's time that it waits for others, by rank.
     """
@@ -25,9 +25,9 @@ def held_up(ranks: Mapping[int, Message]) -> dict[int, float]:
 
 
 def straggler(ranks: Mapping[int, Message]) -> tuple[int, float] | None:
-    """The rank that the others wait for most, and the share of their time; None where nobody stands out."""
+    """Return the rank that the others wait for most, and the share of their time; None if no rank stands out."""
     found = held_up(ranks)
     rank = max(found, key=lambda one: (found[one], -one), default=None)
     if rank is None or found[rank] < _WORTH or float(ranks[rank].get("waits") or 0.0) > found[rank] / 2:
-        return None  # ranks that wait for each other as much are only busy
+        return None  # ranks that wait equally for each other are only busy
     return rank, found[rank]
