@@ -1,4 +1,4 @@
-"""Exchanges between ranks, timed: lagom's own, and those of programs that are distributed already."""
+"""Records exchanges between ranks: lagom's own, and those of distributed programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 RANKS, ASIDE = "ranks", "aside"
 """Streams of lagom's own exchanges."""
 _MOST = 1000
-"""Exchanges under way that are remembered."""
+"""Most exchanges under way that are remembered."""
 _CALLS = (
     "all_reduce",
     "all_gather",
@@ -52,7 +52,7 @@ _CALLS = (
 
 
 def _timed(spans: Spans, name: str, size: int, stream: str, function: Callable[[], Any]) -> Any:
-    """What ``function`` gives, which exchanges ``size`` bytes."""
+    """Run ``function``, which exchanges ``size`` bytes, and record it."""
     number = spans.numbers(stream)() if stream else -1
     start = spans.clock()
     try:
@@ -64,7 +64,7 @@ def _timed(spans: Spans, name: str, size: int, stream: str, function: Callable[[
 
 @contextmanager
 def time_group(group: Group, spans: Spans) -> Iterator[None]:
-    """Note the exchanges of ``group``."""
+    """Record the exchanges of ``group``."""
     with ExitStack() as stack:
         for name in ("broadcast", "all_gather", "all_gather_into", "all_to_all", "barrier"):
             stack.enter_context(replaced(group, name, _of_tensors(spans, name, getattr(group, name))))
@@ -97,16 +97,16 @@ def _exchanging(spans: Spans, original: Callable[..., Any]) -> Callable[..., Any
 
 
 class _Averages:
-    """Averages of small gradients, of which each step of most programs has one: with as little as possible."""
+    """Records averages of small gradients, one in each step of most programs, at the least cost."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans
         self._start = 0
-        """Of the exchange that is under way."""
+        """Start of the exchange under way."""
         self._number = -1
 
     def averaging(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``original``, which makes a function that averages."""
+        """Wrap ``original``, which makes a function that averages."""
         spans, clock, append = self._spans, self._spans.clock, self._spans.append
         number = spans.numbers(RANKS)
 
@@ -130,7 +130,7 @@ class _Averages:
         return averaging
 
     def served(self, original: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        """``original``, after which an average that was no exchange but a question is begun again."""
+        """Wrap ``original``: an average that turned out to be another rank's request begins again after it."""
         spans = self._spans
 
         def served(rows: Any) -> bool:
@@ -153,7 +153,7 @@ def _aside(spans: Spans, original: Callable[[Any, Any], None]) -> Callable[[Any,
 
 
 class _Later:
-    """Exchanges that go on while the program does."""
+    """Records exchanges that go on while the program computes."""
 
     def __init__(self, spans: Spans, group: Group) -> None:
         self._spans = spans
@@ -161,12 +161,12 @@ class _Later:
         self._begun: dict[int, tuple[Any, int, int, str, int]] = {}
 
     def begin(self, original: Callable[[Any], Any], stream: str) -> Callable[[Any], Any]:
-        """``original``, which begins one in ``stream``."""
+        """Wrap ``original``, which begins an exchange in ``stream``."""
         spans, group = self._spans, self._group
 
         def later(tensor: Any) -> Any:
             if stream == ASIDE and group._thread is not None and group.reduces_parts:
-                return original(tensor)  # its thread notes what it does
+                return original(tensor)  # its thread records it
             size, number = tensor.nbytes, spans.numbers(stream)()
             start = spans.clock()
             work = original(tensor)
@@ -175,14 +175,14 @@ class _Later:
                 return work
             spans.add(COLLECTIVE, "all_reduce begins", start, size)
             if len(self._begun) == _MOST:
-                self._begun.clear()  # of backwards that failed, as a rule
+                self._begun.clear()  # usually of backwards that failed
             self._begun[id(work)] = work, start, size, stream, number
             return work
 
         return later
 
     def wait(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """``original``, which waits for one."""
+        """Wrap ``original``, which waits for an exchange."""
         spans = self._spans
 
         def wait(work: Any) -> None:
@@ -203,7 +203,7 @@ class _Later:
 
 @contextmanager
 def timed_collectives(spans: Spans) -> Iterator[None]:
-    """Note what programs that are distributed already exchange: by ``torch.distributed``, and by lagom's backend."""
+    """Record the exchanges of distributed programs: by ``torch.distributed``, and by lagom's backend."""
     with ExitStack() as stack:
         collective = _in_group(spans, vars(SharedProcessGroup)["_collective"])
         stack.enter_context(replaced(SharedProcessGroup, "_collective", collective))
@@ -214,7 +214,7 @@ def timed_collectives(spans: Spans) -> Iterator[None]:
             if not isinstance(known, dict):
                 continue
             for name, original in originals.items():
-                # Also modules that imported it by its name.
+                # Also modules that imported the function by its name.
                 if known.get(name) is original:
                     stack.enter_context(replaced(module, name, ours[name]))
         yield
@@ -222,7 +222,7 @@ def timed_collectives(spans: Spans) -> Iterator[None]:
 
 def _in_group(spans: Spans, original: Callable[..., Any]) -> Callable[..., Any]:
     def collective(self: Any, run: Callable[[], object], opts: Any, result: Any) -> Any:
-        # The method that made it.
+        # The name of the method that made it.
         name = getattr(run, "__qualname__", "").partition(".<locals>")[0].rpartition(".")[2]
         size = sum(one.nbytes for one in result)
         stream = _stream(self)
@@ -252,5 +252,5 @@ def _called(spans: Spans, name: str, original: Callable[..., Any]) -> Callable[.
 def _stream(group: Any) -> str:
     try:
         return f"group {group.group_name}"
-    except Exception:  # one that torch does not know
+    except Exception:  # a group that torch does not know
         return ""

@@ -1,4 +1,4 @@
-"""``timed_forwards``: outermost forwards, timed; those inside of others cost nothing more than without."""
+"""``timed_forwards``: records outermost forwards; inner ones cost nothing more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Inside(Protocol):
 
 @contextmanager
 def timed_forwards(spans: Spans) -> Iterator[None]:
-    """Note outermost forwards, where nothing else of lagom's is around them."""
+    """Record outermost forwards, when no other patch of lagom wraps them."""
     original, state = vars(nn.Module)["__call__"], _State()
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ class _State:
 def timed_forward(
     spans: Spans, original: Callable[..., Any], call: Callable[..., Any], state: Inside
 ) -> Callable[..., Any]:
-    """``call``, noted, where it is an outermost one; inside of another, ``original`` at once."""
+    """Return ``call``, recorded, for outermost forwards; inner ones run ``original`` at once."""
     clock, append, compiles = spans.clock, spans.append, torch.compiler.is_dynamo_compiling
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``timed``: notes what a program does for how long, from outside of all other patches. See Note [Timing]."""
+"""``timed``: records the program's activities, outside all other patches. See Note [Timing]."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def timed(session: Session, spans: Spans, *, forwards: bool) -> Iterator[None]:
-    """Note what the program does into ``spans``; entered after all other patches.
+    """Record the program's activities into ``spans``; entered after all other patches.
 
     Args:
-        forwards: these are noted already.
+        forwards: whether forwards are recorded already.
     """
     with ExitStack() as stack:
         stack.enter_context(kinds.current(spans))
@@ -95,7 +95,7 @@ def _backward(spans: Spans) -> Callable[..., Any]:
 
 @contextmanager
 def _timed_steps(spans: Spans) -> Iterator[None]:
-    """By torch's hooks of all optimizers, which leave nothing on them."""
+    """Record steps by torch's hooks of all optimizers, which leave nothing on the optimizers."""
     begun: dict[int, int] = {}
     names: dict[type, str] = {}
     clock, append = spans.clock, spans.append
@@ -123,9 +123,8 @@ def _timed_steps(spans: Spans) -> Iterator[None]:
 
 # Note [Timing]
 #
-# What is noted is noted by functions around those that are there already, put in when the run begins; where no timeline
-# is wanted there is nothing, not even a question. So they also see programs that are distributed already, in which
-# lagom's own patches do nothing.
+# Functions around the existing ones record the spans; they are installed when the run begins. Without a timeline there
+# is no cost, not even a check. They also see distributed programs, in which lagom's own patches do nothing.
 #
-# Times are those of the program's thread. On a GPU most of what it does is to launch work: what takes long there shows
-# where the program waits for it, as a rule in a copy to the host or in an exchange.
+# Times are those of the program's thread. On a GPU the thread mostly launches work: slow work shows where the program
+# waits for it, usually in a copy to the host or in an exchange.
