@@ -1,4 +1,4 @@
-"""Programs that are distributed already: their ``init_process_group`` joins lagom's ranks, and patches end with it."""
+"""``own_init_process_group``: lets a distributed program join lagom's ranks, and turns the patches off."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _ENDS_S = 30 * 24 * 3600.0
-"""Longest that rank 0 waits for the others: only its host process may lose patience."""
+"""Longest time that rank 0 waits for the others: only its host process may give up."""
 _kept: list[Any] = []
-"""Groups, to the end of the process. See Note [Kept groups]."""
+"""Groups, kept to the end of the process. See Note [Kept groups]."""
 
 
 @contextmanager
@@ -74,7 +74,7 @@ class _Joining:
 
     def __init__(self, session: Session, original: Callable[..., None], stack: ExitStack) -> None:
         self.over = False
-        """The run has ended: who still holds the patched function gets torch's."""
+        """Whether the run has ended: later calls of the patched function run torch's."""
         self._session = session
         self._original = original
         self._signature = inspect.signature(original)
@@ -101,14 +101,14 @@ class _Joining:
         session = self._session
         _check(session, asked)
         if not session.has_joined:
-            session.check_place("init_process_group()")  # the others must be here, too
+            session.check_place("init_process_group()")  # checks that all ranks are here
             _tell(session)
             if session.weights is not None:
                 session.weights.end()
         timeout = asked.get("timeout")
         assert session.store is not None
         store = reconnected(session.store, timeout if isinstance(timeout, timedelta) else None)
-        # A program may destroy its group and make another one: keys of the last must not be found then.
+        # A program may destroy its group and make another one, which must not find the keys of the last.
         prefixed = dist.PrefixStore(f"joined/{self._num}", store)
         self._num += 1
         rest = {key: value for key, value in asked.items() if key not in ("init_method", "store", "rank", "world_size")}
@@ -121,7 +121,7 @@ class _Joining:
         _kept.append(dist.group.WORLD)
 
     def _share_memory(self) -> None:
-        """Groups whose backend is not named exchange CPU tensors through memory, if there is any, to the run's end."""
+        """Let groups without a named backend exchange CPU tensors through shared memory, if any, to the run's end."""
         if self._session.group is None or not self._session.group.has_memory:
             return
         register(self._session.key)
@@ -140,12 +140,12 @@ def _tell(session: Session) -> None:
 
 
 def _is_fake(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """torch's own pretence of a large world in one process."""
+    """Return whether the backend is torch's fake of a large world in one process."""
     return (args[0] if args else kwargs.get("backend")) == "fake"
 
 
 def _check(session: Session, asked: Mapping[str, Any]) -> None:
-    """Raise a LagomError unless lagom's ranks can be the group that is asked for."""
+    """Raise a LagomError unless lagom's ranks can be the requested group."""
     if session.distributed_part:
         raise LagomError(
             "init_process_group() was called after training began as an ordinary program: "
@@ -173,7 +173,7 @@ def _check(session: Session, asked: Mapping[str, Any]) -> None:
 
 
 def _asked_place(asked: Mapping[str, Any]) -> tuple[int, int, str]:
-    """Rank and world size that the program asks for, -1 where it does not, and by what it does."""
+    """Return requested rank and world size (-1 if absent), and the variables or arguments that gave them."""
     by_argument = int(asked.get("rank", -1)), int(asked.get("world_size", -1))
     if by_argument != (-1, -1) or asked.get("store") is not None:
         return *by_argument, "its arguments"
@@ -203,9 +203,10 @@ def _iterated(session: Session) -> Callable[..., Iterator[Any]]:
 
 
 def _wait_for_all(session: Session) -> None:
-    """Keep rank 0, which has the store, until the others have ended, as a rule at once.
+    """Keep rank 0, which has the store, until the others have ended, usually at once.
 
-    Not by an exchange: what rank 0 alone does at the end, such as an evaluation, may take longer than exchanges wait.
+    This is no exchange: work that rank 0 alone does at the end, such as an evaluation, may take longer than exchanges
+    wait.
     """
     notes = session.notes
     if notes is None or session.world_size == 1:
@@ -219,28 +220,28 @@ def _wait_for_all(session: Session) -> None:
 
 # Note [Joining]
 #
-# torch's own init_process_group makes the group, so backends, devices, options and errors are torch's. What is replaced
-# is how ranks find each other: whatever address, file or store the program names, it was meant for another launcher,
-# so they meet in lagom's store. Rank and world size are lagom's; a program that asks for others is told so, since it
-# has split its data or its work by them. At world size 1 the call is left to torch altogether.
+# torch's own init_process_group makes the group, so backends, devices, options and errors are torch's. Only the way in
+# which ranks find each other is replaced: the address, file or store that the program names was meant for another
+# launcher, so they meet in lagom's store. Rank and world size are lagom's. A program that requests others gets an
+# error, since it has split its data or its work by them. At world size 1 the call is left to torch.
 #
 # A program that names no backend gets torch's default for its device. On the CPU that is "lagom" where ranks share
 # memory, else gloo: torch believes that a backend without a name is gloo, and DDP asks for it, unless the group is a
-# Python object. One that says "gloo" gets gloo: it may want what only that has.
+# Python object. A program that names "gloo" gets gloo, since it may need features that only gloo has.
 #
-# From then on the program does itself what lagom does for others, so all patches are off (session.live is False): a
-# loader gives what its sampler says, a backward reduces nothing, BatchNorm is the rank's own, forwards draw from the
-# common stream, which starts equal on all ranks as torch's does, and ranks write what they please, to one disk. This
-# holds also after destroy_process_group. It must not begin in the middle: a program whose loader was shared out, or
-# whose gradients were averaged, before its call has got something else than torchrun would have given it.
+# From then on the program does itself what lagom does for others, so all patches are off (session.live is False). A
+# loader follows its sampler, a backward reduces nothing, BatchNorm is the rank's own, and forwards draw from the common
+# stream, which starts equal on all ranks as torch's does. Ranks write to one disk without lagom's checks. This holds
+# also after destroy_process_group. The call must not come late: a program whose loader was sharded, or whose gradients
+# were averaged, before its call has results that torchrun would not give.
 #
-# All ranks must come to the first call: it begins with an exchange in which ranks that are elsewhere (a backward, a
-# loader, the end) are found out on all sides. After it, torch's timeouts hold.
+# All ranks must come to the first call: it begins with an exchange that finds ranks at another place (a backward, a
+# loader, the end), on all sides. After it, torch's timeouts hold.
 
 # Note [Kept groups]
 #
-# A gloo group joins its threads when its last reference goes, as a rule in destroy_process_group or with a DDP module
-# after it, and so under Python's lock. A thread that is just letting go of the tensors of its last exchange wants that
-# lock: neither goes on. Seen in torch 2.13 without lagom's patches: 4 of 20 runs of DDP on 3 ranks and 2 busy cores
-# hung, and 0 of 20 with the group kept. A rank ends by os._exit, so keeping its groups costs nothing. Where the process
-# stays, at world size 1, it is left to torch.
+# A gloo group joins its threads when its last reference goes, usually in destroy_process_group or with a DDP module
+# after it, and so while it holds Python's lock. A thread that is releasing the tensors of its last exchange needs that
+# lock: a deadlock. Seen in torch 2.13 without lagom's patches: 4 of 20 runs of DDP on 3 ranks and 2 busy cores hung,
+# and 0 of 20 with the group kept. A rank ends by os._exit, so keeping its groups costs nothing. At world size 1, where
+# the process stays, groups are left to torch.

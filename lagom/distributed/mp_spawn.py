@@ -1,4 +1,4 @@
-"""Programs that start their own ranks: those of ``torch.multiprocessing.spawn`` are lagom's. See Note [Own ranks]."""
+"""``own_mp_spawn``: lets lagom's ranks be those of ``torch.multiprocessing.spawn``. See Note [Own ranks]."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def own_mp_spawn(session: Session) -> Iterator[None]:
-    """Have ``spawn(f, args, nprocs=world_size)`` call ``f(rank, *args)`` here where ``f`` starts a process group."""
+    """Let ``spawn(f, args, nprocs=world_size)`` call ``f(rank, *args)`` here if ``f`` starts a process group."""
     module = sys.modules["torch.multiprocessing.spawn"]  # the package has the function by that name
     original: Callable[..., Any] = torch.multiprocessing.spawn
 
@@ -84,10 +84,9 @@ def _refusal(session: Session, what: str, count: int = 0) -> str:
 
 # Note [Own ranks]
 #
-# A program for one machine with several GPUs often is its own launcher: it spawns a process per GPU, and these make a
-# process group at an address that is written in the code. On every one of lagom's ranks that would be a world of its
-# own, at one address: the first to come has it, and the processes of the others get mixed up with it or fail. But the
-# program says what it wants: f on so many ranks. Where that is as many as lagom has, each of lagom's ranks is one of
-# them; it calls f itself, and what f raises climbs from there with its own type. Any other number is an error, and so
-# are processes started one by one, of which nobody knows which is what rank. Processes that start no process group
-# (preparing data, say) are started as written, on every rank.
+# A program for one machine with several GPUs is often its own launcher: it spawns a process per GPU, and these make a
+# process group at an address that is written in the code. Each of lagom's ranks would start such a world, all at one
+# address: the first gets it, and the others' processes join it by mistake or fail. But the program says what it needs:
+# f on a number of ranks. If lagom has as many, each of its ranks calls f itself, and an error of f is raised with its
+# own type. Any other number is an error. So are processes started one by one, whose ranks nobody knows. Processes that
+# start no process group (to prepare data, say) are started as written, on every rank.
