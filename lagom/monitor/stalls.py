@@ -15,43 +15,43 @@ from lagom.wire.client import Message
 
 @dataclass(slots=True)
 class Pulse:
-    """When a rank last got anywhere: through a batch, a forward or a backward, or by writing something."""
+    """The time of a rank's last progress: a batch, a forward, a backward or output."""
 
     patience_s: float
-    """Seconds without, from which on it is said to stall."""
+    """Seconds without progress after which the rank counts as stalled."""
     ticks: int = -1
     moved_at: float = field(default_factory=time.monotonic)
     heard_at: float = field(default_factory=time.monotonic)
     doing: Message | None = None
-    """What it said last of what it is doing."""
+    """Its last message about its current activity."""
     stalls: bool = False
 
     def heard(self, ticks: int) -> None:
-        """It said how far it is."""
+        """Take in a message of the rank, with its progress counter."""
         self.heard_at = time.monotonic()
         if ticks != self.ticks:
             self.ticks = ticks
             self.moved()
 
     def moved(self) -> None:
-        """It got somewhere."""
+        """Record progress."""
         now = time.monotonic()
         if self.stalls:
-            # So slow is how it is, then: to say so at each of its steps would help nobody.
+            # The rank is just slow: a report at each of its steps would help nobody.
             self.patience_s = max(self.patience_s, 2 * (now - self.moved_at))
             self.stalls = False
         self.moved_at, self.doing = now, None
 
     @property
     def quiet_s(self) -> float:
-        """Seconds for which it has got nowhere."""
+        """Seconds without progress."""
         return time.monotonic() - self.moved_at
 
 
 def stall_text(stalled: Mapping[int, Message], world_size: int) -> str:
-    """What to say of ranks that stall, by rank: which, for how long, where they stand and who waits for whom.
+    """Return the report about stalled ranks: which, for how long, where they are and which ranks wait for which.
 
-    Each message has ``quiet_s`` and what ``lagom.worker.stack_dump.doing`` gives.
+    Each message has ``quiet_s`` and the result of ``lagom.worker.stack_dump.doing``.
     """
     stuck = {rank: one for rank, one in sorted(stalled.items()) if not one.get("waits")}
     waiting = [rank for rank in sorted(stalled) if rank not in stuck]
@@ -79,12 +79,12 @@ def stall_text(stalled: Mapping[int, Message], world_size: int) -> str:
 
 
 def stack(one: Message) -> str:
-    """The stacks in a message, as text."""
+    """Return the stacks in a message, as text."""
     return (str(one.get("stack") or "") or "(it did not say)\n") + str(one.get("children") or "")
 
 
 def exchange(one: Message) -> str:
-    """The exchange that a rank waits in, with its number, as "exchange 47 of 1200 bytes (gradients)"; may be empty."""
+    """Return the exchange in which a rank waits, as "exchange 47 of 1200 bytes (gradients)"; may be empty."""
     name, _, rest = str(one.get("exchange") or "").partition(" ")
     if not name:
         return ""
