@@ -92,7 +92,7 @@ def _script(words: Sequence[str]) -> Script:
 def _drive(script: Script, config: TorchDistributedConfig, named: Sequence[str]) -> int:
     """Run a script that starts ranks by itself, in this process, as python does; ``config`` fills in its settings."""
     try:
-        with experiment.told(config, named), compatible():
+        with experiment.command_line_config(config, named), compatible():
             script()
     except VerificationError:
         raise

@@ -75,7 +75,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
             say_not_rehearsed(name)
         else:
             show(verify(launcher, the_plan, call))
-    with _kept(config, the_plan, launcher.where(), source_of(train)) as records:
+    with _run_records(config, the_plan, launcher.where(), source_of(train)) as records:
         outcomes = launcher.run(the_plan, call, records)
         raise_failure(outcomes)
         loaded = [outcome.load() for outcome in outcomes]
@@ -104,36 +104,36 @@ def _check_folder() -> None:
         raise LagomError("the folder that this process stands in was removed; os.chdir() to another") from error
 
 
-_told: tuple[TorchDistributedConfig, Collection[str]] | None = None
+_command_line: tuple[TorchDistributedConfig, Collection[str]] | None = None
 
 
 @contextmanager
-def told(config: TorchDistributedConfig, named: Collection[str] = ()) -> Iterator[None]:
+def command_line_config(config: TorchDistributedConfig, named: Collection[str] = ()) -> Iterator[None]:
     """Apply the command line's ``config`` to the runs that a program starts in the context by itself.
 
     Args:
         named: fields that the command line has named, whatever their values.
     """
-    global _told  # the one command line of this process
-    before, _told = _told, (config, named)
+    global _command_line  # the one command line of this process
+    before, _command_line = _command_line, (config, named)
     try:
         yield
     finally:
-        _told = before
+        _command_line = before
 
 
-def what_is_told() -> dict[str, Any]:
+def command_line_fields() -> dict[str, Any]:
     """Return the fields that the command line has named, or set to another value than the default."""
     plain = TorchDistributedConfig()
     names = [each.name for each in fields(plain) if each.name != "name"]
-    if _told is None:
+    if _command_line is None:
         return {}
-    config, named = _told
+    config, named = _command_line
     return {n: getattr(config, n) for n in names if n in named or getattr(config, n) != getattr(plain, n)}
 
 
 @contextmanager
-def _kept(
+def _run_records(
     config: TorchDistributedConfig, the_plan: Plan, where: str, source: str | None
 ) -> Iterator[RunRecords | None]:
     """Open the run's records, if they are wanted; record an error that the context raises."""

@@ -40,7 +40,7 @@ def place_in_run() -> Place | None:
 
 
 @contextmanager
-def hearing(asked: Callable[[], None]) -> Iterator[None]:
+def rank_calls_reported(asked: Callable[[], None]) -> Iterator[None]:
     """Call ``asked`` in the context whenever the program asks for its rank."""
     global _hears  # the one place of this process
     before, _hears = _hears, asked
@@ -51,7 +51,7 @@ def hearing(asked: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def standing_at(place: Place) -> Iterator[None]:
+def place_set(place: Place) -> Iterator[None]:
     """Answer ``rank()`` and ``world_size()`` from ``place`` in the context."""
     global _place  # the one place of this process
     before, _place = _place, place

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parent.parent / "lagom"
 ALLOWED = {
     "launchers/spark.py::task_by_value": "the driver's own function, pickled a line above, by value",
     "launchers/spark_task.py::run": "the run as the driver describes it, inside Spark's job",
-    "host/executor.py::attend": "what became of ranks, from a process forked a line above, by a file without a name",
-    "host/fork_server.py::_attend": "the run as the driver describes it, over an inherited pair of sockets",
+    "host/executor.py::run_task": "what became of ranks, from a process forked a line above, by a file without a name",
+    "host/fork_server.py::_run_host": "the run as the driver describes it, over an inherited pair of sockets",
     "payload.py::unpack": "the call, over an inherited file, Spark's job or the driver's proven channel; and results, "
     "on their way home by the same ways",
     "data/columns/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",

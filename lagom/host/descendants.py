@@ -60,7 +60,7 @@ def fork_host(function: Callable[[], None]) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
-        _leave(code)
+        _exit_host(code)
 
 
 def _raise_at_end_of(parent: int) -> None:
@@ -77,7 +77,7 @@ def _raise_at_end_of(parent: int) -> None:
         end()
 
 
-def _leave(code: int) -> NoReturn:
+def _exit_host(code: int) -> NoReturn:
     try:
         end_descendants()
     finally:

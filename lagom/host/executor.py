@@ -17,7 +17,7 @@ from typing import Any
 
 from lagom.errors import PlanError, RankError
 from lagom.host.descendants import adopt_orphans, end_descendants, fork_host
-from lagom.host.rank_host import hold_ranks
+from lagom.host.rank_host import run_task_ranks
 from lagom.host.workspace import host_workspace, pack_files, remove_leftovers
 from lagom.monitor.stalls import ranks_of
 from lagom.wire.client import DriverClient, Message, deliver, dial
@@ -35,7 +35,7 @@ _MAX_FAILURE = 1 << 20  # bytes of a pickled exception in an error text
 _MAX_TIMELINE = 1 << 16  # bytes of timelines in an error text: Spark logs the text, and several times
 
 
-def attend(spec: RunSpec) -> Iterator[Any]:
+def run_task(spec: RunSpec) -> Iterator[Any]:
     """Run this task's ranks in a host process; yield rows with their outcomes.
 
     Raises:
@@ -51,7 +51,7 @@ def attend(spec: RunSpec) -> Iterator[Any]:
         fds = {name: anonymous_file(name) for name in (*names, "told")}
         for fd in fds.values():
             files.callback(os.close, fd)
-        ended = _run_below(lambda: _tell(fds["told"], spec, context, fds))
+        ended = _run_below(lambda: _record_run(fds["told"], spec, context, fds))
         told = pickle.loads(os.pread(fds["told"], os.fstat(fds["told"]).st_size, 0) or pickle.dumps(None))
         if isinstance(told, BaseException):
             raise told
@@ -81,7 +81,7 @@ def _run_below(function: Callable[[], None]) -> str:
         adopt_orphans(False)
 
 
-def _tell(told_fd: int, spec: RunSpec, context: Any, fds: Mapping[str, int]) -> None:
+def _record_run(told_fd: int, spec: RunSpec, context: Any, fds: Mapping[str, int]) -> None:
     """Run the ranks; write the list of files with their reports, or the exception to raise, to ``told_fd``."""
     told: Any
     task = context.partitionId()
@@ -91,7 +91,7 @@ def _tell(told_fd: int, spec: RunSpec, context: Any, fds: Mapping[str, int]) -> 
             link = dial(spec.address, spec.secret, {"purpose": "task", "task": task}, _DIAL_S, spec.certificate)
         if link is not None:
             os.pwrite(told_fd, pickle.dumps([]), 0)
-        told = _attend(spec, task, context, link, fds)
+        told = _run_ranks(spec, task, context, link, fds)
     except Stopped:
         told = []
     except Exception as error:
@@ -107,18 +107,20 @@ def _tell(told_fd: int, spec: RunSpec, context: Any, fds: Mapping[str, int]) -> 
     os.pwrite(told_fd, pickle.dumps(told), 0)
 
 
-_Told = tuple[int, str, str, "Message"]
+_FileReport = tuple[int, str, str, "Message"]
 """Rank, kind of file for the driver, name of the file, and report."""
 
 
-def _attend(spec: RunSpec, task: int, context: Any, link: DriverClient | None, fds: Mapping[str, int]) -> list[_Told]:
+def _run_ranks(
+    spec: RunSpec, task: int, context: Any, link: DriverClient | None, fds: Mapping[str, int]
+) -> list[_FileReport]:
     ranks = _ranks(spec, task)
     gather = (lambda text: context.allGather(text)) if spec.plan.barrier else None
     outcomes = [fds[f"outcome-{rank}"] for rank in ranks]
     ip = link.socket.getsockname()[0] if link else context.getTaskInfos()[task].address.rsplit(":", 1)[0]
     ip = own_address(ip, spec.env)
     with host_workspace(spec) as place:
-        reports = hold_ranks(spec, task, place, link, gather, outcomes, ip, _gpus(spec, context))
+        reports = run_task_ranks(spec, task, place, link, gather, outcomes, ip, _gpus(spec, context))
         failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
         # A driver that has a link to this task ends the run itself, and quietly: a task that raises fills Spark's log,
         # and the job's failure would lose the reports of other tasks, which may have the cause.
@@ -127,7 +129,9 @@ def _attend(spec: RunSpec, task: int, context: Any, link: DriverClient | None, f
         found = [(rank, "outcome", f"outcome-{rank}", report) for rank, report in zip(ranks, reports, strict=True)]
         if 0 in ranks and pack_files(place, fds["files"]):
             found.append((0, "files", "files", {}))
-        told = [(rank, name, file, _delivered(spec, rank, name, fds[file], said)) for rank, name, file, said in found]
+        told = [
+            (rank, name, file, _deliver_if_large(spec, rank, name, fds[file], said)) for rank, name, file, said in found
+        ]
         if link is not None:
             link.send({"type": "done", "reports": reports})
         return told
@@ -149,11 +153,11 @@ def _as_text(report: Message, fd: int, reports: Sequence[Message]) -> str:
     summary = {key: report[key] for key in report if key != "traceback"} | {"traceback": report["traceback"][-20_000:]}
     if "output" in summary:
         summary["output"] = [said for said in summary["output"] if said["type"] not in ("timeline", "picture")]
-    told = failure_text(json.dumps(summary), error, json.dumps(_that_fit(reports)))
+    told = failure_text(json.dumps(summary), error, json.dumps(_fitting_timelines(reports)))
     return f"rank {report['rank']}: {report['error']}: {report['message']}\n{told}"
 
 
-def _that_fit(reports: Sequence[Message]) -> list[Message]:
+def _fitting_timelines(reports: Sequence[Message]) -> list[Message]:
     """Select the latest blocks of the ranks' timelines that fit into an error text: they show how the run ended."""
     of_ranks = [[said for said in one.get("output", []) if said["type"] == "timeline"] for one in reports]
     found: list[Message] = []
@@ -166,7 +170,7 @@ def _that_fit(reports: Sequence[Message]) -> list[Message]:
     return found
 
 
-def _delivered(spec: RunSpec, rank: int, name: str, fd: int, report: Message) -> Message:
+def _deliver_if_large(spec: RunSpec, rank: int, name: str, fd: int, report: Message) -> Message:
     """Return ``report``; a large file is sent to the driver first, and the file's digest is added if it arrived."""
     if os.fstat(fd).st_size <= _INLINE or spec.address is None:
         return report

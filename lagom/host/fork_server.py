@@ -13,7 +13,7 @@ import time
 
 from lagom.errors import LagomError
 from lagom.host.descendants import adopt_orphans, end_descendants, fork_host
-from lagom.host.rank_host import hold_ranks
+from lagom.host.rank_host import run_task_ranks
 from lagom.host.workspace import host_workspace, remove_leftovers
 from lagom.wire.client import DriverClient, LinkClosed
 from lagom.wire.rendezvous import Stopped
@@ -35,16 +35,16 @@ def serve(connection: socket.socket) -> None:
             for key, _ in selector.select():
                 if key.fileobj is not connection:
                     selector.unregister(key.fileobj)
-                    hosts.bury(key.fd)
+                    hosts.forget_ended(key.fd)
                     continue
                 try:
                     data, fds, _, _ = socket.recv_fds(connection, 1 << 22, MAX_FDS)
                 except OSError:
                     data, fds = b"", []
                 if not data:
-                    hosts.leave()
+                    hosts.end_all()
                     return
-                pidfd = hosts.add(fork_host(functools.partial(_attend, data, fds)))
+                pidfd = hosts.add(fork_host(functools.partial(_run_host, data, fds)))
                 if pidfd is not None:
                     selector.register(pidfd, selectors.EVENT_READ)
                 for fd in fds:
@@ -66,14 +66,14 @@ class _Hosts:
         self._pids[pidfd] = pid
         return pidfd
 
-    def bury(self, pidfd: int) -> None:
+    def forget_ended(self, pidfd: int) -> None:
         """Forget the ended process of ``pidfd``; end and remove what it left behind."""
         del self._pids[pidfd]
         os.close(pidfd)
         end_descendants(self._pids.values())
         remove_leftovers()
 
-    def leave(self) -> None:
+    def end_all(self) -> None:
         """Wait for the host processes, which also see that the driver has ended; then end those that are left."""
         deadline = time.monotonic() + _PATIENCE_S
         with selectors.DefaultSelector() as selector:
@@ -87,14 +87,14 @@ class _Hosts:
         remove_leftovers()
 
 
-def _attend(data: bytes, fds: list[int]) -> None:
+def _run_host(data: bytes, fds: list[int]) -> None:
     """Serve one run as its host process; ``fds`` are its link, its payload, and files for outcomes."""
     try:
         link = DriverClient(socket.socket(fileno=fds[0]))
         spec, gpus = pickle.loads(data)
         try:
             with host_workspace(spec, payload_fd=fds[1]) as place:
-                reports = hold_ranks(spec, 0, place, link, None, fds[2:], "127.0.0.1", gpus)
+                reports = run_task_ranks(spec, 0, place, link, None, fds[2:], "127.0.0.1", gpus)
             link.send({"type": "done", "reports": reports})
         except (LagomError, OSError) as error:
             link.send({"type": "lost", "message": f"{type(error).__name__}: {error}"})

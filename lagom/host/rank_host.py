@@ -1,4 +1,4 @@
-"""``hold_ranks``: fork the ranks of one task, forward their messages to the driver, and end them."""
+"""``run_task_ranks``: fork the ranks of one task, forward their messages to the driver, and end them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lagom.host.supervisor import ForkedRank, RankSupervisor
 from lagom.host.workspace import HostWorkspace
 from lagom.monitor.stalls import Pulse
 from lagom.wire.client import DriverClient, Message
-from lagom.wire.rendezvous import meet
+from lagom.wire.rendezvous import join_run
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RankSpec, RunSpec
 from lagom.worker.rank_process import run_rank
 
 
-def hold_ranks(
+def run_task_ranks(
     spec: RunSpec,
     task: int,
     ground: HostWorkspace,
@@ -48,7 +48,7 @@ def hold_ranks(
         if door is not None:
             door.bind((ip, 0))  # reserves the port, but accepts no connection yet
         store = door.getsockname()[:2] if door is not None else None
-        table = meet(link, gather, _join(task, ranks, ground, ip, store, gpus), one_host=spec.plan.one_host)
+        table = join_run(link, gather, _join_message(task, ranks, ground, ip, store, gpus), one_host=spec.plan.one_host)
         if door is not None and table["store"] is not None:
             door.listen(1024)
         watch = RankSupervisor(link, spec.plan)
@@ -57,10 +57,10 @@ def hold_ranks(
         for rank, outcome_fd in zip(ranks, outcome_fds, strict=True):
             gpu = gpus[rank - first] if gpus else None
             store_fd = door.fileno() if door is not None and table["store"] is not None and rank == 0 else None
-            seat = _seat(table, rank, spec, ground, outcome_fd, store_fd, gpu)
+            seat = _rank_spec(table, rank, spec, ground, outcome_fd, store_fd, gpu)
             watch.add(_fork(spec, seat, ground))
             local_ranks.append(seat.local_rank)
-        reports = watch.until_over()
+        reports = watch.supervise()
         if spec.plan.rehearsal is not None:
             return watch.with_unsaid(reports)
         from lagom.files.settle import settle  # imported after the ranks have ended: settle imports torch
@@ -70,7 +70,9 @@ def hold_ranks(
         return watch.with_unsaid(reports)
 
 
-def _join(task: int, ranks: Sequence[int], ground: HostWorkspace, ip: str, store: Any, gpus: Sequence[str]) -> Message:
+def _join_message(
+    task: int, ranks: Sequence[int], ground: HostWorkspace, ip: str, store: Any, gpus: Sequence[str]
+) -> Message:
     return {
         "type": "join",
         "task": task,
@@ -84,7 +86,7 @@ def _join(task: int, ranks: Sequence[int], ground: HostWorkspace, ip: str, store
     }
 
 
-def _seat(
+def _rank_spec(
     table: Message,
     rank: int,
     spec: RunSpec,
@@ -98,7 +100,7 @@ def _seat(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     chosen = spec.env.get("OMP_NUM_THREADS", "").partition(",")[0]
     alone = spec.whole_env and len(here) == 1  # keep torch's default number of threads, as in a plain run
-    gpu, gpu_index = _visible(table, rank, here, gpu) if spec.plan.already_distributed else (gpu, 0)
+    gpu, gpu_index = _gpu_mask(table, rank, here, gpu) if spec.plan.already_distributed else (gpu, 0)
     return RankSpec(
         rank=rank,
         local_rank=here.index(rank),
@@ -119,7 +121,7 @@ def _seat(
     )
 
 
-def _visible(table: Message, rank: int, here: Sequence[int], gpu: str | None) -> tuple[str | None, int]:
+def _gpu_mask(table: Message, rank: int, here: Sequence[int], gpu: str | None) -> tuple[str | None, int]:
     """Return the GPU mask of a program that is distributed already, and the index of the rank's own GPU in it.
 
     Such a program selects its device by LOCAL_RANK, so it must see the GPUs of all ranks of its host, in their order.

@@ -62,20 +62,20 @@ class RankSupervisor:
         self.unsaid: list[Message] = []
         """Rank 0's output while there was no link, to be sent with the results."""
         if link is not None:
-            self._selector.register(link, selectors.EVENT_READ, lambda: self._hear(link))
+            self._selector.register(link, selectors.EVENT_READ, lambda: self._read_driver(link))
 
     def add(self, rank: ForkedRank) -> None:
         """Supervise ``rank`` too."""
         self._ranks.append(rank)
-        self._selector.register(rank.control, selectors.EVENT_READ, lambda: self._listen(rank))
+        self._selector.register(rank.control, selectors.EVENT_READ, lambda: self._read_rank(rank))
         self._selector.register(rank.stdout, selectors.EVENT_READ, lambda: self._read(rank, "stdout"))
         self._selector.register(rank.stderr, selectors.EVENT_READ, lambda: self._read(rank, "stderr"))
         if rank.pidfd is not None:
             self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
 
-    def until_over(self) -> list[Message]:
+    def supervise(self) -> list[Message]:
         """Serve until every rank has ended, the driver says stop, or a failure was reported; then end all ranks."""
-        while not all(rank.ended or _has_left(rank.report) for rank in self._ranks):
+        while not all(rank.ended or _called_exit(rank.report) for rank in self._ranks):
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 break
             for key, _ in self._selector.select(self._patience()):
@@ -88,9 +88,9 @@ class RankSupervisor:
                 if rank.pidfd is None and not rank.ended:
                     self._reap(rank)
                 if rank.report is None:
-                    self._feel(rank)
+                    self._check_stall(rank)
         self.end_all()
-        return [rank.report or _stopped(rank.rank) for rank in self._ranks]
+        return [rank.report or _stop_report(rank.rank) for rank in self._ranks]
 
     def with_unsaid(self, reports: Sequence[Message]) -> list[Message]:
         """Add rank 0's output and each rank's timeline to ``reports`` if no link has carried them."""
@@ -124,7 +124,7 @@ class RankSupervisor:
         left = self._look_s if self._deadline is None else self._deadline - time.monotonic()
         return max(0.0, min(left, self._look_s))
 
-    def _hear(self, link: DriverClient) -> None:
+    def _read_driver(self, link: DriverClient) -> None:
         try:
             messages = link.poll()
         except LinkClosed:  # the driver has ended, or has given this process up
@@ -133,9 +133,9 @@ class RankSupervisor:
             return
         if any(message["type"] == "stop" for message in messages):
             self._deadline = 0.0
-            self._tell({"type": "stopping"})  # ranks may still have files to write, which takes a while
+            self._send({"type": "stopping"})  # ranks may still have files to write, which takes a while
 
-    def _listen(self, rank: ForkedRank) -> None:
+    def _read_rank(self, rank: ForkedRank) -> None:
         try:
             messages = rank.control.poll()
         except LinkClosed:
@@ -153,26 +153,26 @@ class RankSupervisor:
                 self._keep_block(message | {"rank": rank.rank})
             else:
                 rank.pulse.heard(int(message["ticks"]))
-                self._tell(message | {"rank": rank.rank})
+                self._send(message | {"rank": rank.rank})
 
-    def _feel(self, rank: ForkedRank) -> None:
+    def _check_stall(self, rank: ForkedRank) -> None:
         """Report ``rank`` when it stalls, and fail it after the timeout."""
         pulse, quiet_s = rank.pulse, rank.pulse.quiet_s
         over = self._plan.config.timeout_s is not None and quiet_s >= self._plan.config.timeout_s
         if not over and (pulse.stalls or quiet_s < pulse.patience_s):
             return
-        now = {**self._doing(rank), "rank": rank.rank, "quiet_s": quiet_s}
+        now = {**self._current_work(rank), "rank": rank.rank, "quiet_s": quiet_s}
         if not pulse.stalls:
             pulse.stalls = True
             if self._link is not None:
-                self._tell(now | {"type": "stalled"})
+                self._send(now | {"type": "stalled"})
             else:
                 self.say(f"[lagom] {stalls.stall_text({rank.rank: now}, self._plan.world_size)}\n")
         if over:
-            rank.report = _stuck(rank, now)
+            rank.report = _stall_report(rank, now)
             self._tell_failure(rank)
 
-    def _doing(self, rank: ForkedRank) -> Message:
+    def _current_work(self, rank: ForkedRank) -> Message:
         """Return the rank's last report on itself; without one, as when C code keeps the GIL, return its stack."""
         pulse = rank.pulse
         if (
@@ -186,7 +186,7 @@ class RankSupervisor:
 
     def _keep_block(self, block: Message) -> None:
         if self._link is not None:
-            self._tell(block)
+            self._send(block)
         else:
             self._blocks.setdefault(block["rank"], []).append(block)
 
@@ -206,7 +206,7 @@ class RankSupervisor:
         if rank.rank == 0:
             self._show(stream, data.decode("latin-1"))
         elif self._plan.keeps_logs:
-            self._tell({"type": "log", "rank": rank.rank, "stream": stream, "data": data.decode("latin-1")})
+            self._send({"type": "log", "rank": rank.rank, "stream": stream, "data": data.decode("latin-1")})
         return True
 
     def say(self, text: str) -> None:
@@ -216,7 +216,7 @@ class RankSupervisor:
     def _show(self, stream: str, data: str) -> None:
         message = {"type": "log", "rank": 0, "stream": stream, "data": data}
         if self._link is not None:
-            self._tell(message)
+            self._send(message)
         elif sum(len(kept["data"]) for kept in self.unsaid) < _UNSAID:
             self.unsaid.append(message)
 
@@ -229,7 +229,7 @@ class RankSupervisor:
             self._selector.unregister(rank.pidfd)
         self._drain(rank)
         if rank.report is None:
-            rank.report = _died(rank, status, self._kills)
+            rank.report = _death_report(rank, status, self._kills)
             self._tell_failure(rank)
         self._kill(rank)  # end the processes that the rank left behind
 
@@ -240,7 +240,7 @@ class RankSupervisor:
     def _drain(self, rank: ForkedRank) -> None:
         with contextlib.suppress(OSError):
             if rank.report is None:
-                self._listen(rank)
+                self._read_rank(rank)
         for stream in ("stdout", "stderr"):
             with contextlib.suppress(OSError):
                 while self._read(rank, stream):
@@ -249,12 +249,12 @@ class RankSupervisor:
     def _tell_failure(self, rank: ForkedRank) -> None:
         assert rank.report is not None
         consequence = bool(rank.report.get("consequence"))
-        if _has_left(rank.report):
+        if _called_exit(rank.report):
             self._end_within(LEAVE_S)
             return
         if not consequence:
             self._drain(rank)
-            self._tell(rank.report | {"type": "failed"}, sure=True)
+            self._send(rank.report | {"type": "failed"}, sure=True)
         alone = WRITE_S if rank.rank != 0 and "died" not in rank.report else 0.0
         self._end_within(_CONSEQUENCE_S if consequence else (_STOP_S if self._link is not None else alone))
 
@@ -268,7 +268,7 @@ class RankSupervisor:
         except LinkClosed:
             self._link = None
 
-    def _tell(self, message: Message, sure: bool = False) -> None:
+    def _send(self, message: Message, sure: bool = False) -> None:
         if self._link is None:
             return
         try:
@@ -280,16 +280,16 @@ class RankSupervisor:
             self._link = None
 
 
-def _has_left(report: Message | None) -> bool:
+def _called_exit(report: Message | None) -> bool:
     """Return whether the rank called ``sys.exit``."""
     return report is not None and "exit" in report
 
 
-def _stopped(rank: int) -> Message:
+def _stop_report(rank: int) -> Message:
     return {"type": "outcome", "rank": rank, "ok": False, "stopped": True, "consequence": True}
 
 
-def _stuck(rank: ForkedRank, now: Message) -> Message:
+def _stall_report(rank: ForkedRank, now: Message) -> Message:
     """Return the report of a rank without progress for too long; it may only have waited for another rank."""
     what = "waited for other ranks" if now["waits"] else "made no progress"
     state = f"; {now['state']}" if now.get("state") else ""
@@ -309,7 +309,7 @@ def _stuck(rank: ForkedRank, now: Message) -> Message:
     }
 
 
-def _died(rank: ForkedRank, status: int, kills: Mapping[str, int]) -> Message:
+def _death_report(rank: ForkedRank, status: int, kills: Mapping[str, int]) -> Message:
     """Return the report of a rank that ended without one."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)

@@ -52,21 +52,21 @@ def write_frame(provided: Mapping[str, Any]) -> dict[str, Any]:
     in_use: list[_Kept] = []
     for name in ("train_set", "test_set"):
         if is_frame(found.get(name)):
-            found[name] = _handed_over(found[name], name, in_use)
+            found[name] = _replace_frame(found[name], name, in_use)
     if "dataset" in found:
         found["dataset"] = [found["train_set"], found["test_set"]]
     return found
 
 
-def _handed_over(frame: Any, name: str, in_use: list[_Kept]) -> Any:
+def _replace_frame(frame: Any, name: str, in_use: list[_Kept]) -> Any:
     _check_types(frame, name)
     folder = _folder(frame.sparkSession)
     if folder is None:
-        return _collected(frame, name)
+        return _collect(frame, name)
     from lagom.data.parquet.dataframe_ref import WrittenFrame
 
     with _lock:
-        kept = _known(frame)
+        kept = _find_written(frame)
         if kept is None:
             kept = _Kept(frame, _inputs(frame), _write(frame, folder))
         else:
@@ -93,7 +93,7 @@ _frames: list[_Kept] = []
 _lock = threading.Lock()
 
 
-def _known(frame: Any) -> _Kept | None:
+def _find_written(frame: Any) -> _Kept | None:
     inputs = _inputs(frame)
     for kept in _frames:
         if _exists(kept.url) and (kept.frame is frame or (inputs and inputs == kept.inputs)):
@@ -143,7 +143,7 @@ def _write(frame: Any, folder: str) -> str:
     return url
 
 
-def _collected(frame: Any, name: str) -> Any:
+def _collect(frame: Any, name: str) -> Any:
     size = _estimate(frame)
     if size is None or size > _COLLECTED_BYTES:
         told = "of unknown size" if size is None else f"of {size >> 20} MB by Spark's estimate"

@@ -33,7 +33,7 @@ class RankEvents:
                 self._dropped += event["type"] == "log"
                 return
             self._waiting += size
-            told = self._told()
+            told = self._take_dropped()
         if told is not None:
             self._events.put(told)
         self._events.put(event)
@@ -51,7 +51,7 @@ class RankEvents:
             event = self._events.get_nowait() if timeout is None else self._events.get(timeout=timeout)
         except queue.Empty:
             with self._lock:
-                told = self._told()
+                told = self._take_dropped()
             if told is None:
                 raise
             return told
@@ -60,7 +60,7 @@ class RankEvents:
                 self._waiting -= size
         return event
 
-    def _told(self) -> Message | None:
+    def _take_dropped(self) -> Message | None:
         dropped, self._dropped = self._dropped, 0
         return {"type": "dropped", "messages": dropped} if dropped else None
 

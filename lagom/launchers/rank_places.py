@@ -24,7 +24,7 @@ class RankPlaces:
         self._lost_s = lost_s
         self._silent: set[int] = set()
 
-    def heed(self, task: int, seconds: float) -> str | None:
+    def update(self, task: int, seconds: float) -> str | None:
         """Record how long the machine of ``task`` has been silent; return a text for the user if that has changed."""
         if task not in self._joins or (seconds >= _SILENT_S) == (task in self._silent):
             return None

@@ -259,7 +259,7 @@ class RunView:
 
     def _hush(self, task: int, seconds: float) -> None:
         """Warn if the machine of a task has been silent for ``seconds``; runs in the channel's thread."""
-        if task not in self._done and (text := self._places.heed(task, seconds)) is not None:
+        if task not in self._done and (text := self._places.update(task, seconds)) is not None:
             self._events.put({"type": "warning", "text": text})
 
     def _join(self, task: int, message: Message) -> None:

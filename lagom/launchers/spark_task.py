@@ -27,9 +27,9 @@ def spark_task(code_zip: bytes, spec_pickle: bytes) -> Callable[[Iterator[Any]],
         for _ in batches:
             pass
         with _sources(code_zip):
-            from lagom.host.executor import attend
+            from lagom.host.executor import run_task
 
-            rows = attend(pickle.loads(spec_pickle))
+            rows = run_task(pickle.loads(spec_pickle))
         yield from rows
 
     return run

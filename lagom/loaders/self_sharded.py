@@ -13,7 +13,7 @@ from lagom.errors import DivergenceError
 from lagom.loaders.batch_shares import num_rows, num_samples
 from lagom.run_state.loader_pass import BatchShare
 from lagom.run_state.nested_tensors import tensors
-from lagom.world import Place, standing_at
+from lagom.world import Place, place_set
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ _standing = ExitStack()
 
 
 def _arrived(collate: Any, place: Place) -> Any:
-    _standing.enter_context(standing_at(place))  # for the life of the worker
+    _standing.enter_context(place_set(place))  # for the life of the worker
     return collate
 
 

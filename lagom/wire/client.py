@@ -164,8 +164,8 @@ def dial(
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             probe_silence(connection, _LOST_AFTER_S)
             if certificate:
-                connection = _encrypted(connection, certificate)
-            return _introduced(connection, secret, hello, deadline)
+                connection = _encrypt(connection, certificate)
+            return _authenticate(connection, secret, hello, deadline)
         except (OSError, EOFError, ValueError):  # closed again, or another program listens there
             connection.close()
         # A driver flooded by strangers closes some connections that were about to prove themselves.
@@ -176,7 +176,7 @@ def dial(
     return None
 
 
-def _encrypted(connection: socket.socket, certificate: str) -> ssl.SSLSocket:
+def _encrypt(connection: socket.socket, certificate: str) -> ssl.SSLSocket:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False  # exactly this certificate is trusted, at any address
@@ -185,22 +185,22 @@ def _encrypted(connection: socket.socket, certificate: str) -> ssl.SSLSocket:
     return context.wrap_socket(connection)
 
 
-def _introduced(connection: socket.socket, secret: bytes, hello: Message, deadline: float) -> DriverClient:
+def _authenticate(connection: socket.socket, secret: bytes, hello: Message, deadline: float) -> DriverClient:
     """Prove the secret, send ``hello``, and check the driver's proof. See Note [Handshake] in framing.py."""
     nonce = secrets.token_bytes(NONCE)
-    keys = FrameKeys(secret, _exactly(connection, NONCE, deadline), nonce)
+    keys = FrameKeys(secret, _receive_exactly(connection, NONCE, deadline), nonce)
     link = DriverClient(connection, FrameDecoder(FrameSeals(keys.from_driver)), FrameSeals(keys.from_rank))
     connection.settimeout(max(0.01, deadline - time.monotonic()))
     connection.sendall(nonce + keys.rank_proof)
     connection.setblocking(False)
     link.send(hello, max(0.01, deadline - time.monotonic()))
-    if not hmac.compare_digest(_exactly(connection, PROOF, deadline), keys.driver_proof):
+    if not hmac.compare_digest(_receive_exactly(connection, PROOF, deadline), keys.driver_proof):
         raise LinkClosed("what listens there is not the driver")
     connection.setblocking(False)
     return link
 
 
-def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
         connection.settimeout(max(0.01, deadline - time.monotonic()))

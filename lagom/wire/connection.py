@@ -38,7 +38,7 @@ class DriverConnection(asyncio.BufferedProtocol):
         self._answer = b""
         self._incoming = FrameDecoder()
         self._outgoing: FrameSeals | None = None
-        self._take: Callable[[bytes], None] = self._introduce
+        self._take: Callable[[bytes], None] = self._check_proof
         self._transport: Any = None
 
     def serve(self, hear: Callable[[Message], None]) -> None:
@@ -129,7 +129,7 @@ class DriverConnection(asyncio.BufferedProtocol):
         except STRANGE:
             self.close()
 
-    def _introduce(self, data: bytes) -> None:
+    def _check_proof(self, data: bytes) -> None:
         """Check the proof of a stranger, and read nothing else before. See Note [Handshake] in framing.py."""
         assert self._secret is not None
         wanted = NONCE + PROOF - len(self._answer)

@@ -81,7 +81,7 @@ class DriverListener:
                 connection.close()
 
 
-def listening(host: str) -> socket.socket:
+def listening_socket(host: str) -> socket.socket:
     """Return a listening socket on ``host``, at a port that the system chooses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)

@@ -53,7 +53,7 @@ def peers(joins: Sequence[Message], one_host: bool = False) -> Message:
     return {"type": "peers", "store": None if near else ordered[0]["store"], "ranks": ranks, "nccl": not shared}
 
 
-def meet(
+def join_run(
     link: DriverClient | None, gather: Callable[[str], Sequence[str]] | None, join: Message, *, one_host: bool = False
 ) -> Message:
     """Join, and wait for the table: from the driver, or from ``gather`` if the driver says so or is out of reach.

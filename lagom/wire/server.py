@@ -15,7 +15,7 @@ from typing import Any
 
 from lagom.wire.connection import DriverConnection
 from lagom.wire.framing import Message, body_of
-from lagom.wire.listener import DriverListener, files_for, listening
+from lagom.wire.listener import DriverListener, files_for, listening_socket
 from lagom.wire.peer_silence import probe_silence, silent_s
 
 _BUFFER = 1 << 18  # bytes
@@ -69,10 +69,10 @@ class DriverServer:
     def listen(self, host: str, num_tasks: int = 1, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
         """Accept connections of ``num_tasks`` tasks on ``host``, encrypted by ``tls``; return the address."""
         self._stack.enter_context(files_for(num_tasks))
-        listener = listening(host)
+        listener = listening_socket(host)
         name = listener.getsockname()
         self._wait(self._start(DriverListener(self.secret, self._admit, self._buffer).accept(listener, tls)))
-        self._wait(self._start(self._look()))
+        self._wait(self._start(self._check_silence()))
         return str(name[0]), int(name[1])
 
     def adopt(self, connection: socket.socket, task: int) -> None:
@@ -116,7 +116,7 @@ class DriverServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _look(self) -> None:
+    async def _check_silence(self) -> None:
         """Report each second how long the machine of each task has been silent, and close lost connections."""
         while True:
             await asyncio.sleep(_LOOK_S)

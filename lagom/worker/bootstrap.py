@@ -34,7 +34,7 @@ from lagom.worker.private_group import process_group
 from lagom.worker.process_settings import set_process_settings
 from lagom.worker.rank_environment import environment, torchrun_variables
 from lagom.worker.reporter import Reporter
-from lagom.world import Place, standing_at
+from lagom.world import Place, place_set
 
 Call = Mapping[str, Any]
 """``function``, ``provided`` (the config's fields by name), ``random`` (the driver's generators, or None), and
@@ -55,7 +55,7 @@ def run(
     """Run one rank: set up its process, call the function, return its result."""
     with ExitStack() as stack:
         stack.enter_context(environment(seat))
-        stack.enter_context(standing_at(place))
+        stack.enter_context(place_set(place))
         device = rank_device(plan, seat.gpu_index if seat is not None else 0)
         group, store = None, None
         if seat is not None and place.world_size > 1:

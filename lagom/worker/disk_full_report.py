@@ -35,14 +35,14 @@ class DiskFullReport:
         if error is None or self._session.world_size == 1 or not _is_of_a_disk(error):
             return
         with contextlib.suppress(Exception):
-            text = self._told(getattr(error, "filename", None))
+            text = self._describe(getattr(error, "filename", None))
             if isinstance(error, OSError) and error.errno is not None:
                 error.args = (error.errno, f"{error.strerror}\n{text}\n")
                 error.strerror = error.args[1]
             elif len(error.args) == 1 and isinstance(error.args[0], str):
                 error.args = (f"{error.args[0]}\n{text}",)
 
-    def _told(self, named: object) -> str:
+    def _describe(self, named: object) -> str:
         rank = self._session.rank
         places = {"where it stands": os.getcwd(), "temporary files": tempfile.gettempdir()}
         if isinstance(named, str):

@@ -58,7 +58,7 @@ class Heartbeat:
         self._usage = ResourceUsage(session.device.type)
         threading.Thread(target=self._beat, name="lagom-heart", daemon=True).start()
 
-    def last_word(self, report: Message) -> None:
+    def send_outcome(self, report: Message) -> None:
         """Report the final progress, then the outcome ``report``."""
         with self._lock, contextlib.suppress(OSError):
             if self._session is not None:

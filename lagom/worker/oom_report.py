@@ -42,17 +42,17 @@ class OutOfMemoryReport:
         if error is None or (wanted := wanted_bytes(error)) is None:
             return
         with contextlib.suppress(Exception):  # there may be no memory for this either
-            text = self._told(wanted)
+            text = self._describe(wanted)
             if len(error.args) == 1 and isinstance(error.args[0], str):
                 error.args = (f"{error.args[0]}\n{text}",)
             elif hasattr(error, "add_note"):  # numpy's MemoryError, which computes its text from a shape
                 error.add_note(text)
 
-    def _told(self, wanted: int) -> str:
+    def _describe(self, wanted: int) -> str:
         session = self._session
         live, session.live = session.live, False  # the trial step must not wait for other ranks
         try:
-            return _told(session, wanted)
+            return _describe(session, wanted)
         finally:
             session.live = live
 
@@ -106,7 +106,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
-def _told(session: Session, wanted: int) -> str:
+def _describe(session: Session, wanted: int) -> str:
     limit = _limit(session)
     now = held_memory(session)
     used = _used(session, limit)

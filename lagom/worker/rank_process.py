@@ -28,7 +28,7 @@ from lagom.wire.client import DriverClient, Message
 from lagom.wire.spec import RankSpec, RunSpec
 from lagom.worker.heartbeat import Heartbeat
 from lagom.worker.stack_dump import dump_on_signal
-from lagom.world import Place, hearing
+from lagom.world import Place, rank_calls_reported
 
 if TYPE_CHECKING:
     from lagom.host.workspace import HostWorkspace
@@ -43,8 +43,8 @@ def run_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, stdout: int, 
     """Run the rank of ``seat`` in a process just forked from ``parent``; never return."""
     code = 1
     try:
-        _cut_loose(seat, ground, stdout, stderr, parent)
-        _settle(spec, seat, ground)
+        _detach(seat, ground, stdout, stderr, parent)
+        _adopt_driver_settings(spec, seat, ground)
         code = _run(spec, seat)
     except BaseException:
         # No exception may reach the parent's frames, which the fork copied.
@@ -54,7 +54,7 @@ def run_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, stdout: int, 
         os._exit(code)
 
 
-def _cut_loose(seat: RankSpec, ground: HostWorkspace, stdout: int, stderr: int, parent: int) -> None:
+def _detach(seat: RankSpec, ground: HostWorkspace, stdout: int, stderr: int, parent: int) -> None:
     gc.disable()  # objects of the parent, such as its sockets, must not be finalised here
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -114,7 +114,7 @@ def _close_all_but(keep: set[int | None]) -> None:
         os.closerange(low + 1, high)
 
 
-def _settle(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> None:
+def _adopt_driver_settings(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> None:
     """Take over the driver's environment, working directory and module path, with a ``__main__`` of the rank's own."""
     if spec.whole_env:
         os.environ.clear()
@@ -129,7 +129,7 @@ def _settle(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> None:
     faulthandler.enable(file=2)
     if seat.stacks_fd is not None:
         dump_on_signal(seat.stacks_fd)
-    _log_apart()
+    _separate_log()
 
 
 def _keep_sockets(folder: str) -> None:
@@ -141,7 +141,7 @@ def _keep_sockets(folder: str) -> None:
         config["tempdir"] = folder
 
 
-def _log_apart() -> None:
+def _separate_log() -> None:
     """Keep lagom's messages out of the program's log files and off its standard output."""
     handler = _OwnLines()
     handler.setFormatter(logging.Formatter("lagom: %(message)s"))
@@ -162,7 +162,7 @@ def _run(spec: RunSpec, seat: RankSpec) -> int:
     stack = contextlib.ExitStack()
     lands = spec.plan.rehearsal is None
     stack.enter_context(own_disk(seat.host_dir, seat.rank, place.world_size, seat.local_world_size, lands=lands))
-    stack.enter_context(hearing(asked_for_rank))
+    stack.enter_context(rank_calls_reported(asked_for_rank))
 
     def load() -> bootstrap.Call:
         call: bootstrap.Call = unpack_file(seat.payload_fd)
@@ -174,9 +174,9 @@ def _run(spec: RunSpec, seat: RankSpec) -> int:
 
     def fail(error: BaseException) -> None:
         if decided.acquire(blocking=False):
-            parcel, report = _raised(error, seat.rank, at_home)
+            parcel, report = _pack_error(error, seat.rank, at_home)
             parcel.write(seat.outcome_fd)
-            heart.last_word(report)
+            heart.send_outcome(report)
 
     def watch(session: Session) -> None:
         session.fail = fail
@@ -184,22 +184,22 @@ def _run(spec: RunSpec, seat: RankSpec) -> int:
 
     try:
         returned = bootstrap.run(spec.plan, place, load, Path(seat.host_dir), seat, watch)
-        parcel, report = _returned(returned, seat.rank, at_home)
+        parcel, report = _pack_result(returned, seat.rank, at_home)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes as well
-        parcel, report = _raised(error, seat.rank, at_home)
+        parcel, report = _pack_error(error, seat.rank, at_home)
     decided.acquire()
     parcel.write(seat.outcome_fd)
     if not report["ok"]:
         if "exit" in report:  # Python ends in order, and so do the threads and the atexit functions of the program
-            bootstrap.run_exit_handlers(lambda: heart.last_word(report))
+            bootstrap.run_exit_handlers(lambda: heart.send_outcome(report))
         bootstrap.flush_files()
         bootstrap.flush()
         # Report first: this process's end breaks its connections, at which other ranks fail.
-        heart.last_word(report)
+        heart.send_outcome(report)
         threading.Event().wait()  # until the host process has reported the failure, and ends this one
 
     def end() -> None:
-        heart.last_word(report)
+        heart.send_outcome(report)
         os._exit(0)
 
     bootstrap.run_exit_handlers(end)
@@ -207,16 +207,16 @@ def _run(spec: RunSpec, seat: RankSpec) -> int:
     return 0
 
 
-def _returned(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
+def _pack_result(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
     try:
         return Parcel(returned, at_home), {"type": "outcome", "ok": True}
     except PayloadError as error:
         raised = PayloadError(f"rank {rank} returned a {type(returned['value']).__name__}, but {error}")
         raised.__cause__ = error.__cause__
-        return _raised(raised, rank, at_home)
+        return _pack_error(raised, rank, at_home)
 
 
-def _raised(error: BaseException, rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
+def _pack_error(error: BaseException, rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
     text = "".join(traceback.format_exception(type(error), error, _own_frames_cut(error)))[-_MAX_TEXT:]
     report = {
         "type": "outcome",

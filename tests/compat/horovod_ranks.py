@@ -9,7 +9,7 @@ from typing import Any
 
 import lagom.compat.horovod.torch as hvd
 from lagom.session.session import Session
-from lagom.world import Place, standing_at
+from lagom.world import Place, place_set
 from tests.ranks import run_ranks
 
 Check = Callable[[int, int], Any]
@@ -22,7 +22,7 @@ def program(function: Callable[[], Any]) -> Callable[[Session], Any]:
 
     def run(session: Session) -> Any:
         place = Place(session.rank, session.world_size, session.local_rank, session.local_world_size)
-        with standing_at(place):
+        with place_set(place):
             try:
                 return function()
             finally:

@@ -243,12 +243,12 @@ def test_what_the_command_line_says_holds_where_the_config_does_not() -> None:
     from maggy.config import TorchDistributedConfig
 
     asked = lagom_config.TorchDistributedConfig(world_size=3, zero_lvl=1, batches="whole", seed=5, name="program.py")
-    with lagom_experiment.told(asked, {"batches"}):  # which is asked for, though it is the default
-        assert lagom_experiment.what_is_told() == {"world_size": 3, "zero_lvl": 1, "batches": "whole", "seed": 5}
-        found = TorchDistributedConfig(Line, ["a"], zero_lvl=2).with_defaults(lagom_experiment.what_is_told())
+    with lagom_experiment.command_line_config(asked, {"batches"}):  # which is asked for, though it is the default
+        assert lagom_experiment.command_line_fields() == {"world_size": 3, "zero_lvl": 1, "batches": "whole", "seed": 5}
+        found = TorchDistributedConfig(Line, ["a"], zero_lvl=2).with_defaults(lagom_experiment.command_line_fields())
         assert (found.world_size, found.zero_lvl, found.batches, found.sets) == (3, 2, "whole", ["a"])
         assert experiment.lagom(lambda dataset: dataset, found).per_rank == (["a"],) * 3
-    assert lagom_experiment.what_is_told() == {}
+    assert lagom_experiment.command_line_fields() == {}
 
 
 def test_modules_that_are_not_served_say_so() -> None:

@@ -24,7 +24,7 @@ from lagom.compat.petastorm import travel
 from lagom.config import TorchDistributedConfig
 from lagom.session.session import Session
 from lagom.worker.compatible import compatible
-from lagom.world import Place, standing_at
+from lagom.world import Place, place_set
 from tests.data.tables import numbers
 from tests.data.write_rows import image, schema, write
 from tests.ranks import alone, run_ranks
@@ -141,7 +141,7 @@ def test_batches_of_all_shards_make_one(tmp_path: Path, world_size: int) -> None
 
     def run(session: Session) -> Any:
         place = Place(session.rank, session.world_size, session.rank, session.world_size)
-        with standing_at(place):
+        with place_set(place):
             model = torch.nn.Linear(6, 1).double()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             options: Any = {"reader_pool_type": "dummy", "shuffle_row_groups": False}
@@ -174,7 +174,7 @@ def test_ranks_with_other_numbers_of_batches_in_memory_take_the_same_steps(tmp_p
     plain = numbers(tmp_path / "plain", [[9], [5], [3]]).as_uri()
 
     def run(session: Session) -> tuple[float, list[int]]:
-        with standing_at(Place(session.rank, session.world_size, session.rank, session.world_size)):
+        with place_set(Place(session.rank, session.world_size, session.rank, session.world_size)):
             model = torch.nn.Linear(1, 1).double()
             ids: list[int] = []
             for batch in InMemBatchedDataLoader(make_batch_reader(plain, reader_pool_type="dummy"), 2):

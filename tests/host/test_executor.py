@@ -74,7 +74,7 @@ def test_of_timelines_the_latest_that_fit_travel_with_a_failure() -> None:
         {},
         {"output": [said(2, 5000), said(2, 7)]},
     ]
-    assert executor._that_fit(reports) == [said(2, 5000), said(1, 10), said(2, 7), said(1, 20)]
+    assert executor._fitting_timelines(reports) == [said(2, 5000), said(1, 10), said(2, 7), said(1, 20)]
 
 
 def test_the_failure_of_a_rank_becomes_text_with_the_exception_in_it() -> None:

@@ -21,8 +21,8 @@ import lagom
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.host import descendants
-from lagom.host.rank_host import _seat, hold_ranks
-from lagom.host.supervisor import ForkedRank, _died
+from lagom.host.rank_host import _rank_spec, run_task_ranks
+from lagom.host.supervisor import ForkedRank, _death_report
 from lagom.host.workspace import host_workspace
 from lagom.monitor.stalls import Pulse
 from lagom.payload import Parcel, unpack_file
@@ -72,7 +72,7 @@ def held(
         Parcel(call).write(payload)
         with host_workspace(spec(world_size), payload_fd=payload) as place:
             gather = None if link else lambda text: [text]
-            reports = hold_ranks(spec(world_size, **env), 0, place, link, gather, files, "127.0.0.1")
+            reports = run_task_ranks(spec(world_size, **env), 0, place, link, gather, files, "127.0.0.1")
         return reports, [unpack_file(fd) if os.fstat(fd).st_size else None for fd in files]
     finally:
         for fd in [payload, *files]:
@@ -239,7 +239,7 @@ def test_the_environment_of_the_driver_is_added_to_the_ranks(driver: Driver) -> 
 def dead(status: int, tail: bytes = b"") -> Message:
     rank = ForkedRank(3, 1, None, DriverClient(socket.socket()), -1, -1, -1, Pulse(60.0), tail=bytearray(tail))
     rank.control.close()
-    return _died(rank, status, {})
+    return _death_report(rank, status, {})
 
 
 def test_a_death_is_told_by_signal_or_status() -> None:
@@ -268,7 +268,7 @@ def test_a_rank_gets_its_share_of_the_cores(
     with host_workspace(spec(1), payload_fd=0) as place:
         ranks = [{"rank": rank, "host": "here", "ip": "1.2.3.4", "gpu": None} for rank in range(num_here)]
         table = {"ranks": [*ranks, {"rank": num_here, "host": "there"}], "store": ["1.2.3.4", 5], "nccl": False}
-        seat = _seat(table, num_here - 1, spec(1, **env), place, 0, None, None)
+        seat = _rank_spec(table, num_here - 1, spec(1, **env), place, 0, None, None)
     assert seat.threads == threads
     assert (seat.local_rank, seat.local_world_size) == (num_here - 1, num_here)
     assert seat.store == ("1.2.3.4", 5)
@@ -277,7 +277,7 @@ def test_a_rank_gets_its_share_of_the_cores(
 def test_the_first_of_openmps_list_of_numbers_counts() -> None:
     with host_workspace(spec(1), payload_fd=0) as place:
         table = {"ranks": [{"rank": 0, "host": "here", "ip": "1.2.3.4"}], "store": ["1.2.3.4", 5], "nccl": False}
-        assert _seat(table, 0, spec(1, OMP_NUM_THREADS="4,3"), place, 0, None, None).threads == 4
+        assert _rank_spec(table, 0, spec(1, OMP_NUM_THREADS="4,3"), place, 0, None, None).threads == 4
 
 
 @pytest.mark.parametrize(
@@ -299,5 +299,5 @@ def test_a_program_for_torchrun_sees_the_gpus_of_its_host_in_the_order_of_its_ra
         here = [{"rank": rank, "host": "here", "ip": "1.2.3.4", "gpu": gpu} for rank, gpu in enumerate(masks)]
         there = {"rank": 2, "host": "there", "ip": "1.2.3.5", "gpu": "0"}
         table = {"ranks": [*here, there], "store": ["1.2.3.4", 5], "nccl": nccl}
-        seat = _seat(table, 1, its, place, 0, None, masks[1])
+        seat = _rank_spec(table, 1, its, place, 0, None, masks[1])
     assert (seat.gpu, seat.gpu_index) == wanted

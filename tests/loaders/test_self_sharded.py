@@ -15,13 +15,13 @@ from lagom.errors import DivergenceError, LagomError
 from lagom.loaders.batch_shares import num_rows, num_samples
 from lagom.loaders.self_sharded import first_sample, shards_itself
 from lagom.session.session import Session
-from lagom.world import Place, standing_at
+from lagom.world import Place, place_set
 from tests.ranks import alone, run_ranks
 from tests.session.loading import Numbers, RankSharded, Stream, batches
 
 
 def placed(session: Session) -> Any:
-    return standing_at(Place(session.rank, session.world_size, session.rank, session.world_size))
+    return place_set(Place(session.rank, session.world_size, session.rank, session.world_size))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["here", "worker"])

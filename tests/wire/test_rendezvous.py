@@ -13,7 +13,7 @@ import pytest
 from lagom.errors import PlanError
 from lagom.wire import rendezvous
 from lagom.wire.client import DriverClient, LinkClosed, Message
-from lagom.wire.rendezvous import Stopped, meet, peers
+from lagom.wire.rendezvous import Stopped, join_run, peers
 
 
 def join(task: int, *, ranks: list[int] | None = None, gpus: list[str] | None = None, **more: Any) -> Message:
@@ -89,7 +89,7 @@ def test_hosts_that_would_exchange_in_clear_are_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"2 hosts \(host0, host1\).* in clear.*allow_unencrypted_collectives=True"):
         peers([join(1), join(0)], one_host=True)
     with pytest.raises(PlanError, match="in clear"):
-        meet(None, lambda text: [text, json.dumps(join(1))], join(0), one_host=True)
+        join_run(None, lambda text: [text, json.dumps(join(1))], join(0), one_host=True)
 
 
 def test_the_table_travels_as_json() -> None:
@@ -102,38 +102,38 @@ def test_a_task_joins_and_gets_the_table_from_the_driver(pair: tuple[DriverClien
     table = peers([join(0)])
     driver.send({"type": "something else"})
     driver.send(table)
-    assert meet(ours, None, join(0)) == table
+    assert join_run(ours, None, join(0)) == table
     assert driver.poll() == [join(0)]
 
 
 def test_a_task_that_is_told_to_gather_does(pair: tuple[DriverClient, DriverClient]) -> None:
     ours, driver = pair
     driver.send({"type": "gather"})
-    table = meet(ours, lambda text: [text, json.dumps(join(1))], join(0))
+    table = join_run(ours, lambda text: [text, json.dumps(join(1))], join(0))
     assert table == peers([join(0), join(1)])
 
 
 def test_a_task_without_a_driver_gathers() -> None:
-    assert meet(None, lambda text: [text], join(0)) == peers([join(0)])
+    assert join_run(None, lambda text: [text], join(0)) == peers([join(0)])
 
 
 def test_a_task_without_a_driver_and_without_a_way_to_gather_says_so() -> None:
     with pytest.raises(LinkClosed, match="cannot be reached"):
-        meet(None, None, join(0))
+        join_run(None, None, join(0))
 
 
 def test_a_task_that_comes_too_late_is_stopped(pair: tuple[DriverClient, DriverClient]) -> None:
     ours, driver = pair
     driver.send({"type": "stop"})
     with pytest.raises(Stopped):
-        meet(ours, None, join(0))
+        join_run(ours, None, join(0))
 
 
 def test_a_driver_that_goes_away_meanwhile_ends_the_wait(pair: tuple[DriverClient, DriverClient]) -> None:
     ours, driver = pair
     driver.close()
     with pytest.raises(LinkClosed):
-        meet(ours, None, join(0))
+        join_run(ours, None, join(0))
 
 
 def test_the_wait_for_the_others_has_an_end(
@@ -141,4 +141,4 @@ def test_the_wait_for_the_others_has_an_end(
 ) -> None:
     monkeypatch.setattr(rendezvous, "WAIT_S", 0.05)
     with pytest.raises(LinkClosed, match="did not start"):
-        meet(pair[0], None, join(0))
+        join_run(pair[0], None, join(0))

@@ -18,7 +18,7 @@ from lagom.random_states import random_states, set_random_states
 from lagom.wire.spec import RankSpec
 from lagom.worker.device import rank_device, threads
 from lagom.worker.rank_environment import environment
-from lagom.world import Place, standing_at
+from lagom.world import Place, place_set
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -77,9 +77,9 @@ def test_inline_leaves_the_environment_as_it_is_and_puts_back_what_the_program_s
 
 
 def test_a_place_holds_while_it_is_stood_at() -> None:
-    with standing_at(Place(2, 4, 0, 2)):
+    with place_set(Place(2, 4, 0, 2)):
         assert (lagom.rank(), lagom.world_size()) == (2, 4)
-        with standing_at(Place()):
+        with place_set(Place()):
             assert (lagom.rank(), lagom.world_size()) == (0, 1)
         assert lagom.rank() == 2
     assert (lagom.rank(), lagom.world_size()) == (0, 1)

@@ -12,7 +12,7 @@ import pytest
 
 from lagom.errors import CollectiveError, PayloadError
 from lagom.payload import unpack
-from lagom.worker.rank_process import _raised, _returned, die_with
+from lagom.worker.rank_process import _pack_error, _pack_result, die_with
 
 
 def raised(error: BaseException) -> tuple[dict[str, Any], Any]:
@@ -20,7 +20,7 @@ def raised(error: BaseException) -> tuple[dict[str, Any], Any]:
     try:
         raise error
     except BaseException as caught:
-        parcel, report = _raised(caught, 1, {})
+        parcel, report = _pack_error(caught, 1, {})
     return report, unpack(bytearray(parcel.tobytes()))["error"]
 
 
@@ -59,7 +59,7 @@ def test_a_message_as_long_as_a_book_is_cut_to_what_a_frame_holds() -> None:
 
 def test_a_result_that_cannot_travel_is_an_error_of_its_own() -> None:
     with open(os.devnull, "w") as file:
-        parcel, report = _returned({"value": {"log": file}, "samples": 3}, 1, {})
+        parcel, report = _pack_result({"value": {"log": file}, "samples": 3}, 1, {})
     error = unpack(bytearray(parcel.tobytes()))["error"]
     assert not report["ok"]
     assert isinstance(error, PayloadError)
@@ -68,7 +68,7 @@ def test_a_result_that_cannot_travel_is_an_error_of_its_own() -> None:
 
 
 def test_a_result_is_sent_home_with_its_samples() -> None:
-    parcel, report = _returned({"value": 0.5, "samples": 30}, 1, {})
+    parcel, report = _pack_result({"value": 0.5, "samples": 30}, 1, {})
     assert report["ok"]
     assert unpack(parcel.tobytes()) == {"value": 0.5, "samples": 30}
 

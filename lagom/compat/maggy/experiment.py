@@ -39,7 +39,7 @@ def lagom(
     if config is None:
         config = BaseConfig(name="maggy_experiment", description="experiment without config object")
     if isinstance(config, TorchDistributedConfig):
-        config = config.with_defaults(experiment.what_is_told())
+        config = config.with_defaults(experiment.command_line_fields())
         if _asks_for_fp16(config.deepspeed_config) and not choose(config.launcher).cluster().gpus_per_slot:
             log.warning("DeepSpeed has no fp16 on CPUs: forwards are computed in bf16, with mixed_precision='bf16'")
             wanted = {**(config.deepspeed_config or {}), "fp16": {"enabled": False}}
