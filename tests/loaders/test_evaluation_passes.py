@@ -122,7 +122,7 @@ def test_an_evaluation_that_was_dealt_out_is_an_error(world_size: int) -> None:
             loader = DataLoader(data(), batch_size=8)
             fit(model, optimizer, loader)
             with pytest.raises(
-                LagomError, match=r"test_dealt_passes.py:\d+ called a model and ran no backward"
+                LagomError, match=r"test_evaluation_passes.py:\d+ called a model and ran no backward"
             ) as found:
                 evaluate(model, loader)
             told.append(str(found.value))
