@@ -30,7 +30,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 class Kind(Enum):
-    """How an optimizer can be sharded."""
+    """Ways in which an optimizer can be sharded."""
 
     ELEMENTWISE = "by element"
     BY_PARAMETER = "by whole parameter"
