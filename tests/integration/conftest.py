@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -20,8 +21,19 @@ def spark(request: pytest.FixtureRequest) -> Iterator[Any]:
         pytest.skip("no Java here")
     if request.param == "foreign" and not hosts.allowed():
         pytest.skip("no namespaces may be made here")
-    with clusters.KINDS[request.param]() as session:
-        yield session
+    with _open:
+        yield _open.enter_context(clusters.KINDS[request.param]())
+
+
+_open = contextlib.ExitStack()
+"""The session that is open, if any."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Close Spark when this folder is left: tests elsewhere would run on whatever session is active."""
+    if nextitem is None or "tests/integration" not in nextitem.path.as_posix():
+        _open.close()
 
 
 @pytest.fixture(autouse=True)
