@@ -7,7 +7,6 @@ import fcntl
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,8 +47,8 @@ class Retention:
         The newest does not count in bytes: a large one is no reason to remove those before it.
         """
         num_runs, num_bytes = 1, 0
-        for folder in sorted(filter(_is_run, top.iterdir()), reverse=True)[1:]:
-            size = _size(folder)
+        sizes = ((folder, _size_of_run(folder)) for folder in sorted(_named_as_runs(top), reverse=True))
+        for folder, size in [(folder, size) for folder, size in sizes if size is not None][1:]:
             if num_runs >= self.num_runs or num_bytes + size > self.num_mb * 1e6:
                 with contextlib.suppress(OSError), lock_run(folder):
                     shutil.rmtree(folder)
@@ -72,32 +71,47 @@ def lock_run(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _is_run(folder: Path) -> bool:
-    """Return whether ``folder`` is that of a run, and holds only files that lagom writes."""
-    with contextlib.suppress(OSError):  # another process removes it, or another user owns it
-        if _NAME.fullmatch(folder.name) and not folder.is_symlink() and folder.stat().st_uid == os.geteuid():
-            return (folder / "run.json").is_file() and all(map(_is_ours, folder.iterdir()))
-    return False
+def _named_as_runs(top: Path) -> Iterator[Path]:
+    """Yield the folders in ``top`` that have the name of a run."""
+    with os.scandir(top) as entries:
+        for entry in entries:
+            if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                yield Path(entry.path)
 
 
-def _is_ours(path: Path) -> bool:
-    """Return whether lagom has written this path in a run's folder; no folder but lagom's own is searched."""
-    if path.name == TIMELINES and path.is_dir() and not path.is_symlink():
-        return all(_OF_RANK.fullmatch(inside.name) and _is_file(inside) for inside in path.iterdir())
-    return _OURS.fullmatch(path.name) is not None and _is_file(path)
+def _size_of_run(folder: Path) -> int | None:
+    """Return the bytes of the run in ``folder``; None when it is another user's, or holds files that are not lagom's.
+
+    Every call looks at all runs that are kept, so each folder is listed once and each file looked at once.
+    """
+    names, size = set(), 0
+    try:
+        if folder.lstat().st_uid != os.geteuid():
+            return None
+        for entry in _entries(folder):
+            if entry.name == TIMELINES and entry.is_dir(follow_symlinks=False):
+                inside = _size_of_files(_entries(entry), _OF_RANK)
+            else:
+                inside = _size_of_files([entry], _OURS)
+            if inside is None:
+                return None
+            names.add(entry.name)
+            size += inside
+    except OSError:  # another process removes it
+        return None
+    return size if "run.json" in names else None
 
 
-def _is_file(path: Path) -> bool:
-    return stat.S_ISREG(path.lstat().st_mode)
+def _entries(folder: os.PathLike[str]) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return list(entries)
 
 
-def _size(folder: Path) -> int:
-    """Return the bytes of the run in ``folder``; another process may remove files meanwhile."""
-    size = 0
-    with contextlib.suppress(FileNotFoundError):
-        for path in folder.rglob("*"):
-            size += path.lstat().st_size
-    return size
+def _size_of_files(entries: list[os.DirEntry[str]], names: re.Pattern[str]) -> int | None:
+    """Return the bytes of ``entries``; None when one of them is no plain file with one of these names."""
+    if not all(names.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries):
+        return None
+    return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
 
 
 def _number(name: str, default: float) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -95,19 +97,22 @@ def test_files_that_another_process_removes_meanwhile_are_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [old(tmp_path, number) for number in range(4)]
-    original, looks = Path.lstat, {folders[1]: 2, folders[2]: 1}
+    original = os.scandir
 
-    def lstat(path: Path) -> os.stat_result:
-        if path.name == "rank-0.log" and path.parent in looks:
-            looks[path.parent] -= 1
-            if looks[path.parent] == 0:
-                path.unlink()
-        return original(path)
+    @contextmanager
+    def scandir(path: int | Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with original(path) as entries:
+            listed = list(entries)
+        if path == folders[1]:
+            (folders[1] / "rank-0.log").unlink()
+        yield iter(listed)
 
-    monkeypatch.setattr(Path, "lstat", lstat)
+    monkeypatch.setattr(os, "scandir", scandir)
     Retention(num_runs=1).remove_older(tmp_path)
-    assert looks == {folders[1]: 0, folders[2]: 0}
-    assert [folder.exists() for folder in folders] == [False, False, True, True]
+    monkeypatch.undo()
+    assert [folder.exists() for folder in folders] == [False, True, False, True]  # the next run removes it
+    Retention(num_runs=1).remove_older(tmp_path)
+    assert [folder.exists() for folder in folders] == [False, False, False, True]
 
 
 def test_a_folder_that_was_asked_for_keeps_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
