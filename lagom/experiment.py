@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from lagom.aggregate import aggregate, remedy
+from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
@@ -68,8 +69,12 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
     name = getattr(train, "__name__", "lagom")
     cluster = launcher.cluster()
     the_plan = plan(config, cluster, name, already_distributed=_is_distributed(train, provided, cluster))
-    provided = write_frame(provided)
-    call = {"function": train, "provided": provided, "random": _random(config), "settings": process_settings()}
+    call = Call(
+        function=train,
+        provided=write_frame(provided),
+        random_states=_random(config),
+        settings=process_settings(),
+    )
     if config.verify and the_plan.world_size > 1:
         if the_plan.already_distributed:
             say_not_rehearsed(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import importlib
 import io
@@ -275,11 +276,15 @@ def _parts(value: object, name: str) -> list[tuple[str, object]]:
         return [(f"the variable {key!r} that {code.co_name}() uses", part) for key, part in inner.items()]
     if isinstance(value, functools.partial):
         return [(name, value.func), *((_inside(name, f"({part_name})"), part) for part_name, part in _given(value))]
-    return [
-        (_inside(name, f".{key}"), part)
-        for key, part in getattr(value, "__dict__", {}).items()
-        if not isinstance(value, type)
-    ]
+    return [(_inside(name, f".{key}") if name else key, part) for key, part in _attributes(value).items()]
+
+
+def _attributes(value: object) -> dict[str, object]:
+    """Return the attributes of an instance; a dataclass with slots has no ``__dict__``."""
+    if isinstance(value, type):
+        return {}
+    slots = [each.name for each in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    return {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
 
 
 def _given(call: functools.partial[Any]) -> list[tuple[str, object]]:

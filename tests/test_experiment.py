@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lagom import experiment
+from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError, PlanError, RankError, RankTraceback
@@ -29,7 +30,7 @@ class Ranks:
     def __init__(self, outcomes: Sequence[Outcome] = (), slots: int = 2) -> None:
         self.outcomes = list(outcomes)
         self.slots = slots
-        self.calls: list[tuple[Plan, Mapping[str, Any]]] = []
+        self.calls: list[tuple[Plan, Call]] = []
 
     def cluster(self) -> Cluster:
         return Cluster(launcher="local", slots=self.slots)
@@ -37,7 +38,7 @@ class Ranks:
     def where(self) -> str:
         return "nowhere"
 
-    def run(self, plan: Plan, call: Mapping[str, Any], records: Any = None) -> list[Outcome]:
+    def run(self, plan: Plan, call: Call, records: Any = None) -> list[Outcome]:
         self.calls.append((plan, call))
         return self.outcomes
 
@@ -102,7 +103,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_starts(launcher: Ran
 
 def provided(launcher: Ranks, **settings: Any) -> Mapping[str, Any]:
     experiment.lagom(lambda: None, TorchDistributedConfig(**settings))
-    return launcher.calls[-1][1]["provided"]  # type: ignore[no-any-return]
+    return launcher.calls[-1][1].provided
 
 
 def test_the_data_sets_are_provided_in_both_spellings(launcher: Ranks) -> None:
@@ -123,9 +124,9 @@ def test_hparams_keep_their_type(launcher: Ranks) -> None:
 
 def test_without_a_seed_the_ranks_get_the_generators_of_this_process(launcher: Ranks, rng_untouched: None) -> None:
     experiment.lagom(train, TorchDistributedConfig(seed=None))
-    assert {"torch", "numpy", "random"} <= launcher.calls[-1][1]["random"].keys()
+    assert {"torch", "numpy", "random"} <= (launcher.calls[-1][1].random_states or {}).keys()
     experiment.lagom(train, TorchDistributedConfig(seed=3))
-    assert launcher.calls[-1][1]["random"] is None
+    assert launcher.calls[-1][1].random_states is None
 
 
 def test_the_functions_exception_is_raised_with_the_ranks_traceback_as_its_cause(launcher: Ranks) -> None:

@@ -18,6 +18,7 @@ LARGEST_ROOM = 18  # files, beside __init__.py
 
 ROOMS = {
     # What driver and ranks share; needs no torch.
+    "call": "",
     "cluster": "",
     "contents": "numpy",
     "errors": "",
@@ -33,20 +34,20 @@ ROOMS = {
     # The driver.
     "aggregate": "contents",
     "result": "records",
-    "launchers": "cluster config data.parquet errors host monitor payload plan program records wire worker world "
+    "launchers": "call cluster config data.parquet errors host monitor payload plan program records wire worker world "
     "cloudpickle numpy pyarrow pyspark torch",
-    "verify": "config errors launchers plan verify.on_rank",
+    "verify": "call config errors launchers plan verify.on_rank",
     "memory_planner": "config errors launchers memory_plan plan world zero torch",
-    "experiment": "aggregate cluster config errors launchers plan program random_states records result verify wire "
-    "worker",
-    "doctor": "__init__ collectives config errors launchers memory_plan plan worker world torch",
+    "experiment": "aggregate call cluster config errors launchers plan program random_states records result verify "
+    "wire worker",
+    "doctor": "__init__ call collectives config errors launchers memory_plan plan worker world torch",
     "horovodrun": "__init__ torch",
     "cli": "__init__ config doctor errors experiment horovodrun launchers program worker",
     "__main__": "cli",
     "__init__": "config data errors experiment memory_plan memory_planner result world",
     # The processes of a host, and the rank.
     "host": "errors files monitor plan wire worker pyarrow pyspark torch",
-    "worker": "collectives config errors files memory_plan micro_batches monitor patching payload plan program "
+    "worker": "call collectives config errors files memory_plan micro_batches monitor patching payload plan program "
     "random_states run_state session verify.on_rank wire world zero numpy torch",
     # What a rank does with the program, from the top down.
     "session": "collectives collectives.torch_backend deepspeed distributed files forward gradients "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from lagom.call import Call
 from lagom.errors import PayloadError
 from lagom.payload import Parcel, find_unpicklable, unpack, unpack_file
 from lagom.wire.server import anonymous_file
@@ -338,9 +340,18 @@ def test_parts_of_variables_methods_partials_and_what_a_config_provides_are_name
         (functools.partial(repr, box), r"^function\(0\)\.inner\['lock'\] \(a lock\) "),
     ):
         with pytest.raises(PayloadError, match=said):
-            Parcel({"function": function, "provided": {"hparams": {}}})
+            Parcel(Call(function=function, provided={"hparams": {}}))
     with pytest.raises(PayloadError, match=r"^hparams\['box'\]\.inner\['lock'\] \(a lock\) cannot be pickled: "):
-        Parcel({"function": abs, "provided": {"hparams": {"box": box}}})
+        Parcel(Call(function=abs, provided={"hparams": {"box": box}}))
+
+
+def test_a_field_of_a_dataclass_with_slots_is_named() -> None:
+    @dataclasses.dataclass(slots=True)
+    class Settings:
+        lock: Any
+
+    with pytest.raises(PayloadError, match=r"^hparams\.lock \(a lock\) cannot be pickled: "):
+        Parcel(Call(function=abs, provided={"hparams": Settings(threading.Lock())}))
 
 
 @pytest.mark.parametrize("kind", ["DataFrame", "Broadcast"])
@@ -355,7 +366,7 @@ def test_what_only_sparks_driver_has_is_named_without_its_insides(kind: str) -> 
     with pytest.raises(
         PayloadError, match=rf"the variable 'frame' that <lambda>\(\) uses \(a {kind} of Spark's, .*"
     ) as raised:
-        Parcel({"function": lambda: frame, "provided": {}})
+        Parcel(Call(function=lambda: frame, provided={}))
     assert "or collect what is needed before the call" in str(raised.value)
     assert "\n" not in str(raised.value)
 

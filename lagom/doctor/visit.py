@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lagom
+from lagom.call import Call
 from lagom.config import TorchDistributedConfig
 from lagom.doctor.examination import examine
 from lagom.doctor.executors import APART, executor_findings
@@ -44,7 +45,7 @@ def visit(config: TorchDistributedConfig) -> list[Finding]:
                 if any(one.level == "fail" for one in found):
                     return found  # a run would only end with the same, later
             start = time.monotonic()
-            outcomes = launcher.run(the_plan, {"function": examine, "provided": provided, "random": None})
+            outcomes = launcher.run(the_plan, Call(function=examine, provided=provided))
             seconds = time.monotonic() - start
             raise_failure(outcomes)
     except CollectiveError as error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lagom.call import Call
 from lagom.cluster import Cluster, visible_gpus
 from lagom.errors import PlanError
 from lagom.launchers.protocol import Outcome
@@ -36,7 +36,7 @@ class InlineLauncher:
         """Name the place for a reader."""
         return "this process"
 
-    def run(self, plan: Plan, call: Mapping[str, Any], records: RunRecords | None = None) -> list[Outcome]:
+    def run(self, plan: Plan, call: Call, records: RunRecords | None = None) -> list[Outcome]:
         """See ``Launcher.run``; an exception of the function's is not wrapped, so that a debugger stops at it."""
         from lagom.worker import bootstrap
         from lagom.world import Place, world_size

@@ -17,10 +17,10 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lagom.call import Call
 from lagom.cluster import Cluster, visible_gpus
 from lagom.errors import LagomError
 from lagom.launchers.protocol import Outcome
@@ -62,7 +62,7 @@ class LocalLauncher:
         """Name the place for a reader."""
         return "this machine"
 
-    def run(self, plan: Plan, call: Mapping[str, Any], records: RunRecords | None = None) -> list[Outcome]:
+    def run(self, plan: Plan, call: Call, records: RunRecords | None = None) -> list[Outcome]:
         """See ``Launcher.run``."""
         if plan.world_size > _MAX_RANKS:
             raise LagomError(f"world_size is {plan.world_size}; the local launcher holds at most {_MAX_RANKS} ranks")

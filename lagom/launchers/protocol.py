@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
@@ -32,7 +33,7 @@ class Launcher(Protocol):
     def where(self) -> str:
         """Name the place for a reader: "Spark local[2]", "this machine"."""
 
-    def run(self, plan: Plan, call: Mapping[str, Any], records: RunRecords | None = None) -> list[Outcome]:
+    def run(self, plan: Plan, call: Call, records: RunRecords | None = None) -> list[Outcome]:
         """Run ``call`` on all ranks; return their outcomes in rank order, failures among them.
 
         ``records`` keeps the ranks' output and progress.

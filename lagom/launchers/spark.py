@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.errors import LagomError, PlanError
 from lagom.launchers import spark_task as task_module
@@ -59,7 +60,7 @@ class SparkLauncher:
         """Name the place for a reader."""
         return self._facts.name
 
-    def run(self, plan: Plan, call: Mapping[str, Any], records: RunRecords | None = None) -> list[Outcome]:
+    def run(self, plan: Plan, call: Call, records: RunRecords | None = None) -> list[Outcome]:
         """See ``Launcher.run``."""
         with contextlib.ExitStack() as stack:
             payload = stack.enter_context(_Payload(call))
@@ -69,7 +70,7 @@ class SparkLauncher:
             address = self._listen(run, tls)
             if address is None:
                 run.unheard()
-            modules = b"" if self._facts.one_machine else modules_zip(call["function"])
+            modules = b"" if self._facts.one_machine else modules_zip(call.function)
             spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self._facts.one_machine)
             spec = dataclasses.replace(spec, certificate=certificate)
             rows = self._job(run, plan, spec, stack)
@@ -152,7 +153,7 @@ def _encryption(facts: SparkFacts) -> tuple[ssl.SSLContext, str]:
 class _Payload:
     """The call, pickled into a nameless file of this process; processes of the same host open it by path."""
 
-    def __init__(self, call: Mapping[str, Any]) -> None:
+    def __init__(self, call: Call) -> None:
         self._parcel = Parcel(call)
         self.fd = anonymous_file("payload")
         self._token = anonymous_file("token")

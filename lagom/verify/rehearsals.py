@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from lagom.call import Call
 from lagom.config.torch_distributed import Batches, Evaluation
 from lagom.errors import VerificationError
 from lagom.launchers.protocol import Launcher
@@ -22,7 +22,7 @@ _PATIENCE_S = 30.0
 """Seconds after which a rehearsal of one process compares fewer backwards."""
 
 
-def verify(launcher: Launcher, plan: Plan, call: Mapping[str, Any]) -> Verification:
+def verify(launcher: Launcher, plan: Plan, call: Call) -> Verification:
     """Rehearse ``call`` in one process and as ``plan`` says, and with other settings if the two do not agree.
 
     See Note [Rehearsals].
@@ -91,7 +91,7 @@ def _may_run(plan: Plan, found: _Finding, better: Plan | None) -> bool:
 class _Rehearsals:
     """Runs rehearsals, and caches the records of one process."""
 
-    def __init__(self, launcher: Launcher, plan: Plan, call: Mapping[str, Any]) -> None:
+    def __init__(self, launcher: Launcher, plan: Plan, call: Call) -> None:
         self._launcher = launcher
         self._plan = plan
         self._call = call

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from lagom.call import Call
 from lagom.collectives.run_store import SealedStore
 from lagom.monitor.spans import Spans
 from lagom.plan import Plan
@@ -36,9 +37,6 @@ from lagom.worker.rank_environment import environment, torchrun_variables
 from lagom.worker.reporter import Reporter
 from lagom.world import Place, place_set
 
-Call = Mapping[str, Any]
-"""``function``, ``provided`` (the config's fields by name), ``random`` (the driver's generators, or None), and
-``settings`` (the driver's settings for its process)."""
 Returned = dict[str, Any]
 """``value``, the function's return value; ``samples``, the number of samples that this rank trained on; and, for rank
 0, ``random``, the final states of the generators that began in the driver's state."""
@@ -90,20 +88,20 @@ def run(
         call = load()  # inside the patches: they see modules as unpickling makes them
         session.is_unpacked = True
         if seat is not None:  # without a seat, this is the driver's process, which has these settings
-            set_process_settings(call.get("settings", {}))
-        stack.enter_context(seeded(plan.config.seed, call["random"]))
-        provided = dict(call["provided"]) | {"reporter": Reporter(session)}
-        positional, named = arguments(call["function"], MadeArguments(provided))
+            set_process_settings(call.settings)
+        stack.enter_context(seeded(plan.config.seed, call.random_states))
+        provided = dict(call.provided) | {"reporter": Reporter(session)}
+        positional, named = arguments(call.function, MadeArguments(provided))
         if seat is not None:  # without a seat, the program's forks belong to the caller
             stack.enter_context(end_forks())
         if plan.rehearsal is not None:
-            value = rehearse(session, leaves, lambda: call["function"](*positional, **named))
+            value = rehearse(session, leaves, lambda: call.function(*positional, **named))
             return {"value": value, "samples": session.samples_trained}
         with OutOfMemoryReport(session), DiskFullReport(session):
-            value = call["function"](*positional, **named)
+            value = call.function(*positional, **named)
         returned = {"value": value, "samples": session.samples_trained}
-        if place.rank == 0 and call["random"] is not None:
-            returned["random"] = {name: state for name, state in random_states().items() if name in call["random"]}
+        if place.rank == 0 and call.random_states is not None:
+            returned["random"] = {name: state for name, state in random_states().items() if name in call.random_states}
         return returned
 
 

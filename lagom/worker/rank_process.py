@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lagom.call import Call
 from lagom.errors import CollectiveError, PayloadError
 from lagom.payload import InParts, Parcel, classes_received, unpack, unpack_file
 from lagom.wire.client import DriverClient, Message
@@ -164,8 +165,8 @@ def _run(spec: RunSpec, seat: RankSpec) -> int:
     stack.enter_context(own_disk(seat.host_dir, seat.rank, place.world_size, seat.local_world_size, lands=lands))
     stack.enter_context(rank_calls_reported(asked_for_rank))
 
-    def load() -> bootstrap.Call:
-        call: bootstrap.Call = unpack_file(seat.payload_fd)
+    def load() -> Call:
+        call: Call = unpack_file(seat.payload_fd)
         at_home.update(classes_received())
         return call
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import lagom
+from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.host import descendants
@@ -65,7 +66,7 @@ def held(
     function: Callable[[], Any], world_size: int = 2, link: DriverClient | None = None, **env: str
 ) -> tuple[list[Message], list[Any]]:
     """Reports and outcomes of the ranks of one task."""
-    call = {"function": function, "provided": {"hparams": {}}, "random": None}
+    call = Call(function=function, provided={"hparams": {}})
     files = [anonymous_file(str(rank)) for rank in range(world_size)]
     payload = anonymous_file("payload")
     try:

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 
+from lagom.call import Call
 from lagom.config import TorchDistributedConfig
 from lagom.errors import VerificationError
 from lagom.launchers import choose
@@ -52,7 +53,7 @@ def rehearsed(case: Case) -> Verification:
     """``verify`` of the program on two ranks, "split"."""
     launcher = choose("local")
     function = functools.partial(judge.PROGRAMS[case.program].train, **case.options)
-    call = {"function": function, "provided": {"hparams": {}}, "random": None}
+    call = Call(function=function, provided={"hparams": {}})
     the_plan = plan(TorchDistributedConfig(launcher="local", world_size=2, batches="split", seed=0), launcher.cluster())
     with judge.scratch() as folder:
         try:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lagom.call import Call
 from lagom.config import TorchDistributedConfig
 from lagom.errors import VerificationError
 from lagom.launchers import choose
@@ -204,7 +205,7 @@ RIGHT = (
 
 def verdict(program: Callable[[], Any], batches: Any) -> str:
     launcher = choose("local")
-    call = {"function": program, "provided": {"hparams": {}}, "random": None}
+    call = Call(function=program, provided={"hparams": {}})
     config = TorchDistributedConfig(launcher="local", world_size=2, seed=0, batches=batches)
     return verify(launcher, plan(config, launcher.cluster()), call).verdict
 

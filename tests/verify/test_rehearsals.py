@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lagom import experiment
+from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, VerificationError
@@ -151,7 +152,7 @@ def configured(world_size: int = 2, **settings: Any) -> TorchDistributedConfig:
 def verified(function: Callable[..., Any], world_size: int = 2, **settings: Any) -> Verification:
     config = configured(world_size, **settings)
     launcher = choose("local")
-    call = {"function": function, "provided": {"hparams": {}}, "random": None}
+    call = Call(function=function, provided={"hparams": {}})
     return verify(launcher, plan(config, launcher.cluster()), call)
 
 
