@@ -1,4 +1,4 @@
-"""``plan_memory``: compute the bytes on each rank at each ``zero_lvl``, and which level fits."""
+"""``plan_memory``: computes the bytes that each rank needs at each ``zero_lvl``, and which level fits."""
 
 from __future__ import annotations
 
@@ -37,20 +37,21 @@ def plan_memory(
     mixed_precision: MixedPrecision = False,
     memory: int | None = None,
 ) -> MemoryPlan:
-    """Compute each rank's memory at each ``zero_lvl``, and which level fits; from shapes, in seconds.
+    """Compute how many bytes each rank needs at each ``zero_lvl``, and which level fits.
 
-    The computation does not take that memory.
+    The computation uses shapes only: it takes seconds, and does not need that memory.
 
     Args:
-        module: a module, which may be on the meta device; a class or a factory. It is not changed.
-        optimizer: one that was made for the module; its class; or a function that makes one of a list of parameters.
-            A copy is stepped to see its state, and how that can be sharded. None: no state.
-        batch: the module's argument for one batch of the program: a tensor, a tuple of arguments, or a dict.
-            A rank computes its share of it, and keeps the tensors that autograd saves for the backward.
+        module: a module, which may be on the meta device and is not changed; or a class or function that makes one.
+        optimizer: an optimizer of the module; its class; or a function that makes an optimizer from a list of
+            parameters. lagom steps a copy to see its state, and how that can be sharded. None: no state.
+        batch: the module's arguments for one batch of the program: a tensor, a tuple of arguments, or a dict of them.
+            Each rank computes its share, and keeps the tensors that autograd saves for the backward. None: activations
+            are left out.
         world_size: number of ranks; None: as many as a run would have.
         mixed_precision: as in the config. Parameters, gradients and state keep their size; activations are smaller.
-        memory: bytes that a rank may use; None: those of the smallest GPU, or else this machine's (as its control
-            group limits it), divided by the ranks. Executors of a cluster may be other machines: give their memory.
+        memory: bytes that a rank may use; None: the memory of the smallest GPU, or else this machine's memory (or the
+            limit of its control group), divided by the ranks. If executors run on other machines, pass their memory.
 
     Raises:
         ValueError: if an argument has a wrong value.
@@ -59,7 +60,7 @@ def plan_memory(
     if ranks_of_run() > 1:
         raise LagomError("plan_memory is called in a run on several ranks; call it before, in the driver or notebook")
     _check(world_size, memory)
-    TorchDistributedConfig(mixed_precision=mixed_precision)  # checks it
+    TorchDistributedConfig(mixed_precision=mixed_precision)  # raises a ValueError for a wrong setting
     the_module = build_module(module)
     parameters = list({id(p): p for p in the_module.parameters()}.values())
     num_ranks = world_size or _ranks()

@@ -1,4 +1,4 @@
-"""``Engine``: one of DeepSpeed's, with the module and optimizer that the program holds."""
+"""``Engine``: one DeepSpeed engine, with the module and the optimizer that it drives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """One of DeepSpeed's, with the module and optimizer that the program holds."""
+    """One DeepSpeed engine, with the module and the optimizer of the program that it drives.
+
+    Args:
+        engine: the engine that ``deepspeed.initialize`` returned.
+        optimizer: None if DeepSpeed made its own from ``deepspeed_config``.
+        stage: the ZeRO stage, from 0 to 3.
+    """
 
     def __init__(self, engine: Any, module: nn.Module, optimizer: Optimizer | None, stage: int) -> None:
         self._engine = engine
@@ -27,23 +33,23 @@ class Engine:
         self.optimizer = optimizer
         self.leaves = [p for p in module.parameters() if p.requires_grad]
         self.num_backwards = 0
-        """Since the last step."""
+        """Backwards since the last step."""
         self._stage = stage
         self._reached: set[int] = set()
         enabled = engine.fp16_enabled(), engine.bfloat16_enabled()
         self.dtype = torch.float16 if enabled[0] else torch.bfloat16 if enabled[1] else None
-        """What the engine has turned the module's parameters into."""
+        """Half-precision type to which the engine cast the module's parameters; None if it left their types alone."""
         self._step_in_place()
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients, and the state of the optimizer, are not where one process has them."""
+        """Whether the engine, and not ``Parameter.grad`` and the optimizer, holds whole gradients and the state."""
         engine = self._engine
         averages = engine.managed_gradient_accumulation() and engine.gradient_accumulation_steps() == 1
         return self._stage > 0 or self.dtype is not None or not averages
 
     def scale(self) -> float:
-        """What the root of a backward is multiplied by: a loss scale, and accumulation that the engine counts."""
+        """Return the factor for the root of a backward: the loss scale, divided by the engine's accumulation steps."""
         one = torch.ones((), requires_grad=True) * 1.0
         engine = self._engine
         if hasattr(engine.optimizer, "scale_if_loss"):
@@ -54,7 +60,7 @@ class Engine:
 
     @contextmanager
     def around_backward(self, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-        """What ``engine.backward(loss)`` does before and after autograd runs."""
+        """Do what ``engine.backward(loss)`` does before and after autograd; ``leaves`` are reached by this backward."""
         engine = self._engine
         self._reached.update(map(id, leaves))
         self.num_backwards += 1
@@ -73,11 +79,11 @@ class Engine:
             engine._running_engine_backward = engine._running_engine_backward_count > 0
 
     def unreached(self) -> int:
-        """How many parameters no backward has reached since the last step."""
+        """Return the number of trained parameters that no backward has reached since the last step."""
         return sum(id(p) not in self._reached for p in self.leaves)
 
     def step(self) -> None:
-        """The engine's own; where it counts accumulation, not every call is a step."""
+        """Call ``engine.step()``. If the engine counts accumulation, only every n-th call changes parameters."""
         self._take_changes()
         counts = self._engine.managed_gradient_accumulation()
         is_step = self._engine.is_gradient_accumulation_boundary() if counts else True
@@ -87,9 +93,9 @@ class Engine:
             self._reached.clear()
 
     def _step_in_place(self) -> None:
-        """Have DeepSpeed step the parameters' own numbers, and not a copy, where it keeps them in that type and place.
+        """Make DeepSpeed's master copy share the parameters' memory, if type and device are equal.
 
-        That saves the copy, and what the program changes is stepped on from there.
+        This saves the memory of the copy, and the next step starts from values that the program has changed.
         """
         zero = self._engine.optimizer
         able = [
@@ -100,33 +106,33 @@ class Engine:
         for own, master in able:
             master.data = own.data
         if able:
-            zero._link_all_hp_params()  # what it had linked keeps the copies
+            zero._link_all_hp_params()  # the links that DeepSpeed made before still point at the copies
 
     def _masters(self) -> Iterator[tuple[torch.Tensor, Any]]:
-        """This rank's part of parameters, in their own memory, with the numbers that DeepSpeed steps for it."""
+        """Yield pairs for each parameter group: this rank's part of the parameters, and DeepSpeed's master copy."""
         zero = self._engine.optimizer
         if self._stage not in (1, 2) or not hasattr(zero, "parallel_partitioned_bit16_groups"):
             return
         for number, master in enumerate(zero.single_partition_of_fp32_groups):
             own = zero.parallel_partitioned_bit16_groups[number][dist.get_rank(zero.real_dp_process_group[number])]
-            if own.shape == master.shape:  # otherwise it is kept elsewhere
+            if own.shape == master.shape:  # otherwise DeepSpeed keeps its master copy elsewhere
                 yield own, master
 
     @torch.no_grad()
     def _take_changes(self) -> None:
-        """Copy what the program has changed in parameters into the numbers that DeepSpeed steps."""
+        """Copy the elements that the program has changed in its parameters into DeepSpeed's master copies."""
         for own, master in self._masters():
             if own.data_ptr() == master.data_ptr():
                 continue
             now = own.to(master.device)
             if now.dtype == master.dtype and torch.equal(now, master):
-                continue  # twice as fast as to look for what has changed
+                continue  # nothing has changed; this test takes half as long as the search for changed elements
             changed = now != master.to(own.dtype)
             if bool(changed.any()):
                 master[changed] = now[changed].to(master.dtype)
 
     def close(self) -> None:
-        """Take its hooks off the module, which cannot be pickled where its parameters are in parts."""
+        """Destroy the engine with its hooks. At stage 3, pickling a module then raises an error: it has only parts."""
         self._engine.destroy()
         if self._stage == 3:
             for module in self.module.modules():
@@ -134,7 +140,11 @@ class Engine:
 
 
 def refuse_parts(name: str, *_: object) -> NoReturn:
-    """Instead of pickling or copying a module without its numbers."""
+    """Raise the error for a copied or pickled module of class ``name``, whose parameters are sharded.
+
+    Raises:
+        LagomError: always.
+    """
     raise LagomError(
         f"a {name} is copied, saved or returned whose parameters DeepSpeed has in parts (zero_lvl=3); take its "
         "state_dict(), which is whole, or use another level"

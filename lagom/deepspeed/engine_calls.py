@@ -1,4 +1,4 @@
-"""What a program calls of modules, optimizers and tensors, where DeepSpeed's engine is behind it."""
+"""Replacements for methods of modules, optimizers and tensors: they call DeepSpeed's engine, or refuse the call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def step_engine(driver: Driver) -> Iterator[None]:
-    """Steps, gradients and states of optimizers that an engine drives are the engine's."""
+    """Patch ``step``, ``zero_grad`` and the state of optimizers: those that an engine drives use the engine."""
     with ExitStack() as stack:
         stack.enter_context(replaced_steps(partial(_step, driver), existing=False))
         wrap = vars(Optimizer)["_patch_step_function"]
@@ -83,12 +83,13 @@ def _own(driver: Driver, name: str) -> Callable[..., Any]:
                 "zero_grad() throws gradients away that DeepSpeed has taken over already; call it before backward() or "
                 "after step(), or use backend='torch'"
             )
-        return None  # the step has done it
+        return None  # the engine's step has cleared the gradients
 
     return patched
 
 
 def guarded(driver: Driver) -> property:
+    """Return a replacement for ``Tensor.grad`` that raises an error while DeepSpeed holds the gradient in parts."""
     original = vars(torch._C.TensorBase)["grad"]
 
     def read(tensor: Tensor) -> Any:
@@ -108,6 +109,8 @@ def guarded(driver: Driver) -> property:
 
 
 def save_engine(driver: Driver, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement for ``Module.state_dict`` that gathers sharded parameters: a collective at stage 3."""
+
     @functools.wraps(original)
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         engines = driver.engines
@@ -117,13 +120,15 @@ def save_engine(driver: Driver, original: Callable[..., Any]) -> Callable[..., A
             found = original(self, *args, **kwargs)
             for key, value in list(found.items()):
                 if isinstance(value, Tensor):
-                    found[key] = value.detach().clone()  # after this they are in parts again
+                    found[key] = value.detach().clone()  # on leaving, DeepSpeed shards the parameters again
             return found
 
     return state_dict
 
 
 def load_engine(driver: Driver, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement for ``Module.load_state_dict`` that writes to whole parameters: a collective at stage 3."""
+
     @functools.wraps(original)
     def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         engines = driver.engines
@@ -136,6 +141,10 @@ def load_engine(driver: Driver, original: Callable[..., Any]) -> Callable[..., A
 
 
 def call_engine(driver: Driver, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement for ``Module.__call__``: it starts engines, and casts inputs and outputs for fp16 or bf16.
+
+    Only the outermost call of a forward does this.
+    """
     session, engines = driver.session, driver.engines
     inside = False
 
@@ -149,13 +158,12 @@ def call_engine(driver: Driver, original: Callable[..., Any]) -> Callable[..., A
                 driver.before_forward(module)
             is_driven = engines.drives(module.parameters())
             if is_driven and not engines.keeps_parameters:
-                session.check_place(
-                    "a forward"
-                )  # which gathers parameters: a rank that is elsewhere would be waited for
+                # The forward gathers parameters: without this check, ranks would wait for a rank that runs other code.
+                session.check_place("a forward")
             dtype = engines.of_module(module).dtype if is_driven else None
             if dtype is None:
                 return original(module, *args, **kwargs)
-            # The engine has made the module half: the program's numbers go in and come out as it has them.
+            # The engine has cast the module to half precision, but the program passes and expects float32.
             args, kwargs = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
             outputs = original(module, *args, **kwargs)
             return tree_map_only(Tensor, lambda x: x.float() if x.dtype == dtype else x, outputs)
@@ -166,6 +174,8 @@ def call_engine(driver: Driver, original: Callable[..., Any]) -> Callable[..., A
 
 
 def not_whole(driver: Driver, name: str) -> Callable[..., Any]:
+    """Return a replacement for ``Module.__reduce_ex__`` or ``__deepcopy__`` that refuses modules in parts."""
+
     def refuse(self: nn.Module, argument: Any) -> Any:
         if driver.session.live and any(hasattr(p, "ds_id") for p in self.parameters()):
             refuse_parts(type(self).__name__)
@@ -178,5 +188,6 @@ def not_whole(driver: Driver, name: str) -> Callable[..., Any]:
 
 
 def engine_backward(module: nn.Module, loss: Tensor, retain_graph: bool = False, **_: Any) -> Tensor:
+    """Run the backward of ``loss``, as ``model.backward(loss)`` in a loop for DeepSpeed does, and return ``loss``."""
     loss.backward(retain_graph=retain_graph)
     return loss

@@ -1,4 +1,4 @@
-"""``backend="deepspeed"``: forwards, backwards and steps of the program, led through DeepSpeed's engine."""
+"""``backend="deepspeed"``: patches torch so that the program's forwards, backwards and steps use DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _init = distributed_c10d.init_process_group
-"""torch's own: what a run puts in its place is for the program."""
+"""torch's own function, taken before a run replaces it for the program."""
 
 
 @contextmanager
 def driven_by_deepspeed(session: Session) -> Iterator[None]:
-    """Have DeepSpeed's engine average gradients and step, at stage ``zero_lvl``.
+    """Patch torch for a run: DeepSpeed's engine averages gradients and steps, at ZeRO stage ``zero_lvl``.
 
     Raises:
-        LagomError: when DeepSpeed is not installed, or is to scale losses that lagom scales.
+        LagomError: if DeepSpeed is not installed, or ``mixed_precision`` asks lagom for fp16 loss scaling.
     """
     plan = session.plan
     if plan.config.mixed_precision and dtype_of(plan.config.mixed_precision, session.device) is torch.float16:
@@ -76,7 +76,7 @@ def driven_by_deepspeed(session: Session) -> Iterator[None]:
         for name in ("__reduce_ex__", "__deepcopy__"):
             if not engines.keeps_parameters:
                 stack.enter_context(replaced(nn.Module, name, not_whole(driver, name)))
-        # Loops that were written for an engine: model.backward(loss), model.step().
+        # Loops that were written for DeepSpeed call model.backward(loss) and model.step().
         stack.enter_context(replaced(nn.Module, "backward", engine_backward))
         stack.enter_context(replaced(nn.Module, "step", lambda module: driver.step(engines.of_module(module))))
         try:
@@ -86,17 +86,21 @@ def driven_by_deepspeed(session: Session) -> Iterator[None]:
 
 
 class Driver:
-    """Starts engines, and leads backwards and steps through them."""
+    """Starts the engines of a run, and calls them for backwards and steps of the program."""
 
     def __init__(self, session: Session, engines: Engines) -> None:
         self.session = session
         self.engines = engines
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.inner: dict[type, Callable[..., Any]] = {}
-        """Of classes of optimizers: their own steps."""
+        """The unpatched ``step`` of each optimizer class."""
 
     def before_forward(self, module: nn.Module) -> None:
-        """An outermost training forward: see that an engine drives what it trains."""
+        """Start an engine for the parameters of ``module``, unless one drives them; for outermost training forwards.
+
+        Raises:
+            LagomError: if several optimizers step these parameters.
+        """
         mine = {id(p) for p in module.parameters() if p.requires_grad}
         if not mine or self.engines.drives(module.parameters()):
             return
@@ -106,17 +110,17 @@ class Driver:
                 f"{len(able)} optimizers step parameters of this {type(module).__name__}; DeepSpeed's engine drives "
                 "one: put them into groups of one optimizer, or use backend='torch'"
             )
-        # What is computed for it is no part of a checkpoint that this forward may be in.
+        # Tensors that the start of an engine saves must not reach the hooks of a checkpoint around this forward.
         with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
             if able:
                 self.engines.start(self._whole(able[0]), able[0], self.step_of(able[0]))
             elif "optimizer" in (self.session.config.deepspeed_config or {}):
                 self.engines.start(module, None, None)
         for one in [one for one in self.session.modules if type(one).__module__.startswith("deepspeed.")]:
-            del self.session.modules[one]  # the engine is a module, too, and none of the program's
+            del self.session.modules[one]  # the engine is an nn.Module too, but not one of the program's
 
     def _whole(self, optimizer: Optimizer) -> nn.Module:
-        """The smallest module that has all that ``optimizer`` steps."""
+        """Return the smallest module of the program that holds all parameters of ``optimizer``."""
         wanted = {id(p) for p in _parameters(optimizer)}
         made: list[nn.Module] = list(self.session.modules.made())
         able = [module for module in made if wanted <= {id(p) for p in module.parameters()}]
@@ -128,11 +132,11 @@ class Driver:
         return min(able, key=lambda one: (sum(1 for _ in one.parameters()), -sum(1 for _ in one.modules())))
 
     def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """The class's own step."""
+        """Return the unpatched ``step`` of the class of ``optimizer``."""
         return next(self.inner[kind] for kind in type(optimizer).__mro__ if kind in self.inner)
 
     def run_backward(self) -> Callable[..., Any]:
-        """In the place of torch's function that all backwards end in."""
+        """Return a replacement for ``_engine_run_backward``, in which every backward of torch ends."""
         original = torch.autograd._engine_run_backward
         session = self.session
 
@@ -176,7 +180,7 @@ class Driver:
         return run_backward
 
     def _refuse_grad(self, is_graph: bool) -> None:
-        if not is_graph:  # a penalty on gradients goes on to a backward, which is averaged
+        if not is_graph:  # with create_graph=True a backward follows (a gradient penalty), which is averaged
             raise LagomError(
                 "torch.autograd.grad of parameters gives this rank's own gradients with backend='deepspeed', which "
                 "averages them in backward() only; use backend='torch'"
@@ -196,7 +200,7 @@ class Driver:
                 )
 
     def step(self, engine: Any) -> None:
-        """``optimizer.step()`` of the program."""
+        """Step ``engine`` for the program; say once if some parameters have no gradient."""
         if missing := engine.unreached():
             self.session.say_once(
                 f"{missing} parameters have no gradient in a step; DeepSpeed steps them as if it were zero, and one "

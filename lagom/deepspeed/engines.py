@@ -1,4 +1,4 @@
-"""``Engines``: a program's models and optimizers, driven through DeepSpeed's engine. See Note [DeepSpeed]."""
+"""``Engines``: the DeepSpeed engines that drive a program's models and optimizers. See Note [DeepSpeed]."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ class Engines:
     """The engines of a run, one for each optimizer and the module that it steps.
 
     Args:
-        config: as ``settings`` gives it.
-        replaced: sets an attribute for a while.
-        at: makes sure that all ranks are at the same place.
+        config: DeepSpeed's configuration, from ``settings``.
+        store: key-value store of the run, for a process group that DeepSpeed needs.
+        replaced: context manager that sets an attribute and restores it.
+        init: torch's own ``init_process_group``.
+        at: raises an error unless all ranks are at the place of the program that it is given.
+        say: shows a line to the user, once.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Engines:
         self._config = config
         self.stage: int = config["zero_optimization"]["stage"]
         self._world = {"rank": rank, "world_size": world_size}
-        # What it takes for a local rank is the number of the device.
+        # DeepSpeed uses LOCAL_RANK as the index of the device.
         self._variables = {
             "RANK": str(rank),
             "LOCAL_RANK": str(device.index or 0),
@@ -68,35 +71,44 @@ class Engines:
         self._by_leaf: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._deepspeed: Any = None
         self.inside = False
-        """DeepSpeed's own code runs, and not the program's."""
+        """Whether DeepSpeed's own code runs now, and not the program's."""
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """DeepSpeed is there; see ``load``."""
+        """Import DeepSpeed and adapt it to this process for the length of a run.
+
+        Raises:
+            LagomError: if DeepSpeed is not installed, or cannot build its op for NVMe that the configuration needs.
+        """
         with ExitStack() as stack:
             self._deepspeed = load(self._device.type)
             check_nvme(self._config)
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of names that it still uses
-            # Its third stage looks this up in every forward.
+            # DeepSpeed still uses names of torch.distributed that are deprecated.
+            warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+            # Stage 3 reads LOCAL_RANK in every forward.
             stack.enter_context(variable("LOCAL_RANK", self._variables["LOCAL_RANK"]))
             for name in ("deepspeed.utils.groups", "deepspeed.comm.comm"):
                 stack.enter_context(as_imported(sys.modules[name]))
-            # Its sums through shared memory are an op that takes a compiler, and a minute.
-            # By sys.modules: what deepspeed.comm calls torch is torch.
+            # DeepSpeed would compile an op for sums in shared memory, which needs a compiler and a minute.
+            # The attribute deepspeed.comm.torch is the package torch, so the submodule is taken from sys.modules.
             stack.enter_context(self._replaced(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None))
             yield
 
     @property
     def keeps_parameters(self) -> bool:
-        """Whether parameters are whole outside of forwards."""
+        """Whether each rank keeps whole parameters between forwards: below stage 3."""
         return self.stage < 3
 
     def start(self, module: nn.Module, optimizer: Optimizer | None, step: Callable[..., Any] | None) -> None:
-        """Have an engine drive ``module`` and ``optimizer``, None for the one in the configuration; a collective.
+        """Start an engine that drives ``module`` and ``optimizer``; a collective.
+
+        Args:
+            optimizer: None for the optimizer that ``deepspeed_config`` names.
+            step: the unpatched ``step`` of its class.
 
         Raises:
-            LagomError: when DeepSpeed would not step by it as one process does.
+            LagomError: if DeepSpeed's steps with this optimizer would differ from those of one process.
         """
         if optimizer is not None and step is not None:
             self._check(optimizer, step)
@@ -135,9 +147,9 @@ class Engines:
             )
 
     def _sized(self, module: nn.Module) -> dict[str, Any]:
-        """The configuration, with buckets that are no larger than the model: DeepSpeed allocates them whole."""
+        """Return the configuration with buckets no larger than the model, since DeepSpeed allocates whole buckets."""
         config = copy.deepcopy(dict(self._config))
-        most = min(sum(p.numel() for p in module.parameters()) + 2, 500_000_000) // 2 * 2  # it wants even ones
+        most = min(sum(p.numel() for p in module.parameters()) + 2, 500_000_000) // 2 * 2  # must be even
         if self.stage in (1, 2):
             config["zero_optimization"].setdefault("reduce_bucket_size", most)
             config["zero_optimization"].setdefault("allgather_bucket_size", most)
@@ -146,9 +158,9 @@ class Engines:
         return config
 
     def _needs_no_norm(self, config: Mapping[str, Any]) -> bool:
-        """Whether nothing asks for the norm of gradients, by which DeepSpeed would leave out steps that are not finite.
+        """Return whether DeepSpeed can skip the gradient norm: no clipping, no half precision, no offloading.
 
-        One process makes them.
+        If it computes the norm, it leaves out steps whose gradients are not finite, which one process does not.
         """
         known = self._deepspeed.runtime.zero.config.DeepSpeedZeroConfig.model_fields
         asks = ("offload_optimizer", "cpu_offload", "zenflow")
@@ -164,30 +176,34 @@ class Engines:
         self._init(backend, store=dist.PrefixStore("deepspeed", self._store), **self._world)
 
     def drives(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether one of them belongs to an engine."""
+        """Return whether an engine drives at least one of ``parameters``."""
         return any(p in self._by_leaf for p in parameters)
 
     def of(self, optimizer: Optimizer) -> Engine | None:
-        """The engine that steps for ``optimizer``."""
+        """Return the engine that steps in the place of ``optimizer``, if there is one."""
         return next((one for one in self._engines if one.optimizer is optimizer), None)
 
     def of_module(self, module: nn.Module) -> Engine:
-        """The engine that drives ``module``, for a program that calls ``model.backward`` and ``model.step``."""
+        """Return the engine that drives ``module``, for a program that calls ``model.backward`` and ``model.step``.
+
+        Raises:
+            LagomError: if no engine, or more than one, drives the module's parameters.
+        """
         found: set[Engine] = {self._by_leaf[p] for p in module.parameters() if p in self._by_leaf}
         if len(found) != 1:
             raise LagomError(f"no engine drives this {type(module).__name__} yet; call it on a batch first")
         return found.pop()
 
     def dirty(self, leaf: torch.Tensor) -> bool:
-        """Whether ``leaf`` has a gradient that only DeepSpeed can give."""
+        """Return whether DeepSpeed holds a gradient of ``leaf`` that ``leaf.grad`` does not show."""
         found = self._by_leaf.get(leaf)
         return found is not None and bool(found.num_backwards) and found.keeps_gradients
 
     def backward(self, leaves: Sequence[torch.Tensor]) -> Engine | None:
-        """The engine for a backward that reaches ``leaves``; None where it reaches none of any.
+        """Return the engine for a backward that reaches ``leaves``; None if no engine drives any of them.
 
         Raises:
-            LagomError: when it reaches those of several engines.
+            LagomError: if several engines drive the leaves.
         """
         found = {self._by_leaf[leaf] for leaf in leaves if leaf in self._by_leaf}
         if len(found) > 1:
@@ -199,7 +215,12 @@ class Engines:
 
     @contextmanager
     def gathered(self, module: nn.Module, place: str, *, changed: bool = False) -> Iterator[None]:
-        """Parameters of ``module`` are whole, on all ranks; a collective at level 3."""
+        """Gather whole parameters of ``module`` on all ranks for the length of a block; a collective at level 3.
+
+        Args:
+            place: name of the calling function, for the check that all ranks call it.
+            changed: whether the block changes parameters; rank 0's values then count.
+        """
         parts = [] if self.keeps_parameters else [p for p in module.parameters() if hasattr(p, "ds_id")]
         if not parts:
             yield
@@ -211,18 +232,18 @@ class Engines:
             if changed:
                 written = [p.detach().clone() for p in parts]
         for p, value in zip(parts, written, strict=False):
-            if p in self._by_leaf:  # it steps by numbers of its own, which would come back with the next step
+            if p in self._by_leaf:  # DeepSpeed's master copy would bring the old values back with the next step
                 self._deepspeed.utils.safe_set_local_fp32_param(p, self._part(p, value.float().flatten()))
 
     def _part(self, parameter: Any, line: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the ``line`` of a parameter's elements; all parts are equally long."""
+        """Return this rank's part of ``line``, the flattened elements of ``parameter``; padded to the common length."""
         size, rank = parameter.partition_numel(), self._world["rank"]
         own = line[rank * size : (rank + 1) * size]
         return nn.functional.pad(own, (0, size - own.numel()))
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """DeepSpeed's own code runs."""
+        """Set ``inside`` for the length of a block in which DeepSpeed's own code runs."""
         before, self.inside = self.inside, True
         try:
             yield
@@ -230,7 +251,7 @@ class Engines:
             self.inside = before
 
     def close(self) -> None:
-        """The program has ended."""
+        """Close all engines, at the end of the program."""
         for one in self._engines:
             one.close()
         self._engines.clear()
@@ -238,14 +259,15 @@ class Engines:
 
 # Note [DeepSpeed]
 #
-# The program's loop stays as it is, so nobody calls the engine: a training forward of a module that an optimizer steps
-# makes one, behind the module, which keeps its type. A backward does what engine.backward(loss) does around autograd,
-# at its root, so any loss and any number of them will do; optimizer.step() is engine.step(). Loaders, BatchNorm, random
-# numbers, weights of uneven shares and files are lagom's as with backend="torch"; averages and steps are DeepSpeed's.
+# The program is not changed, so it never calls the engine. lagom makes an engine in the first training forward of a
+# module that an optimizer steps. The engine stays behind the module, and the module keeps its type. A backward runs the
+# code that engine.backward(loss) has before and after autograd, and scales the gradient at the root; so the program may
+# have any loss, and several of them. optimizer.step() calls engine.step(). lagom handles loaders, BatchNorm, random
+# numbers, weights of uneven shares and files as with backend="torch"; DeepSpeed averages gradients and steps.
 #
-# Designs seen. To hand the program an engine for a model changes type(model) and state_dict's keys. To take a stage's
-# optimizer without the engine leaves out offloading, accumulation and precision, which people want it for. To call
-# engine.backward needs the loss as a scalar, and divides what a backward from several roots, or with gradients of the
-# program's own, does not have.
+# Three other designs were rejected. If the program got an engine in the place of its model, type(model) and the keys of
+# state_dict would change. If lagom used the optimizer of a stage without the engine, then offloading, accumulation and
+# precision would be missing, for which people choose DeepSpeed. If a backward called engine.backward, the loss would
+# have to be a scalar: a backward from several roots, or with gradients that the program passes, could not be scaled.
 #
-# DeepSpeed wants torch.distributed's own world, so it is there for the program, too, after the first forward.
+# DeepSpeed needs the default process group of torch.distributed, so the program sees one after the first forward.

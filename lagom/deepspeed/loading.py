@@ -1,4 +1,4 @@
-"""``load`` and ``settings``: DeepSpeed imported without its noise, and configured for a loop of one process."""
+"""``load`` and ``settings``: import DeepSpeed without its output, and configure it for a loop of one process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 def settings(config: Mapping[str, Any] | None, zero_lvl: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """DeepSpeed's own configuration: the user's, ``zero_lvl`` for a stage, and what an unmodified loop needs.
+    """Return DeepSpeed's configuration: the user's, with ``zero_lvl`` as stage and defaults for an unmodified loop.
 
-    Without ``gradient_accumulation_steps`` the program says by its step when it has accumulated enough.
+    Without ``gradient_accumulation_steps``, gradients accumulate until the program steps.
+
+    Args:
+        config: ``deepspeed_config`` of the run.
+        say: shows a line to the user, if ``config`` names another stage.
     """
     found = copy.deepcopy(dict(config or {}))
     zero = dict(found.get("zero_optimization") or {})
@@ -33,23 +37,23 @@ def settings(config: Mapping[str, Any] | None, zero_lvl: int, say: Callable[[str
         if found.get(key) == "auto":
             del found[key]
     if "gradient_accumulation_steps" not in found and zero_lvl:
-        # At level 0 each backward averages what is there, whose first part is an average already: as often as it likes.
+        # Not at level 0: there each backward averages the accumulated gradient, of which an average stays the same.
         found.setdefault("managed_gradient_accumulation", False)
     if not any(key in found for key in _BATCH_KEYS):
-        found["train_micro_batch_size_per_gpu"] = 1  # it sizes nothing but reports: loaders are the program's
-    # What the optimizer does is found out by trying it.
+        found["train_micro_batch_size_per_gpu"] = 1  # only for DeepSpeed's reports: the program makes loaders
+    # lagom tests optimizers itself, with probe_optimizer.
     found.setdefault("zero_allow_untested_optimizer", True)
     found.setdefault("zero_force_ds_cpu_optimizer", False)
     found.setdefault("steps_per_print", 1 << 60)
-    found.setdefault("gradient_clipping", 0.0)  # which DeepSpeed sets to 1
+    found.setdefault("gradient_clipping", 0.0)  # DeepSpeed's default is 1
     return found
 
 
 def load(device: str) -> Any:
-    """Import DeepSpeed for the type of ``device``; what that sets in the environment is put back.
+    """Import DeepSpeed for a device type ("cpu", "cuda"), restore the environment that it changes, and return it.
 
     Raises:
-        LagomError: when it is not installed, or cannot be imported.
+        LagomError: if DeepSpeed is not installed, or its import fails.
     """
     wanted = {"DS_ACCELERATOR": device, "DS_LOG_LEVEL": "warning"}
     with environment(**(wanted | {key: os.environ[key] for key in wanted if key in os.environ})):
@@ -58,7 +62,7 @@ def load(device: str) -> Any:
                 warnings.simplefilter("ignore")
                 import deepspeed
 
-                # It is imported with the first engine, and brings along torch's compiler.
+                # Otherwise the first engine imports this module, and torch's compiler with it.
                 import deepspeed.runtime.zero.muon.muon_optimizer
         except ImportError as error:
             raise LagomError(
@@ -69,10 +73,10 @@ def load(device: str) -> Any:
 
 
 def check_nvme(config: Mapping[str, Any]) -> None:
-    """See that DeepSpeed can build its op for NVMe, where ``config`` asks for that; it would find out much later.
+    """Check at once that DeepSpeed can build its op for NVMe, if ``config`` offloads there.
 
     Raises:
-        LagomError: when it cannot.
+        LagomError: if DeepSpeed cannot build the op on this machine.
     """
     zero = config["zero_optimization"]
     asks = [name for name in ("offload_optimizer", "offload_param") if (zero.get(name) or {}).get("device") == "nvme"]
@@ -93,6 +97,7 @@ def check_nvme(config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
+    """Set environment variables for the length of a block, then restore the whole environment."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -104,7 +109,10 @@ def environment(**variables: str) -> Iterator[None]:
 
 @contextmanager
 def as_imported(module: ModuleType) -> Iterator[None]:
-    """Afterwards ``module`` keeps no process group of this run for the next one in this process."""
+    """Restore the dicts and Nones among the globals of ``module`` after a block.
+
+    DeepSpeed caches process groups there, which would be invalid in the next run of this process.
+    """
     kept = {name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, (dict, type(None)))}
     try:
         yield
@@ -114,6 +122,7 @@ def as_imported(module: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
+    """Set one environment variable for the length of a block, and restore only that one."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -126,7 +135,7 @@ def variable(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what compilers say that an import tries out: whether libraries for some ops are there."""
+    """Send standard error to /dev/null: DeepSpeed's import runs compilers to look for libraries, and they complain."""
     sys.stderr.flush()
     before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

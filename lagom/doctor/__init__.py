@@ -1,1 +1,4 @@
-"""``lagom doctor``: whether runs can be expected to work here, and what to do where not."""
+"""``lagom doctor``: checks whether runs will work on this cluster, and says how to repair what will not.
+
+Start reading at ``visit.py``.
+"""

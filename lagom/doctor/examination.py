@@ -1,4 +1,4 @@
-"""``examine``: what a rank finds where it stands; runs on every rank, and returns plain values."""
+"""``examine``: collects facts about a rank's process, host and network; runs on every rank, returns plain values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ _DIAL_S = 3.0
 
 
 def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
-    """Facts about this rank's process and host, and how its exchanges with the others do.
+    """Return facts about this rank: versions, cores, memory, GPU, disk, network, and the speed of exchanges.
+
+    Sizes are in bytes, times in seconds. A collective: all ranks must call it.
 
     Args:
-        reporter: leads to the run's session.
-        address: where the driver listens for this; None where it has no address.
+        reporter: the run's reporter, through which the session is found.
+        address: host and port at which the driver listens for this test; None if the driver has no address.
     """
     import torch
 
@@ -71,7 +73,7 @@ def _free(folder: str) -> int | None:
 
 
 def _reaches(address: tuple[str, int]) -> str:
-    """Empty when it does, else why not."""
+    """Connect to ``address``; return "", or the error if that fails."""
     try:
         with socket.create_connection(address, timeout=_DIAL_S):
             return ""
@@ -80,7 +82,7 @@ def _reaches(address: tuple[str, int]) -> str:
 
 
 def _exchanges(session: Any) -> dict[str, Any]:
-    """How long exchanges between the ranks take, and how far this rank's clock is from rank 0's."""
+    """Measure exchanges between the ranks (s, bytes/s), and how far this rank's clock is ahead of rank 0's (s)."""
     import torch
 
     group = session.group
@@ -97,7 +99,7 @@ def _exchanges(session: Any) -> dict[str, Any]:
 
 
 def _seconds(exchange: Any, turns: int) -> float:
-    """Median of single exchanges; the first connects."""
+    """Return the median seconds of ``turns`` calls of ``exchange``, after one call that sets up connections."""
     exchange()
     times = []
     for _ in range(turns):

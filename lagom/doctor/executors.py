@@ -1,4 +1,4 @@
-"""What to make of a survey of executors: whether a run could start there at all, and whether they reach each other."""
+"""``executor_findings``: judges a survey of Spark's executors: do they have torch, and do they reach each other?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 4
 
 
 def executor_findings(tasks: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Lines about them; one that fails says why no run can."""
+    """Judge the survey's answers, one for each task. With a finding of level "fail", no run can start."""
     return [_pythons(tasks), *(found for check in (_torch, _addresses, _reach) if (found := check(tasks)) is not None)]
 
 
@@ -54,7 +54,7 @@ def _addresses(tasks: Sequence[Mapping[str, Any]]) -> Finding | None:
 
 
 def _reach(tasks: Sequence[Mapping[str, Any]]) -> Finding | None:
-    """Who cannot reach whom, where that is so."""
+    """Return a failure that lists which hosts cannot reach which others; None if all reach each other."""
     apart = [(one["host"], each) for one in tasks for each in one.get("unreached") or ()]
     told = list(
         dict.fromkeys(
@@ -68,7 +68,7 @@ def _reach(tasks: Sequence[Mapping[str, Any]]) -> Finding | None:
 
 
 def _by(tasks: Sequence[Mapping[str, Any]], what: Any) -> dict[str, list[str]]:
-    """Hosts by what is told of their tasks."""
+    """Group the hosts of ``tasks`` by the text that ``what`` returns for each task."""
     found: dict[str, list[str]] = {}
     for one in tasks:
         hosts = found.setdefault(what(one), [])

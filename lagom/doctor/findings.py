@@ -1,4 +1,4 @@
-"""What to make of the facts that ranks found: lines that pass, warn or fail, each with a remedy."""
+"""``findings``: judges the facts that ranks report. Each finding passes, warns or fails, and names a remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 Level = Literal["pass", "warn", "fail"]
 Facts = Sequence[Mapping[str, Any]]
-"""What ``examine`` gave, in rank order."""
+"""The results of ``examine``, in rank order."""
 _SCRATCH = 1 << 30  # bytes
 _MEMORY = 1 << 30
 _SHARED = 256 << 20
@@ -19,7 +19,7 @@ _LAUNCH_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line."""
+    """One line of the report: its level, what was checked, what was found, and what to do about it."""
 
     level: Level
     what: str
@@ -27,12 +27,12 @@ class Finding:
     remedy: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """For machines."""
+        """Return the fields as a dict, for ``lagom doctor --json``."""
         return asdict(self)
 
 
 def findings(facts: Facts, launch_s: float) -> list[Finding]:
-    """Of a run that came to its end after ``launch_s`` seconds."""
+    """Judge the facts of a run that took ``launch_s`` seconds in all."""
     checks = (
         _hosts,
         _versions,
@@ -118,7 +118,7 @@ def _memory(facts: Facts) -> Finding:
 
 
 def _network(facts: Facts) -> Finding | None:
-    """That the ranks exchange anything has been seen."""
+    """List the network interfaces of the hosts. This always passes: ranks that could not connect give no facts."""
     if len(facts) < 2 or facts[0]["ip"] is None:
         return None
     by_host = {one["host"]: f"{one['interface'] or 'an unnamed interface'} ({one['ip']})" for one in facts}

@@ -1,4 +1,4 @@
-"""``visit``: a run that does nothing but look around."""
+"""``visit``: the run of ``lagom doctor``, whose ranks only examine their surroundings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
 
 
 def visit(config: TorchDistributedConfig) -> list[Finding]:
-    """Run on every rank of ``config``, and say what was found; what keeps a run from starting is a finding as well."""
+    """Start a run with ``config`` whose ranks examine their hosts, and return the findings.
+
+    Errors that keep the run from starting become findings too; none are raised.
+    """
     found = [_here(config.launcher)]
     try:
         launcher = choose(config.launcher)
@@ -43,7 +46,7 @@ def visit(config: TorchDistributedConfig) -> list[Finding]:
             if hasattr(launcher, "survey"):
                 found += executor_findings(launcher.survey(the_plan, address))
                 if any(one.level == "fail" for one in found):
-                    return found  # a run would only end with the same, later
+                    return found  # a run would fail for the same reason, later
             start = time.monotonic()
             outcomes = launcher.run(the_plan, Call(function=examine, provided=provided))
             seconds = time.monotonic() - start
@@ -60,7 +63,7 @@ def visit(config: TorchDistributedConfig) -> list[Finding]:
 
 
 def print_findings(found: Sequence[Finding]) -> str:
-    """A line for each finding, and one below it where there is something to do."""
+    """Return the report as text: one line for each finding, and its remedy on a line below."""
     width = max(len(one.what) for one in found)
     lines = []
     for one in found:
@@ -71,7 +74,7 @@ def print_findings(found: Sequence[Finding]) -> str:
 
 
 def as_json(found: Sequence[Finding]) -> str:
-    """For machines: a list of objects with level, what, found and remedy."""
+    """Return the report as JSON: a list of objects with level, what, found and remedy."""
     return json.dumps([one.as_json() for one in found], indent=2)
 
 
@@ -92,7 +95,7 @@ def _here(launcher: str) -> Finding:
 
 @contextmanager
 def _listening(launcher: Any) -> Iterator[tuple[str, int] | None]:
-    """An address of this process that executors would have to reach; None where ranks are its children."""
+    """Listen at an address that executors must reach, and yield it; None if ranks are children of this process."""
     facts = getattr(launcher, "_facts", None)
     if facts is None or facts.bind is None:
         yield None

@@ -1,4 +1,4 @@
-"""``Publication``: messages of rank 0 from a thread of the program, for the same thread of the other ranks.
+"""Loaders that the program reads in threads of its own: rank 0 publishes its choices, other ranks read them.
 
 See Note [Loaders in threads].
 """
@@ -29,9 +29,9 @@ Result = TypeVar("Result")
 
 
 class Publication:
-    """Bytes that rank 0 publishes in the run's store, one after the other, and every other rank reads.
+    """A sequence of messages that rank 0 publishes in the run's store and every other rank reads.
 
-    Rank 0 waits for nobody; the others wait until it has published.
+    Rank 0 does not wait; the other ranks wait for each message.
 
     Args:
         name: a unique name, equal on all ranks.
@@ -46,14 +46,14 @@ class Publication:
         self._count = 0
 
     def publish(self, data: bytes) -> None:
-        """Publish ``data``, on rank 0."""
+        """Publish the next message; for rank 0."""
         self._notes.set(self._next_key(), data.decode("latin-1"))
 
     def read(self) -> bytes:
-        """Return the next message that rank 0 publishes, on another rank.
+        """Wait for rank 0's next message and return it; for other ranks.
 
         Raises:
-            LagomError: when rank 0 publishes nothing for as long as ranks wait for each other.
+            LagomError: if rank 0 publishes nothing for ``TIMEOUT_S`` seconds.
         """
         try:
             return self._notes.receive(self._next_key(), self._num_readers, TIMEOUT_S).encode("latin-1")
@@ -61,7 +61,7 @@ class Publication:
             raise LagomError(_NOT_PUBLISHED.format(name=self.name, seconds=TIMEOUT_S)) from error
 
     def agree(self, mine: bytes) -> bytes:
-        """Return rank 0's ``mine``, on every rank."""
+        """Return rank 0's ``mine`` on every rank: rank 0 publishes, the others read."""
         if self._rank:
             return self.read()
         self.publish(mine)
@@ -73,7 +73,7 @@ class Publication:
 
 
 class PassNames:
-    """Gives passes over loaders names that are equal on all ranks, also passes that begin in threads of the program."""
+    """Names loader passes equally on all ranks, also passes that begin in threads of the program."""
 
     def __init__(self) -> None:
         self._num_in_main = 0
@@ -84,13 +84,13 @@ class PassNames:
         self._lock = threading.Lock()
 
     def made(self, loader: DataLoader[object]) -> None:
-        """Number a ``loader`` that the main thread has made; all ranks make the same ones in the same order."""
+        """Number a ``loader`` that the main thread has made. All ranks make the same loaders in the same order."""
         kind = _kind(loader)
         self._made[kind] = self._made.get(kind, 0) + 1
         self._loaders[loader] = f"{kind} {self._made[kind]}"
 
     def in_main(self) -> str:
-        """Return a name for a pass that begins in the main thread, on all ranks."""
+        """Return the next name for a pass that begins in the main thread."""
         self._num_in_main += 1
         return str(self._num_in_main)
 
@@ -98,7 +98,7 @@ class PassNames:
         """Return a name for the pass ``current``, which begins in another thread.
 
         Raises:
-            LagomError: when another thread is in a pass that has the same name on other ranks.
+            LagomError: if another thread is still in a pass over a loader of that name.
         """
         with self._lock:
             name = self._loaders.get(loader) or f"{_kind(loader)} of {_length(loader)}"
@@ -113,7 +113,7 @@ class PassNames:
 
 
 class Readers:
-    """Threads of the program that read loaders."""
+    """Tracks which threads of the program read loaders, and whether other threads draw random numbers meanwhile."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -132,10 +132,10 @@ class Readers:
             self._left[thread] = torch.default_generator.get_state()
 
     def generator(self, current: LoaderPass) -> torch.Generator | None:
-        """Return a generator for a pass that begins in this thread, if others draw from the global one meanwhile.
+        """Return a generator of its own for a pass in this thread, if other threads draw from the global one; or None.
 
-        Rank 0 decides. In a thread's first pass usually no other thread draws: the main thread waits for its first
-        batch.
+        Rank 0 decides for all ranks. A thread's first pass gets None: usually the main thread then waits for its first
+        batch, and draws nothing.
         """
         name = current.publication().name
         seed = derive_seed("thread", torch.initial_seed(), name) if threading.current_thread() in self._mixed else 0
@@ -143,12 +143,15 @@ class Readers:
         return torch.Generator().manual_seed(seed) if seed else None
 
     def excepthook(self) -> Callable[[threading.ExceptHookArgs], None]:
-        """Return a ``threading.excepthook`` that ends the run: the main thread would wait for the thread for ever."""
+        """Return a ``threading.excepthook`` that fails the run if a reading thread dies.
+
+        Without it the main thread would wait for the dead thread's batches for ever.
+        """
         original, session = threading.excepthook, self._session
 
         def hook(args: threading.ExceptHookArgs, /) -> None:
             original(args)
-            # A rank that is gone is reported by its own host process; after the program's end the thread just goes on.
+            # A lost rank is reported by its own host process, and SystemExit is a normal end of a thread.
             tells = not isinstance(args.exc_value, (SystemExit, CollectiveError))
             read = args.thread in self._left and tells
             if read and session.distributed and session.fail is not None and args.exc_value is not None:
@@ -164,7 +167,7 @@ def _kind(loader: DataLoader[object]) -> str:
 def _length(loader: DataLoader[object]) -> int | None:
     try:
         return len(loader.dataset)  # type: ignore[arg-type]
-    except Exception:  # a user's data set may have no length, or fail to give it
+    except Exception:  # a user's data set may have no length, or its __len__ may fail
         return None
 
 
@@ -179,21 +182,21 @@ _AT_ONCE = (
 
 # Note [Loaders in threads]
 #
-# A program may read a loader in a thread of its own, to have batches ready (BackgroundGenerator and similar). Such a
-# thread cannot take part in exchanges: these follow one order, that of the main thread, which may be in a backward. Nor
-# can it rely on equal global generators on all ranks while the main thread draws from them.
+# A program may read a loader in a thread of its own, to prefetch batches (BackgroundGenerator and similar). Such a
+# thread cannot take part in collectives: all ranks run these in the order of their main threads, and the main thread
+# may be in a backward. Nor are the global random generators equal on all ranks while the main thread draws from them.
 #
-# So in a thread, rank 0 publishes its own values where ranks must agree: the order of its sampler, the seed of its
-# workers, digests of an iterable data set's samples. It waits for nobody. The same thread of another rank waits for the
-# message. This is no deadlock: rank 0's main thread keeps step with the other rank's, and cannot be past a batch that
-# rank 0's thread has not drawn.
+# So in a thread, rank 0 publishes its own choice wherever ranks must agree: the order of its sampler, the seed of its
+# workers, digests of an iterable data set's samples. Rank 0 does not wait. The same thread of another rank waits for
+# the message. There is no deadlock: rank 0's main thread stays at the same batch as the other rank's main thread, so
+# rank 0's thread reaches every batch that the other rank's thread waits for.
 #
-# The results are exact for programs that are deterministic in one process: while a thread draws, the main thread waits.
-# If the main thread draws at the same time, as can be seen from a thread's second pass on, torch's samplers get a
-# generator of the pass's own: else the main thread of each rank would draw other numbers.
+# The results are exact for programs that are deterministic in one process: there the main thread waits while the other
+# thread draws. Whether both draw at the same time can be seen from a thread's second pass on. Then torch's samplers get
+# a generator that belongs to the pass; otherwise the main threads of the ranks would draw different numbers.
 #
-# A message is published under the name of its pass. Passes that begin in the main thread are counted: all ranks begin
-# the same ones. A pass that begins in a thread is named by its loader (the order in which the main thread made it) and
-# by its number among the loader's passes in threads. Two threads in passes of one name could be swapped on another
-# rank, and are an error. The kind of a loader is part of its name, so that a loader that only rank 0 makes shifts only
-# loaders of its kind.
+# A message is published under the name of its pass. Passes that begin in the main thread are numbered, since all ranks
+# begin the same passes there. A pass that begins in a thread is named by its loader (kind, and number in the order in
+# which the main thread made loaders of this kind) and by its number among the loader's passes in threads. Two threads
+# at once in passes over one loader would have names that another rank may give the other way round; this is an error.
+# The kind is part of the name so that a loader that only rank 0 makes shifts only the numbers of its own kind.

@@ -1,1 +1,4 @@
-"""Bytes that training takes of a device's memory, told from shapes before anything runs."""
+"""Memory planning: computes from shapes how many bytes training needs on each rank, before anything runs.
+
+Start reading at ``needs.py``; ``plan_memory`` in ``lagom/memory_planner.py`` is the entry.
+"""

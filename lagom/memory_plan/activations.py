@@ -1,4 +1,4 @@
-"""``activations``: bytes that a forward keeps for its backward, from shapes alone."""
+"""``activations``: computes from shapes how many bytes a forward keeps for its backward."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 class Activations(NamedTuple):
-    """What the largest share of a batch keeps."""
+    """Memory that the largest share of a batch keeps between forward and backward."""
 
     num_bytes: int
     num_samples: int | None
-    """None where the batch has no tensor with a first dimension."""
+    """Samples in that share; None if no tensor of the batch has a first dimension."""
 
 
 def activations(module: nn.Module, batch: Any, num_shares: int, dtype: torch.dtype | None) -> Activations:
-    """Bytes of the inputs, and of all tensors that autograd saves, for the largest of ``num_shares`` of a batch.
+    """Count the bytes of inputs, outputs and tensors saved by autograd, for the largest of ``num_shares`` of a batch.
 
-    The forward runs on tensors without numbers (torch's FakeTensorMode): nothing is computed, and parameters do not
-    count. A checkpoint saves what it saves when it runs. An LSTM that oneDNN runs on a CPU keeps twice what is found.
+    The forward runs on fake tensors (torch's FakeTensorMode), so nothing is computed. Parameters and buffers do not
+    count. Checkpoints count with the tensors that they save. oneDNN's LSTM on a CPU keeps twice the result.
 
     Args:
-        batch: what ``module`` is called with: a tensor, a tuple or list of arguments, or a dict of them by name.
-        dtype: of autocast; None without.
+        batch: the arguments of ``module``: a tensor, a tuple or list of arguments, or a dict of them by name.
+        dtype: autocast's type; None without autocast.
 
     Raises:
-        ValueError: when the forward fails, or goes by numbers in tensors.
+        ValueError: if the forward fails, or depends on values of tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     rows = _rows(batch)
@@ -61,7 +61,7 @@ def activations(module: nn.Module, batch: Any, num_shares: int, dtype: torch.dty
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         if (key := _storage(tensor)) not in own:
-            found[key] = tensor.untyped_storage()  # held, so that no other gets its place
+            found[key] = tensor.untyped_storage()  # kept alive, so that its address is not used again
         return tensor
 
     for tensor in tree_leaves(inputs):
@@ -85,7 +85,7 @@ def activations(module: nn.Module, batch: Any, num_shares: int, dtype: torch.dty
 
 @contextmanager
 def by_steps() -> Iterator[None]:
-    """Without oneDNN, whose LSTM says of what it keeps, on tensors without numbers, that it is nothing."""
+    """Switch oneDNN off for the length of a block: on fake tensors, its LSTM reports that it saves nothing."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:

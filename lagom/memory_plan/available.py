@@ -1,4 +1,4 @@
-"""``available_memory``: bytes that each rank of this machine may take."""
+"""``available_memory``: finds out how many bytes each rank on this machine may use."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from typing import NamedTuple
 
 
 class AvailableMemory(NamedTuple):
-    """A limit, and where it comes from."""
+    """A memory limit of one rank, and its origin."""
 
     num_bytes: int
     where: str
     is_virtual: bool = False
-    """A limit of what is mapped, and not of what is used."""
+    """Whether the limit holds for mapped memory (``ulimit -v``), and not for used memory."""
 
 
 def available_memory(num_ranks: int, *, gpus: bool = True) -> AvailableMemory:
-    """For one of ``num_ranks`` on this machine: a GPU's memory where torch would use one, else its part of the host's.
+    """Return the limit of one of ``num_ranks`` on this machine: its GPU's memory, or else its part of the host's.
 
-    CUDA is not touched: a process that has been can no longer be forked.
+    CUDA is not initialized, since a process with CUDA can no longer be forked.
+
+    Args:
+        gpus: False to ignore GPUs.
     """
     if gpus and (sizes := _gpu_sizes()):
         return AvailableMemory(min(sizes), "of its GPU")
@@ -43,7 +46,7 @@ def _part(num_ranks: int) -> str:
 
 
 def gpu_memory(names: tuple[str, ...]) -> list[int]:
-    """Bytes of each of the GPUs, as nvidia-smi tells; none where it does not."""
+    """Return the bytes of each of the named GPUs, from nvidia-smi; [] if nvidia-smi is missing or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -67,7 +70,7 @@ def _host() -> tuple[int, str]:
 
 
 def cgroup_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Limits of memory that hold for this process, of its control groups and those above them."""
+    """Return the memory limits (bytes) of this process's control groups and of their parents."""
     found = []
     for line in own.read_text().splitlines() if own.exists() else []:
         _, controllers, path = line.split(":", 2)
@@ -75,7 +78,7 @@ def cgroup_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
             continue
         base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
         inner = base / path.lstrip("/")
-        # In a container the path may be the host's, and not be there: then the root is the container's own.
+        # In a container the path may be the host's and not exist here; then the root holds the container's own limit.
         for folder in (inner, *inner.parents):
             file = folder / name
             if file.is_file() and (text := file.read_text().strip()).isdigit() and int(text) < 1 << 60:

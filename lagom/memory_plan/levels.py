@@ -1,4 +1,4 @@
-"""``levels_of``: bytes that a rank holds at each ``zero_lvl``, from what optimizers keep."""
+"""``levels_of``: computes the bytes that a rank holds at each ``zero_lvl``, from the state that optimizers keep."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 def levels_of(
     found: Sequence[SteppedOptimizer], parameters: Sequence[torch.Tensor], num_ranks: int, buffers: int = 0
 ) -> list[Level]:
-    """Each level, of the rank that holds most; docs/zero.md says what is cut at which.
+    """Return the bytes at levels 0 to 3 on the rank that holds most; docs/zero.md says which level shards what.
 
     Args:
-        found: of each optimizer.
-        parameters: also those that no optimizer steps.
+        found: the optimizers, with the bytes of state that each keeps.
+        parameters: all parameters of the module, also those that no optimizer steps.
+        buffers: bytes of the module's buffers.
     """
     return [_level(zero_lvl, found, parameters, num_ranks, buffers) for zero_lvl in range(4)]
 
@@ -56,7 +57,7 @@ def _part(p: torch.Tensor, num_ranks: int) -> int:
 
 
 def _dealt(one: SteppedOptimizer, zero_lvl: int, num_ranks: int) -> list[list[ParameterPiece]]:
-    """What each rank steps."""
+    """Return for each rank the pieces of parameters that the rank steps."""
     sizes = [p.numel() for p in one.parameters]
     if not zero_lvl or one.kind is Kind.COUPLED:
         return [[ParameterPiece(i, 0, size) for i, size in enumerate(sizes)]] * num_ranks
@@ -66,7 +67,7 @@ def _dealt(one: SteppedOptimizer, zero_lvl: int, num_ranks: int) -> list[list[Pa
         return by_element(sizes, num_ranks)
     dealt = by_element([0 if size >= LEAST else size for size in sizes], num_ranks)
     for i, size in enumerate(sizes):
-        if size >= LEAST:  # each of these is cut by itself
+        if size >= LEAST:  # at level 3 each large parameter is cut into equal chunks by itself
             chunk = -(-size // num_ranks)
             for rank, mine in enumerate(dealt):
                 mine.append(ParameterPiece(i, min(rank * chunk, size), min((rank + 1) * chunk, size)))

@@ -1,4 +1,4 @@
-"""A module without its numbers: built on the meta device, or copied so that its tensors take no memory."""
+"""Modules without values: built on the meta device, or copied with tensors that take no memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def build_module(module: nn.Module | Callable[[], Any]) -> nn.Module:
-    """``module``, or what the class or factory gives on the meta device: no memory, no random numbers drawn.
+    """Return ``module``, or build it from a class or factory on the meta device, without memory or random numbers.
 
     Raises:
-        ValueError: when it cannot be built so, or some of its parameters have no shape yet.
+        ValueError: if the class or factory fails on the meta device, or a lazy parameter has no shape yet.
     """
     found: Any = module
     if not isinstance(module, nn.Module):
@@ -39,9 +39,9 @@ def build_module(module: nn.Module | Callable[[], Any]) -> nn.Module:
 
 
 def without_numbers(module: nn.Module, empty: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """A copy of ``module`` whose parameters and buffers, and tensors kept as attributes, are what ``empty`` gives.
+    """Copy ``module``, with each parameter, buffer and tensor attribute replaced by the result of ``empty``.
 
-    Ties between parameters stay. Nothing of theirs is copied.
+    Shared parameters stay shared. No values of tensors are copied.
     """
     memo: dict[int, Any] = {}
     for part in module.modules():
@@ -53,11 +53,11 @@ def without_numbers(module: nn.Module, empty: Callable[[torch.Tensor], torch.Ten
 
 
 def like(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """``empty`` as a leaf of the kind that ``tensor`` is."""
+    """Return ``empty`` as a leaf: a parameter if ``tensor`` is one, with the same ``requires_grad``."""
     if not isinstance(tensor, nn.Parameter):
         return empty.detach()
-    # Not by the constructor, which a run counts the calls of.
-    if type(empty) is not torch.Tensor:  # what the constructor does with tensors of other classes
+    # nn.Parameter is not called, since a run counts its calls.
+    if type(empty) is not torch.Tensor:  # as the constructor does for subclasses of Tensor
         found = empty.detach().requires_grad_(tensor.requires_grad)
         vars(found)["_is_param"] = True
         return found
@@ -65,5 +65,5 @@ def like(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf of the shape and type of ``tensor`` that takes no memory."""
+    """Return a leaf on the meta device with the shape and type of ``tensor``; it takes no memory."""
     return like(tensor, torch.empty_like(tensor, device="meta"))

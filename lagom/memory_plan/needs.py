@@ -1,4 +1,4 @@
-"""``MemoryPlan``: what a rank would hold at each ``zero_lvl``, and how it shows itself."""
+"""``MemoryPlan``: the bytes that a rank needs at each ``zero_lvl``, compared with its memory and shown as a table."""
 
 from __future__ import annotations
 
@@ -6,61 +6,61 @@ import html
 from dataclasses import dataclass
 
 HEADROOM = 0.2
-"""Of a rank's memory that is left for what is not counted: temporaries of steps, buckets, the allocator's rounding.
-What a run took at its peak was 10 to 23% above what it held (``python -m benchmarks.zero_memory``)."""
+"""Fraction of a rank's memory that stays free for temporaries of steps, buckets and the allocator's rounding.
+Measured peaks were 10 to 23% above the bytes held (``python -m benchmarks.zero_memory``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """What a rank holds at one ``zero_lvl``, in bytes; of the rank that holds most."""
+    """Bytes that a rank holds at one ``zero_lvl``; figures are those of the rank that holds most."""
 
     zero_lvl: int
     parameters: int
     buffers: int
     gradients: int
     state: int
-    """The optimizer's."""
+    """Bytes of optimizer state."""
     possible: bool
-    """The optimizer can be used there: at level 3 not if it steps by whole parameters."""
+    """Whether the optimizer works at this level. One that steps by whole parameters does not work at level 3."""
 
     @property
     def held(self) -> int:
-        """Between a backward and the step."""
+        """Bytes held between a backward and the step, without activations."""
         return self.parameters + self.buffers + self.gradients + self.state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """What a rank would hold at each level, and what it may take."""
+    """Bytes that a rank needs at each level, and the memory that it has. Prints as a table, in notebooks as HTML."""
 
     module: str
     optimizer: str
     shared_out: str
-    """How the optimizer's state is: "by element", "by whole parameter" or "not at all"."""
+    """How the optimizer's state is sharded: "by element", "by whole parameter" or "not at all"."""
     num_parameters: int
     world_size: int
     levels: tuple[Level, ...]
-    """By ``zero_lvl``."""
+    """The levels 0 to 3, at their own index."""
     activations: int | None
-    """Bytes that the forward of this rank's share of the batch keeps for the backward; None where none was given."""
+    """Bytes that the forward of the largest share keeps for the backward; None if no batch was given."""
     num_samples: int | None
-    """Of the batch that the rank with most of them computes."""
+    """Samples in the largest share; None if no batch was given."""
     memory: int
-    """Bytes that a rank may take."""
+    """Bytes that a rank may use."""
     where: str
-    """Of what device that is."""
+    """Origin of that limit, for the report: "of its GPU"."""
 
     def needed(self, zero_lvl: int) -> int:
-        """Bytes that a rank needs at the level: what it holds, activations and gradients at the same time."""
+        """Return the bytes that a rank needs at the level, with activations and gradients alive at the same time."""
         return self.levels[zero_lvl].held + (self.activations or 0)
 
     def fits(self, zero_lvl: int) -> bool:
-        """Whether that leaves a fifth of the memory free, for temporaries."""
+        """Return whether the level leaves a fifth of the memory free for temporaries."""
         return self.needed(zero_lvl) <= self.memory * (1 - HEADROOM)
 
     @property
     def zero_lvl(self) -> int | None:
-        """The lowest level that fits, which is the fastest; None when none does."""
+        """The lowest level that fits, which is the fastest; None if no level fits."""
         return next((one.zero_lvl for one in self.levels if one.possible and self.fits(one.zero_lvl)), None)
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ _HEAD = ("zero_lvl", "parameters", "buffers", "gradients", "state", "activations
 
 
 def size(num_bytes: int | None) -> str:
-    """For a reader: 1.2 GB."""
+    """Format a number of bytes for a reader, as "1.2 GB"; "?" for None."""
     if num_bytes is None:
         return "?"
     value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]

@@ -1,4 +1,4 @@
-"""``step_meta_copy``: finds what an optimizer keeps per parameter by stepping a copy on the meta device."""
+"""``step_meta_copy``: finds the bytes of state that an optimizer keeps, by stepping a copy on the meta device."""
 
 from __future__ import annotations
 
@@ -23,42 +23,43 @@ if TYPE_CHECKING:
     Place = Callable[[torch.Tensor], torch.Tensor]
 
 _NUM_STEPS = 2
-"""Some methods make a part of their state in the second."""
+"""Steps of the copy: some optimizers create a part of their state only in the second step."""
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
-"""Sides of small parameters, so that the shape of a state tells what of the parameter's it follows."""
+"""Sides of small stand-ins for parameters: all different, so a side of a state tensor shows which it follows."""
 
 
 class KeptState(NamedTuple):
     """Bytes of an optimizer's state for one parameter."""
 
     like: int
-    """Of tensors of its shape, which are cut as it is."""
+    """Bytes of tensors that have the parameter's shape, and are sharded like the parameter."""
     rest: int
-    """Of others: counts of steps, factors."""
+    """Bytes of other tensors, such as step counts and factors."""
 
 
 class SteppedOptimizer(NamedTuple):
-    """What an optimizer steps, and keeps for that."""
+    """The parameters that an optimizer steps, and the state that it keeps for them."""
 
     name: str
     kind: Kind
-    """What of it can be stepped apart."""
+    """How finely the step can be sharded: by element, by whole parameter, or not at all."""
     parameters: list[torch.Tensor]
-    """In its order, those that have gradients."""
+    """Its parameters that require gradients, in its order."""
     kept: list[KeptState]
-    """For each of them."""
+    """State for each of ``parameters``."""
     whole: int
-    """Bytes that belong to no parameter."""
+    """Bytes of state that belong to no single parameter."""
 
 
 def step_meta_copy(optimizer: Optimizer | Make, parameters: Sequence[torch.Tensor]) -> SteppedOptimizer:
-    """What ``optimizer`` keeps for ``parameters``; nothing of their size is allocated, and none of them changes.
+    """Return the state that ``optimizer`` keeps for ``parameters``, without their memory and without changing them.
 
     Args:
-        optimizer: one that has all or some of ``parameters``; or a class or function that makes one of a list of them.
+        optimizer: an optimizer of all or some of ``parameters``; or a class or function that makes an optimizer from
+            a list of parameters.
 
     Raises:
-        ValueError: when it cannot be made, or steps other parameters.
+        ValueError: if the optimizer cannot be made, or steps a tensor that is not in ``parameters``.
     """
     twins = {id(p): on_meta(p) for p in parameters}
     origin = {id(twin): p for p in parameters for twin in (twins[id(p)],)}
@@ -99,7 +100,7 @@ def _made(make: Make, twins: list[torch.Tensor]) -> Optimizer:
 def _kept(optimizer: Optimizer, graded: Sequence[torch.Tensor]) -> tuple[list[KeptState], int]:
     try:
         return _run(optimizer, graded, on_meta, lambda shape, _: shape)
-    except Exception:  # it looks at numbers, or wants them to be somewhere
+    except Exception:  # the step reads values, or needs a real device
         pass
     name = type(optimizer).__name__
     try:
@@ -117,7 +118,12 @@ def _run(
     place: Place,
     grown: Callable[[torch.Size, torch.Tensor], Sequence[int]],
 ) -> tuple[list[KeptState], int]:
-    """Step a copy whose parameters are what ``place`` gives; ``grown`` gives the shape of a state at full size."""
+    """Step a copy of ``optimizer``, and return its state for each of ``graded`` and the bytes of all other state.
+
+    Args:
+        place: makes the copy's parameter for a parameter.
+        grown: returns the full-size shape of a state tensor, from its shape in the copy and the parameter.
+    """
     memo: dict[int, torch.Tensor] = {}
     clone = _clone(optimizer, place, memo)
     step, arguments = _step_of(optimizer), (_constant,) if _wants_closure(optimizer) else ()
@@ -143,14 +149,18 @@ def _run(
 
 
 def _tensors(tree: Any, counted: set[int]) -> list[torch.Tensor]:
-    """Those that were not ``counted`` before."""
+    """Return the tensors in ``tree`` whose ids are not in ``counted``, and add their ids."""
     found = [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor) and id(one) not in counted]
     counted.update(map(id, found))
     return found
 
 
 def _clone(optimizer: Optimizer, place: Place, memo: dict[int, Any] | None = None) -> Any:
-    """A copy over parameters that ``place`` gives; state that is there already is made as its parameters are."""
+    """Copy ``optimizer``; ``place`` makes the copy's parameters, and tensors for the state that already exists.
+
+    Args:
+        memo: receives the copy's parameters by the ids of the originals.
+    """
     memo = {} if memo is None else memo
     every = [p for group in optimizer.param_groups for p in group["params"]]
     memo |= {id(p): place(p) for p in every}
@@ -159,12 +169,12 @@ def _clone(optimizer: Optimizer, place: Place, memo: dict[int, Any] | None = Non
     for key, value in vars(optimizer).items():
         if key == "state":
             state: Any = defaultdict(dict)
-            for p, own in value.items() if isinstance(value, Mapping) else ():  # shared out, and not here
+            for p, own in value.items() if isinstance(value, Mapping) else ():  # not a mapping if a run shards it
                 state[memo.get(id(p), p)] = tree_map_only(torch.Tensor, _cheap(place), own)
             vars(clone)[key] = state
         elif key.endswith("_hooks"):
             vars(clone)[key] = OrderedDict()
-        elif key not in ("step", "zero_grad"):  # as a scheduler wraps them
+        elif key not in ("step", "zero_grad"):  # wrappers that a scheduler sets on the optimizer
             vars(clone)[key] = copy.deepcopy(value, memo)
     return clone
 
@@ -174,7 +184,7 @@ def _cheap(place: Place) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _hollow(p: torch.Tensor) -> torch.Tensor:
-    """Of the shape of ``p``, on the CPU, and one element in memory: ``probe_optimizer`` looks at nothing else."""
+    """Return a CPU leaf with the shape of ``p`` and one element in memory; ``probe_optimizer`` needs no values."""
     return like(p, torch.zeros((), dtype=p.dtype).expand(p.shape))
 
 
@@ -184,14 +194,14 @@ def _small(p: torch.Tensor) -> torch.Tensor:
 
 
 def _grown(shape: torch.Size, p: torch.Tensor) -> Sequence[int]:
-    """The shape that a state has for ``p``, where it has ``shape`` for the small one."""
+    """Return the shape that a state tensor has for ``p``, if it has ``shape`` for ``p``'s small stand-in."""
     sides = dict(zip(_small(p).shape, p.shape, strict=True))
     sides[math.prod(_small(p).shape)] = p.numel()
     return [sides.get(side, side) for side in shape]
 
 
 def _step_of(optimizer: Optimizer) -> Callable[..., Any]:
-    """The class's own function, without the wrapper for hooks."""
+    """Return the class's own ``step``, without torch's wrapper for hooks."""
     step: Any = next(vars(kind)["step"] for kind in type(optimizer).__mro__ if "step" in vars(kind))
     found: Callable[..., Any] = step.__wrapped__ if vars(step).get("hooked", False) else step
     return found
@@ -207,6 +217,9 @@ def _constant() -> torch.Tensor:
 
 
 def _of_lbfgs(optimizer: LBFGS, graded: Sequence[torch.Tensor]) -> int:
-    """Its history is full after some steps: a direction and a change of gradients for each, and the last of both."""
+    """Return the bytes of LBFGS's state with a full history.
+
+    For each step in the history it keeps a direction and a change of gradients, and once more the last of both.
+    """
     history: int = optimizer.param_groups[0]["history_size"]
     return sum(p.nbytes for p in graded) * (2 * history + 2)

@@ -1,4 +1,4 @@
-"""``tensors``: the tensors in batches, arguments and outputs."""
+"""``tensors``: finds the tensors in nested batches, arguments and outputs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 _NO_MAPPINGS = (int, float, str, type(None))
-"""The usual arguments beside tensors: to ask whether they are mappings takes ten times as long as this."""
+"""Usual types beside tensors. Comparing with these is ten times faster than asking whether a value is a Mapping."""
 
 
 def tensors(data: Any) -> list[torch.Tensor]:
-    """Return the tensors in ``data``: a tensor, or lists, tuples and mappings (by their values) of any kind and depth.
+    """Return the tensors in ``data``: a tensor, or lists, tuples and values of mappings, nested to any depth.
 
-    Named tuples and ``UserDict`` count. Other objects do not, even where they hold tensors.
+    Named tuples and ``UserDict`` are searched. Other objects are not, even if they hold tensors.
     """
     if isinstance(data, torch.Tensor):
         return [data]
