@@ -1,10 +1,10 @@
-"""Time per training step of 2 ranks of this machine, by what the program sees of a batch, at equal batch.
+"""Compares ``batches="whole"`` and ``"split"``: time per training step on 2 ranks of this machine, equal global batch.
 
     python -m benchmarks.batches [--steps 30] [--rounds 3]
 
-In one process with all cores, with ``batches="split"``, with ``"whole"`` as it is, and with ``"whole"`` where every
-forward that can be is sliced, whether that pays or not. Besides, which part of a step is the loading of its samples:
-if samples were loaded sharded under "whole" as well, half of that part could be saved on 2 ranks, at most.
+The settings are: one process with all cores; ``batches="split"``; ``"whole"``; and ``"whole"`` with every forward
+sliced that can be, even if that does not pay. The last column is the part of a step that loads samples: if "whole"
+loaded sharded samples too, 2 ranks could save at most half of that part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTINGS = ("one process", "split", "whole", "whole, always sliced")
 
 
 class LanguageModel(nn.Module):
-    """Batch first, with a large vocabulary."""
+    """An LSTM with a large vocabulary; the batch is the first dimension."""
 
     def __init__(self, vocabulary: int = 10_000, width: int = 128) -> None:
         super().__init__()
@@ -38,17 +38,17 @@ class LanguageModel(nn.Module):
         self.out = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Any:
-        """Scores of shape (batch, time, vocabulary) for tokens of shape (batch, time)."""
+        """Return scores of shape (batch, time, vocabulary) for tokens of shape (batch, time)."""
         return self.out(self.body(self.embedding(tokens))[0])
 
 
 def mlp() -> nn.Module:
-    """A small one."""
+    """Return a small MLP."""
     return nn.Sequential(nn.Linear(2, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 1))
 
 
 def cnn() -> nn.Module:
-    """With BatchNorm and dropout."""
+    """Return a CNN with BatchNorm and dropout, for images of shape (batch, 3, 32, 32)."""
     layers: list[nn.Module] = []
     for into, out in ((3, 16), (16, 32), (32, 32)):
         layers += [nn.Conv2d(into, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU(), nn.Dropout(0.1)]
@@ -56,23 +56,23 @@ def cnn() -> nn.Module:
 
 
 def mlp_data() -> TensorDataset:
-    """2 features, 1 target."""
+    """Return random samples of 2 features and 1 target."""
     return TensorDataset(torch.randn(4096, 2), torch.randn(4096, 1))
 
 
 def cnn_data() -> TensorDataset:
-    """Images of 32 x 32."""
+    """Return random images of shape (3, 32, 32) with one of 10 labels."""
     return TensorDataset(torch.randn(2048, 3, 32, 32), torch.randint(10, (2048,)))
 
 
 def text_data() -> TensorDataset:
-    """32 tokens, and those that follow."""
+    """Return sequences of 32 random tokens; the targets are the same sequences, one token later."""
     tokens = torch.randint(10_000, (512, 33))
     return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def cross_entropy(out: Tensor, y: Tensor) -> Tensor:
-    """Over all positions."""
+    """Return the mean cross entropy over all positions."""
     return F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1))
 
 
@@ -84,7 +84,7 @@ PROGRAMS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], TensorDataset
 
 
 def step_seconds(program: str, steps: int, always_slices: bool) -> tuple[float, float]:
-    """Median seconds of a training step, and of the loading in it."""
+    """Train, and return the median seconds of a step and of the loading in a step; runs on each rank."""
     if always_slices:
         from lagom.row_split import whole_batch
 
@@ -110,7 +110,7 @@ def step_seconds(program: str, steps: int, always_slices: bool) -> tuple[float, 
 
 
 def measure(program: str, setting: str, steps: int) -> tuple[float, float]:
-    """Seconds of a step and of its loading, on rank 0."""
+    """Run ``program`` with one of ``SETTINGS``; return the seconds of a step and of its loading on rank 0."""
     alone = setting == "one process"
     config = TorchDistributedConfig(
         launcher="local",
@@ -124,7 +124,7 @@ def measure(program: str, setting: str, steps: int) -> tuple[float, float]:
 
 
 def report(measured: Mapping[str, Mapping[str, list[tuple[float, float]]]]) -> str:
-    """A table of medians over the rounds, with their spread."""
+    """Return a table with the median of the rounds, and the fastest and slowest round."""
     lines = ["| program | setting | ms per step | of rounds | to split | loading |", "|---|---|---|---|---|---|"]
     for program, settings in measured.items():
         split = statistics.median(one[0] for one in settings["split"])
@@ -139,7 +139,7 @@ def report(measured: Mapping[str, Mapping[str, list[tuple[float, float]]]]) -> s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table."""
+    """Measure all programs with all settings, and print the table."""
     parser = argparse.ArgumentParser(description="Step times by what the program sees of a batch.")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,9 +1,9 @@
-"""A thousand ranks over loopback: what their heartbeats, one a second each, take of the driver's processor.
+"""Measures the processor time that heartbeats of a thousand ranks, one a second each, take on the driver.
 
     python -m benchmarks.channel [--ranks 1000] [--seconds 10] [--encrypted]
 
-The ranks are connections of another process, which introduce themselves, join and beat as ranks do; the driver is that
-of a run, with its event loop, its line of progress and the folder of the run.
+The ranks are connections from one other process over loopback. They authenticate, join and send heartbeats as real
+ranks do. The driver is the driver of a real run, with its event loop, its line of progress and the folder of the run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHARE = 0.10  # of a core
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what it took; 0 when the target holds, else 1."""
+    """Measure and print the driver's load; return 0 if the target holds, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=10.0)
@@ -56,7 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(num_ranks: int, seconds: float, encrypted: bool) -> tuple[float, float, float, int]:
-    """Seconds until all had joined, shares of a core of the event loop and of all else, heartbeats that were heard."""
+    """Run a driver with ``num_ranks`` simulated ranks.
+
+    Returns:
+        Seconds until all ranks had joined; the share of a core that the event loop takes; the share that showing and
+        storing progress takes; the number of heartbeats that were received.
+    """
     config = TorchDistributedConfig(world_size=num_ranks)
     the_plan = plan(config, Cluster(launcher="spark", slots=num_ranks), "benchmark")
     tls, certificate = certificate_of_a_run() if encrypted else (None, "")
@@ -89,7 +94,7 @@ def measure(num_ranks: int, seconds: float, encrypted: bool) -> tuple[float, flo
 
 
 def _shares(run: RunView, watcher: threading.Thread, process: subprocess.Popen[bytes]) -> tuple[float, float]:
-    """Of a core, of the event loop's thread and of the one that shows, from now to the last heartbeat."""
+    """Return the shares of a core that the event loop and the watching thread take until the last heartbeat."""
     clocks = [time.pthread_getcpuclockid(thread.ident or 0) for thread in (run.channel._thread, watcher)]
     before, began = [time.clock_gettime(clock) for clock in clocks], time.monotonic()
     assert process.stdout is not None
@@ -104,7 +109,7 @@ def _heard(kept: RunRecords) -> int:
 
 
 def beat(address: tuple[str, int], secret: bytes, certificate: str, num_ranks: int, seconds: float) -> None:
-    """Be the ranks: join, beat a second apart, each at a moment of its own, and be done."""
+    """Simulate the ranks: join, send a heartbeat per second and rank, spread over the second, and report the end."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     links = [_joined(address, secret, certificate, rank) for rank in range(num_ranks)]
@@ -119,7 +124,7 @@ def beat(address: tuple[str, int], secret: bytes, certificate: str, num_ranks: i
             time.sleep(max(0.0, began + turn + rank / num_ranks - time.monotonic()))
             link.offer(_beat(rank, turn))
     print("beaten", flush=True)
-    sys.stdin.readline()  # nothing more is to happen while the driver reads its clocks
+    sys.stdin.readline()  # wait, so that nothing happens while the driver reads its clocks
     for link in links:
         link.send({"type": "done", "reports": []})
 
@@ -133,7 +138,7 @@ def _joined(address: tuple[str, int], secret: bytes, certificate: str, rank: int
 
 
 def _beat(rank: int, turn: int) -> dict[str, object]:
-    """As ``Heart`` tells it."""
+    """Return a heartbeat with the fields that a real rank sends."""
     step = 100 * turn + 7
     training = {"epoch": 3, "step": step, "steps": 10_000, "samples": step * 64, "ticks": step * 3, "loss": 0.123456}
     return {

@@ -1,11 +1,11 @@
-"""Collectives of ranks on one host: lagom's through shared memory, gloo's, and a copy of the same bytes as the limit.
+"""Compares collectives on one host: lagom's through shared memory, gloo's, and a plain copy of the bytes as the limit.
 
     python -m benchmarks.collectives [--ranks 2 4] [--sizes 4 4096 ...] [--only all_reduce] [--plot FILE.svg]
 
-Each cell is the median of five rounds, the two taking turns; a round's time is that of its slowest rank. All run with
-one thread. The first column is the raw exchange; "dist" is torch's own call, over the backend "lagom" and over "gloo";
-"ds" is DeepSpeed's op for sums in shared memory, where that is installed and compiles
-(`pip install -c constraints.txt -e ".[deepspeed]"`; the first time takes minutes).
+Each cell is the median of five rounds, in which the contenders take turns; a round's time is that of its slowest rank.
+Each rank has one thread. "raw" calls lagom's exchange directly; "dist" and "gloo" are calls of torch.distributed over
+the backends "lagom" and "gloo"; "ds" is DeepSpeed's op for sums in shared memory, if DeepSpeed is installed and the op
+compiles (`pip install -c constraints.txt -e ".[deepspeed]"`; the first time takes minutes).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from lagom.collectives.torch_backend.shared_group import SharedProcessGroup
 SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 100_000_000, 256 << 20]
 ROUNDS = 5
 ROUND_S = 0.15
-"""About how long a round takes, where one call does not take longer."""
+"""Approximate seconds of a round, unless a single call takes longer."""
 TARGETS = [(4 << 10, 100.0), (1 << 20, 8.0), (100_000_000, 4.0)]
-"""Of all-reduce on 2 ranks: bytes, and how many times faster than gloo."""
+"""Targets for all-reduce on 2 ranks: bytes, and how many times faster than gloo."""
 Times = dict[tuple[str, int, str], float]
-"""Seconds by collective, bytes and contender."""
+"""Seconds of a call, by collective, bytes and contender."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables; 0 when the targets hold, else 1."""
+    """Measure and print the tables; return 0 if the targets hold, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
@@ -70,7 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measured(number: int, sizes: Sequence[int], only: Sequence[str] = (), op: Any = None) -> Times:
-    """Times of the slowest of ``number`` ranks; ``op``: DeepSpeed's."""
+    """Run all contenders on ``number`` forked ranks; return the times of the slowest rank.
+
+    Args:
+        sizes: bytes of the tensors.
+        only: collectives to measure; empty for all.
+        op: DeepSpeed's op from ``shm_op.load``; None to leave it out.
+    """
     context = multiprocessing.get_context("fork")
     found: Times = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +97,7 @@ def measured(number: int, sizes: Sequence[int], only: Sequence[str] = (), op: An
 def _rank(
     rank: int, number: int, sizes: Sequence[int], only: Sequence[str], op: Any, folder: str, answers: Any
 ) -> None:
-    warnings.simplefilter("ignore")  # torch's, about names of its own
+    warnings.simplefilter("ignore")  # torch warns about its own deprecated names
     torch.set_num_threads(1)
     register()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=number)
@@ -114,7 +120,7 @@ def _rank(
 
 
 def _calls(data: torch.Tensor, number: int, near: SharedProcessGroup) -> dict[str, dict[str, Callable[[], object]]]:
-    """By collective and contender; what is gathered or dealt out is as large in all as ``data``."""
+    """Return the calls to time, by collective and contender; gathered tensors are as large as ``data``."""
     near_data, copied = data.clone(), torch.empty_like(data)
     address, count = near_data.data_ptr(), near_data.numel()
     found: dict[str, dict[str, Callable[[], object]]] = {
@@ -154,7 +160,7 @@ def _rounds(calls: Mapping[str, Callable[[], object]], near: dist.ProcessGroup) 
     for contender, call in calls.items():
         call()
         guess = torch.tensor(ROUND_S / _seconds(call, 3, near))
-        dist.all_reduce(guess, dist.ReduceOp.MIN)  # as many on all ranks
+        dist.all_reduce(guess, dist.ReduceOp.MIN)  # all ranks must repeat equally often
         repeats[contender] = min(max(int(guess), 1), 3000)
     for _ in range(ROUNDS):
         for contender, call in calls.items():
@@ -171,7 +177,7 @@ def _seconds(call: Callable[[], object], repeats: int, near: dist.ProcessGroup) 
 
 
 def table(number: int, times: Times) -> str:
-    """A line for each collective and size."""
+    """Return the table: a line for each collective and size."""
     lines = [
         f"{number} ranks",
         f"{'':16}{'bytes':>12}{'raw us':>11}{'dist us':>11}{'gloo us':>11}{'ds us':>11}{'copy us':>11}  ratios",
@@ -194,7 +200,7 @@ def table(number: int, times: Times) -> str:
 
 
 def targets(times: Times) -> list[tuple[str, bool]]:
-    """What lagom promises, and whether it is so."""
+    """Return each target as text, and whether it holds."""
     found = []
     for size, wanted in TARGETS:
         gloo, raw = times.get(("all_reduce", size, "dist gloo")), times.get(("all_reduce", size, "lagom"))
@@ -209,7 +215,7 @@ def targets(times: Times) -> list[tuple[str, bool]]:
 
 
 def drawing(number: int, times: Times) -> str:
-    """Time against size of all_reduce, both logarithmic, as SVG."""
+    """Return a plot of all_reduce as SVG: time against size, both axes logarithmic."""
     import math
 
     shown = {

@@ -16,24 +16,28 @@ from lagom.deepspeed.loading import environment, load
 
 STAGES = (0, 1, 2, 3)
 BUCKETS: Mapping[str, int] = {"reduce_bucket_size": 5_000_000, "allgather_bucket_size": 5_000_000}
-"""Elements; lagom's backend gets the same."""
+"""Elements in DeepSpeed's buckets; lagom's backend="deepspeed" gets the same."""
 MISSING = "DeepSpeed is not here, and left out: pip install 'lagom-spark[deepspeed]'"
 
 
 def is_here() -> bool:
-    """Whether DeepSpeed is installed."""
+    """Return whether DeepSpeed is installed."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
 def join() -> None:
-    """Make ``torch.distributed`` the program's own, over gloo: with it lagom steps back from its ranks."""
+    """Start the program's own process group over gloo; lagom then leaves the program's distribution to the program."""
     torch.distributed.init_process_group("gloo")
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
 
 
 @contextmanager
 def engine(network: nn.Module, optimizer: Any, stage: int, batch: int) -> Iterator[tuple[Any, Any]]:
-    """An engine, and what stands in for an optimizer; no op is compiled, sums go through gloo."""
+    """Yield a DeepSpeed engine and an object that stands in for its optimizer; sums go through gloo, no op is compiled.
+
+    Args:
+        batch: samples per rank and step.
+    """
     deepspeed = load("cpu")
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     config: Mapping[str, Any] = {
@@ -48,18 +52,18 @@ def engine(network: nn.Module, optimizer: Any, stage: int, batch: int) -> Iterat
 
 
 class _Stepped:
-    """The engine in the place of an optimizer, and of the loss's ``backward``."""
+    """Gives DeepSpeed's engine the methods of an optimizer, and ``backward``."""
 
     def __init__(self, made: Any) -> None:
         self._engine = made
 
     def zero_grad(self) -> None:
-        """The step does it."""
+        """Do nothing: the engine's step clears gradients."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Of the engine: at stage 0 it does not come along with the loss's own."""
+        """Run the engine's backward, since ``loss.backward()`` would not average gradients at stage 0."""
         self._engine.backward(loss)
 
     def step(self) -> None:
-        """Of the engine."""
+        """Run the engine's step."""
         self._engine.step()

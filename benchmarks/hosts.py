@@ -1,10 +1,10 @@
-"""Exchanges of ranks on two hosts: through shared memory and between one rank of each, against gloo over all.
+"""Compares collectives on two hosts: lagom's (shared memory, then one rank per host over the network) and gloo's.
 
     python -m benchmarks.hosts [--ranks 2] [--turns 15]
 
-The hosts are network and process namespaces of this machine joined by a bridge, so it needs root. They share its cores,
-and their network is as fast as its memory: on real ones the network counts for more, of which gloo takes more the more
-ranks a host has.
+The hosts are network and process namespaces of this machine, joined by a bridge, so the benchmark needs root. They
+share the machine's cores, and their network is as fast as its memory. On real hosts the network counts for more, and
+gloo sends more over it with every rank that a host has.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tests.integration.hosts import allowed, network
 
 NUM_HOSTS = 2
 SIZES = (4 << 10, 256 << 10, 4 << 20, 64 << 20)
-"""Bytes."""
+"""Bytes of the tensors."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print milliseconds and ratios; 0 when the results agree."""
+    """Start the ranks, and print milliseconds and ratios; return 0 if both ways give equal results, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="of each host")
     parser.add_argument("--turns", type=int, default=15)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for number in range(i * args.ranks, (i + 1) * args.ranks):
                 settings = [address, store.port, number, world_size, args.ranks, host.address, args.turns]
                 commands.append(shlex.join([sys.executable, "-m", "benchmarks.hosts", json.dumps(settings)]))
-            # Together, since each use of a host's command makes a process namespace of its own.
+            # One shell for all ranks of a host, since each use of its command makes a new process namespace.
             shell = " & ".join(commands) + " & wait"
             running.append(subprocess.Popen([*host.command, "sh", "-c", shell], stdout=subprocess.PIPE, text=True))
         lines = [one.communicate()[0] for one in running]
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def rank(address: str, port: int, number: int, world_size: int, per_host: int, ip: str, turns: int) -> None:
-    """Be one of them: the two ways take turns."""
+    """Run one rank: lagom's way and gloo's take turns, and rank 0 prints the medians."""
     torch.set_num_threads(1)
     store = TCPStore(address, port, is_master=False)
 
@@ -129,7 +129,7 @@ EXCHANGES = {
     "all_gather": _gathered,
     "reduce_scatter": _reduce_scattered,
 }
-"""Each of tensors that are as large on a rank, before or after."""
+"""Collectives to measure. The larger of a rank's input and output has the same size in all of them."""
 
 
 if __name__ == "__main__":

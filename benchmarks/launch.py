@@ -1,9 +1,9 @@
-"""Time to launch: a function that does nothing, on 2 ranks, through lagom and through TorchDistributor.
+"""Measures the time to launch a function that does nothing on 2 ranks, with lagom and with TorchDistributor.
 
     python -m benchmarks.launch [--rounds 5] [--master local[2]]
 
-Each contender is called once to warm up and then round after round. They do not take turns: a job of TorchDistributor
-ends Spark's Python workers, so whoever came next would start cold.
+Each contender is called once to warm up, and then in all its rounds before the next contender starts. Turns would be
+unfair: a job of TorchDistributor ends Spark's Python workers, so the next contender would start cold.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORLD_SIZE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print medians, ranges and ratios; 0 when the targets hold, else 1."""
+    """Measure, and print medians, ranges and ratios; return 0 if the targets hold, else 1."""
     args = _arguments(argv)
     with peers.spark(args.master):
         seconds = measure(_contenders(), args.rounds)
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, by contender, after one call that does not count."""
+    """Return the seconds of each call, by contender; the first call of each is left out."""
     seconds = {}
     for name, call in contenders.items():
         times = [_seconds(call) for _ in range(rounds + 1)]
@@ -42,7 +42,7 @@ def measure(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict
 
 
 def report(seconds: Mapping[str, Sequence[float]]) -> str:
-    """A table, and whether each target holds."""
+    """Return a table, and a line for each target that says whether it holds."""
     slowest = statistics.median(seconds["TorchDistributor, distributed"])
     lines = [f"{f'no-op on {WORLD_SIZE} ranks, warm':30}  median s     min     max   faster by"]
     for name, times in seconds.items():
@@ -53,7 +53,7 @@ def report(seconds: Mapping[str, Sequence[float]]) -> str:
 
 
 def targets(seconds: Mapping[str, Sequence[float]]) -> list[tuple[str, bool]]:
-    """What lagom promises, and whether it is so in these medians."""
+    """Return each target as text, and whether it holds for the medians."""
     median = {name: statistics.median(times) for name, times in seconds.items()}
     spark, local, peer = median["lagom, spark"], median["lagom, local"], median["TorchDistributor, distributed"]
     return [
@@ -64,7 +64,7 @@ def targets(seconds: Mapping[str, Sequence[float]]) -> list[tuple[str, bool]]:
 
 
 def nothing() -> None:
-    """The function that is launched."""
+    """Do nothing: the function that is launched."""
 
 
 def _seconds(call: Callable[[], object]) -> float:

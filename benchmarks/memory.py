@@ -1,7 +1,7 @@
-"""Memory that a process and all its descendants add, watched from outside. Runs as a script of its own.
+"""Measures the memory that a process and all its descendants add at the peak, from another process (this script).
 
-Counted is the proportional set size (PSS), in which a page that several processes map counts once in all, and
-shared memory whether it is mapped or not.
+It counts the proportional set size (PSS), in which a page that several processes map counts once, and all shared
+memory, mapped or not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def watched() -> Iterator[Callable[[], int]]:
-    """Gives a function that says, after the block, how many bytes more than before it there were at the peak."""
+    """Watch memory during a block. Yields a function that returns, after the block, the bytes added at the peak."""
     added: list[int] = []
     command = [sys.executable, __file__, str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
@@ -30,7 +30,7 @@ def watched() -> Iterator[Callable[[], int]]:
 
 
 def watch(pid: int) -> None:
-    """Sample ``pid`` until stdin closes, then print the bytes added at the peak."""
+    """Sample the memory of ``pid`` until stdin closes, then print the bytes added at the peak."""
     os.set_blocking(sys.stdin.fileno(), False)
     base = peak = memory(pid)
     print("watching", flush=True)
@@ -41,7 +41,7 @@ def watch(pid: int) -> None:
 
 
 def memory(root: int) -> int:
-    """Bytes held by ``root`` and its descendants, this process left out."""
+    """Return the bytes that ``root`` and its descendants hold, without this process."""
     parents = {int(path.name): _parent(path) for path in Path("/proc").iterdir() if path.name.isdigit()}
     family: set[int] = set()
     found = {root}
@@ -59,7 +59,7 @@ def _closed(descriptor: int) -> bool:
 
 
 def _private(pid: int) -> int:
-    # Both from one reading: between two, a process may unmap what is shared.
+    # Both values come from one reading: between two readings a process may unmap shared memory.
     rollup = _fields(Path(f"/proc/{pid}/smaps_rollup"))
     return rollup.get("Pss", 0) - rollup.get("Pss_Shmem", 0)
 
@@ -68,11 +68,11 @@ def _parent(process: Path) -> int:
     try:
         return int((process / "stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
-        return 0  # it is gone
+        return 0  # the process has ended
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Those of a file of ``name: number kB`` lines, in bytes; none when the process is gone."""
+    """Return the values in a file of ``name: number kB`` lines, in bytes; empty if the process has ended."""
     try:
         rows = [line.split() for line in path.read_text().splitlines()]
     except OSError:

@@ -1,14 +1,14 @@
-"""Samples per second of HorovodRunner's MNIST notebook: one process, DDP by hand on 2 ranks, and lagom on 2 ranks.
+"""Measures samples per second of HorovodRunner's MNIST notebook: in one process, with DDP and with lagom on 2 ranks.
 
     python -m benchmarks.mnist [--samples 60000] [--repeats 3]
 
-The network, the loss, the optimizer and the batches of 100 samples per process are the notebook's; images are in
-MNIST's format and made here (examples/mnist_data.py). lagom gets the function that knows of no ranks, with
-``batches="per_rank"``. Each contender trains for an epoch in processes of its own, one contender after the other, in
-one order and then in the other; what counts is the epoch without its first batches. One thread per rank, and one
-process with one thread and with torch's default.
+The network, the loss, the optimizer and the batches of 100 samples per process are those of the notebook. Images have
+MNIST's format and are made here (examples/mnist_data.py). lagom runs the single-process function, with
+``batches="per_rank"``. Each contender trains for one epoch in new processes; contenders run one after the other, in
+alternating order. The first batches of the epoch do not count. Ranks have one thread; the single process runs with one
+thread, and again with torch's default.
 
-The notebook reports 118.2 s for one node and 96.6 s for two workers on CPUs, 1.22 times as fast.
+The notebook reports 118.2 s for one node and 96.6 s for two workers on CPUs: 1.22 times as fast.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from lagom.config import TorchDistributedConfig
 WORLD_SIZE = 2
 BATCH_SIZE = 100
 WARM_UP = 10
-"""Batches that do not count."""
+"""Batches at the start that do not count."""
 WANTED = 1.8
-"""Times as many samples per second as one process with one thread, on two free cores."""
+"""Target: lagom's samples per second, divided by those of one process with one thread; for two free cores."""
 CONTENDERS = {
     "one": "one process, one thread",
     "threads": "one process, torch's default threads",
@@ -50,7 +50,7 @@ CONTENDERS = {
     "memory": "lagom, 2 ranks, shared memory",
 }
 Span = tuple[float, float, int]
-"""Of a rank: when its first batch that counts began, when its last one ended, and the samples between."""
+"""A rank's measurement: time when its first counted batch began, time when its last batch ended, samples between."""
 
 
 class Net(nn.Module):
@@ -65,7 +65,7 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(50, 10)
 
     def forward(self, x: Any) -> Any:
-        """Of shape (B, 10)."""
+        """Return log-probabilities of shape (B, 10)."""
         x = F.relu(F.max_pool2d(self.conv1(x), 2))
         x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
         x = F.relu(self.fc1(x.view(-1, 320)))
@@ -73,7 +73,7 @@ class Net(nn.Module):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print samples per second, and whether the targets hold: 0 when they do, else 1."""
+    """Measure and print samples per second; return 0 if the targets hold, else 1."""
     args = _arguments(argv)
     if args.contender:
         print(json.dumps(_spans(args.contender, args.data)))
@@ -112,7 +112,7 @@ def _targets(rates: Mapping[str, Sequence[float]]) -> list[tuple[str, bool]]:
 
 
 def _rate(contender: str, folder: str) -> float:
-    """Samples per second over all ranks, in a process that has just begun."""
+    """Return the samples per second of all ranks of ``contender``, run in a new process."""
     env = dict(os.environ)
     env.pop("OMP_NUM_THREADS", None)
     if contender != "threads":
@@ -125,7 +125,7 @@ def _rate(contender: str, folder: str) -> float:
 
 
 def _spans(contender: str, folder: str) -> list[Span]:
-    """What each rank of ``contender`` measured."""
+    """Run ``contender``, and return the measurement of each rank."""
     if contender in ("one", "threads"):
         return [train(folder, 0.001)]
     if contender == "ddp":
@@ -143,7 +143,7 @@ def _spans(contender: str, folder: str) -> list[Span]:
 
 
 def train(folder: str, learning_rate: float) -> Span:
-    """The notebook's function for a single node: one epoch of it."""
+    """Train for one epoch as the notebook's function for a single node does."""
     loader = DataLoader(MNIST(folder, transform=_normalised), batch_size=BATCH_SIZE, shuffle=True)
     return _epoch(Net(), loader, learning_rate)
 
@@ -161,7 +161,7 @@ def _epoch(model: nn.Module, loader: DataLoader[Any], learning_rate: float) -> S
         optimizer.step()
         count += len(data)
         if number % 100 == 0:
-            loss.item()  # which the notebook prints
+            loss.item()  # the notebook prints the loss here
     return start, time.monotonic(), count
 
 
@@ -170,7 +170,7 @@ def _normalised(image: Any) -> Any:
 
 
 def _by_hand(folder: str) -> list[Span]:
-    """What torchrun would start: the loop with all that its author has to know of ranks."""
+    """Start DDP's ranks as torchrun would, and return their measurements."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")

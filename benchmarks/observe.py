@@ -1,16 +1,16 @@
-"""What it costs to see a run: progress, heartbeats, watchdog, the output of all ranks and a timeline, on against off.
+"""Measures what observing a run costs per step: progress, heartbeats, watchdog, the output of all ranks, a timeline.
 
     python -m benchmarks.observe [--rounds 1500] [--starts 3]
 
-A loop on 2 ranks with a thread each, run with everything off and then with everything on: a timeline, log="all", a
-line printed by each rank every 100 steps, a folder, a heartbeat a second, a terminal whose line of progress is renewed.
-"on" is how a long run goes, whose timeline keeps samples; "kept" has it keep every step, as it does with the first 100.
+A loop on 2 ranks with one thread each runs with everything off, and then with everything on: a timeline, log="all", a
+printed line per rank every 100 steps, a run folder, a heartbeat per second, a terminal with a line of progress. "on" is
+a long run, whose timeline keeps samples of steps; in "kept" it keeps every step, as it does with the first 100.
 
-What a step takes more is the sum of three figures. See Note [Three figures].
+The cost of a step is the sum of three figures. See Note [Three figures].
 
-- noting: what the timeline has the program's own thread do.
-- prints: what printing takes that thread.
-- beside: processor time of all other threads and processes of the run, as if each microsecond held up a step.
+- noting: time that the timeline takes in the program's own thread.
+- prints: time that printing takes in that thread.
+- beside: processor time of all other threads and processes of the run, as if each microsecond delayed a step.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from lagom.patching.replace import replaced
 
 WORLD_SIZE = 2
 ROUND = ("off", "on", "kept")
-"""Ways to take a step, each of which has its turn in a round, in a random order."""
+"""Ways to run a step: without a timeline, with one, with one that keeps every step. A round runs each, at random."""
 _PRINTS = 100
-"""Steps for each line that every rank prints."""
+"""Steps between two lines that a rank prints."""
 _WARM_UP = 200
-"""Steps that do not count; the first 100 are kept."""
+"""Steps at the start that do not count, since the timeline keeps all of the first 100."""
 _ALL_S = 5.0
-"""Of steps one after the other."""
+"""Seconds of training, one step after the other, with everything on or off."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained."""
+    """A model, its batch size, and how much longer a step may take."""
 
     name: str
     width: int
     layers: int
     batch_size: int
     most_us: float
-    """That a step may take more; 0: a hundredth of it."""
+    """Limit of the cost of a step, in microseconds; 0: a hundredth of the step's time."""
 
     def module(self) -> nn.Module:
-        """Small layers: how fast large ones are depends on where their memory happens to lie."""
+        """Return a model of small layers; the speed of large layers depends on where their memory happens to lie."""
         inner = [part for _ in range(self.layers) for part in (nn.Linear(self.width, self.width), nn.Tanh())]
         return nn.Sequential(nn.Linear(8, self.width), *inner, nn.Linear(self.width, 1))
 
@@ -79,7 +79,7 @@ TASKS = (
 
 
 class Loop:
-    """The loop that is timed."""
+    """The training loop that is timed."""
 
     def __init__(self, task: Task) -> None:
         torch.manual_seed(0)
@@ -93,7 +93,7 @@ class Loop:
         self.printed_s = 0.0
 
     def steps(self, count: int) -> None:
-        """As anybody would write them."""
+        """Run ``count`` steps in an ordinary loop, and print a line every 100 steps."""
         number = 0
         while True:
             for x, y in self._loader:
@@ -107,8 +107,8 @@ class Loop:
                     return
 
     def step(self) -> float:
-        """One; seconds."""
-        for _ in range(2):  # a pass may be over
+        """Run one step, and return its seconds."""
+        for _ in range(2):  # once more with a new pass, if this pass has ended
             start = time.perf_counter()
             for x, y in self._batches:
                 self._train(x, y)
@@ -123,11 +123,12 @@ class Loop:
 
 
 def train(numbers: Sequence[int], rounds: int, driver: int) -> list[dict[str, Any]]:
-    """What one rank measures, of each task.
+    """Measure all tasks on one rank, and return the figures of each.
 
     Args:
-        numbers: how many steps of each task are taken one after the other.
-        driver: its process.
+        numbers: for each task, the number of steps to run one after the other.
+        rounds: rounds in which each way of ``ROUND`` runs one step.
+        driver: process id of the driver.
     """
     torch.set_num_threads(1)
     return [_measured(task, number, rounds, driver) for task, number in zip(TASKS, numbers, strict=True)]
@@ -137,7 +138,7 @@ def _measured(task: Task, number: int, rounds: int, driver: int) -> dict[str, An
     loop = Loop(task)
     loop.steps(_WARM_UP)
     loop.printed_s = 0.0
-    # What all ranks share counts once.
+    # The host process and the driver serve all ranks, so only rank 0 counts them.
     others = [os.getppid(), driver] if lagom.rank() == 0 else []
     start, beside = time.perf_counter(), _beside_s(others)
     loop.steps(number)
@@ -149,7 +150,7 @@ def _measured(task: Task, number: int, rounds: int, driver: int) -> dict[str, An
 
 
 def _beside_s(others: Sequence[int]) -> float:
-    """Processor time of other threads of this process, and of all of other processes."""
+    """Return the processor seconds of this process's other threads, and of all threads of the processes ``others``."""
     threads = [path for path in Path("/proc/self/task").iterdir() if path.name != str(os.getpid())]
     for process in others:
         threads += Path(f"/proc/{process}/task").iterdir()
@@ -157,7 +158,7 @@ def _beside_s(others: Sequence[int]) -> float:
 
 
 def _rounds(loop: Loop, count: int) -> list[list[float]]:
-    """Seconds of steps, taken in the ways of ``ROUND``."""
+    """Return for each round the seconds of a step in each way of ``ROUND``."""
     order = random.Random(0)  # equal on all ranks
     names = list(ROUND)
     found = []
@@ -175,7 +176,7 @@ def _rounds(loop: Loop, count: int) -> list[list[float]]:
 
 @contextmanager
 def _chosen() -> Iterator[Callable[[str], None]]:
-    """Gives what chooses how the next step is taken: with the functions and hooks that note, or without them."""
+    """Yield a function that chooses the way of the next step: with the timeline's patches and hooks, or without."""
     noted, way = kinds._current, {"notes": True}
     assert noted is not None
 
@@ -214,14 +215,14 @@ def _chosen() -> Iterator[Callable[[str], None]]:
 
 
 class _Terminal(TextIOWrapper):
-    """Shows nothing, and has what is live shown."""
+    """A stream that shows nothing but claims to be a terminal, so that the line of progress is written."""
 
     def isatty(self) -> bool:
         return True
 
 
 def measure(steps: Sequence[int], rounds: int, settings: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    """By rank and task."""
+    """Run ``train`` on all ranks, and return the figures by rank and task."""
     given = {"numbers": steps, "rounds": rounds, "driver": os.getpid()}
     config = TorchDistributedConfig(
         hparams=given, world_size=WORLD_SIZE, launcher="local", batches="split", seed=0, **settings
@@ -232,7 +233,7 @@ def measure(steps: Sequence[int], rounds: int, settings: Mapping[str, Any]) -> l
 
 
 def start(rounds: int) -> list[dict[str, Any]]:
-    """One figure of each kind for each task, in seconds per step."""
+    """Run everything once with observation off and once with it on; return the figures of each task (s per step)."""
     off = {"hb_interval": 1e6, "stall_timeout_s": math.inf, "run_dir": None}
     tried = measure([_WARM_UP] * len(TASKS), 0, off)
     steps = [int(_ALL_S / one["step"]) for one in tried[0]]
@@ -246,7 +247,7 @@ def _more(without: Sequence[Mapping[str, Any]], having: Sequence[Mapping[str, An
     found: dict[str, Any] = {"off": max(one["step"] for one in without), "all": max(one["step"] for one in having)}
     found["prints"] = max(one["prints"] for one in having) - max(one["prints"] for one in without)
     found["beside"] = sum(one["beside"] for one in having) - sum(one["beside"] for one in without)
-    # A step takes as long as on its slowest rank.
+    # The slowest rank decides how long a step takes.
     rounds = [
         [max(of_ranks) for of_ranks in zip(*ranks, strict=True)]
         for ranks in zip(*[one["rounds"] for one in having], strict=True)
@@ -257,7 +258,7 @@ def _more(without: Sequence[Mapping[str, Any]], having: Sequence[Mapping[str, An
 
 
 def report(task: Task, starts: Sequence[Mapping[str, Any]]) -> bool:
-    """Print; whether the limits hold."""
+    """Print the figures of ``task``; return whether the limits hold."""
     off = statistics.median(one["off"] for one in starts)
     both = statistics.median(one["all"] - one["off"] for one in starts)
     limit = task.most_us * 1e-6 or 0.01 * off
@@ -279,7 +280,7 @@ def report(task: Task, starts: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what a step takes more; 0 when the limits hold, else 1."""
+    """Measure and print the cost of a step; return 0 if the limits hold, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=1500, help="steps of each way in each start")
     parser.add_argument("--starts", type=int, default=3)
@@ -296,11 +297,11 @@ if __name__ == "__main__":
 
 # Note [Three figures]
 #
-# Two runs are not simply compared: how fast a process computes depends on where its memory happens to lie, and runs
-# with everything off differ from one another by 5%. By how much they differ is printed, and judged by nobody.
+# The times of two runs cannot simply be subtracted: the speed of a process depends on where its memory happens to lie,
+# and runs with everything off differ from one another by 5%. The difference is printed, but no limit applies to it.
 #
-# So the timeline is measured within a run, step against step, each in milliseconds of the others: with its functions
-# around those of the program, and without them. Of what a timeline adds to a step a test and half a microsecond around
-# the average of gradients are in both. Heartbeats, the processes that carry what ranks say, and the driver that shows
-# and writes it down work in the background, a few times a second, so that most steps see nothing of them. With as many
-# ranks as cores they take their time from a step, and no more than that: all of it counts.
+# So the timeline is measured within one run: steps with its patches and steps without them alternate within
+# milliseconds. Two small parts of its cost are in both: a test, and half a microsecond around the average of gradients.
+# Heartbeats, the processes that carry the output of ranks, and the driver that shows and stores it work in the
+# background a few times a second, so most steps do not meet them. With as many ranks as cores, they delay steps by at
+# most the processor time that they use; all of it counts.

@@ -1,22 +1,22 @@
-"""Rows a second out of Parquet: lagom, petastorm 0.12.1, torch over Hugging Face's datasets, and pyarrow as the limit.
+"""Measures rows per second read from Parquet: lagom, petastorm 0.12.1, Hugging Face's datasets, pyarrow as the limit.
 
     python -m benchmarks.parquet [--peer PYTHON] [--scale 0.1] [--only numbers] [--rounds 3]
 
-Petastorm runs in the environment whose Python ``--peer`` names. That may be this one, with the extras petastorm and
-bench, where ``lagom.compat.petastorm`` makes it work with today's pyarrow, or one of petastorm's own time:
+Petastorm runs with the Python that ``--peer`` names. This may be the present Python, with the extras petastorm and
+bench, where ``lagom.compat.petastorm`` makes petastorm work with today's pyarrow. Or it is an older environment:
 
     python3.11 -m venv PEER
     PEER/bin/pip install petastorm==0.12.1 pyarrow==14.0.2 numpy==1.26.4 pandas==2.2.3 torch==2.6.0 \
         pyspark opencv-python-headless==4.10.0.84 "setuptools<70"
 
-Each contender runs in a process of its own, for three passes over a table and a second at least, of which the first
-pass is not counted. All take turns, in rounds, since the machine's speed changes by a factor within minutes: ratios are
-of contenders of one round, and what is printed is the median of rounds, with the least and the most. Of petastorm all
-configurations in ``benchmarks/petastorm_peer.py`` run in the first round, and the best one goes on; it shuffles within
-as many rows as lagom's window has. What torch draws from datasets, in the first round alone, are cells as they are in
-the file, undecoded. lagom decodes in as many threads as torch has, beside the program's own. "The scan" is pyarrow's
-``read_row_group`` over the same columns, which decodes these in as many threads, or in one where there is one column;
-what the disk and pyarrow can give at most is a scan of several row groups at once.
+Each contender runs in a process of its own, for at least three passes over a table and at least a second; the first
+pass does not count. The machine's speed can change by a factor within minutes, so contenders take turns in rounds.
+Ratios compare contenders of one round; the table has the median of the rounds, and the least and the most. The first
+round runs all configurations of petastorm in ``benchmarks/petastorm_peer.py``; later rounds run the best one. Petastorm
+shuffles within as many rows as lagom's window holds. torch's DataLoader over datasets runs in the first round only, and
+returns undecoded cells. lagom decodes in as many threads as torch has, beside the program's own. "The scan" is
+pyarrow's ``read_row_group`` over the same columns: it decodes columns in as many threads, so a single column in one. A
+scan of several row groups at once shows the most that the disk and pyarrow can deliver.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BATCH = {"numbers": 1024, "lists": 1024, "arrays": 256, "images": 64}
 ROWS = {"numbers": 1_000_000, "lists": 400_000, "arrays": 40_000, "images": 2_000}
 WINDOW_BYTES = 128 << 20
 SCANS = "pyarrow, several row groups at once"
-# Against petastorm's best of the same kind, and against the scan; from issue and prototypes.
+# Least ratios of lagom's rows per second to petastorm's best of the same kind, and to the scan; None: no target.
 TARGETS = {
     ("numbers", "shuffled"): (5.0, 0.3),
     ("numbers", "in order"): (2.5, 0.5),
@@ -61,7 +61,7 @@ TARGETS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a table of all contenders; 0 when the targets hold that could be measured, else 1."""
+    """Measure and print a table of all contenders; return 0 if all measured targets hold, else 1."""
     args = _arguments(argv)
     if args.contender:
         print(json.dumps(_contenders()[args.contender](args.folder, args.table)._asdict()))
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _rounds(args: argparse.Namespace, folder: str, table: str) -> list[dict[str, Rate]]:
-    """Of each round, what contenders did; of petastorm those that the first round chose."""
+    """Return the rates of all contenders, by round. After the first round, only petastorm's best configurations run."""
     found: list[dict[str, Rate]] = []
     chosen = _peers(args.peer, table)
     for _ in range(args.rounds):
@@ -103,7 +103,7 @@ def _best(names: Sequence[str], kind: str, found: dict[str, Rate]) -> list[str]:
 
 
 def _judged(table: str, kind: str, rounds: Sequence[dict[str, Rate]]) -> bool:
-    """Print and judge lagom beside the scan and beside petastorm."""
+    """Print lagom's ratios to the scan and to petastorm; return whether their targets hold."""
     of_peer, of_scan = TARGETS.get((table, kind), (None, None))
     peers = [name for name in rounds[-1] if name.startswith("petastorm") and name.endswith(kind)]
     told = []
@@ -124,7 +124,7 @@ def _judged(table: str, kind: str, rounds: Sequence[dict[str, Rate]]) -> bool:
 
 
 def _threads(name: str, table: str) -> str:
-    """What decodes, beside the program's own thread."""
+    """Return for the table which threads or processes decode, beside the program's own thread."""
     if name.startswith("petastorm"):
         pool, workers = name.split(", ")[1].split()
         return f"{workers} {'processes' if pool == 'process' else 'threads'}"
@@ -218,7 +218,7 @@ def _run(name: str, folder: str, table: str) -> Rate:
 
 
 def _peers(python: str | None, table: str) -> list[str]:
-    """Petastorm's configurations."""
+    """Return the names of petastorm's configurations for ``table``; empty without ``--peer``."""
     if python is None:
         return []
     command = [python, PEER, "list", table]
@@ -241,7 +241,7 @@ def _result(command: list[str]) -> Rate:
 
 
 def _environment(command: list[str]) -> dict[str, str]:
-    """Of the peer, without what this Python finds its packages by."""
+    """Return the environment for ``command``; another Python must not inherit this one's PYTHONPATH."""
     is_own = command[0] == sys.executable
     return {name: value for name, value in os.environ.items() if is_own or name != "PYTHONPATH"}
 

@@ -1,9 +1,9 @@
-"""A large in-memory data set on 2 ranks: time from the call to the first batch, and the memory it adds in all.
+"""Measures how a large in-memory data set reaches 2 ranks: seconds until the first batch, and the memory added.
 
     python -m benchmarks.payload [--megabytes 1000] [--master local[2]]
 
-Through lagom, and handed to TorchDistributor as an argument. What counts as added is the peak, over all processes,
-above the moment before the call, in which the data set is already in memory once.
+Contenders are lagom, and TorchDistributor with the data set as an argument. The memory added is the peak over all
+processes, less the memory before the call, when the data set is already in memory once.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ MB = 1_000_000
 
 @dataclass(frozen=True)
 class Measurement:
-    """One call."""
+    """Time and memory of one call."""
 
     seconds: float
-    """From the call to the first batch, on the slowest rank known."""
+    """Seconds from the call to the first batch, on the slowest rank that reports a time."""
     added: int
-    """Bytes."""
+    """Bytes added at the peak."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print time and memory of each contender; 0 when the targets hold, else 1."""
+    """Measure and print time and memory of each contender; return 0 if the targets hold, else 1."""
     args = _arguments(argv)
     data = TensorDataset(torch.ones(args.megabytes * MB // 4000, 1000))
     size = data.tensors[0].nbytes
@@ -48,20 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(name: str, call: Callable[[TensorDataset], Sequence[float]], data: TensorDataset) -> Measurement | None:
-    """Time and memory of ``call``, which gives its ranks' times of day at their first batches; None: it failed."""
+    """Measure ``call``, which returns for each rank the time of day at its first batch; return None if it fails."""
     try:
-        call(TensorDataset(torch.ones(64, 1000)))  # warm
+        call(TensorDataset(torch.ones(64, 1000)))  # warm up
         with memory.watched() as added:
             start = time.time()
             firsts = call(data)
-    except Exception as error:  # a peer that cannot do it is a finding, not the end of the benchmark
+    except Exception as error:  # if a peer cannot do this, the table says so
         print(f"{name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
         return None
     return Measurement(max(firsts) - start, added())
 
 
 def report(measured: Mapping[str, Measurement | None], size: int) -> str:
-    """A table, and whether each target holds."""
+    """Return a table, and a line for each target that says whether it holds."""
     lines = [f"{f'{size / MB:.0f} MB on {WORLD_SIZE} ranks, warm':30} first batch s   memory added / data"]
     for name, one in measured.items():
         figures = f"{one.seconds:13.2f} {one.added / size:21.2f}" if one else f"{'failed':>13} {'failed':>21}"
@@ -71,7 +71,7 @@ def report(measured: Mapping[str, Measurement | None], size: int) -> str:
 
 
 def targets(measured: Mapping[str, Measurement | None], size: int) -> list[tuple[str, bool]]:
-    """What lagom promises, and whether it is so."""
+    """Return each target as text, and whether it holds."""
     found = []
     for name in ("lagom, spark", "lagom, local"):
         one = measured[name]
@@ -83,11 +83,11 @@ def targets(measured: Mapping[str, Measurement | None], size: int) -> list[tuple
 
 
 def first_batch(train_set: TensorDataset) -> tuple[float, float]:
-    """Time of day at the first batch; then reads all data, so that every page a rank will ever hold is held."""
+    """Return the time of day at the first batch, and the sum of all data, which loads every page into memory."""
     next(iter(DataLoader(train_set, batch_size=64, shuffle=True)))
     now = time.time()
     total = train_set.tensors[0].sum().item()
-    time.sleep(0.5)  # long enough to be sampled
+    time.sleep(0.5)  # so that the memory watcher takes a sample
     return now, total
 
 
@@ -106,7 +106,7 @@ def _lagom(data: TensorDataset, launcher: Launcher) -> list[float]:
 
 
 def _torch_distributor(data: TensorDataset, local_mode: bool) -> list[float]:
-    # Of one rank; the other's result is not to be had.
+    # TorchDistributor returns the result of one rank only.
     now, _ = peers.torch_distributor(first_batch, data, world_size=WORLD_SIZE, local_mode=local_mode)
     return [now]
 

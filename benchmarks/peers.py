@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: a quiet Spark session, and TorchDistributor called quietly."""
+"""Shared by benchmarks: a Spark session and a call of TorchDistributor, both without their output."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pyspark.sql import SparkSession
 
 @contextlib.contextmanager
 def spark(master: str) -> Iterator[SparkSession]:
-    """A session on ``master`` that prints nothing but errors."""
+    """Open a Spark session on ``master`` that prints only errors."""
     logging.getLogger("lagom").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="PySpark does not yet fully support pandas")
-    # Spark starts python3 from PATH otherwise, which need not have torch.
+    # Otherwise Spark starts python3 from PATH, which may have no torch.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master(master).config("spark.ui.enabled", False)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
@@ -32,7 +32,7 @@ def spark(master: str) -> Iterator[SparkSession]:
 
 
 def torch_distributor(function: Callable[..., Any], *args: object, world_size: int, local_mode: bool) -> Any:
-    """What ``function(*args)`` returns on one of the ranks that pyspark's TorchDistributor starts."""
+    """Run ``function(*args)`` on ranks of pyspark's TorchDistributor, and return the value of one of them."""
     distributor = TorchDistributor(num_processes=world_size, local_mode=local_mode, use_gpu=False)
     distributor.logger.setLevel(logging.ERROR)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Petastorm 0.12.1 as it is best configured, in an environment of its own; ``benchmarks.parquet`` starts it."""
+"""Reads and writes with petastorm 0.12.1, in an environment of its own; ``benchmarks.parquet`` starts this script."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BATCHES = ["thread 1", "thread 2", "process 2"]
-"""Pools for tables that petastorm reads by row group."""
+"""Reader pools for tables that petastorm reads by row group."""
 ROWS = ["thread 1", "thread 2", "process 2"]
-"""Pools where it decodes row by row. Its BatchedDataLoader makes tensors of single rows there: 20 times slower."""
+"""Reader pools for tables that petastorm decodes row by row. For these it is 20 times slower with BatchedDataLoader,
+which makes a tensor of each row."""
 
 
 def main(argv: list[str]) -> None:
-    """``list TABLE``, ``write FOLDER TABLE COUNT``, or ``read NAME FOLDER TABLE BATCH WINDOW ROWS ROW_BYTES``."""
+    """Run one command, and print its result as JSON.
+
+    The commands are ``list TABLE``, ``write FOLDER TABLE COUNT``, and
+    ``read NAME FOLDER TABLE BATCH WINDOW ROWS ROW_BYTES``.
+    """
     command, *rest = argv
     if command != "list":
         _make_importable()
@@ -39,7 +44,7 @@ def main(argv: list[str]) -> None:
 
 
 def _make_importable() -> None:
-    """Have petastorm work beside a pyarrow that is younger than it."""
+    """Make petastorm importable beside a pyarrow that is newer than petastorm supports."""
     import pyarrow as pa
 
     if int(pa.__version__.split(".")[0]) >= 16:
@@ -47,7 +52,11 @@ def _make_importable() -> None:
 
 
 def read(name: str, folder: str, table: str, batch: int, window: int) -> Iterator[int]:
-    """Sizes of the batches of many passes."""
+    """Read passes without end with configuration ``name``, and yield the number of rows of each batch.
+
+    Args:
+        window: rows in petastorm's shuffling queue.
+    """
     from petastorm import make_batch_reader, make_reader
     from petastorm.pytorch import BatchedDataLoader, DataLoader
 
@@ -90,7 +99,7 @@ def write(folder: str, table: str, count: int) -> None:
 
 
 def smooth(random: Any, shape: tuple[int, ...]) -> Any:
-    """Return an array that compresses: noise does not."""
+    """Return a random array with smooth gradients, since pure noise would not compress."""
     import numpy as np
 
     channels, height, width = shape
@@ -100,7 +109,7 @@ def smooth(random: Any, shape: tuple[int, ...]) -> Any:
 
 
 def photo(random: Any, shape: tuple[int, ...]) -> Any:
-    """Return an image that deflates to about 0.6 of its size, as photos do: large shapes, and a camera's noise."""
+    """Return a random image of large shapes and noise, which as a PNG has 0.6 of its size, like a photo."""
     import cv2
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Rates of things that give rows without end; for Pythons of today and of petastorm's time."""
+"""``rate``: measures rows per second of an endless iterator of batches. Also runs in petastorm's older Python."""
 
 from __future__ import annotations
 
@@ -10,22 +10,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LIMIT_S = 20.0
-"""After which what has come is counted."""
+"""Seconds after which a measurement ends, even if its passes have not."""
 LEAST_S = 1.0
-"""For which it is counted at least: two passes over a small table are over in 0.1 s."""
+"""Least seconds of a measurement, since two passes over a small table take only 0.1 s."""
 
 
 class Rate(NamedTuple):
-    """What a contender did."""
+    """Speed and memory of a contender."""
 
     rows_s: float
+    """Rows per second."""
     mb_s: float
+    """Decoded megabytes per second."""
     peak_mb: float
-    """Of the process and the largest of its children."""
+    """Peak memory of the process plus that of its largest child, in MiB."""
 
 
 def rate(batches: Iterator[int], num_rows: int, row_bytes: int) -> Rate:
-    """Rows a second after a first pass over ``num_rows`` rows, in two or ``LEAST_S``; ``batches`` gives sizes."""
+    """Measure rows per second over at least two passes and ``LEAST_S`` seconds, after a first pass.
+
+    Args:
+        batches: yields the number of rows of each batch, pass after pass.
+        num_rows: rows of a pass.
+        row_bytes: bytes of a decoded row.
+    """
     seen, begun, start = 0, 0, time.perf_counter()
     first = start
     for size in batches:
@@ -40,7 +48,7 @@ def rate(batches: Iterator[int], num_rows: int, row_bytes: int) -> Rate:
 
 
 def _peak_mb() -> float:
-    # Not RUSAGE_SELF, which takes over what the process was before it became this program: its parent's memory.
+    # RUSAGE_SELF would include the memory of the parent from which this process was forked before its exec.
     with open("/proc/self/status") as status:
         own = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
     return (own + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1024

@@ -1,12 +1,12 @@
-"""Time per epoch of examples/scalar_field.py: in one process, and on 2 ranks through lagom and through DDP over gloo.
+"""Measures the time per epoch of examples/scalar_field.py: in one process, with lagom and with DDP on 2 ranks.
 
     python -m benchmarks.scalar_field [--starts 5] [--epochs 20]
 
-An epoch is what the example does in one, evaluation included. All have one thread per process. "per_rank" has 64
-samples per rank and step, and so half as many steps; "split" and "whole" have the global batch of one process. DDP is
-by hand, with torchrun, a DistributedSampler and an evaluation on every rank. Each contender is a process of its own,
-started several times, in one order and then in the other; ratios are those of a start. Run it on a machine that has
-two free cores: where two plain programs side by side take longer than one, no two ranks can be twice as fast.
+An epoch includes the example's evaluation. Every process has one thread. "per_rank" has 64 samples per rank and step,
+and so half as many steps; "split" and "whole" have the global batch of one process. DDP is written by hand, with
+torchrun, gloo, a DistributedSampler and an evaluation on every rank. Each contender runs in new processes, several
+times, in alternating order; ratios compare contenders of one start. Run it on a machine with two free cores: if two
+plain programs side by side take longer than one alone, two ranks cannot be twice as fast as one process.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ CONTENDERS = {
     "split ddp": "DDP by hand, gloo, 32 per rank",
 }
 TARGETS = {"per_rank": 2.0, "split": 1.3}
-"""Times as fast as one process."""
+"""Least speed, as a multiple of the speed of one process."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print seconds and ratios with quartiles; 0 when the targets hold, else 1."""
+    """Measure, and print milliseconds and ratios with quartiles; return 0 if the targets hold, else 1."""
     args = _arguments(argv)
     if args.contender is not None:
         if (seconds := contender(args.contender, args.epochs)) is not None:
@@ -76,7 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def contender(name: str, epochs: int) -> float | None:
-    """Be one; seconds per epoch of its slowest rank, and None on DDP's ranks but the first."""
+    """Run contender ``name`` in this process.
+
+    Returns:
+        Seconds per epoch of its slowest rank; None in the second process of DDP.
+    """
     torch.set_num_threads(1)
     batches: Any
     batches, _, how = name.partition(" ")
@@ -105,7 +109,7 @@ def contender(name: str, epochs: int) -> float | None:
 
 
 def timed(module: Any, hparams: Mapping[str, Any], train_set: TensorDataset, test_set: TensorDataset) -> float:
-    """Seconds per epoch of the example's own training function, which knows nothing of ranks."""
+    """Run the example's single-process training function, and return its seconds per epoch after two warm-up epochs."""
     torch.set_num_threads(1)
     hparams = {"batch_size": BATCH_SIZE, "lr": 1e-3, **hparams}
     with contextlib.redirect_stdout(io.StringIO()):
@@ -116,7 +120,7 @@ def timed(module: Any, hparams: Mapping[str, Any], train_set: TensorDataset, tes
 
 
 def ddp(epochs: int, batch_size: int) -> float | None:
-    """The same, distributed by hand; the first rank's time, which waits for the other's."""
+    """Train with DDP by hand; return seconds per epoch on rank 0, None on others. Ranks wait for each other."""
     torch.distributed.init_process_group("gloo")
     train_set, test_set = scalar_field(POINTS)
     torch.manual_seed(0)

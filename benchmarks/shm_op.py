@@ -1,4 +1,4 @@
-"""DeepSpeed's op for sums in shared memory, as a peer: compiled on first use, which takes minutes."""
+"""Loads DeepSpeed's op for sums in shared memory, to compare with lagom's. Its first use compiles it, in minutes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def load() -> Any:
-    """The op's module, to be loaded before ranks are forked.
+    """Compile if needed, and load the module of the op; call this before ranks are forked.
 
     Raises:
-        Exception: where it is not installed, or does not build; of any kind.
+        Exception: any error, if DeepSpeed is not installed, or the op does not build or suit this processor.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
@@ -27,12 +27,12 @@ def load() -> Any:
 
 
 def join(op: Any, rank: int, size: int, name: str) -> None:
-    """Be a rank of it; ``name`` tells its ranks apart from those of others on this host."""
+    """Join the op's group as ``rank`` of ``size``; ``name`` separates groups on this host."""
     os.environ |= {"LOCAL_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": name}
     op.initialize(size, rank)
 
 
 def clean(name: str) -> None:
-    """Remove what its ranks have left in /dev/shm."""
+    """Remove the files that the group ``name`` has left in /dev/shm."""
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{name}_*"):
         path.unlink()

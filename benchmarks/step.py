@@ -1,17 +1,17 @@
-"""Time per training step on 2 ranks: DDP by hand (torchrun, gloo), Accelerate (notebook_launcher), and lagom.
+"""Measures the time per training step on 2 ranks with DDP by hand (torchrun, gloo), Accelerate, and lagom.
 
     python -m benchmarks.step [--starts 7] [--turns 20] [--task MLP]...
 
-The programs (benchmarks/step_programs.py) are the same loop; lagom gets the one that knows of no ranks. All see the
-same number of samples per rank and step, with one thread per rank. A step is all of the loop's body: fetching the
+All programs (benchmarks/step_programs.py) have the same loop; lagom runs the one for a single process. All have the
+same number of samples per rank and step, and one thread per rank. A step is the whole body of the loop: fetching the
 batch, zero_grad, forward, loss, backward, optimizer step.
 
-All contenders run at once and take turns of a few steps each, so that what else the machine does slows all of them
-alike. A turn's time is that of its slowest rank; ratios are those of turns one after another.
+All contenders are alive at once and take turns of a few steps each, so that other load on the machine slows all of them
+equally. A turn's time is that of its slowest rank; a ratio compares two turns that follow each other.
 
-How fast a process computes also depends on where its memory happens to lie: the CNN's step takes up to a tenth more in
-one process than in another that runs the same program, for as long as both live. So all contenders are started several
-times, and the figures are those of starts: of each start's median, the median and the quartiles.
+The speed of a process also depends on where its memory happens to lie: for the whole life of a process, the CNN's step
+may take a tenth longer than in another process of the same program. So all contenders are started several times. The
+figures are the median and the quartiles of the medians of starts.
 
 Accelerate needs `pip install -c constraints.txt -e ".[bench]"`.
 """
@@ -36,7 +36,7 @@ from benchmarks.step_programs import TASKS
 
 WORLD_SIZE = 2
 WARM_UP = 3
-"""Turns that do not count."""
+"""Turns at the start that do not count."""
 CONTENDERS = {
     "ddp": "DDP by hand, gloo",
     "accelerate": "Accelerate",
@@ -46,19 +46,19 @@ CONTENDERS = {
     "whole": "lagom, whole",
 }
 Times = Mapping[str, Sequence[float]]
-"""Seconds per step, turn by turn, by contender: of one start."""
+"""Measurements of one start: seconds per step in each turn, by contender."""
 
 
 @dataclass
 class Contender:
-    """Processes that wait for their turn."""
+    """The processes of a contender, which wait for their turn."""
 
     process: subprocess.Popen[str]
     errors: IO[str]
     ranks: dict[int, Any] = field(default_factory=dict)
 
     def turn(self, steps: int) -> float:
-        """Let it take a turn; seconds per step of the slowest rank."""
+        """Start a turn of ``steps`` steps on all ranks; return the seconds per step of the slowest rank."""
         for lines in self.ranks.values():
             lines.write("go\n")
             lines.flush()
@@ -66,7 +66,7 @@ class Contender:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print medians, quartiles and ratios; 0 when the targets hold, else 1."""
+    """Measure, and print medians, quartiles and ratios; return 0 if the targets hold, else 1."""
     args = _arguments(argv)
     wanted = [name for name in TASKS if not args.task or any(part in name for part in args.task)]
     starts: dict[str, list[Times]] = {name: [] for name in wanted}
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(able: Mapping[str, Contender], task: str, turns: int) -> Times:
-    """Let the contenders take turns, in one order and then in the other."""
+    """Let the contenders take turns in alternating order; return their times."""
     times: dict[str, list[float]] = {name: [] for name in able}
     for number in range(WARM_UP + turns):
         for name in list(able) if number % 2 else reversed(list(able)):
@@ -91,7 +91,7 @@ def measure(able: Mapping[str, Contender], task: str, turns: int) -> Times:
 
 
 def report(task: str, starts: Sequence[Times]) -> str:
-    """A table, and whether each target holds."""
+    """Return a table, and a line for each target that says whether it holds."""
     title = f"{task}, {TASKS[task].per_rank} per rank"
     lines = [f"{title:36} median ms   quartiles ms     of DDP's  quartiles"]
     for name in (name for name in CONTENDERS if all(name in times for times in starts)):
@@ -104,7 +104,7 @@ def report(task: str, starts: Sequence[Times]) -> str:
 
 
 def targets(starts: Sequence[Times]) -> list[tuple[str, bool]]:
-    """What lagom promises, and whether it is so."""
+    """Return each target as text, and whether it holds."""
     ratio = statistics.median(_ratio(times, "per_rank") for times in starts)
     return [("lagom's per_rank takes no longer than DDP by hand", ratio <= 1)]
 
@@ -119,7 +119,7 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 
 @contextmanager
 def contenders(wanted: list[str], turns: int) -> Iterator[dict[str, Contender]]:
-    """Start all; one that refuses is left out, with a line that says why."""
+    """Start all contenders, and yield those whose ranks are ready; print why any other is left out."""
     with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
         arguments = {
             "port": listener.getsockname()[1],

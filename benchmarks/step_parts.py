@@ -1,11 +1,12 @@
-"""Where the time of a small step goes: in one process, and on 2 ranks of lagom's.
+"""Measures the parts of a small training step, from loading to the optimizer's step, in one process and on 2 ranks.
 
     python -m benchmarks.step_parts [--epochs 12] [--starts 3]
 
-The loop of examples/scalar_field.py with a clock between its lines; microseconds, of each part the median over the
-steps of a rank that is no longer new, then over ranks and starts. "over plain" is what forward, loss, backward and
-optimizer take more than in one process on as many samples. "evaluate" is a batch of 64 of its evaluation, loading and
-all, which every rank sees whole. All have one thread per process. Run it on a machine that has two free cores.
+The program is the loop of examples/scalar_field.py with a clock between its lines. Each figure is in microseconds: the
+median over a rank's steps after the first quarter, then over ranks and starts. "over plain" is the additional time of
+zero_grad, forward, loss, backward and step, compared with one process on as many samples. "evaluate" is the time of one
+evaluation batch of 64, with its loading; every rank gets whole evaluation batches. Every process has one thread. Run it
+on a machine with two free cores.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ CONTENDERS = {
     "split 64": "lagom, split, 32 on each rank",
 }
 PEERS = {"per_rank 64": "plain 64", "split 64": "plain 32"}
-"""With as many samples on a rank."""
+"""For each lagom contender, the single process with as many samples per step as a rank has."""
 TARGET_US = 70.0
-"""Over the plain step."""
+"""Limit of the additional time of a step, in microseconds."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; 0 when the target holds, else 1."""
+    """Measure and print the table; return 0 if the target holds, else 1."""
     args = _arguments(argv)
     if args.contender is not None:
         print(json.dumps(contender(args.contender, args.epochs)))
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def contender(name: str, epochs: int) -> list[float]:
-    """Be one; the median of each part, over its ranks."""
+    """Run contender ``name`` in this process; return the median of each of ``PARTS`` over its ranks."""
     torch.set_num_threads(1)
     kind, size = name.split()
     hparams = {"epochs": epochs, "batch_size": int(size)}
@@ -92,7 +93,7 @@ def contender(name: str, epochs: int) -> list[float]:
 
 
 def timed(module: Any, hparams: Mapping[str, Any], train_set: TensorDataset, test_set: TensorDataset) -> list[float]:
-    """The median of each of ``PARTS`` of a plain loop, which knows nothing of ranks; microseconds."""
+    """Run a single-process training loop with clocks; return the median microseconds of each of ``PARTS``."""
     torch.set_num_threads(1)
     model = module()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

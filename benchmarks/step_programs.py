@@ -1,7 +1,7 @@
-"""The training programs that ``benchmarks.step`` times: one plain loop, by hand for DDP, and through Accelerate.
+"""The training programs that ``benchmarks.step`` times: a plain loop, DDP by hand, and Accelerate.
 
-``python -m benchmarks.step_programs CONTENDER ARGUMENTS``, ARGUMENTS being JSON, is a contender: its ranks, which take
-turns with those of the others, block by block, as the benchmark tells them over a socket.
+``python -m benchmarks.step_programs CONTENDER ARGUMENTS`` starts the ranks of one contender; ARGUMENTS is JSON. The
+benchmark tells the ranks over a socket when to run their next steps.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 
 Arguments = Mapping[str, Any]
-"""port, world_size, tasks by name, turns, batches."""
+"""The settings port, world_size, tasks (names), turns and contender."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained."""
+    """A model, its shapes, and the number of samples and steps."""
 
     module: Callable[[], nn.Module]
     input: tuple[int, ...]
@@ -39,7 +39,7 @@ class Task:
     per_rank: int
     """Samples per rank and step."""
     steps: int
-    """In a turn."""
+    """Steps in a turn."""
 
 
 def _mlp() -> nn.Module:
@@ -64,7 +64,7 @@ TASKS = {
 
 
 class Clock:
-    """Says when it is this rank's turn, and how long its steps took."""
+    """Makes a rank wait for its turns, and reports how long each turn took."""
 
     def __init__(self, arguments: Arguments, rank: int) -> None:
         connection = socket.create_connection(("127.0.0.1", arguments["port"]))
@@ -74,12 +74,12 @@ class Clock:
         self._start = 0.0
 
     def start(self, task: Task) -> None:
-        """Another task begins."""
+        """Begin with the turns of ``task``."""
         self._task = task
         self._num_turns = self._num_steps = 0
 
     def is_over(self) -> bool:
-        """At the top of the loop's body: a step has ended, and maybe the task."""
+        """Return whether the task's turns are over; call this first in each step. Between turns it waits."""
         if self._num_turns and self._num_steps < self._task.steps:
             self._num_steps += 1
             return False
@@ -98,7 +98,7 @@ class Clock:
 
 
 def plain(arguments: Arguments) -> None:
-    """The loop that anybody would write."""
+    """Train all tasks with an ordinary loop for one process, which lagom runs on ranks."""
     clock = Clock(arguments, lagom.rank())
     torch.set_num_threads(1)
     for task in map(TASKS.__getitem__, arguments["tasks"]):
@@ -110,7 +110,7 @@ def plain(arguments: Arguments) -> None:
 
 
 def ddp(arguments: Arguments) -> None:
-    """The same, distributed by hand."""
+    """Train all tasks with the same loop, distributed by hand with DDP."""
     torch.distributed.init_process_group("gloo")
     clock = Clock(arguments, torch.distributed.get_rank())
     torch.set_num_threads(1)
@@ -125,7 +125,7 @@ def ddp(arguments: Arguments) -> None:
 
 
 def accelerate(arguments: Arguments) -> None:
-    """The same, through Hugging Face Accelerate."""
+    """Train all tasks with the same loop, adapted to Hugging Face Accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -161,13 +161,13 @@ def _train(
 
 
 def _data(task: Task, arguments: Arguments) -> TensorDataset:
-    """For 20 turns or so."""
+    """Return random data for about 20 turns."""
     count = task.per_rank * arguments["world_size"] * task.steps * 20
     return TensorDataset(torch.randn(count, *task.input), torch.randn(count, *task.output))
 
 
 def main(contender: str, arguments: Arguments) -> None:
-    """Be a rank of torchrun's, or launch the ranks of another contender."""
+    """Run one of torchrun's ranks for contender "ddp", or launch the ranks of any other contender."""
     arguments = {**arguments, "contender": contender}
     if contender == "ddp":
         ddp(arguments)

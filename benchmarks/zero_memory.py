@@ -1,14 +1,13 @@
-"""Bytes that a rank holds with Adam in float32: lagom at each zero_lvl, torch's own by hand, and DeepSpeed.
+"""Measures the bytes that a rank holds with Adam in float32: with lagom at each zero_lvl, torch by hand, and DeepSpeed.
 
     python -m benchmarks.zero_memory [--million 100] [--world-size 2] [--only NAME ...]
 
-The model is an MLP with about that many million parameters. What is held is counted by going through all tensors that
-are alive, of some size: parameters, what a backward has added, which is gradients, and the rest, which is the
-optimizer's state. It is counted before and after the third backward. Peaks are what the process takes at most (VmHWM)
-while the model is made, and in the third forward, backward and step, less what it took before the model was made.
-Formulas are for N ranks, in bytes per parameter. DeepSpeed is there where it is installed, driven by lagom
-(backend="deepspeed") and by hand: it keeps a copy of the parameters that a rank steps, and buckets; they count as
-other.
+The model is an MLP with about ``--million`` million parameters. All large tensors that are alive are counted before and
+after the third backward: parameters, gradients (the bytes that the backward has added), and the rest, which is the
+optimizer's state. The two peaks are the most memory that the process used (VmHWM) while the model was made, and in the
+third forward, backward and step, less its memory before the model was made. Formulas give bytes per parameter for N
+ranks. DeepSpeed runs if it is installed, driven by lagom (backend="deepspeed") and by hand. It keeps a copy of the
+parameters that a rank steps, and buckets; these count as "other".
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ FORMULAS: Mapping[str, _Formula] = {
     **{f"backend=deepspeed, zero_lvl={level}": formula for level, formula in enumerate(_LEVELS)},
     **{f"DeepSpeed by hand, stage {level}": formula for level, formula in enumerate(_LEVELS)},
 }
-"""Bytes per parameter of parameters, gradients and the rest."""
+"""Functions of the number of ranks that return bytes per parameter: of parameters, gradients and the rest."""
 LAYERS = 6
 BATCH = 8
 Figures = tuple[int, int, int, int, int]
-"""Bytes of parameters, gradients and the rest, and at both peaks."""
+"""Bytes of parameters, gradients and the rest, then the bytes of both peaks."""
 TOLERANCE = 0.1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; 0 when lagom is within 10% of the formula, else 1."""
+    """Measure and print the table; return 0 if lagom is within 10% of the formula on all ranks, else 1."""
     args = _arguments(argv)
     logging.getLogger("lagom").setLevel(logging.ERROR)
     width = int((args.million * 1e6 / LAYERS) ** 0.5)
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measured(name: str, width: int, world_size: int) -> Sequence[Figures]:
-    """Bytes of parameters, gradients and the rest, and at both peaks, by rank."""
+    """Run contender ``name``, and return the figures of each rank."""
     by_hand = BY_HAND.get(name)
     level = int(name[-1]) if name[-1].isdigit() else 0
     hparams: dict[str, Any] = {"width": width}
@@ -100,7 +99,7 @@ def measured(name: str, width: int, world_size: int) -> Sequence[Figures]:
 
 
 def train(width: int) -> Figures:
-    """The loop that anybody would write."""
+    """Measure an ordinary program for one process, which lagom runs on ranks."""
     base = _start()
     network = model(width)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
@@ -108,7 +107,7 @@ def train(width: int) -> Figures:
 
 
 def zero_by_hand(width: int) -> Figures:
-    """The same, distributed by hand; on lagom's ranks, from which it steps back with the first line."""
+    """Measure DDP with ZeroRedundancyOptimizer by hand; lagom only starts the ranks."""
     torch.distributed.init_process_group("gloo")
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -119,7 +118,7 @@ def zero_by_hand(width: int) -> Figures:
 
 
 def fsdp_by_hand(width: int) -> Figures:
-    """The same, with every layer and the whole wrapped by hand."""
+    """Measure FSDP2 by hand: each linear layer is sharded, then the whole model; lagom only starts the ranks."""
     torch.distributed.init_process_group("gloo")
     from torch.distributed.fsdp import fully_shard
 
@@ -134,7 +133,7 @@ def fsdp_by_hand(width: int) -> Figures:
 
 
 def deepspeed(width: int, stage: int) -> Figures:
-    """The same through DeepSpeed's engine."""
+    """Measure DeepSpeed's engine by hand; lagom only starts the ranks."""
     deepspeed_by_hand.join()
     base = _start()
     network = model(width)
@@ -150,7 +149,7 @@ BY_HAND: Mapping[str, Callable[..., Figures]] = {
 
 
 def _start() -> int:
-    """Bytes that the process takes; VmHWM starts anew."""
+    """Return the bytes that the process uses now, and reset the kernel's peak (VmHWM)."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
@@ -166,30 +165,30 @@ def _steps(network: nn.Module, optimizer: Any, width: int, base: int) -> Figures
         optimizer.backward(loss) if hasattr(optimizer, "backward") else loss.backward()
         _, after = _held(network)
         optimizer.step()
-    rest = before if after > before else before - parameters  # DDP's buckets are there before the backward, too
+    rest = before if after > before else before - parameters  # DDP's buckets exist before the backward, too
     return parameters, after - rest, rest, made, _status("VmHWM") - base
 
 
 def model(width: int, device: str = "cpu") -> nn.Sequential:
-    """Square layers, each of ``width`` by ``width``."""
+    """Return an MLP of square layers, each ``width`` by ``width``."""
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width, device=device), nn.Tanh())]
     return nn.Sequential(*layers)
 
 
 def _held(network: nn.Module) -> tuple[int, int]:
-    """Bytes of parameters, and of all other tensors that are no activations."""
+    """Return the bytes of parameters, and of all other large tensors except activations."""
     parameters = [_local(p) for p in network.parameters()]
-    # Where autograd has them: to read Parameter.grad would put a gradient together.
+    # Read autograd's own attribute: at levels 2 and 3, Parameter.grad would gather the whole gradient.
     slot: Any = vars(torch._C.TensorBase)["grad"]
     gradients = [_local(gradient) for p in network.parameters() if (gradient := slot.__get__(p)) is not None]
     every = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.numel() > BATCH * 10_000]
-    parts = [one for one in every if one.dtype == torch.uint8]  # of parameters, with zero_lvl=3
+    parts = [one for one in every if one.dtype == torch.uint8]  # shards of parameters, with zero_lvl=3
     counted: set[int] = set()
     return _bytes([*parameters, *parts], counted), _bytes([*gradients, *every], counted)
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """What this rank has of one of FSDP2's."""
+    """Return this rank's part of a DTensor of FSDP2, or ``tensor`` itself."""
     found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
 
@@ -197,7 +196,7 @@ def _local(tensor: Any) -> torch.Tensor:
 def _bytes(tensors: Iterable[torch.Tensor], counted: set[int]) -> int:
     total = 0
     for tensor in tensors:
-        storage = torch._C.TensorBase.untyped_storage(tensor)  # the method would put a parameter together
+        storage = torch._C.TensorBase.untyped_storage(tensor)  # the tensor's method would gather a whole parameter
         if storage.data_ptr() not in counted:
             counted.add(storage.data_ptr())
             total += storage.nbytes()

@@ -1,13 +1,13 @@
-"""Time per step at each zero_lvl, beside torch's own and DeepSpeed by hand, for the same model; 2 ranks, Adam.
+"""Measures the time per step at each zero_lvl, and compares with torch's and DeepSpeed's ZeRO by hand; 2 ranks, Adam.
 
     python -m benchmarks.zero_step [--starts 3] [--turns 12] [--width 1800] [--only NAME ...]
 
-The model is an MLP of three square layers. A contender and its peer are started together, alone, and take turns of a
-few steps, each in its time the first. How fast a process computes also depends on where its memory lies, so a pair is
-started several times: a ratio is that of the two medians of a start, and figures are the median and quartiles of
-starts. Programs by hand (DDP with ZeroRedundancyOptimizer for levels up to 2, FSDP2 for level 3) run on
-lagom's ranks, from which lagom steps back with their first line. Where DeepSpeed is installed lagom's
-backend="deepspeed" is beside DeepSpeed by hand at each stage, with equal buckets.
+The model is an MLP of three square layers. A contender and its peer run at the same time, without other contenders, and
+take turns of a few steps in alternating order. The speed of a process also depends on where its memory happens to lie,
+so each pair is started several times. A ratio divides the two medians of a start; the table has the median and the
+quartiles over starts. The peers are programs by hand: DDP with ZeroRedundancyOptimizer for levels up to 2, FSDP2 for
+level 3. lagom starts their ranks, but does not distribute them. If DeepSpeed is installed, lagom's backend="deepspeed"
+is compared with DeepSpeed by hand at each stage, with equal buckets.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lagom.config import TorchDistributedConfig
 
 WORLD_SIZE = 2
 WARM_UP = 3
-"""Turns that do not count."""
+"""Turns at the start that do not count."""
 BATCH = 64
 """Samples per rank and step."""
 _DRIVEN, _BY_DEEPSPEED = "backend=deepspeed, zero_lvl=", "DeepSpeed by hand, stage "
@@ -56,7 +56,7 @@ TARGET = 1.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print medians, quartiles and ratios; 0 when the target holds, else 1."""
+    """Measure, and print medians, quartiles and ratios; return 0 if the target holds, else 1."""
     args = _arguments(argv)
     print(f"{'MLP of 3 layers, ' + str(args.width) + ' wide':36} median ms   its peer's   of its peer's  quartiles")
     held = True
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measured(name: str, width: int, turns: int) -> tuple[float, float]:
-    """Milliseconds per step of a contender and of its peer, in one start: medians of turns."""
+    """Start a contender and its peer once; return the milliseconds per step of both, as medians of their turns."""
     pair = (name, PEERS[name])
     times: dict[str, list[float]] = {one: [] for one in pair}
     with contenders(width, turns, pair) as able:
@@ -89,7 +89,7 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 
 
 def _names(only: Sequence[str] | None) -> list[str]:
-    """Of the contenders that have peers by hand here."""
+    """Return the contenders to measure: those in ``only`` (None: all) whose peers are installed."""
     able = [name for name in PEERS if only is None or name in only]
     if not deepspeed_by_hand.is_here():
         print(deepspeed_by_hand.MISSING)
@@ -99,7 +99,7 @@ def _names(only: Sequence[str] | None) -> list[str]:
 
 @contextmanager
 def contenders(width: int, turns: int, names: Sequence[str]) -> Iterator[dict[str, Contender]]:
-    """Start all, and wait until every rank is ready for its first turn."""
+    """Start the named contenders, and yield them when every rank is ready for its first turn."""
     with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
         arguments = {"port": listener.getsockname()[1], "turns": WARM_UP + turns, "width": width}
         started = {name: _started(name, arguments, folder) for name in names}
@@ -144,7 +144,7 @@ def _connect(listener: socket.socket, started: Mapping[str, Contender]) -> None:
 
 
 def plain(arguments: Mapping[str, Any]) -> None:
-    """The loop that anybody would write."""
+    """Train with an ordinary loop for one process, which lagom runs on ranks."""
     clock, task = Clock(arguments, lagom.rank()), _task(arguments["width"])
     torch.set_num_threads(1)
     model = task.module()
@@ -154,7 +154,7 @@ def plain(arguments: Mapping[str, Any]) -> None:
 
 
 def by_hand(arguments: Mapping[str, Any]) -> None:
-    """The same, distributed by hand."""
+    """Train with DDP and ZeroRedundancyOptimizer by hand."""
     torch.distributed.init_process_group("gloo")
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -169,7 +169,7 @@ def by_hand(arguments: Mapping[str, Any]) -> None:
 
 
 def fsdp_by_hand(arguments: Mapping[str, Any]) -> None:
-    """The same with FSDP2: every layer, and the whole."""
+    """Train with FSDP2 by hand: each linear layer is sharded, then the whole model."""
     torch.distributed.init_process_group("gloo")
     from torch.distributed.fsdp import fully_shard
 
@@ -188,7 +188,7 @@ def fsdp_by_hand(arguments: Mapping[str, Any]) -> None:
 
 
 def deepspeed(arguments: Mapping[str, Any]) -> None:
-    """The same through DeepSpeed's engine."""
+    """Train with DeepSpeed's engine by hand, at the stage that ends the contender's name."""
     deepspeed_by_hand.join()
     clock, task = Clock(arguments, torch.distributed.get_rank()), _task(arguments["width"])
     torch.set_num_threads(1)

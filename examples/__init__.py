@@ -1,1 +1,4 @@
-"""Short programs, each run as a script. A package, as petastorm installs one of this name that would be found first."""
+"""Short programs, each run as a script.
+
+This is a package because petastorm installs a package ``examples``, which Python would otherwise import.
+"""

@@ -1,9 +1,9 @@
-"""Data in the shape of MNIST, made on this machine: files in MNIST's own format, without a download.
+"""Makes images of digits like MNIST's on this machine, without a download, and writes them in MNIST's file format.
 
 python examples/mnist_data.py data                               # 60,000 training and 10,000 test images, 55 MB
 python examples/mnist_data.py data --train 6000 --test 1000
 
-``torchvision.datasets.MNIST("data", download=True)`` accepts what is there, and so does ``MNIST`` below, which needs no
+``torchvision.datasets.MNIST("data", download=True)`` reads these files. So does the class ``MNIST`` below, without
 torchvision.
 """
 
@@ -24,7 +24,7 @@ SIZE = 28
 """Pixels of an image's side."""
 NUM_CLASSES = 10
 _SEGMENTS = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgedc", "abc", "abcdefg", "abcdfg")
-"""Of a seven-segment display, by digit."""
+"""The lit segments of a seven-segment display, by digit."""
 _STROKES = {
     "a": (slice(5, 7), slice(9, 19)),
     "b": (slice(5, 15), slice(17, 19)),
@@ -34,17 +34,17 @@ _STROKES = {
     "f": (slice(5, 15), slice(9, 11)),
     "g": (slice(13, 15), slice(9, 19)),
 }
-"""Rows and columns that a segment fills."""
+"""Rows and columns that each segment fills."""
 _SHIFT = 3
-"""Pixels that a digit is moved by at most, either way."""
+"""Largest number of pixels by which a digit is moved, in either direction."""
 _CHUNK = 10_000
-"""Images that are made at a time."""
+"""Number of images that are made at a time."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the files below a folder."""
+    """Write the files below the folder that the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder")
     parser.add_argument("--train", type=int, default=60_000, metavar="N", help="training images")
@@ -55,9 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write(folder: Path, num_train: int = 60_000, num_test: int = 10_000, seed: int = 0) -> Path:
-    """Write both sets below ``folder``, where torchvision looks for them; returns the folder that has the files.
+    """Write the training and test sets below ``folder``, where torchvision looks for them; return the files' folder.
 
-    Equal numbers and seeds give equal files. A file appears when it is whole, so several processes may write at once.
+    Equal arguments give equal files. Each file is renamed into place when it is complete, so several processes may
+    write at once.
     """
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,7 @@ def write(folder: Path, num_train: int = 60_000, num_test: int = 10_000, seed: i
 
 
 def digits(num: int, random: np.random.Generator) -> tuple[Bytes, Bytes]:
-    """``num`` images, shaped (num, 28, 28), and what digit each shows: moved about, of many shades, with noise."""
+    """Return images of shape (num, 28, 28) and their digits, shape (num,): random positions and shades, with noise."""
     labels = random.integers(0, NUM_CLASSES, num).astype(np.uint8)
     shifts = random.integers(-_SHIFT, _SHIFT + 1, (num, 2))
     shades = random.uniform(0.5, 1.0, num).astype(np.float32)
@@ -101,7 +102,7 @@ def _shapes() -> npt.NDArray[np.float32]:
 
 
 def _write_idx(path: Path, values: Bytes) -> None:
-    """``values`` in the IDX format of http://yann.lecun.com/exdb/mnist: a magic number, the shape, the bytes."""
+    """Write ``values`` in the IDX format of http://yann.lecun.com/exdb/mnist: a magic number, the shape, the bytes."""
     header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_bytes(header + values.tobytes())
@@ -109,7 +110,11 @@ def _write_idx(path: Path, values: Bytes) -> None:
 
 
 def read_idx(path: Path) -> Bytes:
-    """The bytes of an IDX file, in its shape."""
+    """Return the array of bytes in an IDX file.
+
+    Raises:
+        ValueError: if the file is not an IDX file of bytes.
+    """
     found = path.read_bytes()
     num_dims = found[3]
     if found[:3] != bytes([0, 0, 8]):
@@ -119,12 +124,15 @@ def read_idx(path: Path) -> Bytes:
 
 
 class MNIST(Dataset[tuple[Any, int]]):
-    """As torchvision's, of which it stands in the place where that is not installed; an image is a float tensor.
+    """Replaces ``torchvision.datasets.MNIST`` where torchvision is not installed; images are float tensors.
 
     Args:
-        root: the folder that ``write`` was given.
-        transform: of an image, a tensor shaped (1, 28, 28) with values from 0 to 1.
-        download: accepted as torchvision does where the files are there.
+        root: the folder that was passed to ``write``.
+        transform: function of an image, which is a tensor of shape (1, 28, 28) with values from 0 to 1.
+        download: ignored; there for compatibility with torchvision.
+
+    Raises:
+        RuntimeError: if the files are missing.
     """
 
     def __init__(

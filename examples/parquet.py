@@ -1,4 +1,4 @@
-"""A network learns from a folder of Parquet that Spark wrote: once as plain PyTorch, once through lagom.
+"""Trains a network on a folder of Parquet that Spark wrote: once as plain PyTorch, once through lagom.
 
 python examples/parquet.py                       # the data set made by a Spark job, then 2 ranks on Spark local[2]
 python examples/parquet.py --launcher local      # made by pyarrow, then 2 processes of this machine, no Spark
@@ -24,7 +24,7 @@ from lagom.config import TorchDistributedConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the data sets, train the same function plainly and through lagom, and print what each gives and takes."""
+    """Write the data sets, train the same function plainly and through lagom, and print losses and seconds."""
     args = _arguments(argv)
     hparams = {"epochs": args.epochs, "batch_size": 64, "lr": 1e-3}
     with tempfile.TemporaryDirectory() as folder, _spark(args) as spark:
@@ -51,20 +51,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Approximator(torch.nn.Module):
-    """From a point to the field's value there."""
+    """Maps a point to the field's value there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(2, 100), torch.nn.ReLU(), torch.nn.Linear(100, 1))
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
-        """Values, of shape (B,), at points of shape (B, 2)."""
+        """Return values of shape (B,) at points of shape (B, 2)."""
         values: torch.Tensor = self.layers(points).squeeze(1)
         return values
 
 
 def train(module: Callable[[], torch.nn.Module], hparams: Mapping[str, Any], train_set: str, test_set: str) -> float:
-    """An ordinary training loop for one process; returns the mean squared error on ``test_set``."""
+    """Train with an ordinary loop for one process; return the mean squared error on ``test_set``."""
     model = module()
     optimizer = torch.optim.Adam(model.parameters(), lr=hparams["lr"])
     train_loader = PetastormDataLoader(train_set, batch_size=hparams["batch_size"])
@@ -122,7 +122,7 @@ def _spark(args: argparse.Namespace) -> Iterator[Any]:
     if active is not None:
         yield active
         return
-    # Spark starts python3 from PATH otherwise, which need not have torch.
+    # Otherwise Spark starts python3 from PATH, which may have no torch.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master(f"local[{args.world_size}]").config("spark.ui.enabled", False)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()

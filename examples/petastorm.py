@@ -1,10 +1,10 @@
-"""A network learns from images that a Spark job wrote with petastorm: once as plain PyTorch, once through lagom.
+"""Trains a network on images that a Spark job wrote with petastorm: once as plain PyTorch, once through lagom.
 
 python examples/petastorm.py                       # written by a Spark job, then 2 ranks on Spark local[2]
 python examples/petastorm.py --launcher local      # written by a Spark job, then 2 processes of this machine
 
-The data set is petastorm's own, made with its ``materialize_dataset``, for which ``import lagom.compat.petastorm``
-has petastorm 0.12.1 work beside today's pyarrow. Reading it back takes no petastorm.
+Petastorm's ``materialize_dataset`` writes the data set; ``import lagom.compat.petastorm`` makes petastorm 0.12.1 work
+with today's pyarrow. lagom reads the data set without petastorm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lagom.config import TorchDistributedConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the data sets, train the same function plainly and through lagom, and print what each gives and takes."""
+    """Write the data sets, train the same function plainly and through lagom, and print losses and seconds."""
     args = _arguments(argv)
     hparams = {"epochs": args.epochs, "lr": 1e-2}
     with tempfile.TemporaryDirectory() as folder, _spark(args) as spark:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Classifier(torch.nn.Module):
-    """From images of 3 colours to scores of 4 classes."""
+    """Scores images of 3 colours for 4 classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,13 +63,13 @@ class Classifier(torch.nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Scores, of shape (B, 4), of images of shape (B, 3, 16, 16)."""
+        """Return scores of shape (B, 4) for images of shape (B, 3, 16, 16)."""
         scores: torch.Tensor = self.layers(images)
         return scores
 
 
 def train(module: Callable[[], torch.nn.Module], hparams: Mapping[str, Any], train_set: str, test_set: str) -> float:
-    """An ordinary training loop for one process; returns the mean loss on ``test_set``."""
+    """Train with an ordinary loop for one process; return the mean loss on ``test_set``."""
 
     def scaled(row: dict[str, Any]) -> dict[str, Any]:
         return {"image": row["image"].astype(np.float32) / 255 - 0.5, "label": row["label"]}
@@ -99,7 +99,7 @@ def train(module: Callable[[], torch.nn.Module], hparams: Mapping[str, Any], tra
 
 
 def materialise(spark: Any, path: str, numbers: range) -> None:
-    """Write one image for each of ``numbers``, as programs for petastorm do."""
+    """Write a data set with one image for each of ``numbers``, as programs for petastorm do."""
     from petastorm.codecs import NdarrayCodec, ScalarCodec
     from petastorm.etl.dataset_metadata import materialize_dataset
     from petastorm.unischema import Unischema, UnischemaField, dict_to_spark_row
@@ -132,7 +132,7 @@ def _spark(args: argparse.Namespace) -> Iterator[Any]:
     if active is not None:
         yield active
         return
-    # Spark starts python3 from PATH otherwise, which need not have torch.
+    # Otherwise Spark starts python3 from PATH, which may have no torch.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master(f"local[{max(2, args.world_size)}]").config("spark.ui.enabled", False)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()

@@ -1,4 +1,4 @@
-"""A small network learns the scalar field sin(y) + cos(x): once as plain PyTorch, once through lagom.
+"""Trains a small network on the scalar field sin(y) + cos(x): once as plain PyTorch, once through lagom.
 
 python examples/scalar_field.py                       # 2 ranks on Spark local[2]
 python examples/scalar_field.py --launcher local      # 2 processes of this machine, no Spark
@@ -20,7 +20,7 @@ from lagom.config import TorchDistributedConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train the same function plainly and through lagom, and print what each gives and takes."""
+    """Train the same function plainly and through lagom, and print losses and seconds."""
     args = _arguments(argv)
     train_set, test_set = scalar_field(args.points)
     hparams = {"epochs": args.epochs, "batch_size": 64, "lr": 1e-3}
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Approximator(torch.nn.Module):
-    """Three linear layers from a point to the field's value there."""
+    """Maps a point to the field's value there, with three linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ class Approximator(torch.nn.Module):
         )
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
-        """Values, of shape (B,), at points of shape (B, 2)."""
-        # (B, 1) against targets of (B,) would broadcast to (B, B) in MSELoss, and learn nothing.
+        """Return values of shape (B,) at points of shape (B, 2)."""
+        # With shape (B, 1), MSELoss would broadcast against targets of shape (B,) to (B, B), and nothing is learned.
         values: torch.Tensor = self.layers(points).squeeze(1)
         return values
 
@@ -69,7 +69,7 @@ class Approximator(torch.nn.Module):
 def train(
     module: Callable[[], torch.nn.Module], hparams: Mapping[str, Any], train_set: TensorDataset, test_set: TensorDataset
 ) -> float:
-    """An ordinary training loop for one process; returns the mean squared error on ``test_set``."""
+    """Train with an ordinary loop for one process; return the mean squared error on ``test_set``."""
     model = module()
     optimizer = torch.optim.Adam(model.parameters(), lr=hparams["lr"])
     criterion = torch.nn.MSELoss()
@@ -93,7 +93,7 @@ def train(
 
 
 def scalar_field(num_points: int) -> tuple[TensorDataset, TensorDataset]:
-    """Random points (x, y) of [-5, 5] x [-5, 5] with sin(y) + cos(x): four fifths to train on, the rest to test."""
+    """Return random points (x, y) in [-5, 5] x [-5, 5] with sin(y) + cos(x): four fifths to train, one to test."""
     points = torch.rand((num_points, 2), generator=torch.Generator().manual_seed(0)) * 10 - 5
     values = torch.sin(points[:, 1]) + torch.cos(points[:, 0])
     cut = num_points * 4 // 5

@@ -1,4 +1,4 @@
-"""The same training at each ``zero_lvl``: one flag changed, and the loss and what each rank holds are printed.
+"""Runs the same training at each ``zero_lvl``, and prints the loss and the megabytes that each rank holds.
 
 python examples/zero.py                               # 2 ranks on Spark local[2]
 python examples/zero.py --launcher local              # 2 processes of this machine, no Spark
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(hidden: int, epochs: int, points: int) -> tuple[float, float]:
-    """An ordinary training loop for one process; returns the last loss, and the megabytes that the rank holds."""
+    """Train with an ordinary loop for one process; return the final loss, and the megabytes that the rank holds."""
     x = torch.rand(points, 2) * 10 - 5
     loader = DataLoader(TensorDataset(x, torch.sin(x[:, 1]) + torch.cos(x[:, 0])), batch_size=64, shuffle=True)
     layers = [torch.nn.Linear(2, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, hidden), torch.nn.ReLU()]
@@ -64,8 +64,8 @@ def train(hidden: int, epochs: int, points: int) -> tuple[float, float]:
 
 
 def held_megabytes() -> float:
-    """Of all tensors that are alive in this process, a few bytes apart."""
-    # Not by the method of the tensor: where a parameter is in parts, that would put it together.
+    """Return the megabytes of all tensors that are alive in this process."""
+    # The tensor's own method would gather a sharded parameter.
     storages = [torch._C.TensorBase.untyped_storage(one) for one in gc.get_objects() if type(one) in KINDS]
     sizes: dict[int, int] = {one.data_ptr(): one.nbytes() for one in storages}
     return sum(sizes.values()) / 1e6
@@ -78,7 +78,7 @@ def _spark(slots: int) -> Iterator[None]:
     if SparkSession.getActiveSession() is not None:
         yield
         return
-    # Spark starts python3 from PATH otherwise, which need not have torch.
+    # Otherwise Spark starts python3 from PATH, which may have no torch.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master(f"local[{slots}]").config("spark.ui.enabled", False)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()

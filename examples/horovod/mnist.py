@@ -1,9 +1,9 @@
-"""A script for horovodrun: digits, with Horovod's samplers, compression, Adasum, averaged metrics and checkpoints.
+"""A script for horovodrun that learns digits, with Horovod's compression, Adasum, averaged metrics and checkpoints.
 
 python examples/mnist_data.py /tmp/mnist --train 6000 --test 1000
 lagom run -np 2 -H localhost:2 python examples/horovod/mnist.py --data /tmp/mnist --epochs 2 --fp16-allreduce
 lagom run -np 2 --master spark examples/horovod/mnist.py --data /tmp/mnist --use-adasum
-lagom run -np 2 python examples/horovod/mnist.py --data /tmp/mnist --checkpoint /tmp/mnist.pt    # again: goes on
+lagom run -np 2 python examples/horovod/mnist.py --data /tmp/mnist --checkpoint /tmp/mnist.pt    # run again to resume
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(50, 10)
 
     def forward(self, images: Any) -> Any:
-        """Log-probabilities of images (B, 1, 28, 28)."""
+        """Return log-probabilities of shape (B, 10) for images of shape (B, 1, 28, 28)."""
         images = functional.relu(functional.max_pool2d(self.conv1(images), 2))
         images = functional.relu(functional.max_pool2d(self.dropout(self.conv2(images)), 2))
         return functional.log_softmax(self.fc2(functional.relu(self.fc1(images.flatten(1)))), dim=1)
 
 
 def digits(folder: str, train: bool) -> Any:
-    """torchvision's data set; where that is not installed, one that reads the same files."""
+    """Return torchvision's MNIST; without torchvision, a data set that reads the same files."""
     try:
         from torchvision import datasets, transforms
     except (ImportError, RuntimeError):
@@ -71,12 +71,12 @@ def digits(folder: str, train: bool) -> Any:
 
 
 def metric_average(value: float, name: str) -> float:
-    """Mean over the processes."""
+    """Return the mean of ``value`` over the processes."""
     return float(hvd.allreduce(torch.tensor(value, dtype=torch.float64), name=name))
 
 
 def train(epoch: int, model: Any, optimizer: Any, loader: Any, device: Any) -> None:
-    """One pass over this process's samples."""
+    """Train for one pass over this process's samples."""
     model.train()
     loader.sampler.set_epoch(epoch)
     per_step = args.batches_per_allreduce
@@ -92,7 +92,7 @@ def train(epoch: int, model: Any, optimizer: Any, loader: Any, device: Any) -> N
 
 
 def step(model: Any, optimizer: Any) -> None:
-    """A step, of gradients that are clipped when they are those of all processes."""
+    """Step the optimizer; with ``--clip``, first average the gradients over all processes and clip them."""
     if not args.clip:
         optimizer.step()
         return
@@ -103,7 +103,7 @@ def step(model: Any, optimizer: Any) -> None:
 
 
 def test(model: Any, loader: Any, device: Any) -> tuple[float, float]:
-    """Loss and accuracy over all processes' samples."""
+    """Return loss and accuracy over the samples of all processes."""
     model.eval()
     loss = correct = 0.0
     with torch.no_grad():
@@ -116,13 +116,13 @@ def test(model: Any, loader: Any, device: Any) -> tuple[float, float]:
 
 
 def sampled(data: Any, batch_size: int, workers: dict[str, Any]) -> Any:
-    """A loader of this process's samples."""
+    """Return a loader of this process's samples."""
     sampler: Iterable[int] = DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())
     return DataLoader(data, batch_size=batch_size, sampler=sampler, **workers)
 
 
 def main() -> None:
-    """Train and test, on as many processes as were started."""
+    """Train and test, on all processes that were started."""
     hvd.init()
     torch.manual_seed(args.seed)
     device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A HorovodRunner notebook: ``train`` for one process, ``train_hvd`` as it was rewritten for Horovod; both as they are.
+"""A HorovodRunner notebook, unmodified: ``train`` is for one process, ``train_hvd`` is its version for Horovod.
 
 python examples/horovod/notebook.py                               # 2 ranks on Spark local[2]
 python examples/horovod/notebook.py --launcher local              # 2 processes of this machine, no Spark
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import lagom.compat.horovod  # noqa: F401  # the one line that is new: Horovod's names are found
+import lagom.compat.horovod  # noqa: F401  # the only new line: it provides Horovod's modules
 from examples import mnist_data
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
@@ -46,7 +46,7 @@ class Net(nn.Module):
         self.classes = nn.Linear(50, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities, shaped (B, 10), of images (B, 1, 28, 28)."""
+        """Return log-probabilities of shape (B, 10) for images of shape (B, 1, 28, 28)."""
         for convolution in self.convolutions:
             images = functional.relu(functional.max_pool2d(convolution(images), 2))
         hidden = functional.dropout(functional.relu(self.hidden(images.flatten(1))), training=self.training)
@@ -54,12 +54,12 @@ class Net(nn.Module):
 
 
 def normalized(image: torch.Tensor) -> torch.Tensor:
-    """With the mean and deviation of MNIST."""
+    """Normalize an image with the mean and standard deviation of MNIST."""
     return (image - 0.1307) / 0.3081
 
 
 def train_one_epoch(model: Any, device: Any, loader: Any, optimizer: Any) -> None:
-    """One pass."""
+    """Train for one pass over ``loader``."""
     model.train()
     for images, labels in loader:
         optimizer.zero_grad()
@@ -69,7 +69,7 @@ def train_one_epoch(model: Any, device: Any, loader: Any, optimizer: Any) -> Non
 
 
 def final_loss(model: Any, device: Any, data: Any) -> float:
-    """Mean over all of ``data``."""
+    """Return the mean loss over ``data``."""
     model.eval()
     total = 0.0
     with torch.no_grad():
@@ -79,14 +79,14 @@ def final_loss(model: Any, device: Any, data: Any) -> float:
 
 
 def save_checkpoint(model: Any, optimizer: Any, epoch: int) -> None:
-    """Model and optimizer, in a file of the epoch's."""
+    """Save model and optimizer in a file for this epoch."""
     os.makedirs(checkpoint_dir, exist_ok=True)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, f"{checkpoint_dir}/checkpoint-{epoch}.pt")
 
 
 def train(learning_rate: float) -> float:
-    """The single-node cell."""
+    """Train for one process; this is the notebook's cell for a single node."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = mnist_data.MNIST(data_dir, train=True, download=True, transform=normalized)
     loader = torch.utils.data.DataLoader(data, batch_size=batch_size, shuffle=True)
@@ -99,7 +99,7 @@ def train(learning_rate: float) -> float:
 
 
 def train_hvd(learning_rate: float) -> tuple[int, float]:
-    """The same cell after its migration to HorovodRunner; returns the number of ranks as well."""
+    """Train with Horovod, as the migrated cell does; return the number of ranks and the loss."""
     hvd.init()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
@@ -119,15 +119,15 @@ def train_hvd(learning_rate: float) -> tuple[int, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train plainly, plainly through lagom, and by HorovodRunner; print the losses and seconds."""
+    """Run ``train`` plainly and through lagom, and ``train_hvd`` with HorovodRunner; print losses and seconds."""
     args = _arguments(argv)
     with contextlib.ExitStack() as stack:
         compare(args, Path(args.folder or stack.enter_context(tempfile.TemporaryDirectory())).resolve())
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
-    """Run the functions, each from the same random numbers, with data and checkpoints in ``folder``."""
-    global num_epochs, data_dir, checkpoint_dir  # a notebook's
+    """Run all three from the same seed, with data and checkpoints in ``folder``."""
+    global num_epochs, data_dir, checkpoint_dir  # the notebook's variables
     num_epochs = args.epochs
     data_dir, checkpoint_dir = str(folder / "data"), str(folder / "checkpoints")
     mnist_data.write(Path(data_dir), args.images, num_test=10)

@@ -1,10 +1,10 @@
-"""A Maggy program, as it was written for Maggy: images in Parquet, a transform, the older GradScaler and autocast.
+"""An unmodified program for Maggy: it learns from images in Parquet, with a transform and the older GradScaler.
 
 lagom run -n 2 examples/maggy/images.py                     # 2 processes of this machine
 lagom run -n 2 --master spark examples/maggy/images.py      # 2 ranks on Spark
 
-Nothing in it is lagom's: ``lagom run`` serves the module maggy. The data sets are made here; those that petastorm wrote
-are read in the same way, and there is no need of petastorm.
+The program does not import lagom: ``lagom run`` provides the module maggy. The program makes its own data sets. Data
+sets that petastorm wrote are read in the same way; petastorm need not be installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from maggy.experiment import experiment
 
 
 def train(module: Any, dataset: Any, hparams: Any, reporter: Any) -> Any:
-    """Returns the share of test images that are told right."""
+    """Train for one process; return the accuracy on the test images."""
     import warnings
 
     import torch
@@ -34,7 +34,7 @@ def train(module: Any, dataset: Any, hparams: Any, reporter: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=hparams["lr"], momentum=0.9)
     criterion = torch.nn.CrossEntropyLoss()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # both have newer names, and are for GPUs
+        warnings.simplefilter("ignore")  # both names are deprecated, and warn without a GPU
         scaler, autocast = torch.cuda.amp.GradScaler(), torch.cuda.amp.autocast()
     train_loader = MaggyPetastormDataLoader(dataset[0], batch_size=32, transform_spec=_on_frames(scaled))
     test_loader = MaggyPetastormDataLoader(dataset[1], batch_size=32, transform_spec=_on_frames(scaled))
@@ -60,7 +60,10 @@ def train(module: Any, dataset: Any, hparams: Any, reporter: Any) -> Any:
 
 
 def _on_frames(change: Any) -> Any:
-    """For Parquet that petastorm did not write a transform gets the rows of a batch together, as a DataFrame."""
+    """Return a transform that applies ``change`` to each row of a DataFrame.
+
+    A transform gets DataFrames if petastorm did not write the Parquet files, and single rows if it did.
+    """
 
     def changed(frame: Any) -> Any:
         rows = [change(row) for row in frame.to_dict("records")]
@@ -70,7 +73,7 @@ def _on_frames(change: Any) -> Any:
 
 
 def small_network(num_classes: int) -> Any:
-    """A module class or a function that makes a module: Maggy took either."""
+    """Return a module. Maggy accepts a function that makes a module, or a class."""
     import torch
 
     return torch.nn.Sequential(
@@ -79,7 +82,7 @@ def small_network(num_classes: int) -> Any:
 
 
 def write(folder: str, numbers: range) -> str:
-    """An image for each of ``numbers``, one quarter of which is lighter: which one is its label."""
+    """Write an image for each of ``numbers``: one quadrant is lighter, and its number is the label."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -95,7 +98,7 @@ def write(folder: str, numbers: range) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the data sets, train on them, and print how much is told right."""
+    """Write the data sets, train, and print the accuracy."""
     parser = argparse.ArgumentParser(description="Learn from images in Parquet through Maggy's API.")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--images", type=int, default=1000)

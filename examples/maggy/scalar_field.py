@@ -1,9 +1,10 @@
-"""A Maggy program, as it was written for Maggy: a network learns a scalar field, replicated, then sharded by one flag.
+"""An unmodified program for Maggy: a network learns a scalar field, first replicated, then with ZeRO.
 
 lagom run -n 2 examples/maggy/scalar_field.py                     # 2 processes of this machine
 lagom run -n 2 --master spark examples/maggy/scalar_field.py      # 2 ranks on Spark
 
-Nothing in it is lagom's: ``lagom run`` serves the module maggy. In a notebook ``import lagom.compat.maggy`` does.
+The program does not import lagom: ``lagom run`` provides the module maggy. In a notebook, ``import lagom.compat.maggy``
+does so.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from maggy.experiment_config import TorchDistributedConfig
 
 
 class Surface(torch.nn.Module):
-    """From points of the plane to heights above them."""
+    """Maps points of the plane to heights above them."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -27,12 +28,12 @@ class Surface(torch.nn.Module):
         self.outer = torch.nn.Linear(width, 1)
 
     def forward(self, points: Any) -> Any:
-        """Heights, of shape (B,), above points of shape (B, 2)."""
+        """Return heights of shape (B,) for points of shape (B, 2)."""
         return self.outer(torch.tanh(self.middle(torch.tanh(self.inner(points))))).squeeze(1)
 
 
 def train(module: Any, hparams: Any, train_set: Any, test_set: Any) -> Any:
-    """A loop of one process; returns the mean squared error on ``test_set``, as a tensor."""
+    """Train with a loop for one process; return the mean squared error on ``test_set``, as a tensor."""
     import torch
 
     model = module(hparams["width"])
@@ -57,7 +58,7 @@ def train(module: Any, hparams: Any, train_set: Any, test_set: Any) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train at two levels of ZeRO and print what comes of each."""
+    """Train at two levels of ZeRO, and print the test loss of each."""
     parser = argparse.ArgumentParser(description="Learn a scalar field through Maggy's API.")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--points", type=int, default=10_000)
