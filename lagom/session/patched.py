@@ -15,6 +15,7 @@ from lagom.forward.precision import Precision
 from lagom.gradients.backward import synchronised_backward
 from lagom.loaders.dataloader import sharded_loaders
 from lagom.optimizers.fast_step import fast_steps
+from lagom.optimizers.grouped_adam import grouped_adam
 from lagom.optimizers.lr_scaling import scaled_rates
 from lagom.optimizers.zero_steps import sharded_steps
 from lagom.run_state.random_streams import OwnStreams
@@ -55,6 +56,7 @@ def patched(session: Session) -> Iterator[None]:
             if session.config.backend == "torch":
                 stack.enter_context(synchronised_backward(session))
                 stack.enter_context(fast_steps())
+                stack.enter_context(grouped_adam())
                 if session.config.zero_lvl:
                     stack.enter_context(sharded_steps(session))
             if session.config.lr_scaling is not None and not session.plan.already_distributed:

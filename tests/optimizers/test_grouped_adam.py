@@ -1,0 +1,141 @@
+"""``lagom.optimizers.grouped_adam``: the bits of torch's Adam, and torch itself where these are not certain."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, NAdam, RAdam
+from torch.optim import adam as torch_adam
+
+from lagom.optimizers.grouped_adam import grouped_adam
+from lagom.session.session import Session
+from tests.ranks import alone, run_ranks
+
+SHAPES = [(8, 3), (8,), (), (3, 2, 5)]
+
+
+@contextmanager
+def torchs_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Yield the numbers of parameters that torch's own function was given."""
+    found: list[int] = []
+    original = torch_adam._single_tensor_adam
+
+    def counted(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        found.append(len(params))
+        original(params, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_adam, "_single_tensor_adam", counted)
+        yield found
+
+
+def trained(kind: type, dtype: torch.dtype, options: dict[str, Any], num_steps: int = 5) -> list[Tensor]:
+    """Return the parameters, and all of the optimizer's state, after steps by made gradients."""
+    draws = torch.Generator().manual_seed(3)
+    parameters = [nn.Parameter(torch.randn(shape, generator=draws).to(dtype)) for shape in SHAPES]
+    parameters.append(nn.Parameter(torch.randn(4, 6, generator=draws).to(dtype).t()))  # not contiguous
+    optimizer = kind(parameters, **{"lr": 0.01, **options})
+    for number in range(num_steps):
+        for index, parameter in enumerate(parameters):
+            late = index == 1 and number < 2  # its step count differs from the others'
+            parameter.grad = None if late else torch.randn(parameter.shape, generator=draws).to(dtype)
+        optimizer.step()
+    state = [tensor for one in parameters for tensor in optimizer.state[one].values()]
+    return [*(one.detach() for one in parameters), *state]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_decay": 0.1}, {"betas": (0.5, 0.9), "eps": 1e-3}, {"lr": 1}, {"foreach": False}],
+    ids=str,
+)
+def test_steps_have_torchs_bits(
+    kind: type, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(kind, dtype, options)
+    with torchs_calls(monkeypatch) as calls, grouped_adam():
+        found = trained(kind, dtype, options)
+    assert not calls
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}, {"lr": torch.tensor(0.01)}], ids=str)
+def test_rare_options_are_left_to_torch(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(Adam, torch.float64, options)
+    with torchs_calls(monkeypatch) as calls, grouped_adam():
+        found = trained(Adam, torch.float64, options)
+    assert len(calls) == 5
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def stepped(parameters: list[nn.Parameter], kind: type = Adam) -> list[Tensor]:
+    optimizer = kind(parameters, lr=0.1)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+def test_parameters_that_share_memory_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam in torch ends one parameter before it begins the next, which has overlapping elements here."""
+
+    def overlapping() -> list[nn.Parameter]:
+        memory = torch.arange(6.0)
+        return [nn.Parameter(memory[:4]), nn.Parameter(memory[2:])]
+
+    expected = stepped(overlapping())
+    with torchs_calls(monkeypatch) as calls, grouped_adam():
+        found = stepped(overlapping())
+    assert calls == [2, 2, 2]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_short_types_are_left_to_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torchs_calls(monkeypatch) as calls, grouped_adam():
+        stepped([nn.Parameter(torch.zeros(3, dtype=dtype))])
+    assert calls == [1, 1, 1]
+
+
+def test_large_models_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torchs_calls(monkeypatch) as calls, grouped_adam():
+        stepped([nn.Parameter(torch.zeros(2**17)), nn.Parameter(torch.zeros(2**17 + 1))])
+    assert calls == [2, 2, 2]
+
+
+@pytest.mark.parametrize("kind", [NAdam, RAdam])
+def test_other_optimizers_step_as_before(kind: type) -> None:
+    expected = stepped([nn.Parameter(torch.arange(3.0))], kind)
+    with grouped_adam():
+        found = stepped([nn.Parameter(torch.arange(3.0))], kind)
+    assert torch.equal(found[0], expected[0])
+
+
+def test_an_optimizer_without_gradients_steps() -> None:
+    with grouped_adam():
+        Adam([nn.Parameter(torch.zeros(2))]).step()
+        Adam([nn.Parameter(torch.zeros(0))]).step()
+
+
+def compiled_steps(_: Session) -> list[float]:
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+    parameter = nn.Parameter(torch.arange(3.0))
+    optimizer = Adam([parameter], lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    for _step in range(3):
+        parameter.grad = torch.ones_like(parameter)
+        step()
+    return parameter.tolist()
+
+
+def test_a_compiled_step_has_the_bits_of_a_plain_one() -> None:
+    assert run_ranks(2, compiled_steps) == [alone(compiled_steps)] * 2
