@@ -1,4 +1,4 @@
-"""``Accumulation``: backwards whose gradients nobody looks at in between are averaged together, once."""
+"""``Accumulation``: averages the gradients of several backwards at once, if the program reads none in between."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _MAX_VAIN = 8
-"""Cycles in a row that have nothing to save, after which reads of ``grad`` are left alone for good."""
+"""After more than this many cycles in a row with a single backward, stop watching reads of ``grad`` for good."""
 
 
 class Accumulation:
-    """Knows from how many backwards a program accumulates before it uses gradients. See Note [Accumulation].
+    """Predicts how many backwards a program accumulates before it uses gradients. See Note [Accumulation].
 
-    A cycle begins with a backward that finds no gradient anywhere, and ends when the program reads one.
+    A cycle begins with a backward before which no parameter has a gradient. It ends when the program reads a gradient.
     """
 
     def __init__(self, session: Session, replicate: Replicate) -> None:
@@ -36,29 +36,29 @@ class Accumulation:
         self._patches = ExitStack()
         self._watches = False
         self._over = False
-        """Whether nothing is kept any more."""
+        """Whether each backward is averaged at once from now on."""
         self._is_busy = False
-        """Whether gradients are read by lagom and not by the program."""
+        """Whether lagom itself reads gradients now, and not the program."""
         self._runs = False
-        """Whether autograd is at work."""
+        """Whether autograd runs now."""
         self._count = 0
-        """Backwards of this cycle."""
+        """Backwards of this cycle so far."""
         self._goal = 0
-        """How many it will have, it seems."""
+        """Predicted number of backwards in this cycle."""
         self._lengths: deque[int] = deque([1, 1], maxlen=2)
         self._agreed: tuple[int, ...] = (1, 1)
-        """The lengths of two cycles that all ranks have seen alike."""
+        """The last two cycle lengths that were equal on all ranks."""
         self._num_vain = 0
         self._num_failed = 0
         self._batches: list[int | None] = []
-        """Of the backwards that are kept, which batch each is on."""
+        """For each backward that is not averaged yet, the number of its batch in the pass."""
         self._owed: dict[int, nn.Parameter] = {}
-        """What holds this rank's own sum, by id."""
+        """Parameters whose gradients are sums of this rank's shares, still to be averaged; by id."""
 
     def keeps(self, leaves: Sequence[Tensor], *, create_graph: bool) -> bool:
-        """A backward is about to reach ``leaves``: whether their gradients stay the rank's own for now.
+        """Return whether the averaging of the backward that is about to reach ``leaves`` can be postponed.
 
-        A collective if they cannot, and those of others had.
+        If it cannot, average earlier postponed sums first: then this is a collective.
         """
         with self.busy():
             if self._over or not self._watches:
@@ -83,23 +83,23 @@ class Accumulation:
 
     @property
     def is_idle(self) -> bool:
-        """Whether a backward that finds no gradients is one like any other."""
+        """Whether accumulation has no state: no watch on ``grad``, no postponed sums, no failed backwards."""
         return not (self._watches or self._owed or self._batches or self._num_failed)
 
     def keep(self, leaves: Iterable[Tensor]) -> None:
-        """A backward adds to ``leaves``, and on this rank only."""
+        """Record that a backward adds this rank's own gradients to ``leaves``, to be averaged later."""
         self._owed.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
 
     def keep_inside(self, leaves: Iterable[Tensor]) -> None:
-        """A backward inside one that keeps its gradients adds to ``leaves``."""
+        """Record leaves that a backward reaches inside a postponed one, and stop postponing for good."""
         self.keep(leaves)
-        self._over = True  # those of the next one could not be known beforehand either
+        self._over = True  # such leaves are unknown before the outer backward runs
 
     def pending(self, *, runs: bool = True) -> BackwardGradients:
-        """What the next reduction begins with: the sums that are owed, which then are no more.
+        """Return the postponed sums as the start of the next reduction, and forget them here.
 
         Args:
-            runs: a backward will, with whose gradients they are reduced.
+            runs: whether a backward follows whose gradients join the reduction.
         """
         pending = BackwardGradients(list(self._owed.values()), self._count if self._owed else 1)
         if self._watches and not self._over:
@@ -111,18 +111,18 @@ class Accumulation:
         return pending
 
     def failed(self, number: int = 1) -> None:
-        """So many backwards have; what is exchanged next will say so."""
+        """Count ``number`` failed backwards, for the signature of the next exchange."""
         self._num_failed += number
 
     def reduced(self, pending: BackwardGradients) -> None:
-        """``pending`` was."""
+        """Record the reduction of ``pending``: use the cycle lengths if ranks agreed on them, else stop postponing."""
         if pending.accord:
             self._agreed = tuple(self._lengths)
         self._over = self._over or pending.accord is False
         self._close_if_over()
 
     def flush(self) -> None:
-        """Average what is owed; a collective, if anything is."""
+        """Average the postponed sums; a collective if there are any."""
         if self._owed:
             with self.busy():
                 pending = self.pending(runs=False)
@@ -132,7 +132,7 @@ class Accumulation:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """While lagom reads gradients."""
+        """Ignore reads and writes of gradients in a block: they are lagom's own."""
         before, self._is_busy = self._is_busy, True
         try:
             yield
@@ -141,7 +141,7 @@ class Accumulation:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While autograd runs, and the program only in its hooks."""
+        """Mark a block in which autograd runs, so that a read of a gradient comes from a hook."""
         before, self._is_busy, self._runs = self._is_busy, False, True
         try:
             yield
@@ -149,7 +149,7 @@ class Accumulation:
             self._is_busy, self._runs = before, False
 
     def close(self) -> None:
-        """Gradients are torch's again."""
+        """Stop postponing, and give ``Tensor.grad`` back to torch."""
         self._over, self._watches = True, False
         self._patches.close()
 
@@ -162,7 +162,7 @@ class Accumulation:
         )
 
     def _starts(self) -> bool:
-        # Of all Parameters, not of those reached: the answer must be the same on all ranks.
+        # Asks all parameters, and not only the reached ones: the answer must be the same on all ranks.
         return all(self._fits(leaf) for leaf in self._session.leaves.parameters().values())
 
     def _in_vain(self) -> None:
@@ -175,9 +175,9 @@ class Accumulation:
             self.close()
 
     def _read(self) -> None:
-        """The program is about to use gradients."""
+        """Average the postponed sums, since the program is about to read a gradient; this ends the cycle."""
         if self._runs:
-            self._over = True  # in a hook, which wants to see what there is now
+            self._over = True  # a hook reads gradients during the backward, so no sums may be postponed
             return
         if not self._session.may_meet:
             if self._owed:
@@ -196,7 +196,7 @@ class Accumulation:
 
     def _watch(self) -> None:
         if _is_compiled():
-            self._over = True  # compiled code need not ask for gradients by their name
+            self._over = True  # compiled code can read gradients without the attribute
             return
         self._watches = True
         for name in ("grad", "_grad"):
@@ -239,7 +239,7 @@ class Accumulation:
         return property(read, write, delete, original.__doc__)
 
     def _drop(self, leaf: Tensor) -> None:
-        """The program throws the gradient away."""
+        """Forget the postponed sum of ``leaf``, since the program deletes its gradient."""
         del self._owed[id(leaf)]
         if not self._owed:
             self._count = 0
@@ -253,22 +253,23 @@ def _is_compiled() -> bool:
 
 # Note [Accumulation]
 #
-# A program that accumulates calls backward several times before it uses gradients. Only their sum is wanted, and the
-# average of sums is the sum of averages, so one reduction is enough. When a backward returns, though, nothing tells
-# whether the program will use its gradients next. Two things are needed: to notice that it does, and to foresee that
-# it will not.
+# A program that accumulates gradients calls backward several times before it uses them. It needs only the sum, and the
+# average of sums is the sum of averages, so one reduction is enough. But when a backward returns, it is unknown whether
+# the program will use gradients next. So lagom must notice when the program reads a gradient, and predict when it will
+# not.
 #
-# It does by the attribute `grad`, which is made a property, once a backward has added to a gradient. One that nobody
-# has read since it was made is known to no one under another name, which is why a cycle begins only where no Parameter
-# has any; not, then, after zero_grad(set_to_none=False). Code that is compiled, or run by TorchScript, gets at
-# gradients without asking for the attribute: where there is any, nothing is kept. Hooks of Parameters want the gradient
-# of each backward: where there are any, nothing is kept either.
+# Reads are noticed by the attribute `grad`, which becomes a property once a backward has added to a gradient. The
+# program cannot hold a reference to a gradient that it has never read. So a cycle begins only when no parameter has a
+# gradient (and therefore never after zero_grad(set_to_none=False)). Compiled code and TorchScript read gradients
+# without the attribute: if there is any, nothing is postponed. Hooks of parameters need the gradient of each backward:
+# if there are any, nothing is postponed either.
 #
-# What will happen is what has happened: a cycle is taken to have as many backwards as the longer of the two before it.
-# The last of them averages while it runs, as any other backward. Where the program reads earlier, the sums are averaged
-# when it does. Where it reads later, what follows is averaged one by one and added.
+# The prediction: a cycle has as many backwards as the longer of the two cycles before it. The last backward of a cycle
+# averages while it runs, like any other backward. If the program reads a gradient earlier, the sums are averaged at
+# that moment. If it reads later, each further backward is averaged by itself and added.
 #
-# All ranks must decide alike. So what they decide by is the same wherever they go the same way: the numbers of
-# backwards between reads and what all Parameters have, not what this rank's batch has reached. Each reduction has in
-# its signature for how many backwards it stands and what the rank has learnt of the program; only what all have agreed
-# on counts, and once they did not, as when a rank looked at gradients because its own loss was large, nothing is kept.
+# All ranks must decide alike. So they decide by values that are equal on all ranks as long as these take the same path:
+# the numbers of backwards between reads, and which of all parameters have gradients; not by the leaves that this rank's
+# batch has reached. The signature of each reduction has the number of its backwards and the rank's last cycle lengths.
+# Only lengths on which all ranks agreed count. If they ever disagree (one rank may have read gradients because its own
+# loss was large), nothing is postponed any more.

@@ -1,4 +1,4 @@
-"""``AutogradGradAverager``: gradients that a program differentiates or gets returned, averaged over the ranks."""
+"""``AutogradGradAverager``: averages gradients that ``torch.autograd.grad`` returns or the program differentiates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _AGAIN = "a backward through gradients"
 
 
 class AutogradGradAverager:
-    """Averages gradients, differentiably. See Note [Gradients of gradients]."""
+    """Averages gradients over the ranks in a differentiable way. See Note [Gradients of gradients]."""
 
     def __init__(self, group: Group, leaves: Leaves, watch: DivergenceMonitor, replicate: Replicate) -> None:
         self._group = group
@@ -43,16 +43,17 @@ class AutogradGradAverager:
     def returned(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], weight: float = 1.0
     ) -> list[Tensor | None]:
-        """The averages of what ``torch.autograd.grad`` gave for ``inputs``; a collective.
+        """Return the averages of ``gradients``, which ``torch.autograd.grad`` computed for ``inputs``; a collective.
 
-        None where all ranks have None; a gradient stays the rank's own where a plain tensor among ``inputs``
-        is not equal on all ranks.
+        An average is None if all ranks have None. For a plain tensor among ``inputs`` that differs between ranks, the
+        gradient is not averaged but returned as this rank's own.
 
         Args:
-            weight: of this rank's share, by which ``gradients`` are multiplied: not those that stay its own.
+            weight: weight of this rank's share, by which ``gradients`` were multiplied; a rank's own gradient is
+                divided by the weight again.
 
         Raises:
-            DivergenceError: on all ranks, when they ask for gradients of different parameters.
+            DivergenceError: on all ranks, if they ask for gradients of different parameters.
         """
         self._watch.step()
         numbers = [self._number(i, one) for i, one in enumerate(inputs)]
@@ -68,10 +69,10 @@ class AutogradGradAverager:
         return found
 
     def accumulated(self, pending: BackwardGradients) -> None:
-        """As ``Replicate.reduce``, for gradients in leaves that are to be differentiated.
+        """Average gradients of a backward with ``create_graph=True``, in place of ``Replicate.reduce``.
 
         Raises:
-            LagomError: where gradients are not averaged, but reduced otherwise.
+            LagomError: if the run uses PowerSGD or Adasum, which cannot be differentiated.
         """
         if not self._replicate.reduction.is_linear:
             raise LagomError(
@@ -90,7 +91,11 @@ class AutogradGradAverager:
             leaf.grad = result
 
     def again(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """The averages of gradients that came back through averages."""
+        """Return the averages of the gradients with respect to averages; a collective in a backward.
+
+        Raises:
+            DivergenceError: on all ranks, if they differentiate different gradients.
+        """
         found = self._averaged(_AGAIN, [-1 - i for i in range(len(gradients))], gradients)
         if found is None:
             self._watch.meet(_AGAIN)
@@ -120,7 +125,12 @@ class AutogradGradAverager:
     def _agreed(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], numbers: list[int], plain: list[bytes]
     ) -> tuple[list[Tensor | None], set[int]]:
-        """``gradients``, with zeros for what only other ranks have, and the places of those not to be averaged."""
+        """Compare the inputs of all ranks; a collective.
+
+        Returns:
+            ``gradients``, with zeros for inputs that have gradients on other ranks only; and the indices of inputs
+            whose gradients stay this rank's own.
+        """
         self._watch.meet(PLACE)
         kinds = [None if g is None else (g.dtype, tuple(g.shape), g.is_sparse) for g in gradients]
         mine = list(zip(numbers, plain, kinds, strict=True))
@@ -146,7 +156,7 @@ class AutogradGradAverager:
 
 
 class Averaged(Function):
-    """Gradients of this rank, replaced by their averages over the ranks; the gradient of an average is an average."""
+    """Replaces this rank's gradients by averages; its backward averages the incoming gradients over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, grads: AutogradGradAverager, averages: list[Tensor], *own: Tensor) -> tuple[Tensor, ...]:
@@ -159,13 +169,14 @@ class Averaged(Function):
 
 
 def is_averaged(one: Tensor, likeness: Likeness, *, shared_out: bool) -> bool:
-    """Whether a gradient by ``one``, asked for from ``torch.autograd.grad``, may be of something equal on all ranks.
+    """Return whether ``torch.autograd.grad`` averages gradients with respect to ``one``, as to a value common to ranks.
 
-    Parameters are, and what is made of them by elementwise arithmetic alone (the fast weights of MAML). Samples
-    and activations are not. A plain leaf is, if its values are.
+    Parameters count as common, and tensors computed from them by elementwise arithmetic alone (the fast weights of
+    MAML). Samples and activations do not. A plain leaf may be common; its values are compared later.
 
     Args:
-        shared_out: ranks compute different parts of a batch; otherwise gradients by plain leaves are equal anyway.
+        shared_out: whether ranks compute different parts of a batch. If not, gradients of plain leaves are equal
+            without averaging.
     """
     if isinstance(one, nn.Parameter) or _is_made_of_parameters(one):
         return True
@@ -208,10 +219,10 @@ def _is_made_of_parameters(one: Tensor) -> bool:
 
 # Note [Gradients of gradients]
 #
-# What torch.autograd.grad gives for a parameter is averaged like what a backward accumulates, its root being
-# weighted like a backward's. With create_graph=True it may be differentiated again. Let rank r have the
-# objective L_r, weighted, and its gradient g_r; the program computes with g = mean(g_r), on every rank, an
-# objective M_r(g). In the end gradients are averaged over the ranks, which is to differentiate mean(M_r). With
-# u_r = dM_r/dg that gives mean(H_r) mean(u_r) for the parameters, H_r being the derivative of g_r. Rank r adds H_r v
-# to it for what comes back to g_r, so v has to be mean(u_r): the gradient of an average is the average of gradients.
-# Were it u_r itself, meta-gradients would be wrong wherever ranks have different samples.
+# A gradient that torch.autograd.grad returns for a parameter is averaged like a gradient that a backward accumulates:
+# the root has the weight of this rank's share. With create_graph=True the program may differentiate it again. Let L_r
+# be the weighted objective of rank r, and g_r its gradient. The program gets g = mean(g_r) on every rank, and computes
+# an objective M_r(g). lagom averages gradients in the end, so the result must be the derivative of mean(M_r). With
+# u_r = dM_r/dg and H_r the derivative of g_r, this is mean(H_r) mean(u_r). If v is the gradient that flows back to g_r,
+# rank r contributes H_r v. So v must be mean(u_r): the gradient of an average is the average of the gradients. With
+# v = u_r, meta-gradients would be wrong whenever ranks have different samples.

@@ -1,4 +1,4 @@
-"""``TensorAverager``: tensors averaged over the ranks in place, if all ranks mean the same ones."""
+"""``TensorAverager``: averages tensors over the ranks in place, if all ranks agree on which tensors these are."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MAX_LAYOUTS = 64
 
 
 class TensorAverager:
-    """Averages gradients; the small ones along with the signature by which ranks agree on what there is.
+    """Averages gradients. Small ones travel in the message with the signature on which ranks must agree.
 
     Args:
-        frame: of size 0 where gradients are on GPUs.
+        frame: the exchange of signatures; it has no room for gradients if these are on GPUs.
         forgotten: called when old layouts are dropped.
-        reduction: what becomes of the gradients of backwards.
+        reduction: how the gradients of backwards are combined: mean, compressed or Adasum.
     """
 
     def __init__(
@@ -42,11 +42,12 @@ class TensorAverager:
     def layout(
         self, kind: str, numbers: Sequence[int], gradients: Sequence[torch.Tensor], *, averages: bool = False
     ) -> Layout:
-        """Where ``gradients`` travel; the same object as long as the same ones are given.
+        """Return the layout in which ``gradients`` travel; equal arguments return the same object.
 
         Args:
-            kind: what is averaged; what ranks call differently is not mixed.
-            averages: they are to be averaged, whatever becomes of others.
+            kind: name of the exchange; ranks that give different names do not exchange gradients.
+            numbers: the leaves' numbers, in the order of ``gradients``.
+            averages: whether to use the mean, and not the run's reduction.
         """
         entries = tuple(
             (number, gradient.dtype, gradient.shape, gradient.is_sparse, gradient.is_cuda)
@@ -66,10 +67,14 @@ class TensorAverager:
     def average(
         self, layout: Layout, gradients: Sequence[torch.Tensor], signed: bytes, *, lie_plainly: bool = False
     ) -> bool:
-        """Average ``gradients`` in place if all ranks gave the same ``signed``; otherwise nothing has changed.
+        """Average ``gradients`` in place if all ranks passed the same ``signed``; otherwise change nothing.
 
         Args:
-            lie_plainly: whether all of them are known to lie plainly in memory.
+            signed: this rank's signature.
+            lie_plainly: whether all gradients are known to be dense and contiguous, so that no check is needed.
+
+        Returns:
+            Whether the signatures were equal.
         """
         framed = [gradients[i] for i in layout.framed]
         if not self._frame.average(layout.parcel, framed, signed, lie_plainly=lie_plainly):
@@ -83,7 +88,7 @@ class TensorAverager:
     def _average_sparse(self, gradient: torch.Tensor) -> None:
         mine = gradient.coalesce()
         parts = all_gather_values(self._group, (mine.indices(), mine.values()))
-        # An empty one, of a rank that did not reach the leaf, may be laid out differently.
+        # A rank that did not reach the leaf sends an empty gradient, whose indices may have another shape.
         parts = [part for part in parts if part[1].numel()] or parts[:1]
         indices = torch.cat([part[0] for part in parts], dim=1)
         values = torch.cat([part[1] for part in parts]).div_(self._group.world_size)
@@ -92,5 +97,5 @@ class TensorAverager:
 
 
 def real(gradient: torch.Tensor) -> torch.Tensor:
-    """A view of ``gradient`` as real numbers."""
+    """Return a view of a complex ``gradient`` as real numbers; other gradients are returned unchanged."""
     return torch.view_as_real(gradient) if gradient.is_complex() and not gradient.is_sparse else gradient

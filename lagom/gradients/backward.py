@@ -1,4 +1,4 @@
-"""Backward: the root is weighted by this rank's part of the batch, and gradients are averaged when it ends."""
+"""Patches backward: weights the root by this rank's share of the batch, and averages gradients when it ends."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def synchronised_backward(session: Session) -> Iterator[None]:
-    """Have ``Tensor.backward`` and ``torch.autograd.backward`` average gradients over the ranks.
+    """Patch autograd so that ``Tensor.backward`` and ``torch.autograd.backward`` average gradients over the ranks.
 
-    Both end in one function of torch's, with their arguments put in order; patching that one reaches them
-    however they were imported, and tells ``torch.autograd.grad`` apart.
+    Both call ``_engine_run_backward`` with arguments in one form. Patching this function works however the program
+    imported them, and an option of the call shows whether it comes from ``torch.autograd.grad``.
     """
     original = torch.autograd._engine_run_backward
     backwards = _Backwards(session, original)
@@ -57,7 +57,7 @@ def synchronised_backward(session: Session) -> Iterator[None]:
 
 
 class _Backwards:
-    """Runs backwards, of which those inside others, as re-entrant checkpoints have them, are a part."""
+    """Runs backwards. A backward inside another (a re-entrant checkpoint) is part of the outer one."""
 
     def __init__(self, session: Session, original: Callable[..., Any]) -> None:
         assert session.group is not None
@@ -72,18 +72,18 @@ class _Backwards:
         self._keeps = False
         self._steady = Steady()
         self._running: Sequence[Tensor] = ()
-        """What a steady backward reaches, while it runs."""
+        """Leaves of the steady backward that runs now; empty if none runs."""
         self.accumulation = Accumulation(session, self._replicate)
         if session.config.zero_lvl > 1 or not self._replicate.reduction.is_linear:
-            # To keep whole gradients for later is what such a level is there to avoid; and what a reduction makes of a
-            # sum, which is not the sum of what it makes, must not depend on when it is noticed that a loop accumulates.
+            # These levels exist to avoid keeping whole gradients. And if a reduction is not linear, its result must not
+            # depend on the moment at which lagom notices that the program accumulates.
             self.accumulation.close()
 
     def accumulate(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """``backward``: gradients are averaged when the outermost one ends."""
+        """Run ``backward``, and average gradients when the outermost one ends."""
         if self._session.is_probing:
             raise NotByRowsError("runs a backward")
-        # Now: the graph is freed by the backward.
+        # Before the backward, which frees the graph.
         leaves = reached_leaves(outputs, args[3])
         if not args[2] and self._may_be_steady() and (course := self._steady.begun(leaves)) is not None:
             return self._again(course, leaves, outputs, args, options)
@@ -116,7 +116,7 @@ class _Backwards:
     def _kept(
         self, leaves: list[Tensor], outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
-        """A backward after which gradients are this rank's own."""
+        """Run a backward whose averaging is postponed: afterwards gradients are this rank's own."""
         gradients, hooks = self._session.loss_weights.weighted(outputs, args[0], self._session.weight)
         self.accumulation.keep(leaves)
         self._keeps = True
@@ -148,7 +148,7 @@ class _Backwards:
         args: tuple[Any, ...],
         options: dict[str, Any],
     ) -> Any:
-        """As ``_averaged``, where all is as it was. See Note [Steady backwards]."""
+        """Run a backward that repeats an earlier one, in place of ``_averaged``. See Note [Steady backwards]."""
         session = self._session
         session.record_loss(outputs)
         hooks: list[RemovableHandle] = []
@@ -191,7 +191,7 @@ class _Backwards:
     def _averaged(
         self, leaves: list[Tensor], outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
-        """A backward whose gradients are averaged when it ends, with those that are owed."""
+        """Run a backward, and average its gradients and postponed sums when it ends."""
         pending = self._pending = self.accumulation.pending()
         hooks: list[RemovableHandle] = []
         try:
@@ -236,7 +236,7 @@ class _Backwards:
         self._session.record_backward()
 
     def returned(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """``torch.autograd.grad``: gradients of parameters are averaged, unless it is a part of a backward."""
+        """Run ``torch.autograd.grad``, and average the gradients of parameters, unless it runs inside a backward."""
         inputs: Sequence[Any] = args[3]
         if self._session.depth:
             with self._inside():
@@ -263,18 +263,18 @@ class _Backwards:
         return tuple(found)
 
     def _shared(self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Any]) -> list[int]:
-        """The places of those ``inputs`` whose gradients are averaged."""
+        """Return the indices of the ``inputs`` whose gradients are averaged."""
         if self._session.sliced_forward is not None or self._session.is_probing:
-            # Inside a forward, of a block of its rows: an input of it that a later backward reaches is the rank's own.
+            # In a forward that computes a block of rows, an input that a later backward reaches is this rank's own.
             own = [one for one in inputs if isinstance(one, Tensor) and one.is_leaf]
             self._session.repeated_inputs.update(dict.fromkeys(o for o in own if not isinstance(o, torch.nn.Parameter)))
             return []
         if any(_is_batched(one) for one in (*inputs, *roots) if isinstance(one, Tensor)):
-            # Gradients per sample, as a rule: torch.func's, and is_grads_batched's.
+            # Batched calls (torch.func, is_grads_batched) usually compute gradients per sample, which are not averaged.
             plain = [_unwrapped(one) for one in inputs if isinstance(one, Tensor)]
             self.watch.differentiated([one for one in plain if isinstance(one, torch.nn.Parameter)])
             return []
-        if passes_gather(outputs):  # a block's part, times the number of ranks; and what is whole is its own average
+        if passes_gather(outputs):  # then averages give the whole batch's gradients for all inputs
             return [i for i, one in enumerate(inputs) if isinstance(one, Tensor)]
         session = self._session
         session.begin_backward(outputs, [one for one in inputs if isinstance(one, Tensor) and one.is_leaf])

@@ -1,4 +1,4 @@
-"""``BackwardGradients``: what one backward adds to the gradients of leaves, kept apart until it has been averaged."""
+"""``BackwardGradients``: keeps the gradients of one backward apart from earlier ones until they are averaged."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ if TYPE_CHECKING:
 
 
 class BackwardGradients:
-    """The leaves of one backward. See Note [Hooks of leaves].
+    """The leaves of one backward, with their earlier gradients and their hooks. See Note [Hooks of leaves].
 
-    From ``expect`` on a leaf has no gradient; ``leaf.grad`` becomes that of this backward alone, and its hooks wait.
+    ``expect`` puts a leaf's gradient aside and holds back its hooks, so ``leaf.grad`` becomes this backward's alone.
 
     Args:
-        owed: leaves whose gradients are sums of backwards before this one that have not been averaged; they
-            stay what they are, and this backward adds to them.
-        num_backwards: how many backwards are averaged with this one, itself included.
+        owed: leaves whose gradients are postponed sums of earlier backwards; this backward adds to these sums.
+        num_backwards: number of backwards that are averaged together, with this one.
     """
 
     def __init__(self, owed: Iterable[torch.Tensor] = (), num_backwards: int = 1) -> None:
         self.num_backwards = num_backwards
         self.num_failed = 0
-        """Backwards of this rank that failed since the exchange before; see Note [Backwards that fail]."""
+        """Backwards of this rank that failed since the last exchange; see Note [Backwards that fail]."""
         self.batches: Sequence[int | None] = ()
-        """Which batch of its pass each backward is on, as far as known; to be the same on all ranks."""
+        """For each backward the number of its batch in the pass, if known; must be equal on all ranks."""
         self.habits = b""
-        """What the rank has learnt of the program; it is to be the same on all of them."""
+        """The program's last cycle lengths (see Note [Accumulation]); should be equal on all ranks."""
         self.accord: bool | None = None
-        """Whether it was."""
+        """Whether ``habits`` were equal on all ranks; None before the exchange."""
         self.owed = list(owed)
         self._owed = {id(leaf) for leaf in self.owed}
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -39,7 +38,7 @@ class BackwardGradients:
         self._over = False
 
     def expect(self, leaves: Iterable[torch.Tensor]) -> None:
-        """The backward is about to accumulate into ``leaves``, or has done so on other ranks."""
+        """Put aside the gradients and hooks of ``leaves``, which the backward will reach here or on other ranks."""
         for leaf in leaves:
             if id(leaf) not in self._before:
                 before = leaf.grad
@@ -50,47 +49,50 @@ class BackwardGradients:
                     self._hooks.keep_back(leaf)
 
     def began(self, leaves: Iterable[torch.Tensor]) -> None:
-        """The backward is at work on ``leaves`` already, which had no gradients and no hooks before."""
+        """Add ``leaves`` of a backward that already runs; they had no gradients and no hooks before."""
         self._before.update((id(leaf), (leaf, None)) for leaf in leaves)
 
     @property
     def is_plain(self) -> bool:
-        """Whether no leaf had a gradient or a hook before, and nothing is owed."""
+        """Whether no leaf had a gradient, a hook or a postponed sum before."""
         return not (self._owed or self._hooks.any) and all(before is None for _, before in self._before.values())
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """Those expected."""
+        """All leaves of this backward."""
         return [leaf for leaf, _ in self._before.values()]
 
     @property
     def fresh(self) -> list[torch.Tensor]:
-        """Those that had no gradient before."""
+        """The leaves that had no gradient before this backward."""
         return [leaf for leaf, before in self._before.values() if before is None]
 
     @property
     def besides(self) -> bytes:
-        """What is to be the same on all ranks, besides gradients."""
+        """Bytes for the signature: batches and habits, which must be equal on all ranks."""
         return beside(self.batches, self.habits)
 
     def differed(self) -> None:
-        """Ranks have other habits."""
+        """Record that the ranks have different habits."""
         self.accord, self.habits = False, b""
 
     def agreed(self) -> None:
-        """The ranks had the same signature, of which habits are a part."""
+        """Record that the ranks had equal signatures, and so equal habits."""
         if self.habits:
             self.accord = True
 
     def ran(self) -> None:
-        """The backward is over, or failed: hooks are what they were."""
+        """Restore the hooks, after the backward has ended or failed."""
         self._over = True
         self._hooks.put_back()
 
     def finish(self) -> None:
-        """Call the hooks, and add what ``leaf.grad`` is to what it was before; in the grad mode of the backward."""
+        """Call the hooks with the averages, and add the averages to the earlier gradients.
+
+        Call this in the grad mode of the backward.
+        """
         try:
-            # Without hooks any order is right.
+            # The order matters only for hooks.
             for leaf in sorted(self.leaves, key=self._hooks.place) if self._hooks.any else self.leaves:
                 self._finish(leaf)
         except BaseException:
@@ -108,27 +110,27 @@ class BackwardGradients:
             _accumulate(leaf, before)
         for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
             if hook(leaf) is not None:
-                raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # as torch says it
+                raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # torch's own text
 
     def undo(self) -> None:
-        """The backward failed: gradients are what they were; those owed have what was added to them."""
+        """Restore the earlier gradients after a failed backward. Postponed sums keep what was added to them."""
         for key, (leaf, before) in self._before.items():
             if key not in self._owed:
                 leaf.grad = before
 
 
 def beside(batches: Sequence[int | None], habits: bytes = b"") -> bytes:
-    """What is to be the same on all ranks, besides gradients: which batches they are of, and what is learnt."""
+    """Return bytes for a signature of ``batches`` and ``habits``, which must be equal on all ranks."""
     return habits if not any(batches) else b"%s %s" % (habits, repr(batches).encode())
 
 
 def beside_one(batch: int | None) -> bytes:
-    """As ``beside``, of one backward."""
+    """Return ``beside([batch])``, in less time."""
     return b" [%d]" % batch if batch else b""
 
 
 class Hooks:
-    """Hooks of leaves that wait: each stands in its place as a note that it was called."""
+    """Holds back the hooks of leaves: a stand-in for each hook records the order of calls."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[dict[int, Any], int, Any]] = []
@@ -136,24 +138,24 @@ class Hooks:
 
     @property
     def any(self) -> bool:
-        """Whether any leaf had one."""
+        """Whether any hook is held back."""
         return bool(self._kept)
 
     def keep_back(self, leaf: torch.Tensor) -> None:
-        """From now on ``leaf``'s hooks are not called."""
+        """Replace ``leaf``'s hooks by stand-ins that only record the call."""
         for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks):
             for key, hook in list((hooks or {}).items()):
                 self._kept.append((hooks, key, hook))  # type: ignore[arg-type]
                 hooks[key] = self._note(id(leaf))  # type: ignore[index]
 
     def put_back(self) -> None:
-        """Hooks are called again, but for those removed meanwhile."""
+        """Restore all hooks, except those that the program has removed meanwhile."""
         for hooks, key, hook in self._kept:
             if key in hooks:
                 hooks[key] = hook
 
     def place(self, leaf: torch.Tensor) -> int:
-        """When ``leaf``'s were called, in the order of their calls."""
+        """Return the place of ``leaf`` in the order in which hooks were called; leaves without a call come last."""
         return self._order.get(id(leaf), len(self._order))
 
     def _note(self, key: int) -> Callable[[object], None]:
@@ -164,7 +166,7 @@ class Hooks:
 
 
 def run_hooks(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """What the hooks that were registered with ``leaf.register_hook`` make of ``gradient``."""
+    """Call the hooks of ``leaf.register_hook`` in turn, and return the gradient that they make of ``gradient``."""
     for hook in list((leaf._backward_hooks or {}).values()):
         changed = hook(gradient)
         if changed is not None:
@@ -173,7 +175,7 @@ def run_hooks(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _accumulate(leaf: torch.Tensor, before: torch.Tensor) -> None:
-    """As autograd's own AccumulateGrad: in place, unless the gradient is to be differentiated."""
+    """Add ``before`` to ``leaf.grad`` as autograd does: in place, unless the gradient will be differentiated."""
     new = leaf.grad
     assert new is not None
     if torch.is_grad_enabled() or (before.is_sparse and not new.is_sparse):
@@ -184,18 +186,18 @@ def _accumulate(leaf: torch.Tensor, before: torch.Tensor) -> None:
 
 # Note [Hooks of leaves]
 #
-# On one machine a hook of a leaf sees the gradient of the whole batch. During a backward there is only that of this
-# rank's share, and a hook that does more than scale it (clips it, takes its sign, steps an optimizer with it) would
-# make something else of it. So hooks wait: each is replaced, in the very dict that its handle removes it from, by a
-# note of the order of calls. When gradients have been averaged the hooks are called, in that order.
+# In one process a hook of a leaf gets the gradient of the whole batch. During a backward on ranks, only the gradient of
+# this rank's share exists. A hook that is not linear (that clips, takes the sign, or steps an optimizer) would compute
+# another result from it. So hooks are held back: a stand-in replaces each hook, in the dict from which the hook's
+# handle removes it, and records the order of calls. When gradients are averages, the hooks are called in that order.
 #
-# A hook sees what this backward adds, and not what was there before. So that is put aside, too, and added when the
-# average is known. Nothing is averaged twice, then, however often a program accumulates.
+# A hook gets the gradient of this backward, without earlier ones. So earlier gradients are put aside, and added to the
+# average at the end. Therefore no gradient is averaged twice, however many backwards a program accumulates.
 
 
 # Note [Backwards that fail]
 #
-# A program may catch what a backward raises and go on with the next batch, as many do when memory runs out. Where all
-# ranks do, nothing is amiss. Where one does, the others have had an exchange, or a gradient, that it had not: what
-# follows would average its next batch with this one of theirs. So each exchange of gradients says, as a part of its
-# place in the program, how many backwards have failed since the one before.
+# A program may catch the error of a backward and continue with the next batch, as many do when memory runs out. If all
+# ranks do so, they stay together. If only one does, the others have made an exchange without it, and the next exchange
+# would average gradients of different batches. So the signature of each exchange of gradients contains the number of
+# backwards that have failed since the last exchange.

@@ -1,4 +1,4 @@
-"""``BucketPipeline``: the buckets of a backward that is under way, from leaf to average. See Note [Overlap]."""
+"""``BucketPipeline``: sends buckets of gradients while the backward still runs. See Note [Overlap]."""
 
 from __future__ import annotations
 
@@ -26,33 +26,37 @@ if TYPE_CHECKING:
     from lagom.run_state.leaves import Leaves
 
 _MAX_MOVING = 2
-"""Buckets under way from which a backward that leaves only parts waits for the first of them."""
+"""Buckets that may travel at once if ranks keep only parts; with more, the backward waits for the first bucket."""
 _PATIENCE_S = 0.2
-"""In all of a backward that has waited in vain."""
+"""Seconds to wait for a bucket. After one wait without success, the backward does not wait again."""
 _NAP_S = 2e-4
 
 
 class ScatterParts(Protocol):
-    """Takes this rank's parts of averages, and leaves leaves without gradients; with ``zero_lvl=2``."""
+    """Stores this rank's parts of averages, and removes the leaves' gradients; for ``zero_lvl=2``."""
 
     def dealt(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
-        """Which rank needs which part of their averages; None where one of them is to be whole."""
+        """Return which rank needs which part of the averages; None if a rank needs a whole average."""
 
     def keep_part_early(self, leaf: torch.Tensor) -> None:
-        """Of an average that is whole, in a backward that still runs and may yet fail."""
+        """Store this rank's part of the whole average in ``leaf.grad``, while the backward may still fail."""
 
     def take_part_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
-        """As it came; None where this rank needs nothing of it."""
+        """Store ``part``, this rank's part of the average; None if this rank needs nothing of the leaf."""
 
 
 class BucketPipeline:
-    """The buckets of one backward."""
+    """The buckets of one backward, from the leaves' gradients to averages.
+
+    Args:
+        buckets: the leaves' numbers, by bucket, in the order in which buckets travel.
+    """
 
     def __init__(self, group: Group, leaves: Leaves, buckets: Sequence[Sequence[int]]) -> None:
         self.missing: list[torch.Tensor] = []
-        """Leaves that got no gradient; they have zeros for one."""
+        """Leaves for which zeros were sent, since the backward gave them no gradient."""
         self.moving: list[AllReduceBucket | ReduceScatterBucket | None] = []
-        """None for those that have landed already."""
+        """The buckets that have been sent; None for a bucket whose averages are stored already."""
         self.is_launching = False
         self._early: set[int] = set()
         self._parts: ScatterParts | None = None
@@ -69,11 +73,15 @@ class BucketPipeline:
         ]
 
     def has(self, leaf: torch.Tensor) -> bool:
-        """Whether ``leaf``'s gradient travels in a bucket."""
+        """Return whether ``leaf``'s gradient travels in a bucket."""
         return id(leaf) in self._place
 
     def hold_back(self, leaves: Sequence[torch.Tensor]) -> None:
-        """``leaves`` have not got all of their gradient until the backward ends."""
+        """Send the buckets of ``leaves`` only when the backward ends, since a backward inside it adds to them.
+
+        Raises:
+            LagomError: if one of these buckets has been sent already.
+        """
         for leaf in leaves:
             place = self._place.get(id(leaf))
             if place is not None:
@@ -85,22 +93,26 @@ class BucketPipeline:
                 self._num_left[place] = len(self._place) + 1
 
     def part_early(self, plain: set[int], parts: ScatterParts, deals: Mapping[int, ShardMap]) -> None:
-        """Give ``parts`` the leaves of buckets that have been summed while the backward still runs.
+        """Have ``parts`` store averages while the backward still runs.
 
         Args:
-            plain: ids of leaves of which that may be done.
-            deals: of buckets of which each rank gets its part only.
+            plain: ids of leaves for which this is allowed.
+            deals: for each bucket of which ranks get parts only, which rank gets which part.
         """
         self._early, self._parts, self._deals = plain, parts, deals
 
     def finish(self) -> None:
-        """Launch what has not been."""
+        """Send the remaining buckets, at the end of the backward."""
         for handle in self._handles:
             handle.remove()
         self._launch(len(self._buckets))
 
     def land(self, without: set[int]) -> None:
-        """Wait for all; gradients are averages then, and those ``without`` one, by the ids of leaves, None."""
+        """Wait for all buckets, and store the averages.
+
+        Args:
+            without: ids of leaves that no rank reached; their gradients become None.
+        """
         for moving, bucket in zip(self.moving, self._buckets, strict=True):
             if moving is not None:
                 self._land(moving, bucket, without)
@@ -142,10 +154,10 @@ class BucketPipeline:
             self._num_landed += 1
 
     def _may_wait(self, moving: AllReduceBucket | ReduceScatterBucket) -> bool:
-        """Wait for ``moving`` where too much is under way, but not for long; whether it has come."""
+        """Wait a moment for ``moving`` if too many buckets travel; return whether it has arrived."""
         if len(self.moving) - self._num_landed <= _MAX_MOVING:
             return False
-        # Another rank may send its part only after an exchange that this one comes to later.
+        # Waiting must end: another rank may send its part only after an exchange that this rank reaches later.
         deadline = time.monotonic() + self._patience_s
         while not moving.work.is_completed():
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""``BufferSync``: those of the modules that are trained, over the ranks."""
+"""``BufferSync``: keeps the buffers of trained modules equal on all ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ if TYPE_CHECKING:
     from lagom.run_state.leaves import Leaves
 
 Key = tuple[int, str]
-"""The number of a parameter of the outermost module, and the buffer's path from there: equal on all ranks."""
+"""A buffer's name, equal on all ranks: the least number of a parameter in its outermost module, and its path there."""
 
 
 class BufferSync:
-    """Finds buffers, and has those that lagom does not synchronise otherwise follow rank 0. See Note [Divergence]."""
+    """Finds buffers, and copies rank 0's to the others unless lagom synchronises them. See Note [Divergence].
+
+    Args:
+        modules: returns all modules of the program.
+        synchronised: a mapping whose keys are the buffers that lagom keeps equal itself (those of BatchNorm).
+    """
 
     def __init__(
         self,
@@ -33,7 +38,7 @@ class BufferSync:
         synchronised: Mapping[Any, None],
     ) -> None:
         self.strict: dict[Key, str] = {}
-        """What to call those that must be equal."""
+        """Names, for errors, of the buffers that must be equal on all ranks."""
         self._group = group
         self._leaves = leaves
         self._modules = modules
@@ -45,7 +50,7 @@ class BufferSync:
         self._agreed: list[Key] | None = None
 
     def find(self, trained: set[int]) -> None:
-        """Look for the buffers of outermost modules that have a trained parameter."""
+        """Find the buffers of outermost modules with a trained parameter; ``trained`` has parameters' numbers."""
         self._owners.clear()
         self.strict.clear()
         for inside, number in self._roots(trained):
@@ -60,12 +65,16 @@ class BufferSync:
         self._followers = {key: owner for key, owner in self._owners.items() if key not in self.strict}
 
     def values(self, everything: bool = False) -> dict[Key, tuple[str, int]]:
-        """Kind and checksum of buffers; without ``everything``, of those that should be equal by now."""
+        """Return kind and checksum of buffers.
+
+        Args:
+            everything: whether to include buffers that have changed and do not follow rank 0 yet.
+        """
         skipped = set() if everything else set(self.changed())
         return checksums({key: b for key, b in _alive(self._owners) if key not in skipped})
 
     def changed(self) -> list[Key]:
-        """Those that follow rank 0 and are no longer what they were."""
+        """Return the buffers to copy from rank 0: those that have changed since the last copy."""
         if self._agreed is not None or not self._followers:
             return self._agreed or []
         found = []
@@ -76,7 +85,12 @@ class BufferSync:
         return sorted(found)
 
     def agree(self, rows: list[tuple[Mapping[Key, tuple[str, int]], list[Key]]], *, compare: bool) -> None:
-        """Settle on what to broadcast, from what all ranks have and what changed on any."""
+        """Decide which buffers to broadcast: those that all ranks have, and that have changed on any rank.
+
+        Args:
+            rows: for each rank, kind and checksum of its buffers, and the buffers that have changed.
+            compare: whether to broadcast buffers with different checksums, too, now and after every backward.
+        """
         common = {
             key
             for key in set.intersection(*(set(held) for held, _ in rows)) - set(self.strict)
@@ -91,7 +105,7 @@ class BufferSync:
             self._seen[key] = (weakref.ref(buffer), buffer._version)
 
     def follow(self) -> None:
-        """Make those that changed rank 0's; the same ones on all ranks."""
+        """Broadcast the changed buffers from rank 0. All ranks must have agreed on these; a collective."""
         keys = set(self.changed()) if self._followers else None
         self._agreed = None
         if not keys:
@@ -111,11 +125,11 @@ class BufferSync:
         if self._group.rank == 0:
             return
         for buffer, part in zip(buffers, torch.split(flat, [len(part) for part in parts]), strict=True):
-            # Through .data: a graph that is kept for another backward may hold the buffer, and its version.
+            # .data keeps the version: a graph that is retained for another backward may have saved the buffer.
             buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     def _roots(self, trained: set[int]) -> Iterator[tuple[list[tuple[str, nn.Module]], int]]:
-        """All that is inside an outermost module, by path, and the least number of a parameter there."""
+        """Yield for each outermost module its inner modules with their paths, and the least number of a parameter."""
         modules = [module for module in self._modules() if module.__dict__.get("_modules") is not None]
         inner = {id(child) for module in modules for child in module.__dict__["_modules"].values()}
         for module in modules:
@@ -129,7 +143,7 @@ class BufferSync:
 
 
 def _walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As ``named_modules``, for modules that cannot be hashed as well."""
+    """Yield paths and modules as ``named_modules`` does, also for modules that cannot be hashed."""
     seen = set()
     pending = [("", root)]
     while pending:

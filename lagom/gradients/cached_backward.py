@@ -1,4 +1,4 @@
-"""``Steady``: a backward that reaches what an earlier one did, with as little as possible around it."""
+"""``Steady``: recognizes a backward that repeats an earlier one, so that little work is left around autograd."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ _MAX_KNOWN = 64
 
 
 class Course(NamedTuple):
-    """How a backward goes; see Note [Steady backwards]."""
+    """The leaves of a backward, and the layout of their gradients; see Note [Steady backwards]."""
 
     leaves: list[weakref.ref[torch.Tensor]]
     kinds: list[tuple[torch.dtype, torch.Size]]
-    """Of their gradients."""
+    """Types and shapes of the gradients."""
     layout: Layout
 
     def begins(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Whether ``leaves``, as many, are these, have no gradients, and nobody waits for what they get."""
+        """Return whether ``leaves`` are the course's leaves, without gradients and without hooks.
+
+        Args:
+            leaves: as many leaves as the course has.
+        """
         for leaf, ref in zip(leaves, self.leaves):  # noqa: B905  (strict takes longer)
             if ref() is not leaf or leaf.grad is not None:
                 return False
@@ -37,7 +41,7 @@ class Course(NamedTuple):
         return True
 
     def gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Those that ``leaves`` have got, if they are of the same kinds and lie plainly in memory."""
+        """Return the gradients of ``leaves`` if their types and shapes are the course's and they are contiguous."""
         found = []
         for leaf, (dtype, shape) in zip(leaves, self.kinds):  # noqa: B905
             one = leaf.grad
@@ -50,18 +54,23 @@ class Course(NamedTuple):
 
 
 class Steady:
-    """The courses that backwards have taken."""
+    """Remembers the courses of earlier backwards."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], Course] = {}
 
     def begun(self, leaves: Sequence[torch.Tensor]) -> Course | None:
-        """The course of a backward that is about to reach ``leaves``, where that is known."""
+        """Return the known course of a backward that is about to reach ``leaves``; None if there is none."""
         course = self._known.get(tuple(map(id, leaves)))
         return course if course is not None and course.begins(leaves) else None
 
     def note(self, leaves: Sequence[torch.Tensor], layout: Layout) -> None:
-        """A backward reached ``leaves``, which had no gradients, as all ranks have agreed; ``layout`` is of these."""
+        """Remember a backward on which all ranks have agreed, if later ones can repeat it.
+
+        Args:
+            leaves: the leaves that it reached, which had no gradients before.
+            layout: the layout of their gradients.
+        """
         if layout.sparse or layout.on_cpu >= WORTH or len(layout.numbers) != len(leaves):
             return
         found = [leaf.grad for leaf in leaves if isinstance(leaf, nn.Parameter)]
@@ -75,8 +84,8 @@ class Steady:
 
 # Note [Steady backwards]
 #
-# Nearly all backwards of a program reach the same parameters as one before, find no gradients there and no hooks, and
-# are not part of an accumulation. What they need then is to be agreed on and averaged, and nothing else of what
-# `Pending` keeps and `Replicate` finds out. To the other ranks they are like any other: the same one exchange, with the
-# same signature, of which what must be compared (see Note [Divergence]) is a part. Whatever is not as it was, before
-# the backward or after, goes the long way; so does what the ranks do not agree on.
+# Nearly all backwards of a program reach the same parameters as an earlier one, which have no gradients and no hooks
+# before, and they are not part of an accumulation. For these, agreeing and averaging is enough: the leaves need no
+# `BackwardGradients`, and `Replicate` need not look them up. Other ranks see no difference: there is the same single
+# exchange with the same signature, also for the comparisons of Note [Divergence]. If anything has changed, before the
+# backward or after, or if the ranks do not agree, the backward is finished in the ordinary way.

@@ -1,4 +1,4 @@
-"""Checksums of tensors: a hash that nothing escapes, and a sum that costs next to nothing."""
+"""Checksums of tensors: a hash that finds every difference, and a sum of bits that is nearly free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def digest(leaf: torch.Tensor) -> bytes:
-    """8 bytes that tell ``leaf``'s values, bit for bit."""
+    """Return a hash of ``leaf``'s values, of 8 bytes."""
     dense = leaf.detach().cpu().contiguous()
     raw = (ctypes.c_char * (dense.numel() * dense.element_size())).from_address(
         dense.data_ptr() or ctypes.addressof(_NONE)
@@ -25,17 +25,17 @@ _NONE = ctypes.c_char()
 
 
 def checksums(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, tuple[str, int]]:
-    """Type, shape and sum of bits of each."""
+    """Return for each tensor its type and shape, as text, and the sum of its bits."""
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors.values():
         sums.setdefault(tensor.device, []).append(sum_of_bits(tensor))
-    # One wait for each device.
+    # Only one synchronization for each device.
     numbers = {device: iter(torch.stack(parts).tolist()) for device, parts in sums.items()}
     return {key: (f"{t.dtype} {tuple(t.shape)}", next(numbers[t.device])) for key, t in tensors.items()}
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of all bits, as int64, on the tensor's device: at the speed of memory, which a hash is not."""
+    """Return the sum of the tensor's bytes, read as int64, on its device. This is faster than a hash."""
     values = tensor.detach()
     if values.layout != torch.strided:
         return torch.zeros((), dtype=torch.int64, device=values.device)

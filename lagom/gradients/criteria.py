@@ -1,4 +1,4 @@
-"""Find losses that are no mean over the samples of a batch, of which shares cannot be averaged exactly."""
+"""``caveats``: finds losses that are not a plain mean over samples, so that averages over shares are not exact."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _TRANSPARENT = ("AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0"
 
 
 def caveats(roots: Sequence[Any]) -> list[str]:
-    """Say what in the graph of ``roots`` a rank's share of a batch makes another number of than the batch.
+    """Return a warning for each kind of loss in the graph of ``roots`` whose average over shares is not exact.
 
-    Losses that compare samples with each other, or that are weighted by hand, do not show in a graph.
+    Losses that compare samples with each other, or that the program weights by hand, cannot be found in a graph.
     """
     nodes = nodes_of(roots)
     found = []
@@ -33,13 +33,13 @@ def caveats(roots: Sequence[Any]) -> list[str]:
 
 
 def _is_weighted(node: Any) -> bool:
-    """Whether a negative log likelihood counts its targets unequally: classes have weights, or some are ignored.
+    """Return whether a negative log likelihood weights its targets unequally: class weights, or ignored targets.
 
-    Not told where this cannot be seen for nothing: by hooks for saved tensors (checkpoints) all is computed again.
+    Return False if saved tensors have hooks (checkpoints), since reading them would compute the forward again.
     """
     if node._saved_reduction == 0 or _has_hook(node._raw_saved_total_weight) or _has_hook(node._raw_saved_target):
         return False
-    with contextlib.suppress(RuntimeError):  # freed, by a backward before
+    with contextlib.suppress(RuntimeError):  # an earlier backward has freed the saved tensors
         return bool(node._saved_total_weight != node._saved_target.numel())
     return False
 
@@ -49,7 +49,7 @@ def _has_hook(saved: Any) -> bool:
 
 
 def _unscaled(nodes: Iterable[Node | None]) -> list[Node]:
-    """The first nodes below ``nodes`` that do more than add up."""
+    """Return the first nodes below ``nodes`` that do more than add, stack or reshape."""
     found, pending = [], [node for node in nodes if node is not None]
     while pending:
         node = pending.pop()
@@ -61,7 +61,7 @@ def _unscaled(nodes: Iterable[Node | None]) -> list[Node]:
 
 
 def _is_sum(node: Node) -> bool:
-    """Whether it sums up what a model gave for a batch."""
+    """Return whether ``node`` is a sum over a batch of outputs of a model."""
     sums = node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM
     return sums and any(map(is_of_batch, nodes_below([node])))
 

@@ -1,4 +1,4 @@
-"""``DivergenceMonitor``: finds out, now and then, whether what must be equal on all ranks is."""
+"""``DivergenceMonitor``: checks now and then that parameters and buffers are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
     from lagom.run_state.leaves import Leaves
 
 INTERVAL = 100
-"""Backwards from check to check, in the long run; the first checks are after 1, 2, 4, 8, ... of them."""
+"""Largest number of backwards between two checks; the first checks are after 1, 2, 4, 8, ... backwards."""
 
 log = logging.getLogger("lagom")
 
 
 class Row(NamedTuple):
-    """What a rank tells the others once they disagree."""
+    """The facts that a rank sends to the others after signatures differed."""
 
     at: str
-    """Where it is in the program."""
+    """The rank's place in the program."""
     values: dict[int, tuple[str, int]] | None
-    """Kind and checksum of trained parameters by their numbers, when a check is due."""
+    """Kind and checksum of trained parameters, by number; None if no check is due."""
     buffers: dict[Any, tuple[str, int]]
-    """The same of buffers."""
+    """Kind and checksum of buffers."""
     changed: list[Any]
-    """Buffers that its forwards changed."""
+    """Buffers that the rank's forwards have changed."""
 
 
 class DivergenceMonitor:
     """Compares parameters and buffers over the ranks. See Note [Divergence].
 
     Args:
-        modules: all there are.
-        synchronised: a mapping that has the buffers that lagom itself keeps equal.
-        name: what to call a parameter in an error.
+        modules: returns all modules of the program.
+        synchronised: a mapping whose keys are the buffers that lagom keeps equal itself (those of BatchNorm).
+        name: returns the name of a parameter for an error.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class DivergenceMonitor:
         name: Callable[[torch.Tensor | None], str],
     ) -> None:
         self.sums: Callable[[Mapping[Any, torch.Tensor]], dict[Any, tuple[str, int]]] = checksums
-        """Of parameters."""
+        """Function that computes the checksums of parameters."""
         self.reached: set[int] = set()
-        """Numbers of the leaves that some backward of this run reached."""
+        """Numbers of the leaves that backwards of this run have reached."""
         self._differentiated: set[int] = set()
         self._seen: dict[int, tuple[str, int]] = {}
         self._group = group
@@ -79,25 +79,25 @@ class DivergenceMonitor:
         self._told: DivergenceError | None = None
 
     def trained(self, numbers: Iterable[int]) -> None:
-        """A backward reached these, and their values were equal on all ranks."""
+        """Record leaves that a backward reached, and that were equal on all ranks."""
         self.reached.update(numbers)
 
     def differentiated(self, parameters: list[torch.Tensor]) -> None:
-        """A program got gradients of these that are this rank's own."""
+        """Record parameters for which the program got gradients that are not averaged."""
         numbers = [self._leaves.known(parameter) for parameter in parameters]
         self._differentiated.update(number for number in numbers if number is not None)
         if numbers:
-            self._last = parameters  # else they might be gone when the program has ended
+            self._last = parameters  # keeps them alive for the check at the end of the program
 
     def step(self) -> None:
-        """A backward is about to be averaged; on all ranks, since that is a collective."""
+        """Count a backward that is about to be averaged on all ranks, and make a check due now and then."""
         self._num_steps += 1
         if self._num_steps >= self._next_step:
             self._next_step += min(self._num_steps, INTERVAL)
             self._due = self._is_stale = True
 
     def batch(self, frame: AgreedExchange) -> None:
-        """The program gets a training batch, on all ranks. Checks where batches come and go without a backward."""
+        """Count a training batch, on all ranks; check now and then if no backward runs between batches."""
         self._num_batches += 1
         if self._num_batches < self._next_batch:
             return
@@ -108,21 +108,23 @@ class DivergenceMonitor:
             self._check(frame, "the next batch of a data loader")
 
     def at(self, frame: AgreedExchange, place: str) -> None:
-        """Make sure that all ranks are at ``place``, before an exchange there that could not tell.
+        """Check that all ranks are at ``place``, before an exchange that does not check this itself.
 
         Raises:
-            DivergenceError: on all ranks, unless they are.
+            DivergenceError: on all ranks, if one is elsewhere.
         """
         if not frame.exchange(signature(place.encode())):
             self.meet(place)
 
     def end(self, frame: AgreedExchange) -> None:
-        """The program has ended, on all ranks.
+        """Check once more at the end of the program, on all ranks.
+
+        If gradients were averaged in the run, a difference is only a warning: a rank may have changed its model after
+        training, to store it.
 
         Raises:
-            DivergenceError: unless gradients were averaged. Then it is a warning: one rank may have changed its
-                model afterwards, to store it. Also when one was raised before, and the program caught it as any
-                RuntimeError and went on.
+            DivergenceError: if parameters differ in a run without averages; or if the program caught an earlier
+                DivergenceError and continued.
         """
         if self._told is not None:
             raise DivergenceError(f"the program caught this error and went on, with wrong numbers: {self._told}")
@@ -136,11 +138,11 @@ class DivergenceMonitor:
             log.warning("at the end of the program, %s", error)
 
     def identity(self, numbers: Iterable[int] = (), *, new: bool = False) -> bytes:
-        """What the signature of an exchange has to tell besides; nothing as a rule.
+        """Return bytes for the signature: changed buffers, and checksums if a check is due; usually empty.
 
         Args:
-            numbers: what this backward reached.
-            new: never before in this combination.
+            numbers: leaves that this backward reached.
+            new: whether no backward before reached exactly these leaves.
         """
         if new or self._is_stale:
             self._buffers.find(self.reached | self._differentiated | set(numbers))
@@ -151,15 +153,15 @@ class DivergenceMonitor:
         return repr((changed, self._values(), self._buffers.values() if self._due else None)).encode()
 
     def agreed(self) -> None:
-        """All ranks had the same signature: buffers that forwards changed become rank 0's."""
+        """Finish an exchange with equal signatures: broadcast the buffers that forwards have changed from rank 0."""
         self._due = False
         self._buffers.follow()
 
     def meet(self, at: str) -> None:
-        """Ranks disagree: find out whether in what must be equal.
+        """Compare places, parameters and buffers after signatures differed; a collective.
 
         Raises:
-            DivergenceError: if so, on all ranks.
+            DivergenceError: on all ranks, if places, parameters or synchronised buffers differ.
         """
         try:
             self._meet(at)
@@ -168,7 +170,7 @@ class DivergenceMonitor:
             raise
 
     def told(self, error: DivergenceError) -> None:
-        """The program is about to see ``error``, and may catch it."""
+        """Remember ``error``, which the program may catch, for the check at the end."""
         self._told = error.with_traceback(None)
 
     def _meet(self, at: str) -> None:
@@ -190,7 +192,7 @@ class DivergenceMonitor:
         self._buffers.agree([(row.buffers, row.changed) for row in rows], compare=mine.values is not None)
 
     def _changed(self) -> None:
-        """Watch parameters that change although no backward reaches them, as with gradients that torch.func gives."""
+        """Add parameters that have changed without a backward, as with torch.func's gradients, to those checked."""
         now = self.sums(self._leaves.parameters())
         self._differentiated.update(number for number in now if self._seen.get(number, now[number]) != now[number])
         self._seen = now
@@ -203,7 +205,7 @@ class DivergenceMonitor:
             self.meet(at)
 
     def _values(self) -> dict[int, tuple[str, int]] | None:
-        """By number, of what is trained and alive."""
+        """Return the checksums of trained parameters that are alive, by number; None if no check is due."""
         if not self._due:
             return None
         found = {}
@@ -235,23 +237,24 @@ def _difference(name: str) -> str:
 
 # Note [Divergence]
 #
-# A gradient that escapes synchronisation makes the ranks drift apart, silently: torch.func.grad with an
-# update by hand, an optimizer that draws random numbers of its own. So every so many backwards the signature of
-# the exchange that every backward makes (see Note [Which gradients]) tells checksums of all parameters trained so
-# far as well. Where they agree that is all, and no exchange was made for it. Otherwise the ranks tell each other
-# everything, and the first parameter that differs is named in an error on all of them.
+# An update from a gradient that is not averaged makes the ranks drift apart without an error: torch.func.grad with an
+# update by hand, or an optimizer that draws random numbers of its own. Every backward exchanges signatures (see Note
+# [Which gradients]). After some backwards, the signature also contains checksums of all parameters trained so far. If
+# the signatures are equal, the check is done without an exchange of its own. Otherwise the ranks exchange their
+# checksums, and an error on all ranks names the first parameter that differs.
 #
-# Sums of bits are told apart with certainty when one element differs, and but for chance (2^-64) when many do;
-# not when the same elements stand in another order. The first time a parameter is trained it is hashed.
+# The checksum is a sum of bits. It always differs if one element differs, and with a probability of 1 - 2^-64 if many
+# do. It does not differ if equal elements stand in another order. When a parameter is trained for the first time, its
+# values are hashed instead.
 #
-# Where no backward runs (a program that only ever calls torch.func.grad), batches are counted instead, and
-# the end of the program is a check. Gradients of torch.func are not seen at all, so that then parameters are
-# watched that change from one such check to the next. For all of this ranks must be at the same point; where they
-# are not, the signatures differ, and that is found out in the same way.
+# If no backward runs (a program may call only torch.func.grad), batches are counted instead, and there is a check at
+# the end of the program. lagom does not see the gradients of torch.func, so these checks include every parameter that
+# has changed since the last one. All ranks must be at the same place of the program for a check. If they are not, the
+# signatures differ, and the ranks find out in the same way.
 #
-# Buffers that lagom synchronises itself (BatchNorm's) must be equal like parameters. Others may be updated from
-# a rank's share of a batch. What one machine would make of the whole batch is unknown, so they follow rank 0: those
-# that changed since the last backward are broadcast when it ends, like in DDP, whose forwards begin with it. An
-# evaluation then finds the same buffers on all ranks. What changed is told by tensors' versions, and its set is in
-# the signature too. An update through .data leaves the version: a check finds it, and from then on that buffer is
-# broadcast after every backward.
+# Buffers that lagom synchronises itself (those of BatchNorm) must be equal, like parameters. A program may update other
+# buffers from a rank's share of a batch. The update that one process would make from the whole batch is unknown, so
+# these buffers follow rank 0: buffers that have changed since the last backward are broadcast when a backward ends (DDP
+# does so when a forward begins). Then an evaluation finds equal buffers on all ranks. The versions of tensors show
+# which buffers have changed, and the set is part of the signature. An update through .data does not change the version:
+# a check finds it, and from then on this buffer is broadcast after every backward.

@@ -1,4 +1,4 @@
-"""``InitialValueCheck``: which leaves began with equal values on all ranks."""
+"""``InitialValueCheck``: checks that leaves had equal values on all ranks when they were first trained."""
 
 from __future__ import annotations
 
@@ -18,35 +18,38 @@ if TYPE_CHECKING:
 
 
 class InitialValueCheck:
-    """Compares leaves that are seen for the first time.
+    """Compares the values of leaves that a backward reaches for the first time.
 
     Args:
-        name: what to call a leaf in an error.
+        name: returns the name of a leaf for an error.
     """
 
     def __init__(self, group: Group, leaves: Leaves, name: Callable[[torch.Tensor | None], str]) -> None:
         self.digest: Callable[[torch.Tensor], bytes] = digest
-        """Tells the values of a leaf."""
+        """Function that returns a hash of a leaf's values."""
         self.local: set[int] = set()
-        """Numbers of leaves that are a rank's own: data, and not trained."""
+        """Numbers of leaves that are data and differ between ranks; their gradients are not averaged."""
         self._group = group
         self._leaves = leaves
         self._name = name
         self._equal: set[int] = set()
 
     def without(self, numbers: Iterable[int]) -> list[int]:
-        """Those of ``numbers`` that have not been seen; negative ones are no leaves'."""
+        """Return those of ``numbers`` that have not been compared; negative numbers do not belong to leaves."""
         return [number for number in numbers if number >= 0 and number not in self._equal]
 
     def add(self, numbers: Iterable[int]) -> None:
-        """These have been found to be equal."""
+        """Record leaves that are equal on all ranks."""
         self._equal.update(numbers)
 
     def verify(self, numbers: list[int], maybe_local: set[int]) -> None:
-        """Compare leaves, in the same way on all ranks; a collective, if there are any.
+        """Compare leaves; a collective, unless ``numbers`` is empty. All ranks pass equal arguments.
+
+        Args:
+            maybe_local: leaves that may be data; if these differ they become ``local``.
 
         Raises:
-            DivergenceError: on all ranks, when they differ and are not ``maybe_local``.
+            DivergenceError: on all ranks, if another leaf differs.
         """
         if not numbers:
             return

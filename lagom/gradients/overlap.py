@@ -1,4 +1,4 @@
-"""``OverlappedBackward``: the large gradients of a backward travel while it still runs."""
+"""``OverlappedBackward``: sends large gradients while the backward that computes them still runs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from lagom.run_state.leaves import Leaves
 
 WORTH = 4 << 20
-"""Bytes of large gradients from which an exchange at the start of a backward pays, by measurement."""
+"""Bytes of large gradients on the CPU from which overlap pays for its additional exchange; measured."""
 _PLACE = "the start of a backward"
 _MAX_KNOWN = 64
 _MAX_PATIENCE = 64
-"""Backwards to wait, at most, where ranks reach different leaves."""
+"""Largest number of backwards without overlap after ranks have reached different leaves."""
 Key = tuple[tuple[int, torch.dtype, torch.Size], ...]
 
 
@@ -47,7 +47,7 @@ class OverlappedBackward:
         self._watch = watch
         self._frame = frame
         self._known: dict[Key, tuple[bytes, list[list[int]]]] = {}
-        """Of what all ranks have had: signature and buckets."""
+        """Signature and buckets of each set of leaves that a backward has reached on all ranks."""
         self._pause = 0
         self._patience = 1
         self._running: BucketPipeline | None = None
@@ -56,16 +56,16 @@ class OverlappedBackward:
 
     @property
     def is_launching(self) -> bool:
-        """Whether a bucket is being filled, which reads gradients."""
+        """Whether a bucket is being filled now, so that reads of gradients are lagom's own."""
         return self._running is not None and self._running.is_launching
 
     @property
     def may_start(self) -> bool:
-        """Whether a backward may begin with an exchange."""
+        """Whether the next backward may begin with an exchange."""
         return bool(self._known)
 
     def agreed(self, layout: Layout) -> None:
-        """A backward had ``layout`` on all ranks, and did not overlap."""
+        """Remember ``layout``, on which all ranks have agreed, if it is large enough to overlap next time."""
         if layout.on_cpu < WORTH or not self._allowed:
             return
         leaves = [self._leaves.tensor(number) for number in layout.numbers]
@@ -76,13 +76,16 @@ class OverlappedBackward:
         self._known[key] = _signed(key), buckets
 
     def start(self, numbers: Sequence[int], leaves: Sequence[torch.Tensor], plain: Iterable[torch.Tensor] = ()) -> None:
-        """A backward is about to run that will reach ``leaves``; a collective if one is expected.
+        """Agree with the other ranks whether the backward that will reach ``leaves`` overlaps.
+
+        A collective, unless no backward has been large enough, or overlap pauses.
 
         Args:
-            plain: those of which nobody waits for the gradient of this backward alone.
+            numbers: the leaves' numbers.
+            plain: leaves without hooks and earlier gradients, whose averages may be cut during the backward.
 
         Raises:
-            DivergenceError: on all ranks, when others are elsewhere.
+            DivergenceError: on all ranks, if they are at different places of the program.
         """
         if not self._known:
             return
@@ -93,7 +96,7 @@ class OverlappedBackward:
         mine, buckets = self._known.get(key) or (_signed(key), [])
         early = set(map(id, plain))
         deals = self._deals(buckets, early)
-        if deals:  # which rank keeps what is to be the same on all
+        if deals:  # all ranks must deal the parts in the same way
             mine = signature(mine + repr([(i, deal.counts, deal.pieces) for i, deal in deals.items()]).encode())
         if not self._frame.exchange(mine):
             self._watch.meet(_PLACE)
@@ -105,7 +108,7 @@ class OverlappedBackward:
                 self._running.part_early(early, self.parts, deals)
 
     def _deals(self, buckets: Sequence[Sequence[int]], early: set[int]) -> dict[int, ShardMap]:
-        """Of buckets from which each rank needs its part only."""
+        """Return, for each bucket of which ranks need parts only, which rank needs which part."""
         found: dict[int, ShardMap] = {}
         if self.parts is None or not self._group.reduces_parts:
             return found
@@ -116,28 +119,28 @@ class OverlappedBackward:
         return found
 
     def accumulates_inside(self, leaves: Sequence[torch.Tensor]) -> None:
-        """A backward inside the one under way will accumulate into ``leaves``."""
+        """Hold back the buckets of ``leaves``, to which a backward inside the running one will add."""
         if self._running is not None:
             self._running.hold_back(leaves)
 
     def end(self) -> BucketPipeline | None:
-        """The backward ran; what it had of overlap, all of which is under way now."""
+        """Send the remaining buckets after the backward, and return the pipeline; None if it did not overlap."""
         running, self._running = self._running, None
         if running is not None:
             running.finish()
         return running
 
     def abandon(self) -> None:
-        """The backward failed. Other ranks, where it did not, must not wait for more than they have to."""
+        """Send the remaining buckets of a failed backward, so that other ranks do not wait for them."""
         running, self._running = self._running, None
         if running is not None:
-            with suppress(CollectiveError):  # the error that is under way tells more
+            with suppress(CollectiveError):  # the backward's own error says more
                 running.finish()
-            self._abandoned = running.moving  # the memory must live until it is overwritten
+            self._abandoned = running.moving  # keeps the memory alive until the sums have been written
 
 
 def _key(numbers: Sequence[int], leaves: Sequence[torch.Tensor]) -> Key:
-    """Equal for backwards that reach the same."""
+    """Return a key that is equal for backwards that reach the same leaves."""
     entries = [(n, leaf.dtype, leaf.shape) for n, leaf in zip(numbers, leaves, strict=True)]
     return tuple(sorted(entries, key=itemgetter(0)))
 
@@ -148,22 +151,22 @@ def _signed(key: Key) -> bytes:
 
 # Note [Overlap]
 #
-# A bucket may leave during a backward only if all ranks will send it. Which leaves a backward reaches is known before
-# it runs, from its graph. So once a backward has had large gradients, and was the same on all ranks, those after it
-# begin with an exchange of signatures of what they will reach. All ranks make that exchange, since all know what there
-# has been. Where all signatures are that of such a backward, the buckets of its layout are summed in their order, each
-# as soon as its gradients are complete, on connections of their own: what else the backward exchanges (statistics of
-# BatchNorm) may come before or after on another rank. When the backward has ended the rest is launched, zeros for what
-# got no gradient after all, also when it failed: so whatever happens, all ranks send the same buckets. The small
-# gradients follow as in any other backward, with its signature.
+# A bucket may be sent during a backward only if all ranks will send it. The graph of a backward shows before it runs
+# which leaves it will reach. Once a backward with large gradients has been the same on all ranks, later backwards begin
+# with an exchange: each rank sends a signature of the leaves that it will reach. All ranks make this exchange, since
+# all know the earlier backwards. If all signatures are equal, and are that of an earlier backward, the buckets of its
+# layout are summed in order, each as soon as its gradients are complete. They have connections of their own, because
+# other exchanges of the backward (statistics of BatchNorm) may come earlier or later on another rank. At the end of the
+# backward, also of a failed one, the remaining buckets are sent, with zeros for leaves without a gradient. So all ranks
+# send the same buckets in any case. The small gradients follow with a signature, as in any other backward.
 #
-# With ``zero_lvl=2`` a rank keeps only its part of an average. Where ranks share memory it gets no more than that; that
-# all do is a part of what they agree on at the start. Elsewhere buckets that have been summed are cut. Both while the
-# backward runs, and where more than two are under way it waits for the first: not longer than a moment, since what that
-# needs of another rank may come after an exchange in which that rank waits for this one. Sums do not depend on it.
+# With ``zero_lvl=2`` a rank keeps only its part of an average. If ranks share memory, it receives only this part; the
+# signature at the start says so. Otherwise it receives whole sums and cuts them. Both happen while the backward runs.
+# With more than two buckets under way, the backward waits for the first, but only for a moment: another rank may send
+# its part only after an exchange in which it waits for this rank. The sums do not depend on this wait.
 #
-# Where the signatures differ nothing has been sent. The ranks go on as ever, and leave that exchange out of more and
-# more backwards.
+# If the signatures differ, nothing has been sent. The ranks continue without overlap, and pause the exchange at the
+# start for more and more backwards.
 #
-# A backward inside the backward (a re-entrant checkpoint) accumulates into leaves a second time. A program that has
-# them from the start reaches their leaves in none of the graphs that are looked at, and never overlaps.
+# A backward inside the backward (a re-entrant checkpoint) adds to leaves a second time. If a program has such
+# checkpoints from the start, the outer graphs do not contain their leaves, and the program never overlaps.

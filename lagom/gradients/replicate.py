@@ -1,4 +1,4 @@
-"""``Replicate``: every rank holds the whole model; the gradients of each backward are averaged over the ranks."""
+"""``Replicate``: averages the gradients of each backward over the ranks, after they have agreed on the leaves."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 _BACKWARD = "a backward"
 _REST = "the end of a backward"
 _TAIL = 8
-"""Bytes at the end of a signature that may be what they stand for; those before them tell layouts apart."""
+"""Bytes at the end of a signature in which a short text may stand unhashed; the other bytes still identify a layout."""
 
 
 class ReachedLeaves(NamedTuple):
-    """The gradients of one backward on this rank, side by side with the numbers of their leaves."""
+    """The gradients of one backward on this rank, and the numbers of their leaves in the same order."""
 
     numbers: list[int]
     gradients: list[torch.Tensor]
@@ -47,12 +47,12 @@ class Replicate:
     See Note [Which gradients].
 
     Args:
-        leaves: numbers the leaves.
+        leaves: gives leaves numbers that are equal on all ranks.
         watch: compares parameters now and then.
-        frame: the first exchange of each backward; of size 0 where gradients are on GPUs.
-        likeness: tells leaves that may be data.
-        name: what to call a leaf in an error.
-        reduction: what becomes of the gradients of backwards; the average if not given.
+        frame: the exchange of signatures; it has no room for gradients if these are on GPUs.
+        likeness: returns whether a leaf looks like data.
+        name: returns the name of a leaf for an error.
+        reduction: how the gradients of backwards are combined; None for the mean.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class Replicate:
         self.overlap = OverlappedBackward(group, leaves, watch, frame, allowed=self.reduction.overlaps)
         self._inputs: set[int] = set()
         self.settled: Layout | None = None
-        """Of the last reduction, where the ranks agreed at once."""
+        """Layout of the last reduction, if the ranks agreed on it at once."""
 
     def start(self, pending: BackwardGradients) -> None:
-        """A backward is about to run, and the large ones among its gradients may travel while it does.
+        """Prepare the overlap of the backward that is about to run; its large gradients may then travel meanwhile.
 
         Raises:
-            DivergenceError: on all ranks, when they are at different places of the program.
+            DivergenceError: on all ranks, if they are at different places of the program.
         """
         known = [(self._leaves.known(leaf), leaf) for leaf in pending.leaves]
         shared = [(-1 if n is None else n, leaf) for n, leaf in known if n not in self._verified.local]
@@ -90,14 +90,14 @@ class Replicate:
 
     @torch.no_grad()
     def reduce(self, pending: BackwardGradients, *, differs: bool = False) -> None:
-        """Average ``leaf.grad`` over the ranks, in place; a collective unless nothing was reached.
+        """Average ``leaf.grad`` over the ranks, in place; a collective, unless no leaf was reached.
 
         Args:
-            differs: the ranks have tried (``reduce_again``), and do not agree on what there is.
+            differs: whether ``reduce_again`` has just found that the ranks do not agree.
 
         Raises:
-            DivergenceError: on all ranks, when a leaf had other values on other ranks at its first backward, or
-                parameters differ since.
+            DivergenceError: on all ranks, if a leaf had different values at its first backward, or parameters have
+                become different since.
         """
         self.settled = None
         running = self.overlap.end()
@@ -126,10 +126,14 @@ class Replicate:
                 self.settled = layout if not tries else None
 
     def reduce_again(self, layout: Layout, gradients: Sequence[torch.Tensor], besides: bytes) -> bool:
-        """As ``reduce``, of what a reduction before had; False where the ranks do not agree, and have still to.
+        """Average with the layout of an earlier reduction, which is faster than ``reduce``; a collective.
 
         Args:
-            gradients: they lie plainly in memory.
+            gradients: dense, contiguous gradients in the order of ``layout``; averaged in place.
+            besides: bytes that must be equal on all ranks.
+
+        Returns:
+            False if the ranks did not agree; then ``reduce(..., differs=True)`` must follow.
         """
         self._watch.step()
         if not self._averager.average(layout, gradients, self._signature(layout, besides), lie_plainly=True):
@@ -138,7 +142,7 @@ class Replicate:
         return True
 
     def _reduce_rest(self, reached: ReachedLeaves, running: BucketPipeline, pending: BackwardGradients) -> None:
-        """What did not travel during the backward."""
+        """Average the gradients that did not travel during an overlapped backward."""
         missing = sorted(self._leaves.number(leaf) for leaf in running.missing)
         kind = _place(_REST, pending)
         while not self.average(kind, reached, pending.besides + (repr(missing).encode() if missing else b"")):
@@ -149,11 +153,14 @@ class Replicate:
         running.land({id(leaf) for leaf in running.missing if self._leaves.known(leaf) in missing})
 
     def average(self, kind: str, reached: ReachedLeaves, besides: bytes = b"", *, averages: bool = False) -> bool:
-        """Reduce in place, if all ranks mean the same ``kind`` of exchange and reached the same.
+        """Reduce gradients in place, if all ranks are at the same ``kind`` of exchange and reached the same leaves.
 
         Args:
-            besides: what else must be equal.
-            averages: average, whatever the reduction is.
+            besides: further bytes that must be equal on all ranks.
+            averages: whether to use the mean, and not the run's reduction.
+
+        Returns:
+            Whether the ranks agreed; if not, nothing has changed.
         """
         layout = self._averager.layout(kind, *reached, averages=averages)
         if layout.is_new:
@@ -168,15 +175,15 @@ class Replicate:
         return True
 
     def tell_by(self, digest: Callable[[torch.Tensor], bytes]) -> None:
-        """Have ``digest`` tell the values of leaves that are reached for the first time."""
+        """Use ``digest`` to hash the values of leaves that are reached for the first time."""
         self._verified.digest = digest
 
     def keeps_own(self, leaf: torch.Tensor) -> bool:
-        """Whether ``leaf`` is data, whose gradient is not averaged."""
+        """Return whether ``leaf`` is data, whose gradient is not averaged."""
         return self._leaves.known(leaf) in self._verified.local
 
     def verify(self, numbers: Iterable[int]) -> None:
-        """Make sure that leaves which are seen for the first time are equal on all ranks; a collective if any is."""
+        """Check that leaves are equal on all ranks; a collective if some have not been compared before."""
         self._verified.verify(self._verified.without(numbers), set())
 
     def _number(self, leaf: torch.Tensor) -> int:
@@ -199,14 +206,14 @@ class Replicate:
         besides += self._watch.identity(layout.numbers, new=layout.is_new)
         if not (layout.unseen or besides):
             return layout.signature
-        if not layout.unseen and len(besides) <= _TAIL:  # which batch it is, as a rule; hashing takes longer
+        if not layout.unseen and len(besides) <= _TAIL:  # usually the number of the batch; hashing takes longer
             return layout.signature[:-_TAIL] + besides.ljust(_TAIL)
         digest = self._verified.digest
         unseen = [self._leaves.tensor(number) for number in sorted(layout.unseen)]
         return signature(layout.signature + besides + b"".join(digest(leaf) for leaf in unseen if leaf is not None))
 
     def _union(self, kind: str, reached: ReachedLeaves, pending: BackwardGradients) -> ReachedLeaves:
-        """Agree on what any rank reached; what this one did not reach counts as zero and gets the result."""
+        """Return the leaves that any rank reached, with zeros for those that this rank did not reach; a collective."""
         self._watch.meet(kind + _told(pending.batches))
         layout = self._averager.layout(kind, *reached)
         mine = pending.habits, [(entry, entry.number in self._inputs) for entry in layout.entries]
@@ -241,7 +248,7 @@ class Replicate:
 
 
 def _resolved(leaf: torch.Tensor) -> torch.Tensor:
-    """Its gradient, whose memory has the numbers themselves, and not their negatives or conjugates."""
+    """Return ``leaf``'s gradient, after resolving a lazy negation or conjugation in memory."""
     assert leaf.grad is not None
     if leaf.grad.is_neg() or leaf.grad.is_conj():
         leaf.grad = leaf.grad.resolve_conj().resolve_neg()
@@ -262,16 +269,16 @@ def _told(batches: Sequence[int | None]) -> str:
 
 # Note [Which gradients]
 #
-# Ranks may reach different leaves: a branch on the data, a mixture of experts. Two experts of one shape must
-# never be mixed, so the ranks agree on the set in each backward, at no cost: each gives all others a signature of
-# its set and, in the same message, its first gradients. When all signatures are equal, the gradients that came with
-# them are added, and the rest follows in buckets. Otherwise nothing has been written back yet; the ranks exchange
-# their sets and reduce the union, in the order of the leaves' numbers.
+# Ranks may reach different leaves, for example after a branch on the data or in a mixture of experts. The gradients of
+# two experts with equal shapes must never be mixed. So in each backward the ranks agree on the set of leaves, without
+# an additional exchange: each rank sends a signature of its set and, in the same message, its small gradients. If all
+# signatures are equal, these gradients are added, and the large ones follow in buckets. Otherwise no gradient has been
+# changed yet: the ranks exchange their sets and reduce the union, in the order of the leaves' numbers.
 #
-# A leaf that is reached for the first time has a checksum of its values in the signature as well: training
-# from different initial values would go wrong silently.
+# When a leaf is reached for the first time, the signature also contains a hash of its values, since training from
+# different initial values would give wrong results without an error.
 #
-# What is averaged is what one backward adds; see Note [Hooks of leaves]. A plain tensor whose rows are this rank's
-# samples and whose values differ between the ranks is data (the input of an adversarial attack), and its gradient
-# stays the rank's own. So is one with the very shape of a tensor of the batch, as a perturbation of it has, which
-# begins as zeros on all ranks.
+# Only the gradients that one backward adds are averaged; see Note [Hooks of leaves]. A plain tensor is data (such as
+# the input of an adversarial attack) if its rows are this rank's samples and its values differ between ranks. Its
+# gradient stays this rank's own. The same holds for a plain tensor with the exact shape of a tensor of the batch, such
+# as a perturbation, which begins as zeros on all ranks.

@@ -1,4 +1,4 @@
-"""What makes one gradient out of those of all ranks: the mean, compressed or not, or Adasum.
+"""Reductions: combine the gradients of all ranks into one, by the mean (compressed or not) or by Adasum.
 
-Start with ``mean.py``; ``buckets.py`` and ``layout.py`` say what travels together.
+Start with ``mean.py``; ``buckets.py`` and ``layout.py`` decide which gradients travel together.
 """

@@ -1,4 +1,4 @@
-"""Sum large gradients in the background: ``AllReduceBucket`` and ``ReduceScatterBucket``."""
+"""``AllReduceBucket`` and ``ReduceScatterBucket``: average large gradients in the background."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ if TYPE_CHECKING:
 
 
 class AllReduceBucket(NamedTuple):
-    """A bucket that is under way."""
+    """A bucket whose gradients are being summed; each rank gets all sums."""
 
     work: Work
     flat: torch.Tensor
     gradients: list[torch.Tensor]
     views: list[torch.Tensor] | None
-    """Of ``flat``; None where that is the gradient itself."""
+    """Views of ``flat``, one for each gradient; None if ``flat`` is the only gradient itself."""
 
 
 def start_all_reduce(
     gradients: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tensor], Work], world_size: int
 ) -> AllReduceBucket:
-    """Begin to average ``gradients``, all of one type and device, in place; they are not to be used until landed."""
+    """Begin to average ``gradients`` in place; do not use them before ``finish_all_reduce``.
+
+    Args:
+        gradients: gradients of one type on one device.
+        all_reduce: begins to sum a flat tensor over the ranks.
+    """
     first = gradients[0]
     dtype = travelling(first.dtype)
     views = None
@@ -39,13 +44,13 @@ def start_all_reduce(
         flat = torch.empty(sum(sizes), dtype=dtype, device=first.device)
         views = [part.view(g.shape) for part, g in zip(flat.split(sizes), gradients, strict=True)]
         torch._foreach_copy_(views, list(gradients))
-    if flat.element_size() < 4:  # the sum of halves may not fit
+    if flat.element_size() < 4:  # in half precision the sum may overflow, so divide first
         flat.div_(world_size)
     return AllReduceBucket(all_reduce(flat), flat, list(gradients), views)
 
 
 def finish_all_reduce(moving: AllReduceBucket, wait: Callable[[Work], None], world_size: int) -> None:
-    """Wait until the gradients are averages."""
+    """Wait for the sums, and write the averages into the gradients."""
     wait(moving.work)
     if moving.flat.element_size() >= 4:
         moving.flat.div_(world_size)
@@ -54,18 +59,22 @@ def finish_all_reduce(moving: AllReduceBucket, wait: Callable[[Work], None], wor
 
 
 class ShardMap(NamedTuple):
-    """Which rank needs which of the averages of a bucket."""
+    """Says which rank needs which elements of a bucket."""
 
     counts: list[int]
-    """Of numbers, by rank."""
+    """Number of elements that each rank needs."""
     pieces: list[tuple[int, int, int]]
-    """Place of a leaf in the bucket, first element and the one after the last; those of a rank one behind the other."""
+    """Pieces of leaves, in rank order: index of the leaf in the bucket, first element, end."""
     own: list[tuple[int, int]]
-    """Place of a leaf, and how many of its elements: this rank's."""
+    """This rank's pieces: index of the leaf in the bucket, and number of elements."""
 
 
 def shard_map(parts: Sequence[Sequence[tuple[int, int, int]]], rank: int, world_size: int) -> ShardMap:
-    """Of each leaf's ``parts``, which are an owner, first element and the one after the last, and have all of it."""
+    """Return the map of a bucket.
+
+    Args:
+        parts: for each leaf its parts, which cover the leaf: owner (a rank), first element, end.
+    """
     pieces = sorted((owner, place, start, end) for place, row in enumerate(parts) for owner, start, end in row)
     counts = [0] * world_size
     for owner, _, start, end in pieces:
@@ -75,12 +84,12 @@ def shard_map(parts: Sequence[Sequence[tuple[int, int, int]]], rank: int, world_
 
 
 class ReduceScatterBucket(NamedTuple):
-    """A bucket that is under way, of whose averages each rank gets what it needs."""
+    """A bucket whose gradients are being summed; each rank gets only the sums that it needs."""
 
     work: Work
     whole: torch.Tensor
     out: torch.Tensor
-    """What this rank gets; in the memory of ``whole``, where it is all of it."""
+    """Receives this rank's sums; the same tensor as ``whole`` if this rank needs all of them."""
     deal: ShardMap
 
 
@@ -91,7 +100,13 @@ def start_reduce_scatter(
     rank: int,
     reduce: Callable[[torch.Tensor, Sequence[int], torch.Tensor], Work],
 ) -> ReduceScatterBucket:
-    """Begin to average ``gradients`` of ``leaves``; they are not to be used any more, and may be anything."""
+    """Begin to average ``gradients``, and to give each rank its parts; the gradients become invalid.
+
+    Args:
+        leaves: the leaves of ``gradients``.
+        reduce: begins to sum a flat tensor; given the number of elements for each rank, it writes this rank's into the
+            last argument.
+    """
     is_all = deal.counts[rank] == sum(deal.counts)
     may_be_used = not is_all or _is_sole_owner(gradients[0])
     lines = [flat_like(gradient, leaf) for gradient, leaf in zip(gradients, leaves, strict=True)]
@@ -101,7 +116,7 @@ def start_reduce_scatter(
         whole = lines[0]
     else:
         whole = torch.cat([lines[place][start:end] for place, start, end in deal.pieces])
-    if is_half:  # the sum of halves may not fit
+    if is_half:  # in half precision the sum may overflow, so divide first
         whole.div_(len(deal.counts))
     out = whole if is_all else whole.new_empty(deal.counts[rank])
     return ReduceScatterBucket(reduce(whole, deal.counts, out), whole, out, deal)
@@ -110,7 +125,7 @@ def start_reduce_scatter(
 def finish_reduce_scatter(
     moving: ReduceScatterBucket, wait: Callable[[Work], None], num_leaves: int
 ) -> list[torch.Tensor | None]:
-    """Wait for this rank's parts of the averages, by the place of the leaf."""
+    """Wait, and return for each leaf this rank's part of the average; None if this rank needs nothing of the leaf."""
     wait(moving.work)
     if moving.out.element_size() >= 4:
         moving.out.div_(len(moving.deal.counts))
@@ -122,9 +137,9 @@ def finish_reduce_scatter(
 
 
 def _is_sole_owner(gradient: torch.Tensor) -> bool:
-    """Whether no other tensor has the same memory.
+    """Return whether no other tensor uses the memory of ``gradient``.
 
-    A leaf's gradient may be a view of one that the backward has yet to read, or share its memory with another leaf's.
+    A leaf's gradient may be a view of a tensor that the backward has yet to read, or share memory with another leaf's.
     """
-    storage = gradient.untyped_storage()  # one more that counts
+    storage = gradient.untyped_storage()  # this reference counts as well
     return int(torch._C._storage_Use_Count(storage._cdata)) <= 2

@@ -1,4 +1,4 @@
-"""``Layout``: where the gradients of one backward travel, as long as the same leaves are reached."""
+"""``Layout``: decides how each gradient of a backward travels; backwards that reach the same leaves share a layout."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from lagom.gradients.reduction.mean import Reduction
 
 ALONE = 1 << 20
-"""Bytes from which a gradient travels by itself, where it is: to copy it takes longer than another exchange."""
+"""Bytes from which a gradient has a bucket of its own: copying it would take longer than another exchange."""
 TOGETHER = 4 << 20
-"""Bytes of smaller ones that make a bucket."""
+"""Bytes of smaller gradients that fill a bucket."""
 
 
 class LayoutEntry(NamedTuple):
-    """What the ranks must agree on for one gradient."""
+    """The facts about one gradient on which all ranks must agree."""
 
     number: int
     dtype: torch.dtype
@@ -36,13 +36,13 @@ class Bucket:
 
 
 class Layout:
-    """The place of each gradient: beside the signature, in a bucket, or, for sparse ones, by itself.
+    """Sorts gradients by their way: with the signature (small), in a bucket (large), or alone (sparse).
 
     Args:
-        kind: what this is the exchange of.
-        entries: what is reached, in the order in which its gradients will be given.
-        room: bytes of gradients on the CPU that travel beside the signature.
-        reduction: what becomes of them; None for averages.
+        kind: name of the exchange.
+        entries: the gradients, in the order in which they will be passed.
+        room: bytes for gradients in the message with the signature.
+        reduction: how gradients are combined; None for the mean.
     """
 
     def __init__(self, kind: str, entries: list[LayoutEntry], room: int, reduction: Reduction | None = None) -> None:
@@ -50,7 +50,7 @@ class Layout:
         self.reduction = reduction
         self.entries = entries
         self.numbers = [entry.number for entry in entries]
-        # Sorted: ranks may walk one graph in different orders.
+        # Sorted, since ranks may walk equal graphs in different orders.
         self.order = sorted(range(len(entries)), key=self.numbers.__getitem__)
         self.identity = repr((kind, [entries[i] for i in self.order])).encode()
         self.signature = signature(self.identity)
@@ -71,15 +71,15 @@ class Layout:
             else:
                 rest.setdefault((entry.cuda, entry.dtype), []).append(i)
         self.parcel = PackedTensors([(entries[i].dtype, entries[i].shape) for i in self.framed], as_type)
-        # A backward comes to the last parameters first.
+        # Reversed, since a backward reaches the last parameters first.
         self.buckets = [bucket for part in rest.values() for bucket in _buckets(part[::-1], entries)]
         on_cpu = [entries[i] for (cuda, _), part in rest.items() if not cuda for i in part]
         self.on_cpu = sum(entry.shape.numel() * entry.dtype.itemsize for entry in on_cpu)
-        """Bytes of the buckets that are not on GPUs."""
+        """Bytes of all buckets on the CPU."""
 
 
 def travelling(dtype: torch.dtype) -> torch.dtype:
-    """The type as which gradients of ``dtype`` are sent: one that gloo and NCCL can add."""
+    """Return the type in which gradients of ``dtype`` are sent: one that gloo and NCCL can add."""
     return dtype if dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) else torch.float32
 
 

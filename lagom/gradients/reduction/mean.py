@@ -1,4 +1,4 @@
-"""``Mean``, and the choice of what makes one gradient out of those of all ranks. See Note [Reductions]."""
+"""``Reduction``, the interface for combining the gradients of all ranks, and ``Mean``. See Note [Reductions]."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ if TYPE_CHECKING:
 
 
 class Reduction(Protocol):
-    """Makes one gradient of those of all ranks, in place; the same bits on all ranks."""
+    """Combines the gradients of all ranks in place; the result has the same bits on all ranks."""
 
     is_linear: bool
-    """What it gives for sums is the sum of what it gives, but for rounding: it can be differentiated as a mean."""
+    """Whether the reduction of a sum is the sum of reductions, except for rounding."""
     overlaps: bool
-    """It is a sum of what is given, so that sums may be taken while a backward runs."""
+    """Whether the reduction is a plain sum, so that buckets may be summed while the backward runs."""
 
     def room(self, room: int) -> int:
-        """Bytes of ``room`` beside the signature that gradients may use."""
+        """Return how many of the ``room`` bytes in the message with the signature gradients may use."""
 
     def travelling(self, dtype: torch.dtype) -> torch.dtype:
-        """The type as which gradients of ``dtype`` are sent."""
+        """Return the type in which gradients of ``dtype`` are sent."""
 
     def is_apart(self, entry: LayoutEntry) -> bool:
-        """Whether a gradient is not to go beside the signature, however small it is."""
+        """Return whether a gradient must travel in a bucket, however small it is."""
 
     def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
-        """Reduce what is in ``layout.buckets``; a collective."""
+        """Combine the gradients in ``layout.buckets``; a collective."""
 
     def forget(self, is_alive: Callable[[int], bool]) -> None:
-        """Drop what is kept of leaves that are gone."""
+        """Drop the state of leaves for whose numbers ``is_alive`` is False."""
 
 
 class Mean:
-    """The average."""
+    """Averages gradients without compression."""
 
     is_linear = True
     overlaps = True
@@ -50,23 +50,23 @@ class Mean:
         self._group = group
 
     def room(self, room: int) -> int:
-        """All of it."""
+        """Return ``room``: gradients may use all of it."""
         return room
 
     def travelling(self, dtype: torch.dtype) -> torch.dtype:
-        """As they are, where gloo and NCCL can add them."""
+        """Return ``dtype`` if gloo and NCCL can add it, else float32."""
         return travelling(dtype)
 
     def is_apart(self, entry: LayoutEntry) -> bool:
-        """None is."""
+        """Return False: any small gradient may travel with the signature."""
         return False
 
     def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
-        """All at once: a collective leaves much of the time to others."""
+        """Average the gradients in ``layout.buckets``; a collective."""
         self.average(layout.buckets, gradients)
 
     def average(self, buckets: Sequence[Bucket], gradients: Sequence[torch.Tensor]) -> None:
-        """As ``reduce``, of some buckets."""
+        """Average the gradients in ``buckets``; all buckets travel at the same time, since each often waits."""
         world_size = self._group.world_size
         moving = [
             start_all_reduce([gradients[i] for i in bucket.indices], self._group.all_reduce_later, world_size)
@@ -76,11 +76,15 @@ class Mean:
             finish_all_reduce(one, self._group.wait, world_size)
 
     def forget(self, is_alive: Callable[[int], bool]) -> None:
-        """Nothing is kept."""
+        """Do nothing: the mean has no state."""
 
 
 def reduction(group: Group, compression: str | None, adaptive: bool) -> Reduction:
-    """What ``gradient_compression`` and ``reduction="adasum"`` ask for."""
+    """Return the reduction for a config's ``gradient_compression``.
+
+    Args:
+        adaptive: whether the config has ``reduction="adasum"``.
+    """
     from lagom.gradients.reduction.powersgd import PowerSGD
     from lagom.gradients.reduction.sliced import HALVES, Adasum, SlicedMean
 
@@ -94,8 +98,8 @@ def reduction(group: Group, compression: str | None, adaptive: bool) -> Reductio
 
 # Note [Reductions]
 #
-# All gradients of backwards are averaged in one place, `Averager.average`: those of ordinary and steady backwards, what
-# accumulation has kept, and what ZeRO cuts afterwards. There a `Reduction` stands between. What it may choose is the
-# type that gradients have on their way, which of them may travel beside the signature, and what becomes of the rest.
-# Signatures, agreement and the parameters' checksum are untouched, so a reduction must give the same bits on all ranks.
-# Gradients that torch.autograd.grad returns, statistics and buffers are averaged as they are.
+# All gradients of backwards are averaged in one place, `TensorAverager.average`: those of ordinary and steady
+# backwards, postponed sums of accumulation, and gradients that ZeRO cuts afterwards. There a `Reduction` chooses in
+# which type gradients travel, which of them travel with the signature, and how the others are combined. It does not
+# change signatures and agreement. The checksums of parameters are compared as ever, so a reduction must give the same
+# bits on all ranks. Gradients of torch.autograd.grad, statistics and buffers are averaged without a reduction.

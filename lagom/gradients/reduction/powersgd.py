@@ -1,4 +1,4 @@
-"""``PowerSGD``: averages of matrices as products of two thin ones, with what is lost kept for the next step."""
+"""``PowerSGD``: averages matrices as products of two thin matrices, and adds the error to the next step's gradient."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 RANK = 4
 """Columns of the thin matrices; the paper's experiments have 1 to 4."""
 _LEAST = 2
-"""Times less that the thin ones have to be, for a matrix to travel so."""
+"""A matrix is compressed only if its two thin matrices have at most 1/``_LEAST`` of its elements."""
 
 
 class _Kept(NamedTuple):
-    """Of one parameter, from step to step."""
+    """The state of one parameter between two steps."""
 
     second: torch.Tensor
-    """Of shape (columns, ``RANK``), equal on all ranks: the next step begins with it."""
+    """The second thin matrix of shape (columns, ``RANK``), equal on all ranks; the next step begins with it."""
     error: torch.Tensor
-    """What this rank had and the last result lacked; the shape of the matrix."""
+    """This rank's gradient minus the last result, of the matrix's shape."""
 
 
 class PowerSGD:
-    """The average, of rank ``RANK`` where that is much less than all. See Note [PowerSGD]."""
+    """Averages large matrices approximately, by matrices of rank ``RANK``. See Note [PowerSGD]."""
 
     is_linear = False
     overlaps = False
@@ -42,15 +42,15 @@ class PowerSGD:
         self._kept: dict[int, _Kept] = {}
 
     def room(self, room: int) -> int:
-        """All of it, for what is not compressed."""
+        """Return ``room``: gradients that are not compressed may use all of it."""
         return room
 
     def travelling(self, dtype: torch.dtype) -> torch.dtype:
-        """As they are."""
+        """Return ``dtype`` if gloo and NCCL can add it, else float32."""
         return travelling(dtype)
 
     def is_apart(self, entry: LayoutEntry) -> bool:
-        """Whether it is a matrix that is worth it."""
+        """Return whether the gradient is a matrix that is worth compressing."""
         shape = entry.shape
         if entry.sparse or len(shape) < 2 or not shape.numel():
             return False
@@ -58,7 +58,7 @@ class PowerSGD:
         return _LEAST * (rows + columns) * RANK <= rows * columns
 
     def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
-        """Average what is in ``layout.buckets``; a collective."""
+        """Average the gradients in ``layout.buckets``; a collective."""
         apart: list[int] = []
         rest: list[Bucket] = []
         for bucket in layout.buckets:
@@ -74,7 +74,7 @@ class PowerSGD:
             self._approximate([layout.numbers[i] for i in part], [gradients[i] for i in part])
 
     def forget(self, is_alive: Callable[[int], bool]) -> None:
-        """Drop what is kept of leaves that are gone."""
+        """Drop the state of leaves for whose numbers ``is_alive`` is False."""
         self._kept = {number: kept for number, kept in self._kept.items() if is_alive(number)}
 
     def _approximate(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
@@ -87,7 +87,7 @@ class PowerSGD:
         seconds = self._averaged([matrix.T @ base for matrix, base in zip(matrices, bases, strict=True)])
         for i, (gradient, matrix) in enumerate(zip(gradients, matrices, strict=True)):
             if not bool(firsts[i].isfinite().all()) or not bool(seconds[i].isfinite().all()):
-                # On all ranks alike. Who scales losses will leave this step out; nothing of it is to come back later.
+                # Equal on all ranks. A loss scaler skips this step, and its values must not enter the kept error.
                 gradient.fill_(torch.nan)
                 continue
             result = bases[i] @ seconds[i].T
@@ -98,7 +98,7 @@ class PowerSGD:
         found = self._kept.get(number)
         if found is not None and (found.error.shape, found.error.dtype) == (matrix.shape, matrix.dtype):
             return found
-        generator = torch.Generator().manual_seed(abs(number))  # equal on all ranks, and not the program's
+        generator = torch.Generator().manual_seed(abs(number))  # equal on all ranks, apart from the program's
         start = torch.randn(matrix.shape[1], RANK, generator=generator, dtype=torch.float64)
         return _Kept(start.to(matrix), torch.zeros_like(matrix))
 
@@ -110,15 +110,15 @@ class PowerSGD:
 
 
 def _matrix(gradient: torch.Tensor) -> torch.Tensor:
-    """A copy, as float32 at least: rows are the first dimension, as in the paper."""
+    """Return a copy as a matrix in float32 or float64; its rows are the first dimension, as in the paper."""
     dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
     return gradient.detach().reshape(gradient.shape[0], -1).to(dtype, copy=True)
 
 
 def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Columns that span what those of ``matrix`` do, by Gram and Schmidt; a column that adds nothing becomes zeros.
+    """Return orthonormal columns with the span of ``matrix``, by Gram-Schmidt; a dependent column becomes zeros.
 
-    Twice, as once loses digits where columns are nearly parallel.
+    Each column is projected twice, since one projection loses digits if columns are nearly parallel.
     """
     found: list[torch.Tensor] = []
     for column in matrix.double().unbind(dim=1):
@@ -127,7 +127,7 @@ def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
             for before in found:
                 column = column - before * before.dot(column)
         left = column.norm()
-        # Of single precision there is nothing but rounding left below this.
+        # In single precision, a rest below this is only rounding.
         found.append(torch.where(left > 1e-7 * length, column / left, torch.zeros_like(column)))
     return torch.stack(found, dim=1).to(matrix.dtype)
 
@@ -135,12 +135,13 @@ def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
 # Note [PowerSGD]
 #
 # Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019
-# (arXiv:1905.13727). With M the gradient of a rank as a matrix, plus what it has kept, and Q of the step before:
+# (arXiv:1905.13727). Let M be a rank's gradient as a matrix, plus the error that the rank has kept, and Q the matrix of
+# the last step:
 #     P = mean(M Q), made orthonormal;  Q = mean(M' P);  the result is P Q', and each rank keeps M - P Q'.
-# Two sums of (rows + columns) * RANK numbers are sent in place of rows * columns. What is kept makes up for what is
-# lost: the results of all steps sum up to the averages of all steps, but for the mean of what is kept last. Vectors,
-# and matrices that would not be half as small, are averaged as they are.
+# Two sums with (rows + columns) * RANK numbers in all are sent instead of rows * columns numbers. The kept errors make
+# up for the loss: the sum of the results of all steps is the sum of all averages, minus the mean of the last errors.
+# Vectors, and matrices that would not become half as small, are averaged without compression.
 #
-# torch.distributed has this as a hook of DDP's. It takes DDP's buckets and a process group of torch's, where ours go by
-# the leaves' numbers and through shared memory, so it would have to be fed with imitations of both; it keeps the error
-# of a whole bucket, and a gradient that is not finite stays in it for good.
+# torch.distributed has PowerSGD as a hook of DDP. The hook needs DDP's buckets and a process group of torch. lagom's
+# gradients are identified by the leaves' numbers and travel through shared memory, so both would have to be imitated.
+# Besides, the hook keeps one error for a whole bucket, in which a gradient that is not finite stays for good.

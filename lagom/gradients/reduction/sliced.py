@@ -1,4 +1,4 @@
-"""``SlicedMean`` and ``Adasum``: each rank combines a slice of the gradients of all ranks, and gives the result to all.
+"""``SlicedMean`` and ``Adasum``: each rank combines one slice of all ranks' gradients, and sends the result to all.
 
 See Note [Slices].
 """
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _ALIGNED = 16
-"""Elements that a slice is a multiple of: 16 bytes, at least, for any type."""
+"""The length of a slice is a multiple of this many elements, so at least 16 bytes for any type."""
 
 
 class SliceGroup(Protocol):
-    """Collectives that slices need; those of ``Group``, or of any other set of ranks."""
+    """The collectives that slices need, as ``Group`` has them."""
 
     rank: int
     world_size: int
@@ -40,15 +40,15 @@ class SliceGroup(Protocol):
 
 
 class _Slices(NamedTuple):
-    """A bucket, cut across all ranks."""
+    """A bucket after the all-to-all: this rank has one slice of the gradients of all ranks."""
 
     gradients: list[torch.Tensor]
     flat: torch.Tensor
-    """Of the type that travels, with zeros at its end, where the results go in the end."""
+    """The gradients in the type in which they travel, padded with zeros; receives the results."""
     rows: torch.Tensor
-    """Of shape (ranks, elements of a slice): this rank's slice of the gradients of each."""
+    """This rank's slice of each rank's gradients, of shape (ranks, elements of a slice)."""
     bounds: list[int]
-    """Where each gradient begins in ``flat``, and the last one ends."""
+    """First element of each gradient in ``flat``, and the end of the last gradient."""
 
 
 class _Sliced:
@@ -57,16 +57,16 @@ class _Sliced:
         self._half = half
 
     def travelling(self, dtype: torch.dtype) -> torch.dtype:
-        """As halves where that is asked for."""
+        """Return the half-precision type if one was asked for, else the type that can be added."""
         own = travelling(dtype)
         return own if self._half is None or own.itemsize <= self._half.itemsize else self._half
 
     def is_apart(self, entry: LayoutEntry) -> bool:
-        """None is."""
+        """Return False: any small gradient may travel with the signature."""
         return False
 
     def forget(self, is_alive: Callable[[int], bool]) -> None:
-        """Nothing is kept."""
+        """Do nothing: slices have no state."""
 
     def _cut(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> _Slices:
         found = [gradients[i] for i in bucket.indices]
@@ -80,44 +80,48 @@ class _Sliced:
         return _Slices(found, flat, rows, bounds)
 
     def _share(self, slices: _Slices, result: torch.Tensor) -> None:
-        """Give the others ``result``, this rank's slice, and take theirs."""
+        """Exchange the results of all slices, and write them into the gradients.
+
+        Args:
+            result: the combined slice of this rank.
+        """
         part = result.to(slices.flat.dtype)
         self._group.all_gather_into(slices.flat.view(torch.uint8), part.view(torch.uint8))
         torch._foreach_copy_(slices.gradients, _views(slices.flat, slices.gradients))
 
 
 class SlicedMean(_Sliced):
-    """The average, of what halves on the wire keep of gradients; added as float32."""
+    """Averages gradients that travel in half precision, and adds them in float32."""
 
     is_linear = True
     overlaps = False
 
     def room(self, room: int) -> int:
-        """All of it: what travels beside the signature is added as float32 as well."""
+        """Return ``room``: gradients with the signature are added in float32 as well."""
         return room
 
     def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
-        """Average what is in ``layout.buckets``; a collective."""
+        """Average the gradients in ``layout.buckets``; a collective."""
         for bucket in layout.buckets:
             slices = self._cut(bucket, gradients)
             self._share(slices, slices.rows.float().sum(dim=0).div_(self._group.world_size))
 
 
 class Adasum(_Sliced):
-    """Gradients of ranks that point the same way are averaged, those at right angles added. See Note [Adasum]."""
+    """Averages gradients of ranks that point the same way, and adds orthogonal ones. See Note [Adasum]."""
 
     is_linear = False
     overlaps = False
 
     def room(self, room: int) -> int:
-        """None: what travels there is averaged."""
+        """Return 0: gradients with the signature would be averaged."""
         return 0
 
     def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
-        """Combine what is in ``layout.buckets``; a collective.
+        """Combine the gradients in ``layout.buckets``; a collective.
 
         Raises:
-            LagomError: on all ranks, where gradients are sparse.
+            LagomError: on all ranks, if gradients are sparse.
         """
         if layout.sparse:
             raise LagomError(
@@ -138,7 +142,7 @@ class Adasum(_Sliced):
             self._share(slices, result)
 
     def _segments(self, slices: _Slices) -> list[tuple[int, int]]:
-        """First and last element of each gradient in this rank's slice."""
+        """Return first element and end of each gradient within this rank's slice."""
         size = slices.rows.shape[1]
         start = self._group.rank * size
         places = [min(max(bound - start, 0), size) for bound in slices.bounds]
@@ -147,11 +151,11 @@ class Adasum(_Sliced):
     def _paired(
         self, parts: list[list[torch.Tensor]], segments: list[list[tuple[int, int]]]
     ) -> list[list[torch.Tensor]]:
-        """One level of the tree: the first with the second, the third with the fourth; a last one is left over."""
+        """Combine one level of the tree: the first with the second, the third with the fourth; a last one is kept."""
         pairs = [
             (own[i], own[i + 1], places) for own, places in zip(parts, segments, strict=True) for i in _firsts(own)
         ]
-        # Of a slice, which lacks the rest of each gradient.
+        # Products over this rank's slice only; the sum over ranks completes them.
         own = [_products(a[s:e], b[s:e]) for a, b, places in pairs for s, e in places]
         products = torch.stack([one.to(own[0].device) for one in own])
         self._group.all_reduce(products)
@@ -171,7 +175,7 @@ def _views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def _computable(rows: torch.Tensor) -> torch.Tensor:
-    """A copy, or what was received: it is overwritten."""
+    """Return ``rows`` in float32 or float64; the caller overwrites the result."""
     return rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
 
 
@@ -180,29 +184,31 @@ def _firsts(own: Sequence[torch.Tensor]) -> range:
 
 
 def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a.b, a.a and b.b, as float64."""
+    """Return a.b, a.a and b.b as a float64 tensor of shape (3,)."""
     a, b = a.double(), b.double()
     return torch.stack([a.dot(b), a.dot(a), b.dot(b)])
 
 
 def _weights(products: torch.Tensor) -> torch.Tensor:
-    """What to multiply the two of each pair by; that of a gradient of zeros does not matter, and is 1 for both."""
+    """Return the weights for the two gradients of each pair, of shape (pairs, 2); 1 for a gradient of zeros."""
     both, squares = products[:, :1], products[:, 1:]
     return torch.where(squares == 0, 1.0, 1 - both / (2 * squares))
 
 
 # Note [Slices]
 #
-# A sum that gloo or NCCL takes of halves is rounded in each of its steps. So it is not taken by them: of n ranks, each
-# gets an n-th of the gradients of all (an all-to-all), combines these as float32, and gives the result to all (an
-# all-gather). That sends what a ring does for a sum, (n - 1) / n of all gradients twice, and as halves half the bytes
-# of float32. All ranks, also the one that computed it, take the result as it travels: the same bits everywhere.
+# gloo and NCCL would round a sum of half-precision numbers in each of their steps. So lagom sums differently: each of n
+# ranks gets one n-th of the gradients of all ranks (an all-to-all), combines these in float32, and sends the result to
+# all ranks (an all-gather). This sends as much as a ring does for a sum: (n - 1) / n of all gradients twice, in half
+# precision half of float32's bytes. All ranks, also the one that computed a slice, use the result after its conversion
+# to the type in which it travels, so all have the same bits.
 #
 # Note [Adasum]
 #
 # Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2020 (arXiv:2006.02924). Of two gradients
 #     Adasum(a, b) = (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b,
-# for each parameter by itself; of more, over a tree: of Adasum(g0, g1) and Adasum(g2, g3), and so on. The paper has
-# powers of two; otherwise a gradient that finds no partner goes on to the next level. Where one of the two is zero (a
-# rank without a sample in the tail of an epoch) the result is the other. Products are taken of slices and added over
-# the ranks, three numbers for each parameter and pair, once for each level of the tree.
+# for each parameter by itself. More gradients are combined in a tree: Adasum of Adasum(g0, g1) and Adasum(g2, g3), and
+# so on. The paper assumes a power of two; for other numbers a gradient without a partner moves to the next level. If
+# one of two gradients is zero (a rank without a sample in the tail of an epoch), the result is the other. Each rank
+# computes the products over its slice, and the ranks add them: three numbers for each parameter and pair, once for each
+# level of the tree.
