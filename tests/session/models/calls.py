@@ -12,27 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.session.models.training import (
-    WIDTH,
-    model,
-    network,
-    noised,
-    normed,
-    trained,
-)
+from tests.session.models.training import WIDTH, model, module, network, noised, normed, trained, trained_on_pairs
 
 
 @model
 def called_at_two_depths() -> Any:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.head = normed(last=4), nn.Linear(4, 1)
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.head(self.inner(x).tanh())
 
-        def forward(self, x: Tensor) -> Any:
-            return self.head(self.inner(x).tanh())
-
-    net = Outer().double()
+    net = module(forward, inner=normed(last=4), head=nn.Linear(4, 1))
     return trained(lambda x, y: F.mse_loss(net(x), y) + net.inner(noised(x)).square().mean(), net)
 
 
@@ -100,16 +88,11 @@ def output_changed_in_place() -> Any:
 
 @model
 def input_changed_in_place() -> Any:
-    class Scaling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = normed()
+    def forward(self: Any, x: Tensor) -> Any:
+        x.mul_(0.5)
+        return self.body(x)
 
-        def forward(self, x: Tensor) -> Any:
-            x.mul_(0.5)
-            return self.body(x)
-
-    net = Scaling().double()
+    net = module(forward, body=normed())
     return trained(lambda x, y: F.mse_loss(net(x), y) + x.square().mean() * net(x.clone()).mean(), net)
 
 
@@ -123,16 +106,11 @@ class Output:
 
 @model
 def dataclass_of_outputs() -> Any:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = normed(last=4), nn.Linear(4, 1)
+    def forward(self: Any, x: Tensor) -> Any:
+        hidden = self.body(x)
+        return Output(self.head(hidden), hidden)
 
-        def forward(self, x: Tensor) -> Any:
-            hidden = self.body(x)
-            return Output(self.head(hidden), hidden)
-
-    net = Named().double()
+    net = module(forward, body=normed(last=4), head=nn.Linear(4, 1))
 
     def loss(x: Tensor, y: Tensor) -> Any:
         one, two = net(x), net(noised(x))
@@ -143,18 +121,13 @@ def dataclass_of_outputs() -> Any:
 
 @model
 def nested_outputs() -> Any:
-    class Many(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.heads = normed(last=4), nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 2)])
+    def forward(self: Any, x: Tensor, *, deep: bool) -> Any:
+        hidden = self.body(x)
+        found = [head(hidden) for head in self.heads]
+        ordered = OrderedDict(first=found[0], second=found[1])
+        return {"out": ordered, "pair": (hidden, hidden.argmax(1)), "none": None, "deep": deep}
 
-        def forward(self, x: Tensor, *, deep: bool) -> Any:
-            hidden = self.body(x)
-            found = [head(hidden) for head in self.heads]
-            ordered = OrderedDict(first=found[0], second=found[1])
-            return {"out": ordered, "pair": (hidden, hidden.argmax(1)), "none": None, "deep": deep}
-
-    net = Many().double()
+    net = module(forward, body=normed(last=4), heads=nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 2)]))
 
     def loss(x: Tensor, y: Tensor) -> Any:
         one, two = net(x, deep=True), net(noised(x), deep=False)
@@ -167,15 +140,10 @@ def nested_outputs() -> Any:
 
 @model
 def inputs_in_a_dict() -> Any:
-    class Taking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = normed()
+    def forward(self: Any, batch: dict[str, Any], scale: float = 1.0) -> Any:
+        return self.body(batch["x"] * scale) * batch["mask"][:, None]
 
-        def forward(self, batch: dict[str, Any], scale: float = 1.0) -> Any:
-            return self.body(batch["x"] * scale) * batch["mask"][:, None]
-
-    net = Taking().double()
+    net = module(forward, body=normed())
 
     def loss(x: Tensor, y: Tensor) -> Any:
         mask = (x[:, 0] > 0).to(x)
@@ -224,17 +192,16 @@ def checkpointed_batch_norm() -> Any:
 
 @model
 def checkpointed_segments() -> Any:
-    class Segments(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
-            self.out = nn.Linear(WIDTH, 1)
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.out(checkpoint_sequential(self.body, 2, x, use_reentrant=False))
 
-        def forward(self, x: Tensor) -> Any:
-            return self.out(checkpoint_sequential(self.body, 2, x, use_reentrant=False))
-
-    net = Segments().double()
-    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+    return trained_on_pairs(
+        module(
+            forward,
+            body=nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]),
+            out=nn.Linear(WIDTH, 1),
+        )
+    )
 
 
 @model
@@ -245,15 +212,10 @@ def checkpointed_from_outside() -> Any:
 
 @model
 def graph_with_sparse_tensors() -> Any:
-    class Graph(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.out = nn.Parameter(torch.randn(WIDTH, 5)), nn.Linear(5, 1)
+    def forward(self: Any, x: Tensor, edges: Tensor) -> Any:
+        return self.out(torch.sparse.mm(edges, torch.sparse.mm(x, self.into)).relu())
 
-        def forward(self, x: Tensor, edges: Tensor) -> Any:
-            return self.out(torch.sparse.mm(edges, torch.sparse.mm(x, self.into)).relu())
-
-    net = Graph().double()
+    net = module(forward, into=nn.Parameter(torch.randn(WIDTH, 5)), out=nn.Linear(5, 1))
 
     def loss(x: Tensor, y: Tensor) -> Any:
         edges = (x @ x.T > 0).to(x)
@@ -264,16 +226,11 @@ def graph_with_sparse_tensors() -> Any:
 
 @model
 def nested_tensors() -> Any:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.out = nn.Linear(1, 4), nn.Linear(4, 1)
+    def forward(self: Any, sequences: Tensor) -> Any:
+        hidden = self.into(sequences)
+        return self.out(torch.stack([one.tanh().mean(0) for one in hidden.unbind()]))
 
-        def forward(self, sequences: Tensor) -> Any:
-            hidden = self.into(sequences)
-            return self.out(torch.stack([one.tanh().mean(0) for one in hidden.unbind()]))
-
-    net = Nested().double()
+    net = module(forward, into=nn.Linear(1, 4), out=nn.Linear(4, 1))
 
     def loss(x: Tensor, y: Tensor) -> Any:
         parts = [row[: 2 + i % 3, None] for i, row in enumerate(x)]

@@ -8,15 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.session.models.training import (
-    batches,
-    model,
-    network,
-    noised,
-    normed,
-    state_of,
-    trained,
-)
+from tests.session.models.training import batches, model, network, noised, normed, state_of, trained
 
 
 @model

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.session.models.training import (
-    WIDTH,
-    model,
-    noised,
-    normed,
-    trained,
-)
+from tests.session.models.training import WIDTH, model, module, noised, normed, trained, trained_on_pairs
 
 
 @model
@@ -111,40 +105,29 @@ def counting_calls() -> Any:
             return self.body(x) / self.steps.clamp(max=4)
 
     net = Annealed().double()
-    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+    return trained_on_pairs(net)
 
 
 @model
 def hidden_state_that_is_carried() -> Any:
-    class Carrying(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.out = nn.GRUCell(WIDTH, 7), nn.Linear(7, 1)
-            self.hidden: Tensor | None = None
+    def forward(self: Any, x: Tensor) -> Any:
+        before = None if self.hidden is None else self.hidden[: len(x)]
+        if before is not None and len(before) < len(x):
+            before = None
+        hidden = self.cell(x, before)
+        self.hidden = hidden.detach()
+        return self.out(hidden)
 
-        def forward(self, x: Tensor) -> Any:
-            before = None if self.hidden is None else self.hidden[: len(x)]
-            if before is not None and len(before) < len(x):
-                before = None
-            hidden = self.cell(x, before)
-            self.hidden = hidden.detach()
-            return self.out(hidden)
-
-    net = Carrying().double()
+    net = module(forward, cell=nn.GRUCell(WIDTH, 7), out=nn.Linear(7, 1), hidden=None)
     return trained(lambda x, y: F.mse_loss(net(x), y), net)
 
 
 @model
 def loss_kept_as_an_attribute() -> Any:
-    class Keeping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.auxiliary = normed(), torch.zeros(())
+    def forward(self: Any, x: Tensor) -> Any:
+        out = self.body(x)
+        self.auxiliary = out.square().mean()
+        return out
 
-        def forward(self, x: Tensor) -> Any:
-            out = self.body(x)
-            self.auxiliary = out.square().mean()
-            return out
-
-    net = Keeping().double()
+    net = module(forward, body=normed(), auxiliary=torch.zeros(()))
     return trained(lambda x, y: F.mse_loss(net(x), y) + net.auxiliary, net)

@@ -20,7 +20,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from tests.session.models.training import model, state_of
+from tests.session.models.training import model, state_of, take_step
 
 CLASSES = 3
 
@@ -124,11 +124,9 @@ def mixed_up() -> Any:
     for x, y in DataLoader(samples(), batch_size=8, shuffle=True):
         share, order = np.random.beta(0.4, 0.4), torch.randperm(len(x))
         out = net(share * x + (1 - share) * x[order])
-        loss = share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[order])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(
+            take_step(optimizer, share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[order]))
+        )
     return [losses, *state_of(net)]
 
 

@@ -14,11 +14,13 @@ from tests.session.models.training import (
     WIDTH,
     batches,
     model,
+    module,
     network,
     noised,
     normed,
     of_images,
     trained,
+    trained_on_pairs,
 )
 
 
@@ -100,17 +102,18 @@ def instance_norm_with_running_statistics() -> Any:
 
 @model
 def shared_norm_between_branches() -> Any:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 12)
-            self.norm, self.out = nn.BatchNorm1d(12), nn.Linear(12, 1)
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.out((self.norm(self.left(x)) + self.norm(self.right(x.sin()))).tanh())
 
-        def forward(self, x: Tensor) -> Any:
-            return self.out((self.norm(self.left(x)) + self.norm(self.right(x.sin()))).tanh())
-
-    net = Branches().double()
-    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+    return trained_on_pairs(
+        module(
+            forward,
+            left=nn.Linear(WIDTH, 12),
+            right=nn.Linear(WIDTH, 12),
+            norm=nn.BatchNorm1d(12),
+            out=nn.Linear(12, 1),
+        )
+    )
 
 
 @model
@@ -119,14 +122,14 @@ def frozen_norm() -> Any:
     for warm, _ in batches(1):
         net(warm)
     net[1].requires_grad_(False).eval()
-    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+    return trained_on_pairs(net)
 
 
 @model
 def norm_in_eval_mode_in_a_model_in_training() -> Any:
     net: Any = nn.Sequential(normed(last=12), nn.BatchNorm1d(12), nn.Linear(12, 1)).double()
     net[0][1].eval()
-    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+    return trained_on_pairs(net)
 
 
 @model
@@ -148,15 +151,10 @@ def norm_that_changes_mode_between_forwards() -> Any:
 def two_dimensional_statistics_of_a_memory() -> Any:
     """A norm over something that is no batch, beside one over the batch."""
 
-    class Prompted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.prompts, self.norm = nn.Parameter(torch.randn(5, WIDTH)), nn.BatchNorm1d(WIDTH)
-            self.body = normed()
+    def forward(self: Any, x: Tensor) -> Any:
+        prompt = self.norm(self.prompts).mean(0)
+        return self.body(self.norm(x) + prompt)
 
-        def forward(self, x: Tensor) -> Any:
-            prompt = self.norm(self.prompts).mean(0)
-            return self.body(self.norm(x) + prompt)
-
-    net = Prompted().double()
-    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+    return trained_on_pairs(
+        module(forward, prompts=nn.Parameter(torch.randn(5, WIDTH)), norm=nn.BatchNorm1d(WIDTH), body=normed())
+    )

@@ -11,34 +11,29 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.session.models.training import WIDTH, batches, model, network, noised, normed, state_of, trained
-
-
-class Around(nn.Module):
-    """A network, and what is done around it."""
-
-    def __init__(self, last: int = 1) -> None:
-        super().__init__()
-        self.body = network(last=last)
-
-
-def pair_loss(net: nn.Module) -> Any:
-    """A loss of two forwards."""
-    return lambda x, y: F.mse_loss(net(x) - net(noised(x)), y)
-
-
-def of(net: nn.Module, *more: Any) -> Any:
-    net.double()
-    return [*trained(pair_loss(net), net), *more]
+from tests.session.models.training import (
+    WIDTH,
+    around,
+    batches,
+    model,
+    module,
+    network,
+    noised,
+    normed,
+    state_of,
+    take_step,
+    trained,
+    trained_by_step,
+    trained_on_pairs,
+)
 
 
 @model
 def squeezed_output() -> Any:
-    class Squeezed(Around):
-        def forward(self, x: Tensor) -> Any:
-            return self.body(x).squeeze()
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.body(x).squeeze()
 
-    net = Squeezed().double()
+    net = around(forward)
 
     def loss(x: Tensor, y: Tensor) -> Any:
         small = 3 + len(x) % 2
@@ -49,42 +44,36 @@ def squeezed_output() -> Any:
 
 @model
 def squeezed_output_of_a_tail() -> Any:
-    class Squeezed(Around):
-        def forward(self, x: Tensor) -> Any:
-            return self.body(x).squeeze()
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.body(x).squeeze()
 
-    net = Squeezed().double()
+    net = around(forward)
     return trained(lambda x, y: F.mse_loss(net(x), y.squeeze()), net)
 
 
 @model
 def rows_as_many_as_a_mask_has() -> Any:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.attend = nn.Linear(1, 8), nn.MultiheadAttention(8, 2, batch_first=True)
-            self.out = nn.Linear(8, 1)
+    def forward(self: Any, x: Tensor, mask: Tensor) -> Any:
+        x = self.into(x.unsqueeze(-1))
+        return self.out(self.attend(x, x, x, attn_mask=mask)[0].mean(1))
 
-        def forward(self, x: Tensor, mask: Tensor) -> Any:
-            x = self.into(x.unsqueeze(-1))
-            return self.out(self.attend(x, x, x, attn_mask=mask)[0].mean(1))
-
-    net = Masked().double()
+    net = module(
+        forward, into=nn.Linear(1, 8), attend=nn.MultiheadAttention(8, 2, batch_first=True), out=nn.Linear(8, 1)
+    )
     mask = torch.triu(torch.ones(WIDTH, WIDTH, dtype=torch.bool), 1)
     return trained(lambda x, y: F.mse_loss(net(x, mask), y) + net(x[:WIDTH], mask).square().mean(), net)
 
 
 @model
 def energy_and_its_slope() -> Any:
-    class Energy(Around):
-        def forward(self, x: Tensor) -> Any:
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                energy = self.body(x)
-                (force,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
-            return energy, -force
+    def forward(self: Any, x: Tensor) -> Any:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.body(x)
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
+        return energy, -force
 
-    net = Energy().double()
+    net = around(forward)
 
     def loss(x: Tensor, y: Tensor) -> Any:
         energy, force = net(x)
@@ -101,12 +90,11 @@ def energy_and_its_slope() -> Any:
 
 @model
 def jacobian_in_the_forward() -> Any:
-    class Slopes(Around):
-        def forward(self, x: Tensor) -> Any:
-            slopes = torch.func.vmap(torch.func.jacrev(lambda row: self.body(row[None])[0, 0]))(x)
-            return self.body(x) + slopes.square().sum(1, keepdim=True)
+    def forward(self: Any, x: Tensor) -> Any:
+        slopes = torch.func.vmap(torch.func.jacrev(lambda row: self.body(row[None])[0, 0]))(x)
+        return self.body(x) + slopes.square().sum(1, keepdim=True)
 
-    return of(Slopes())
+    return trained_on_pairs(around(forward))
 
 
 @model
@@ -204,16 +192,14 @@ def saved_tensors_are_packed() -> Any:
 @model
 def frozen_and_thawed() -> Any:
     net: Any = normed()
-    steps = [0]
 
-    def loss(x: Tensor, y: Tensor) -> Any:
-        steps[0] += 1
-        net[0].requires_grad_(steps[0] % 3 != 0)
-        if steps[0] == 4:
+    def loss(step: int, x: Tensor, y: Tensor) -> Any:
+        net[0].requires_grad_(step % 3 != 0)
+        if step == 4:
             net[0].weight.grad = None
         return F.mse_loss(net(x) - net(noised(x)), y)
 
-    return trained(loss, net, epochs=3)
+    return trained_by_step(loss, net)
 
 
 @model
@@ -229,22 +215,17 @@ def layers_that_are_replaced() -> Any:
             net.insert(2, nn.Dropout(0.5))
         if step == 8:
             net[1] = nn.Identity()
-        optimizer.zero_grad()
-        loss = F.mse_loss(net(x) - net(noised(x)), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimizer, F.mse_loss(net(x) - net(noised(x)), y)))
     return [losses, *state_of(net)]
 
 
 @model
 def parts_of_outputs_and_inputs() -> Any:
-    class Many(Around):
-        def forward(self, x: Tensor, *rest: Any, flag: Any = None) -> Any:
-            out = self.body(x)
-            return x, out, out, x[:, :0], (x > 0).any(1), self.body[0].weight, out.to(torch.complex128), len(rest)
+    def forward(self: Any, x: Tensor, *rest: Any, flag: Any = None) -> Any:
+        out = self.body(x)
+        return x, out, out, x[:, :0], (x > 0).any(1), self.body[0].weight, out.to(torch.complex128), len(rest)
 
-    net = Many().double()
+    net = around(forward)
 
     def loss(x: Tensor, y: Tensor) -> Any:
         found = net(x, None, 3, [x, "a"], flag={"deep": (x, None)})
@@ -272,13 +253,7 @@ def input_that_is_trained() -> Any:
     net = normed()
     latent = nn.Parameter(torch.randn(8, WIDTH, dtype=torch.float64))
     optimizer = torch.optim.SGD([latent, *net.parameters()], lr=0.05)
-    losses = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        loss = (net(latent) - 1).square().sum() + net(latent[:5]).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = [take_step(optimizer, (net(latent) - 1).square().sum() + net(latent[:5]).mean()) for _ in range(6)]
     return [losses, latent.detach().clone(), *state_of(net)]
 
 

@@ -8,28 +8,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
-from tests.session.models.training import (
-    WIDTH,
-    model,
-    network,
-    noised,
-    normed,
-    trained,
-)
+from tests.session.models.training import WIDTH, model, network, noised, normed, trained, trained_on_pairs
 
 
 @model
 def spectral_norm() -> Any:
     net = network()
     parametrizations.spectral_norm(net[0])
-    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+    return trained_on_pairs(net)
 
 
 @model
 def spectral_norm_of_old() -> Any:
     net = network()
     nn.utils.spectral_norm(net[0])
-    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+    return trained_on_pairs(net)
 
 
 @model
@@ -37,14 +30,14 @@ def weight_norm() -> Any:
     net = normed()
     parametrizations.weight_norm(net[0])
     parametrizations.weight_norm(net[3])
-    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+    return trained_on_pairs(net)
 
 
 @model
 def orthogonal() -> Any:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)).double()
     parametrizations.orthogonal(net[0])
-    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+    return trained_on_pairs(net)
 
 
 @model
@@ -63,7 +56,7 @@ def cached_parametrization() -> Any:
 def pruned() -> Any:
     net = normed()
     prune.l1_unstructured(net[0], "weight", 0.4)
-    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+    return trained_on_pairs(net)
 
 
 @model

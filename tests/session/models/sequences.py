@@ -8,14 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.session.models.training import (
-    WIDTH,
-    model,
-    noised,
-    normed,
-    of_images,
-    trained,
-)
+from tests.session.models.training import WIDTH, model, module, noised, normed, of_images, trained, trained_on_pairs
 
 
 def of_sequences(net: nn.Module) -> Any:
@@ -27,16 +20,17 @@ def of_sequences(net: nn.Module) -> Any:
 
 @model
 def lstm() -> Any:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(1, 6, num_layers=2, dropout=0.3, batch_first=True, bidirectional=True)
-            self.norm, self.out = nn.BatchNorm1d(12), nn.Linear(12, 1)
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.out(self.norm(self.lstm(x)[0][:, -1]))
 
-        def forward(self, x: Tensor) -> Any:
-            return self.out(self.norm(self.lstm(x)[0][:, -1]))
-
-    return of_sequences(Recurrent().double())
+    return of_sequences(
+        module(
+            forward,
+            lstm=nn.LSTM(1, 6, num_layers=2, dropout=0.3, batch_first=True, bidirectional=True),
+            norm=nn.BatchNorm1d(12),
+            out=nn.Linear(12, 1),
+        )
+    )
 
 
 @model
@@ -52,44 +46,29 @@ def lstm_of_which_the_state_comes_out() -> Any:
 
 @model
 def lstm_that_starts_with_zeros_of_its_own() -> Any:
-    class Starting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.out = nn.LSTM(1, 6, batch_first=True), nn.Linear(6, 1)
+    def forward(self: Any, x: Tensor) -> Any:
+        start = torch.zeros(1, x.size(0), 6, dtype=x.dtype), torch.zeros(1, x.size(0), 6, dtype=x.dtype)
+        return self.out(self.lstm(x, start)[0][:, -1])
 
-        def forward(self, x: Tensor) -> Any:
-            start = torch.zeros(1, x.size(0), 6, dtype=x.dtype), torch.zeros(1, x.size(0), 6, dtype=x.dtype)
-            return self.out(self.lstm(x, start)[0][:, -1])
-
-    return of_sequences(Starting().double())
+    return of_sequences(module(forward, lstm=nn.LSTM(1, 6, batch_first=True), out=nn.Linear(6, 1)))
 
 
 @model
 def recurrent_time_first() -> Any:
-    class TimeFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gru, self.out = nn.GRU(1, 6), nn.Linear(6, 1)
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.out(self.gru(x.transpose(0, 1))[0][-1])
 
-        def forward(self, x: Tensor) -> Any:
-            return self.out(self.gru(x.transpose(0, 1))[0][-1])
-
-    return of_sequences(TimeFirst().double())
+    return of_sequences(module(forward, gru=nn.GRU(1, 6), out=nn.Linear(6, 1)))
 
 
 @model
 def packed() -> Any:
-    class Packing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.out = nn.LSTM(1, 6, batch_first=True), nn.Linear(6, 1)
+    def forward(self: Any, x: Tensor, lengths: Tensor) -> Any:
+        sequence = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        _, (hidden, _) = self.lstm(sequence)
+        return self.out(hidden[-1])
 
-        def forward(self, x: Tensor, lengths: Tensor) -> Any:
-            sequence = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            _, (hidden, _) = self.lstm(sequence)
-            return self.out(hidden[-1])
-
-    net = Packing().double()
+    net = module(forward, lstm=nn.LSTM(1, 6, batch_first=True), out=nn.Linear(6, 1))
 
     def loss(x: Tensor, y: Tensor) -> Any:
         lengths = (x[:, 0] > 0).long() * 3 + 2
@@ -100,52 +79,55 @@ def packed() -> Any:
 
 @model
 def transformer_encoder() -> Any:
-    class Encoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
-            self.into, self.body, self.out = nn.Linear(1, 8), nn.TransformerEncoder(layer, 2), nn.Linear(8, 1)
-            self.places = nn.Parameter(torch.randn(1, WIDTH, 8) * 0.1)
+    def forward(self: Any, x: Tensor) -> Any:
+        padding = x.squeeze(-1).abs() < 0.1
+        return self.out(self.body(self.into(x) + self.places, src_key_padding_mask=padding).mean(1))
 
-        def forward(self, x: Tensor) -> Any:
-            padding = x.squeeze(-1).abs() < 0.1
-            return self.out(self.body(self.into(x) + self.places, src_key_padding_mask=padding).mean(1))
-
-    return of_sequences(Encoder().double())
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+    return of_sequences(
+        module(
+            forward,
+            into=nn.Linear(1, 8),
+            body=nn.TransformerEncoder(layer, 2),
+            out=nn.Linear(8, 1),
+            places=nn.Parameter(torch.randn(1, WIDTH, 8) * 0.1),
+        )
+    )
 
 
 @model
 def transformer_with_causal_mask() -> Any:
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.attention = nn.Linear(1, 8), nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
-            self.out = nn.Linear(8, 1)
+    def forward(self: Any, x: Tensor) -> Any:
+        x = self.into(x)
+        mask = torch.triu(torch.ones(x.size(1), x.size(1), dtype=torch.bool), 1)
+        out, weights = self.attention(x, x, x, attn_mask=mask)
+        return self.out(out.mean(1)) + weights.mean((1, 2))[:, None]
 
-        def forward(self, x: Tensor) -> Any:
-            x = self.into(x)
-            mask = torch.triu(torch.ones(x.size(1), x.size(1), dtype=torch.bool), 1)
-            out, weights = self.attention(x, x, x, attn_mask=mask)
-            return self.out(out.mean(1)) + weights.mean((1, 2))[:, None]
-
-    return of_sequences(Decoder().double())
+    return of_sequences(
+        module(
+            forward,
+            into=nn.Linear(1, 8),
+            attention=nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True),
+            out=nn.Linear(8, 1),
+        )
+    )
 
 
 @model
 def seq_to_seq() -> Any:
-    class Translator(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into = nn.Linear(1, 8)
-            self.body = nn.Transformer(8, 2, 1, 1, 16, dropout=0.1, batch_first=True)
-            self.out = nn.Linear(8, 1)
+    def forward(self: Any, x: Tensor) -> Any:
+        x = self.into(x)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.size(1), dtype=x.dtype)
+        return self.out(self.body(x, x, tgt_mask=mask, tgt_is_causal=True)).mean(1)
 
-        def forward(self, x: Tensor) -> Any:
-            x = self.into(x)
-            mask = nn.Transformer.generate_square_subsequent_mask(x.size(1), dtype=x.dtype)
-            return self.out(self.body(x, x, tgt_mask=mask, tgt_is_causal=True)).mean(1)
-
-    return of_sequences(Translator().double())
+    return of_sequences(
+        module(
+            forward,
+            into=nn.Linear(1, 8),
+            body=nn.Transformer(8, 2, 1, 1, 16, dropout=0.1, batch_first=True),
+            out=nn.Linear(8, 1),
+        )
+    )
 
 
 @model
@@ -173,29 +155,19 @@ def language_model() -> Any:
 def flattened_tokens() -> Any:
     """The output has several rows for each of the batch."""
 
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.norm, self.out = nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.out(self.norm(self.into(x).flatten(0, 1)))
 
-        def forward(self, x: Tensor) -> Any:
-            return self.out(self.norm(self.into(x).flatten(0, 1)))
-
-    net = Flat().double()
+    net = module(forward, into=nn.Linear(1, 8), norm=nn.BatchNorm1d(8), out=nn.Linear(8, 1))
     return trained(lambda x, y: F.mse_loss(net(x.unsqueeze(-1)).view(len(x), -1).mean(1, keepdim=True), y), net)
 
 
 @model
 def embedding_bag() -> Any:
-    class Bag(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bag, self.out = nn.EmbeddingBag(9, 8, mode="mean"), nn.Linear(8, 1)
+    def forward(self: Any, tokens: Tensor, offsets: Tensor) -> Any:
+        return self.out(self.bag(tokens, offsets))
 
-        def forward(self, tokens: Tensor, offsets: Tensor) -> Any:
-            return self.out(self.bag(tokens, offsets))
-
-    net = Bag().double()
+    net = module(forward, bag=nn.EmbeddingBag(9, 8, mode="mean"), out=nn.Linear(8, 1))
 
     def loss(x: Tensor, y: Tensor) -> Any:
         tokens = ((x * 3).long() + 4).clamp(0, 8).flatten()
@@ -224,22 +196,18 @@ def residual_network() -> Any:
 
 @model
 def experts() -> Any:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList([nn.Linear(WIDTH, 1) for _ in range(3)])
+    def forward(self: Any, x: Tensor) -> Any:
+        weights, chosen = self.gate(x).softmax(1).topk(1)
+        out = x.new_zeros(len(x), 1)
+        for index, expert in enumerate(self.experts):
+            mine = (chosen == index).squeeze(1)
+            if mine.any():
+                out[mine] = weights[mine] * expert(x[mine])
+        return out
 
-        def forward(self, x: Tensor) -> Any:
-            weights, chosen = self.gate(x).softmax(1).topk(1)
-            out = x.new_zeros(len(x), 1)
-            for index, expert in enumerate(self.experts):
-                mine = (chosen == index).squeeze(1)
-                if mine.any():
-                    out[mine] = weights[mine] * expert(x[mine])
-            return out
-
-    net = Experts().double()
-    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+    return trained_on_pairs(
+        module(forward, gate=nn.Linear(WIDTH, 3), experts=nn.ModuleList([nn.Linear(WIDTH, 1) for _ in range(3)]))
+    )
 
 
 @model

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from tests.session.models.loops import CLASSES, classifier, fitted, samples
-from tests.session.models.training import model, state_of
+from tests.session.models.training import model, state_of, take_step
 
 
 class Sentences(Dataset[Any]):
@@ -70,12 +70,8 @@ def of_text(way: str) -> Any:
     losses = []
     for _ in range(2):
         net.train()
-        for batch in DataLoader(Sentences(), 6, shuffle=True, collate_fn=padded):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(batch["tokens"], batch["lengths"]), batch["y"])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        batches = DataLoader(Sentences(), 6, shuffle=True, collate_fn=padded)
+        losses += [take_step(optimizer, F.cross_entropy(net(b["tokens"], b["lengths"]), b["y"])) for b in batches]
         net.eval()
         with torch.no_grad():
             outs = [net(b["tokens"], b["lengths"]) for b in DataLoader(Sentences(), 6, collate_fn=padded)]
@@ -133,11 +129,7 @@ def frozen_backbone() -> Any:
     for x, y in DataLoader(samples(), 8, shuffle=True):
         with torch.no_grad():
             features = body(x)
-        loss = F.cross_entropy(head(features), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimizer, F.cross_entropy(head(features), y)))
     return [losses, *state_of(head, body)]
 
 
@@ -167,10 +159,7 @@ def policy_gradient() -> Any:
             logs.append(chosen.log_prob(action))
             gains.append(action.to(state) - random.random())
             state = (state + 0.1 * torch.randn_like(state)).clamp(-2, 2)
-        loss = -(torch.stack(logs) * torch.stack(gains)).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        take_step(optimizer, -(torch.stack(logs) * torch.stack(gains)).sum())
         rewards.append(torch.stack(gains).sum().item())
     return [rewards, *state_of(net)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +47,47 @@ def trained(loss_of: Callable[[Tensor, Tensor], Tensor], *modules: nn.Module, ep
         optimizer.step()
         losses.append(loss.item())
     return [losses, *state_of(*modules)]
+
+
+def trained_on_pairs(net: nn.Module) -> Any:
+    """Train ``net``, in double precision, by a loss of two of its forwards."""
+    net.double()
+    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+
+
+def trained_by_step(loss_of: Callable[[int, Tensor, Tensor], Tensor], net: nn.Module) -> list[Any]:
+    """Train ``net`` for three epochs by a loss that also gets the number of the step, from 1."""
+    steps = itertools.count(1)
+    return trained(lambda x, y: loss_of(next(steps), x, y), net, epochs=3)
+
+
+def take_step(optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
+    """Take one step of ``optimizer``; return the loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+class Around(nn.Module):
+    """A network, and what a subclass does around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+
+def module(forward: Callable[..., Any], **attributes: Any) -> Any:
+    """Make a module of its own class, with this ``forward`` and ``attributes``, in double precision."""
+    net = type("Module", (nn.Module,), {"forward": forward})()
+    for name, value in attributes.items():
+        setattr(net, name, value)
+    return net.double()
+
+
+def around(forward: Callable[..., Any], **attributes: Any) -> Any:
+    """Make a module with this ``forward`` around ``self.body``, a network."""
+    return module(forward, body=network(), **attributes)
 
 
 def network(*extra: nn.Module, last: int = 1) -> nn.Sequential:

@@ -9,21 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.session.models.training import (
-    WIDTH,
-    batches,
-    model,
-    noised,
-    normed,
-    state_of,
-    trained,
-)
+from tests.session.models.training import WIDTH, batches, model, noised, normed, state_of, trained, trained_on_pairs
 
 
 @model
 def siamese() -> Any:
     net = normed()
-    return trained(lambda x, y: F.mse_loss(net(x) - net(noised(x)), y), net)
+    return trained_on_pairs(net)
 
 
 @model
