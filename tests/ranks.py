@@ -100,6 +100,15 @@ def alone(function: Callable[[Session], Any], seed: int = 0) -> Any:
     return run_ranks(1, function, seed=seed, patches=False)[0]
 
 
+def check_against_one_process(
+    function: Callable[[Session], Any], world_size: int = 2, *, rtol: float = 0.0, atol: float = 1e-12, **config: Any
+) -> None:
+    """Check that ``function`` returns on every rank what it returns in one plain process; ``config`` is of the run."""
+    wanted = alone(function)
+    for found in run_ranks(world_size, function, **config):
+        torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
+
+
 def session_alone(host_dir: Path, device: str = "cpu", mixed_precision: MixedPrecision = False) -> Session:
     """A session of one rank, in this process."""
     plan = _plan(1, batches="split", evaluation="replicated", seed=0, mixed_precision=mixed_precision)

@@ -116,8 +116,7 @@ def test_large_gradients_over_hosts_are_those_of_one_machine(monkeypatch: pytest
     wanted = alone(lambda _: weights())
     for found, spread in run_ranks(4, run, collectives="auto"):
         assert spread
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_a_rank_that_dies_on_a_host_is_an_error_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +177,7 @@ def test_what_hosts_have_not_is_gloos_and_averages_are_divided_sums(monkeypatch:
     )
     for (found, kind), (wanted, _) in zip(ours, theirs, strict=True):
         assert kind == "SpreadProcessGroup"
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_ddp_over_hosts_ends_with_gloos_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,5 +223,4 @@ def test_ddp_over_hosts_ends_with_gloos_weights(monkeypatch: pytest.MonkeyPatch)
     for rank, ((mine, others, kinds), (wanted, as_wanted, _)) in enumerate(zip(ours, theirs, strict=True)):
         assert kinds == ("SpreadProcessGroup", "SharedProcessGroup" if rank in (0, 2) else "int")
         assert others == as_wanted
-        for one, other in zip(mine, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)

@@ -21,7 +21,7 @@ from lagom.errors import DivergenceError
 from lagom.patching.replace import replaced
 from lagom.session.patched import patched
 from lagom.session.session import Session
-from tests.ranks import alone, run_ranks
+from tests.ranks import alone, check_against_one_process, run_ranks
 
 Program = Callable[[Session], dict[str, Tensor]]
 
@@ -297,9 +297,7 @@ def test_half_precision(kind: torch.dtype) -> None:
         assert model.weight.grad is not None
         return [model.weight.grad, *model.buffers()]
 
-    expected = alone(run)
-    for result in run_ranks(2, run):
-        torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02)
+    check_against_one_process(run, rtol=0.02, atol=0.02)
 
 
 def test_mixed_precision() -> None:
@@ -312,9 +310,7 @@ def test_mixed_precision() -> None:
         assert y.dtype == torch.bfloat16
         return [p.grad for p in model[1].parameters()] + [*model[1].buffers()]
 
-    expected = alone(run)
-    for result in run_ranks(2, run):
-        torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02)
+    check_against_one_process(run, rtol=0.02, atol=0.02)
 
 
 def test_replicated_batches_and_evaluation_are_left_alone() -> None:
@@ -329,9 +325,7 @@ def test_replicated_batches_and_evaluation_are_left_alone() -> None:
         model(x)
         return [*model.buffers()]
 
-    expected = alone(run)
-    for result in run_ranks(3, run):
-        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    check_against_one_process(run, 3, rtol=1e-12, atol=1e-12)
 
 
 def test_ranks_that_evaluate_their_shares_do_not_wait_for_each_other() -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lagom.config.torch_distributed import Batches
 from lagom.run_state.cuda_device import follow_input, move_to_device
 from lagom.session.session import Session
-from tests.ranks import alone, run_ranks
+from tests.ranks import check_against_one_process, run_ranks
 
 
 def test_dropout_differs_between_ranks_and_initial_values_agree() -> None:
@@ -102,9 +102,7 @@ def test_modules_that_pass_on_their_attributes_train(batches: Batches) -> None:
             optimizer.step()
         return [p.detach().clone() for p in model.parameters()]
 
-    expected = alone(run)
-    for found in run_ranks(2, run, batches=batches):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    check_against_one_process(run, batches=batches)
 
 
 def test_moved_keeps_containers_and_other_objects() -> None:

@@ -15,7 +15,7 @@ from lagom.errors import LagomError
 from lagom.gradients import overlap
 from lagom.gradients.averaging import TensorAverager
 from lagom.session.session import Session
-from tests.ranks import RankFailedError, alone, run_ranks
+from tests.ranks import RankFailedError, alone, check_against_one_process, run_ranks
 
 
 def _network(width: int = 5) -> nn.Module:
@@ -211,9 +211,7 @@ def test_a_program_that_does_otherwise_is_right(accumulate: Callable[..., None],
             optimizer.zero_grad()
         return [p.detach() for p in model.parameters()]
 
-    expected = alone(run)
-    for found in run_ranks(world_size, run):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    check_against_one_process(run, world_size, atol=1e-13)
 
 
 def test_ranks_that_reach_different_layers() -> None:
@@ -348,9 +346,7 @@ def test_two_networks_that_train_each_other() -> None:
             optimizers[1].step()
         return [p.detach() for p in (*first.parameters(), *second.parameters())]
 
-    expected = alone(run)
-    for found in run_ranks(2, run):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    check_against_one_process(run, atol=1e-13)
 
 
 def test_gradients_are_torchs_again_afterwards() -> None:
@@ -408,9 +404,7 @@ def test_compiled_code_gets_averages(first: int) -> None:
             optimizer.zero_grad()
         return [p.detach() for p in model.parameters()]
 
-    expected = alone(run)
-    for found in run_ranks(2, run):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    check_against_one_process(run, atol=1e-13)
 
 
 def test_a_rank_that_looks_alone_while_it_is_learnt_does_no_harm() -> None:
@@ -427,9 +421,7 @@ def test_a_rank_that_looks_alone_while_it_is_learnt_does_no_harm() -> None:
             optimizer.zero_grad()
         return [p.detach() for p in model.parameters()]
 
-    expected = alone(run)
-    for found in run_ranks(2, run):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    check_against_one_process(run, atol=1e-13)
 
 
 def test_a_rank_that_looks_alone_later_is_told() -> None:

@@ -10,19 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lagom.session.session import Session
-from tests.ranks import alone, run_ranks
+from tests.ranks import alone, check_against_one_process, run_ranks
 from tests.session.programs import PROGRAMS, Program, deepcopied, mlp, mse, plain, several_backwards, sgd, sparse
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_the_weights_are_those_of_one_machine(program: Program, world_size: int) -> None:
-    expected = alone(program)
-    tolerance = 1e-6 if program is sparse else 1e-12
-    for result in run_ranks(world_size, program):
-        assert len(result) == len(expected)
-        for found, wanted in zip(result, expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+    check_against_one_process(program, world_size, atol=1e-6 if program is sparse else 1e-12)
 
 
 @pytest.mark.parametrize("program", [plain, several_backwards, deepcopied], ids=lambda program: program.__name__)
@@ -74,8 +69,7 @@ def test_training_in_eval_mode_is_right_and_said_once(caplog: pytest.LogCaptureF
     expected = alone(lambda session: run(session)[:-1])
     for *result, said in run_ranks(2, run):
         assert said
-        for found, wanted in zip(result, expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
 def test_an_exception_in_a_backward_leaves_the_next_one_right() -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lagom.session.session import Session
-from tests.ranks import alone, run_ranks
+from tests.ranks import alone, check_against_one_process, run_ranks
 from tests.session.programs import Program, data, mlp, mse, sgd, weights
 
 
@@ -119,20 +119,12 @@ PROGRAMS: list[Program] = [
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_the_gradients_are_those_of_one_machine(program: Program, world_size: int) -> None:
-    check(program, run_ranks(world_size, program))
+    check_against_one_process(program, world_size)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_so_are_the_gradients_of_whole_batches(program: Program) -> None:
-    check(program, run_ranks(2, program, batches="whole", always_slices=True))
-
-
-def check(program: Program, results: list[list[Tensor]]) -> None:
-    expected = alone(program)
-    for result in results:
-        assert len(result) == len(expected)
-        for found, wanted in zip(result, expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    check_against_one_process(program, batches="whole")
 
 
 def test_hooks_of_leaves_that_only_another_rank_reaches_are_called() -> None:

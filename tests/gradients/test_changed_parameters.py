@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.session.session import Session
-from tests.ranks import RankFailedError, alone, run_ranks
+from tests.ranks import RankFailedError, check_against_one_process, run_ranks
 
 
 class MomentumEncoder(nn.Module):
@@ -78,10 +78,7 @@ def test_whole_batches_train_as_one_process_does(zero_lvl: int) -> None:
         )
         return [part for model in models for part in trained(model.double())]
 
-    wanted = alone(program)
-    for found in run_ranks(2, program, batches="whole", always_slices=True, zero_lvl=zero_lvl):
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    check_against_one_process(program, batches="whole", zero_lvl=zero_lvl)
 
 
 def test_a_look_that_has_changed_parameters_is_an_error() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.session.session import Session
-from tests.ranks import RankFailedError, alone, run_ranks
+from tests.ranks import RankFailedError, alone, check_against_one_process, run_ranks
 
 
 class Fails(torch.autograd.Function):
@@ -52,9 +52,7 @@ def test_on_all_ranks_it_is_as_in_one_process(num_backwards: int) -> None:
     def run(_: Session) -> list[Tensor]:
         return trained(lambda i: i in (4, 13, 14, 20), num_backwards)
 
-    expected = alone(run)
-    for found in run_ranks(2, run):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    check_against_one_process(run, atol=1e-13)
 
 
 @pytest.mark.parametrize(

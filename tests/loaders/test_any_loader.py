@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from lagom.session.session import Session
-from tests.ranks import alone, run_ranks
+from tests.ranks import alone, check_against_one_process, run_ranks
 from tests.session.loading import Doubling, Endless, Numbers, OwnLoader, dealt, seen
 
 
@@ -205,10 +205,7 @@ def test_training_ends_with_the_weights_of_one_machine(name: str, world_size: in
                 optimizer.step()
         return [part.detach() for part in model.state_dict().values()]
 
-    expected = alone(run)
-    for result in run_ranks(world_size, run):
-        for found, wanted in zip(result, expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=0 if world_size == 1 else 1e-12)
+    check_against_one_process(run, world_size, atol=0 if world_size == 1 else 1e-12)
 
 
 def test_one_rank_is_bit_identical() -> None:

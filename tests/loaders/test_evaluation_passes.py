@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import LagomError
 from lagom.session.session import Session
-from tests.ranks import RankFailedError, alone, run_ranks
+from tests.ranks import RankFailedError, alone, check_against_one_process, run_ranks
 
 Loader = DataLoader[Any]
 
@@ -147,9 +147,7 @@ def test_such_an_evaluation_is_right_on_whole_batches_and_when_its_mode_is_set_b
                 found.append(evaluate(model, loader))
         return found
 
-    wanted = alone(program)
-    for found in run_ranks(2, program, **options):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    check_against_one_process(program, **options)
 
 
 def test_outputs_that_are_kept_and_never_trained_on_are_an_error_at_the_end() -> None:
@@ -236,9 +234,7 @@ def test_training_of_any_form_is_no_error(world_size: int) -> None:
         assert not any("without a backward" in text for text in session._said)
         return found
 
-    wanted = alone(program)
-    for found in run_ranks(world_size, program):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    check_against_one_process(program, world_size)
 
 
 def test_who_asks_for_its_share_in_evaluations_gets_it_in_these_too() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lagom.monitor.spans import OPTIMIZER
 from lagom.session.session import Session
 from tests import ranks
-from tests.ranks import alone, run_ranks
+from tests.ranks import alone, check_against_one_process, run_ranks
 from tests.session.programs import data, mlp
 
 
@@ -96,8 +96,7 @@ def test_steps_and_hooks_are_those_of_one_process() -> None:
     assert seen[-1] == [True, True]
     for rank_seen, found in run_ranks(2, program):
         assert rank_seen == seen
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 def fused(_: Session | None = None) -> list[torch.Tensor]:
@@ -115,9 +114,7 @@ def fused(_: Session | None = None) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("zero_lvl", [0, 1])
 def test_fused_optimizers_make_of_ranks_what_they_make_of_one_process(zero_lvl: int) -> None:
-    wanted = alone(fused)
-    for found in run_ranks(2, fused, zero_lvl=zero_lvl):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+    check_against_one_process(fused, atol=1e-9, zero_lvl=zero_lvl)
 
 
 def ranges(_: Session | None = None) -> list[str]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.session.session import Session
-from tests.ranks import RankFailedError, alone, run_ranks
+from tests.ranks import RankFailedError, alone, check_against_one_process, run_ranks
 
 
 def data(num: int, width: int) -> TensorDataset:
@@ -50,10 +50,7 @@ FORWARDS: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {
 @pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS)
 def test_weights_of_the_shape_of_a_share_are_trained_as_on_one_machine(forward: Any, world_size: int) -> None:
     program = with_square_weights(forward, 4, world_size)
-    wanted = alone(program)
-    for found in run_ranks(world_size, program):
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    check_against_one_process(program, world_size)
 
 
 def test_what_was_taken_for_a_perturbation_is_not_trained_on() -> None:
@@ -77,10 +74,7 @@ def test_a_perturbation_of_each_batch_is_the_ranks_own() -> None:
             optimizer.step()
         return [tensor.detach().clone() for tensor in model.parameters()]
 
-    wanted = alone(program)
-    for found in run_ranks(2, program):
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    check_against_one_process(program)
 
 
 def cached(loader: DataLoader[Any]) -> list[Any]:
@@ -113,9 +107,7 @@ def test_batches_that_were_taken_earlier_count_right_or_not_at_all(taken: Callab
         with pytest.raises(RankFailedError, match="made of no batch lagom knows"):
             run_ranks(2, program)
         return
-    wanted = alone(program)
-    for found in run_ranks(2, program):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    check_against_one_process(program)
 
 
 def images_one_ahead(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -138,9 +130,7 @@ def test_a_channel_is_not_taken_for_a_batch_of_one_sample(num: int) -> None:
         with pytest.raises(RankFailedError, match="made of no batch lagom knows"):
             run_ranks(2, program)
         return
-    wanted = alone(program)
-    for found in run_ranks(2, program):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    check_against_one_process(program)
 
 
 def without_the_dark(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:

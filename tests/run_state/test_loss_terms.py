@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.session.session import Session
-from tests.ranks import alone, run_ranks
+from tests.ranks import check_against_one_process, run_ranks
 
 Step = Callable[[nn.Module, Any, Any], Tensor]
 mse, l1 = nn.functional.mse_loss, nn.functional.l1_loss
@@ -114,10 +114,7 @@ PROGRAMS: dict[str, Callable[[Session], list[Tensor]]] = {
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_weights_are_those_of_one_machine(name: str, world_size: int) -> None:
-    expected = alone(PROGRAMS[name])
-    for result in run_ranks(world_size, PROGRAMS[name]):
-        for found, wanted in zip(result, expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=0 if world_size == 1 else 1e-12)
+    check_against_one_process(PROGRAMS[name], world_size, atol=0 if world_size == 1 else 1e-12)
 
 
 def test_batches_that_a_loss_couples_are_told_once_and_nothing_stays_on_the_graph() -> None:
