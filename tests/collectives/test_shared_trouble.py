@@ -18,9 +18,9 @@ import torch
 
 from lagom.collectives import shared_memory as handing
 from lagom.collectives.native import native
-from lagom.collectives.shared_memory import shared
 from lagom.errors import CollectiveError
 from lagom.session.session import Session
+from tests.collectives.test_shared_memory import communicator
 from tests.leaks import shared_memory_files
 from tests.ranks import run_ranks
 
@@ -28,13 +28,6 @@ if native() is None:
     pytest.skip("lagom was installed without its compiled part: no compiler, or no Linux", allow_module_level=True)
 
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
-
-
-def communicator(session: Session, timeout_s: float = 60.0) -> Any:
-    assert session.group is not None
-    found = shared(session.rank, session.group._first_gather, timeout_s)
-    assert not isinstance(found, str), found
-    return found[0]
 
 
 def forbid_memfd() -> None:

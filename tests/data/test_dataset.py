@@ -10,19 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset, random_split
 
 from lagom.data import ParquetDataset, ParquetLoader
 from lagom.data.parquet import streams
-from lagom.data.parquet.cursor import RowGroupCursor
 from lagom.data.parquet.shard import Positions
 from lagom.errors import DataError
 from tests.data.tables import numbers, written
@@ -434,73 +431,6 @@ def test_names_may_have_dots_and_spaces(tmp_path: Path) -> None:
     found.close()
 
 
-def test_ranks_read_row_groups_of_their_own(tmp_path: Path) -> None:
-    """Where their number divides the streams: about once all that is there, not once each."""
-    dataset = ParquetDataset(numbers(tmp_path, [[10] * 8, [10] * 8]), window_bytes=2000)
-    read: list[set[int]] = []
-    original = RowGroupCursor._begin
-    for rank in range(4):
-        copy = pickle.loads(pickle.dumps(dataset))
-        groups: set[int] = set()
-
-        def counting(self: RowGroupCursor, group: int, groups: set[int] = groups) -> None:
-            groups.add(group)
-            original(self, group)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RowGroupCursor, "_begin", counting)
-            for batch in dataset.batches(6, shuffle=True, seed=5):
-                copy.__getitems__(batch.deal(rank, 4)).batch()
-            copy.close()
-        read.append(groups)
-    assert set.union(*read) == set(range(16))
-    assert sum(map(len, read)) <= 16 + 3
-
-
-class Counting(LocalFileSystem):  # type: ignore[misc]
-    """Counts the bytes that are read."""
-
-    cachable = False
-    num_read = 0
-
-    def _open(self, *args: Any, **options: Any) -> Any:
-        opened = super()._open(*args, **options)
-        counting, read = self, opened.read
-
-        class Reading:
-            def read(self, *size: int) -> Any:
-                found = read(*size)
-                counting.num_read += len(found)
-                return found
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(opened, name)
-
-        return Reading()
-
-
-def test_ranks_read_together_about_what_there_is(tmp_path: Path) -> None:
-    """Counted at the file system; the footers, of 64 KB at least, aside."""
-    numbers(tmp_path, [[4000] * 16] * 4)
-    size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    for world_size in (1, 2, 4):
-        total = 0
-        for rank in range(world_size):
-            home = Counting()
-            dataset = ParquetDataset(str(tmp_path), filesystem=home, window_bytes=2_000_000)
-            source = dataset._reading()._source
-            for file in range(4):
-                source.open(file)
-            home.num_read = 0
-            seen = 0
-            for batch in dataset.batches(1000, shuffle=True, seed=2):
-                seen += len(dataset.__getitems__(batch.deal(rank, world_size)).batch()["row"])
-            assert seen == 256_000 // world_size
-            total += home.num_read
-            dataset.close()
-        assert 0.9 * size < total < 1.3 * size
-
-
 def test_a_rank_that_lacks_rows_of_short_batches_reads_on_in_its_lane(tmp_path: Path) -> None:
     """In place of them it reads rows of others, the first time before any of its own."""
     dataset = ParquetDataset(numbers(tmp_path, [[10] * 8]), window_bytes=2000)
@@ -520,14 +450,4 @@ def test_positions_reach_a_spawned_worker(tmp_path: Path) -> None:
     loader = ParquetLoader(dataset, 4, True, seed=1, num_workers=1, multiprocessing_context="spawn")
     assert rows(loader) == rows(ParquetLoader(dataset, 4, True, seed=1))
     assert isinstance(next(iter(dataset.batches(3))), Positions)
-    dataset.close()
-
-
-def test_numbers_are_those_of_arrow(tmp_path: Path) -> None:
-    table = pq.read_table(numbers(tmp_path, [[100, 50]]))
-    dataset = ParquetDataset(tmp_path, window_bytes=1500)
-    for batch in ParquetLoader(dataset, 16, True):
-        picked = table.take(pa.array(batch["row"].numpy()))
-        assert np.array_equal(picked["x"].to_numpy(), batch["x"].numpy())
-        assert np.array_equal(picked["y"].to_numpy(), batch["y"].numpy())
     dataset.close()

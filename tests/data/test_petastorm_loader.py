@@ -19,17 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from pyarrow.fs import LocalFileSystem
-from torch.utils.data import DataLoader
 
 import lagom
-from lagom import experiment
-from lagom.config import TorchDistributedConfig
 from lagom.data import ParquetDataset, ParquetLoader, TransformSpec
 from lagom.data.columns import images, petastorm_codecs, tensor_columns, unischema
 from lagom.data.columns.unischema import UnischemaField, loads
 from lagom.errors import DataError
 from lagom.session.session import Session
-from tests.data.tables import numbers, written
+from tests.data.tables import written
 from tests.data.write_petastorm import row
 from tests.ranks import alone, run_ranks
 
@@ -360,11 +357,7 @@ def test_schemas_of_older_petastorms_are_read() -> None:
     assert fields["price"].dtype is None
 
 
-def test_pillow_reads_what_opencv_does_and_refuses_what_it_would_spoil(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = pq.read_table(WRITTEN / "day=0" / "part-0.parquet", partitioning=None)
-    for number in range(3):
-        for name in ("png", "grey"):
-            assert np.array_equal(images.decode_by_pillow(table[name][number].as_py()), row(number)[name])
+def test_pillow_refuses_what_it_would_spoil() -> None:
     header = b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4, "big")
     chunk = b"IHDR" + (1).to_bytes(4, "big") * 2 + bytes([16, 2, 0, 0, 0])
     deep = header + chunk + zlib.crc32(chunk).to_bytes(4, "big")
@@ -396,56 +389,7 @@ def test_training_on_a_path_is_that_of_one_machine(world_size: int, batches: Any
     weights, _ = alone(run)
     found = run_ranks(world_size, run, batches=batches)
     for theirs, _ in found:
-        for one, other in zip(theirs, weights, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0 if world_size == 1 else 1e-12)
+        torch.testing.assert_close(theirs, weights, rtol=0, atol=0 if world_size == 1 else 1e-12)
     for epoch in range(10):
         ranks = found[:1] if batches == "whole" else found
         assert {number for _, seen in ranks for number in seen[epoch]} == set(range(20))
-
-
-def test_a_program_of_maggys_shape_trains_on_two_ranks(tmp_path: Path) -> None:
-    test_folder = numbers(tmp_path / "test", [[9, 4]])
-
-    def train(module: Any, hparams: Any, train_set: Any, test_set: Any) -> Any:
-        import torch
-
-        from lagom import PetastormDataLoader
-
-        def f(found: dict[str, Any]) -> dict[str, Any]:
-            return {"x": found["png"].astype("float32").reshape(-1) / 255, "y": float(found["price"])}
-
-        model = module(60, 1)
-        optimizer = torch.optim.SGD(model.parameters(), hparams["lr"])
-        loader = PetastormDataLoader(train_set, batch_size=4, transform_spec=f)
-        steps = 0
-        for _ in range(10):
-            for batch in loader:
-                optimizer.zero_grad()
-                (model(batch["x"])[:, 0] - batch["y"].float()).square().mean().backward()
-                optimizer.step()
-                steps += 1
-        with torch.no_grad():
-            total = sum(batch["row"].sum().item() for batch in PetastormDataLoader(test_set, batch_size=4))
-        return {"steps": steps, "total": total, "weight": model.weight.sum().item()}
-
-    config = TorchDistributedConfig(
-        module=torch.nn.Linear,
-        hparams={"lr": 0.01},
-        train_set=str(WRITTEN),
-        test_set=str(test_folder),
-        world_size=2,
-        launcher="local",
-    )
-    result = experiment.lagom(train, config)
-    assert [one["steps"] for one in result.per_rank] == [50, 50]
-    assert [one["total"] for one in result.per_rank] == [78, 78]
-    assert result.per_rank[0]["weight"] == result.per_rank[1]["weight"]
-
-
-def test_torchs_loader_and_parquet_loader_read_it_too() -> None:
-    dataset = ParquetDataset(WRITTEN, columns=["id", "png"])
-    (found,) = DataLoader(dataset, 20)
-    (other,) = ParquetLoader(dataset, 20)
-    assert torch.equal(found["png"], other["png"])
-    assert np.array_equal(found["png"][11].numpy(), row(11)["png"])
-    dataset.close()

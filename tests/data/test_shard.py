@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from itertools import pairwise
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lagom.data.parquet.shard import Epoch, EpochOrder, Positions, RankLane, rank_lane
+from lagom.data.parquet.shard import Epoch, EpochOrder, Positions
 
 LAYOUTS = st.lists(st.integers(0, 9), max_size=12).map(tuple)
 ORDERS = st.builds(
@@ -58,14 +57,6 @@ def test_shares_of_a_batch_are_even_and_keep_to_their_streams(start: int, size: 
     assert {share.end for share in shares} == {start + size}
 
 
-def test_ranks_whose_number_divides_the_streams_read_only_their_own() -> None:
-    assert [rank_lane(range(rank, 64, 4), 8) for rank in range(4)] == [RankLane(rank, 4) for rank in range(4)]
-    assert rank_lane(range(64), 8) == RankLane(0, 1)
-    assert rank_lane(range(5, 64, 3), 8) == RankLane(0, 1)
-    assert rank_lane(range(5, 64, 6), 8) == RankLane(1, 2)
-    assert rank_lane(range(13, 14, 4), 8) == RankLane(1, 4)
-
-
 def test_the_order_differs_between_epochs_and_is_that_of_the_table_without_a_seed() -> None:
     orders = [EpochOrder((50, 50, 7), seed, 4, 16) for seed in (1, 2)]
     first, second = ([order.row(position) for position in range(107)] for order in orders)
@@ -95,11 +86,3 @@ def test_the_shuffle_mixes_as_its_window_says() -> None:
         spreads.append(batches.mean(1).std())
         assert np.corrcoef(streams.T.ravel()[:-1], streams.T.ravel()[1:])[0, 1] < 0.05
     assert np.mean(spreads) < 0.1
-
-
-def test_positions_travel_and_join() -> None:
-    batches = [Positions(EPOCH, range(start, start + 4)) for start in (8, 12)]
-    joined = pickle.loads(pickle.dumps(Positions.together(batches)))
-    assert (list(joined), joined.end) == (list(range(8, 16)), 16)
-    assert list(joined[:1]) == [8]
-    assert joined[:1].end == 16

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.session.session import Session
-from tests.ranks import alone, run_ranks
+from tests.ranks import alone, check_against_one_process, run_ranks
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -159,10 +159,7 @@ def test_small_gradients_do_not_vanish(world_size: int) -> None:
         (1e-8 * _plainly(model, torch.ones(2, 3)).sum()).backward()
         return [p.grad for p in model.parameters()]
 
-    expected = alone(run)
-    for found in run_ranks(world_size, run, mixed_precision="fp16"):
-        for one, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, wanted, rtol=2e-3, atol=1e-11)
+    check_against_one_process(run, world_size, rtol=2e-3, atol=1e-11, mixed_precision="fp16")
 
 
 @pytest.mark.parametrize(("world_size", "zero_lvl"), [(1, 0), (2, 0), (2, 1), (2, 2)])
@@ -238,16 +235,3 @@ def test_checkpoints_repeat_what_they_did(use_reentrant: bool, asked: Any, world
         run_ranks(world_size, lambda _: run(Checkpointed), mixed_precision=asked), expected, strict=True
     ):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
-
-
-def test_torch_is_what_it_was_afterwards() -> None:
-    def run(_: Session) -> Any:
-        return _train(_plainly, epochs=1)
-
-    before = (vars(nn.Module)["__call__"], vars(torch.autocast)["__enter__"], torch.autograd._engine_run_backward)
-    run_ranks(1, run, mixed_precision="fp16")
-    assert (
-        vars(nn.Module)["__call__"],
-        vars(torch.autocast)["__enter__"],
-        torch.autograd._engine_run_backward,
-    ) == before

@@ -11,10 +11,8 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import DivergenceError
-from lagom.gradients.autograd_grad import _is_made_of_parameters, is_averaged
-from lagom.run_state.leaves import Likeness
 from lagom.session.session import Session
-from tests.ranks import alone, run_ranks
+from tests.ranks import alone, check_against_one_process, run_ranks
 from tests.session.programs import Program, data, mlp, mse, weights
 
 
@@ -149,20 +147,12 @@ PROGRAMS: list[Program] = [
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_the_result_is_that_of_one_machine(program: Program, world_size: int) -> None:
-    check(program, run_ranks(world_size, program))
+    check_against_one_process(program, world_size)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_so_is_the_result_of_whole_batches(program: Program) -> None:
-    check(program, run_ranks(2, program, batches="whole", always_slices=True))
-
-
-def check(program: Program, results: list[list[Tensor]]) -> None:
-    expected = alone(program)
-    for result in results:
-        assert len(result) == len(expected)
-        for found, wanted in zip(result, expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    check_against_one_process(program, batches="whole")
 
 
 @pytest.mark.parametrize("program", [meta_learning, with_hooks], ids=lambda program: program.__name__)
@@ -243,17 +233,3 @@ def test_gradients_per_sample_are_left_alone() -> None:
         return rows[0, 0].tolist()
 
     assert run_ranks(2, run) == [[1.0, 1.0], [2.0, 2.0]]
-
-
-def test_what_is_made_of_parameters_is_told_from_activations() -> None:
-    p, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2, requires_grad=True)
-    rate = nn.Parameter(torch.ones(()))
-    (gradient,) = torch.autograd.grad(p.square().sum(), p)
-    assert all(_is_made_of_parameters(one) for one in (p - rate * gradient, (p.clone() * 2 - gradient) / 3))
-    assert not any(
-        _is_made_of_parameters(one) for one in (p @ x, p * x, p.exp(), p.sum(), rate * 2 + x.detach().sum(0))
-    )
-    assert is_averaged(p, Likeness.SHAPE, shared_out=False)
-    assert not is_averaged(p @ x, Likeness.NONE, shared_out=True)
-    assert [is_averaged(x, likeness, shared_out=True) for likeness in Likeness] == [True, True, False]
-    assert not is_averaged(x, Likeness.NONE, shared_out=False)

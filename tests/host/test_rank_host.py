@@ -23,9 +23,7 @@ from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.host import descendants
 from lagom.host.rank_host import _rank_spec, run_task_ranks
-from lagom.host.supervisor import ForkedRank, _death_report
 from lagom.host.workspace import host_workspace
-from lagom.monitor.stalls import Pulse
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import plan
 from lagom.wire.client import DriverClient, Message
@@ -229,50 +227,6 @@ def test_no_process_and_no_file_is_left() -> None:
 
 def _children() -> set[str]:
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
-
-
-def test_the_environment_of_the_driver_is_added_to_the_ranks(driver: Driver) -> None:
-    _, outcomes = held(lambda: os.environ.get("LAGOM_TEST"), 1, driver.theirs, LAGOM_TEST="x")
-    assert outcomes[0]["value"] == "x"
-    assert "LAGOM_TEST" not in os.environ
-
-
-def dead(status: int, tail: bytes = b"") -> Message:
-    rank = ForkedRank(3, 1, None, DriverClient(socket.socket()), -1, -1, -1, Pulse(60.0), tail=bytearray(tail))
-    rank.control.close()
-    return _death_report(rank, status, {})
-
-
-def test_a_death_is_told_by_signal_or_status() -> None:
-    assert "rank 3 was killed by SIGKILL, as the system does" in dead(signal.SIGKILL)["message"]
-    assert dead(signal.SIGSEGV)["message"] == "rank 3 was killed by SIGSEGV"
-    assert dead(40)["message"] == "rank 3 was killed by signal 40"
-    assert "exit status 4" in dead(4 << 8)["message"]
-    assert dead(4 << 8, b"last \xffwords")["traceback"] == "its last output:\nlast \ufffdwords"
-    assert "nothing" in dead(4 << 8, b"  \n")["traceback"]
-
-
-@pytest.mark.parametrize(
-    ("env", "num_here", "threads"),
-    [
-        ({}, 1, 8),
-        ({}, 2, 4),
-        ({}, 3, 2),
-        ({}, 20, 1),
-        ({"OMP_NUM_THREADS": "3"}, 2, 3),
-    ],
-)
-def test_a_rank_gets_its_share_of_the_cores(
-    env: dict[str, str], num_here: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
-    with host_workspace(spec(1), payload_fd=0) as place:
-        ranks = [{"rank": rank, "host": "here", "ip": "1.2.3.4", "gpu": None} for rank in range(num_here)]
-        table = {"ranks": [*ranks, {"rank": num_here, "host": "there"}], "store": ["1.2.3.4", 5], "nccl": False}
-        seat = _rank_spec(table, num_here - 1, spec(1, **env), place, 0, None, None)
-    assert seat.threads == threads
-    assert (seat.local_rank, seat.local_world_size) == (num_here - 1, num_here)
-    assert seat.store == ("1.2.3.4", 5)
 
 
 def test_the_first_of_openmps_list_of_numbers_counts() -> None:

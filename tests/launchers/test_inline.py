@@ -87,19 +87,6 @@ def test_the_environment_is_put_back_after_success_and_failure() -> None:
     assert dict(os.environ) == before
 
 
-def test_torch_is_not_patched_afterwards() -> None:
-    before = torch.save, torch.autograd.backward, dict(vars(torch.utils.data.DataLoader)), dict(vars(torch.nn.Module))
-
-    def fail() -> None:
-        raise ValueError("on purpose")
-
-    with pytest.raises(ValueError, match="on purpose"):
-        run(fail)
-    run(lambda: None)
-    after = torch.save, torch.autograd.backward, dict(vars(torch.utils.data.DataLoader)), dict(vars(torch.nn.Module))
-    assert after == before
-
-
 def test_an_exception_climbs_as_it_is_with_its_own_traceback() -> None:
     error = KeyError("lr")
 

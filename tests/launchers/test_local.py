@@ -471,6 +471,15 @@ def test_an_exception_with_a_message_that_fails_is_told_of() -> None:
     assert works()
 
 
+def test_a_message_as_long_as_a_book_comes_back() -> None:
+    def train() -> None:
+        raise ValueError("x" * 5_000_000)
+
+    with pytest.raises(ValueError, match="xxx"):
+        run(train)
+    assert works()
+
+
 def test_the_chain_of_an_exception_is_in_its_traceback() -> None:
     def train() -> None:
         try:

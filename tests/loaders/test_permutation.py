@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
-from lagom.collectives.native import native
 from lagom.loaders import permutation
 from lagom.loaders.permutation import permute, permute_by_torch
 from tests.ranks import run_ranks
+from tests.session.loading import Numbers
 
 KEYS = range(400)
 
@@ -84,17 +84,6 @@ def test_orders_of_different_keys_have_nothing_in_common() -> None:
     assert abs(agreeing - 4950) < 5 * 4950**0.5
 
 
-class Numbers(Dataset[int]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def test_a_loader_over_a_billion_samples_begins_at_once_and_takes_no_memory() -> None:
     def run(session: Any) -> Any:
         session.evaluates_by_mode = lambda: False
@@ -141,9 +130,3 @@ def test_with_fewer_samples_the_order_is_torchs_and_more_than_there_are_begin_ag
         assert sorted(ours[:20]) == sorted(ours[20:40]) == list(range(20))
         assert ours[:20] != ours[20:40]
         assert len(set(ours[40:])) == 10
-
-
-def test_this_was_compiled() -> None:
-    if native() is None:
-        pytest.skip("lagom was installed without its compiled part")
-    assert permute(7, 1, 0, 7).tolist() == permute_by_torch(7, 1, 0, 7).tolist()

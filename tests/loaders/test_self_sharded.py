@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset
 import lagom
 from lagom.errors import DivergenceError, LagomError
 from lagom.loaders.batch_shares import num_rows, num_samples
-from lagom.loaders.self_sharded import first_sample, shards_itself
+from lagom.loaders.self_sharded import first_sample
 from lagom.session.session import Session
 from lagom.world import Place, place_set
-from tests.ranks import alone, run_ranks
+from tests.ranks import check_against_one_process, run_ranks
 from tests.session.loading import Numbers, RankSharded, Stream, batches
 
 
@@ -92,10 +92,7 @@ def test_the_weights_are_those_of_the_batches_taken_together(sizes: list[list[in
                     optimizer.step()
             return [tensor.detach() for tensor in model.state_dict().values()]
 
-    expected = alone(run)
-    for result in run_ranks(2, run):
-        for found, wanted in zip(result, expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    check_against_one_process(run)
 
 
 def test_what_stands_for_no_sample_may_be_changed_before_the_model_gets_it() -> None:
@@ -109,9 +106,7 @@ def test_what_stands_for_no_sample_may_be_changed_before_the_model_gets_it() -> 
             assert model.weight.grad is not None
             return model.weight.grad
 
-    expected = alone(run)
-    for found in run_ranks(2, run):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    check_against_one_process(run)
 
 
 def test_its_draws_leave_the_common_streams_equal() -> None:
@@ -173,7 +168,7 @@ def test_a_gathered_evaluation_leaves_it_alone() -> None:
         with placed(session), torch.no_grad():
             return [model(x[:, None].double())[:, 0].tolist() for x in DataLoader(RankSharded(4), batch_size=2)]
 
-    assert run_ranks(2, run, evaluation="gathered", always_slices=True) == [[[0, 1], [2, 3]], []]
+    assert run_ranks(2, run, evaluation="gathered") == [[[0, 1], [2, 3]], []]
 
 
 def test_whole_batches_of_it_are_refused() -> None:
@@ -205,9 +200,3 @@ def test_rows_are_counted_wherever_texts_and_single_numbers_stand() -> None:
     for empty in without:
         assert num_rows(empty) is None
         assert num_samples(empty) == 1
-
-
-def test_shards_itself_looks_for_the_attribute() -> None:
-    assert shards_itself(RankSharded())
-    assert not shards_itself(Stream())
-    assert not shards_itself([1, 2])

@@ -27,8 +27,14 @@ OWNERS: list[Any] = [
     torch,
     torch.serialization,
     torch.autograd,
+    torch.autocast,
+    torch.optim.Optimizer,
+    torch.optim.SGD,
+    torch.amp.GradScaler,
     torch.Tensor,
     nn.Module,
+    nn.utils,
+    nn.utils.clip_grad,
     nn.functional,
     nn.Parameter,
     nn.parameter.UninitializedParameter,
@@ -70,15 +76,27 @@ def test_replaced_restores_own_and_inherited_names() -> None:
     assert vars(Base)["name"] is own
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_all_patches_are_undone_after_an_exception(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {}),
+        (1, {"mixed_precision": "fp16"}),
+        (2, {}),
+        (2, {"zero_lvl": 1}),
+        (2, {"zero_lvl": 2, "mixed_precision": "bf16"}),
+        (2, {"zero_lvl": 3}),
+    ],
+)
+def test_all_patches_are_undone_after_an_exception(world_size: int, options: dict[str, Any]) -> None:
     before = names()
 
     def fail(session: Session) -> None:
         with patched(session):
             assert names() != before
             for (x,) in DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=2):
-                nn.Linear(1, 1)(x).sum().backward()
+                model = nn.Linear(1, 1)
+                model(x).sum().backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
                 break
             raise ZeroDivisionError
 
@@ -87,7 +105,7 @@ def test_all_patches_are_undone_after_an_exception(world_size: int) -> None:
             fail(session)
         return names() == before
 
-    assert run_ranks(world_size, run, patches=False) == [True] * world_size
+    assert run_ranks(world_size, run, patches=False, **options) == [True] * world_size
 
 
 def test_one_rank_in_this_process_changes_nothing(tmp_path: Path) -> None:

@@ -56,12 +56,6 @@ def row(rows: list[ComparisonRow], what: str) -> ComparisonRow:
     return next(row for row in rows if row.what == what)
 
 
-def test_shares_that_are_right_on_the_average_agree() -> None:
-    rows = compare(record(), shares())
-    assert agreement_level(rows) == AgreementLevel.AGREES
-    assert row(rows, "work").ranks == "shared out"
-
-
 def test_a_rank_without_a_sample_does_not_count() -> None:
     ranks = shares()
     for n, step in enumerate(ranks[1].steps):
@@ -156,33 +150,12 @@ def test_a_number_of_a_share_matters_where_the_program_decides_by_it() -> None:
     assert "train.py:3" in found.note
 
 
-def test_what_one_process_does_not_repeat_is_not_compared() -> None:
-    one, again = record(), record()
-    one.printed, again.printed = "took 1.25 s, loss 0.5", "took 1.31 s, loss 0.5"
-    again.value[1] = 0.7
-    ranks = shares()
-    for rank in ranks:
-        rank.printed, rank.value = "took 9.99 s, loss 0.5", [b"['loss']", 0.1, (1.0, 2.0)]
-    assert agreement_level(compare(one, ranks, again)) == AgreementLevel.AGREES
-    ranks[0].printed = "took 9.99 s, loss 0.8"
-    assert row(compare(one, ranks, again), "printed").level == AgreementLevel.OWN
-
-
 def test_a_result_that_is_each_ranks_own_is_judged_by_its_mean() -> None:
     ranks = shares()
     ranks[0].value[1], ranks[1].value[1] = 0.4, 0.6
     assert row(compare(record(), ranks), "result").level == AgreementLevel.AGREES
     ranks[0].num_samples = 3
     assert row(compare(record(), ranks), "result").level == AgreementLevel.DIFFERS
-
-
-def test_whole_numbers_and_tensors_of_ranks_are_not_averaged() -> None:
-    for position, values in ((1, (4, 6)), (2, ((0.0, 2.0), (2.0, 2.0)))):
-        one, ranks = record(), shares()
-        one.value[position] = 5 if position == 1 else (1.0, 2.0)
-        for rank, value in zip(ranks, values, strict=True):
-            rank.value[position] = value
-        assert row(compare(one, ranks), "result").level == AgreementLevel.DIFFERS
 
 
 def test_an_evaluation_that_is_dealt_out_is_found() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -338,15 +337,6 @@ def test_sharded_evaluation_is_right_where_the_program_does_not_add_up() -> None
     assert verified(evaluate).verdict == "agrees"
 
 
-def test_seconds_that_are_printed_and_returned_are_not_compared() -> None:
-    def timed() -> dict[str, Any]:
-        weights = train()
-        print("it is", time.time_ns())
-        return {"weights": weights, "at": time.time_ns()}
-
-    assert verified(timed).verdict == "agrees"
-
-
 def test_what_follows_from_time_is_left_out_however_long_ranks_take() -> None:
     def timed() -> str:
         import lagom
@@ -367,21 +357,6 @@ def test_what_follows_from_time_is_left_out_however_long_ranks_take() -> None:
     assert "agrees" in row(found, "result")
 
 
-def test_a_difference_beside_a_time_is_found() -> None:
-    def timed() -> None:
-        total = 0.0
-
-        def add(loss: torch.Tensor) -> bool:
-            nonlocal total
-            total += loss.item()
-            return False
-
-        train(each=add)
-        print(f"{time.strftime('%H:%M:%S')} loss {total:.4f} at {time.time_ns()}")
-
-    assert "loss" in row(refused(timed), "printed")
-
-
 def test_a_rehearsal_that_dies_agrees_with_nothing() -> None:
     def dies() -> None:
         train()
@@ -400,14 +375,6 @@ def test_a_program_that_tries_again_without_end_is_no_hang() -> None:
                 continue
 
     assert "The process of the rehearsal died" in refused(stubborn)
-
-
-def test_a_script_that_ends_by_exit_agrees() -> None:
-    def ends() -> None:
-        train()
-        sys.exit(0)
-
-    assert verified(ends).verdict == "agrees"
 
 
 def test_padding_to_the_longest_sample_of_a_share_is_not_called_random() -> None:
@@ -564,21 +531,6 @@ def test_a_long_program_is_cut_short() -> None:
     found = verified(endless)
     assert "in 64 backwards" in row(found, "losses")
     assert "what it returns is not compared" in " ".join(str(found).split())
-
-
-def test_a_large_data_set_is_cut_to_its_first_batches_and_its_last() -> None:
-    def long() -> list[int]:
-        data = TensorDataset(torch.zeros(1003, 3).double(), torch.zeros(1003, 1).double())
-        net, sizes = network(), []
-        loader = DataLoader(data, batch_size=10)
-        for inputs, targets in loader:
-            nn.functional.mse_loss(net(inputs), targets).backward()
-            sizes.append(len(inputs))
-        return [len(loader), len(sizes)]
-
-    found = verified(long)
-    assert "73 in 8 batches" in row(found, "samples")
-    assert row(found, "result").split()[1] == "8"
 
 
 def test_half_precision_and_adam_are_allowed_their_rounding() -> None:

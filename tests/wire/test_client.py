@@ -15,7 +15,7 @@ import pytest
 
 from lagom.wire import client as module
 from lagom.wire.client import DriverClient, LinkClosed, dial
-from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, FrameKeys, body_of, frame_of
+from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, FrameKeys, body_of
 
 
 @pytest.fixture
@@ -24,23 +24,6 @@ def pair() -> Iterator[tuple[DriverClient, DriverClient]]:
     yield left, right
     left.close()
     right.close()
-
-
-def test_messages_arrive_in_order_and_as_they_were(pair: tuple[DriverClient, DriverClient]) -> None:
-    left, right = pair
-    sent = [{"type": "log", "data": "ünïcödé\x00\r\n", "n": number} for number in range(50)]
-    for message in sent:
-        left.send(message)
-    assert right.poll() == sent
-    assert right.poll() == []
-
-
-def test_messages_go_both_ways(pair: tuple[DriverClient, DriverClient]) -> None:
-    left, right = pair
-    left.send({"to": "right"})
-    right.send({"to": "left"})
-    assert left.receive(1.0) == {"to": "left"}
-    assert right.receive(1.0) == {"to": "right"}
 
 
 def test_receive_takes_one_and_leaves_the_rest(pair: tuple[DriverClient, DriverClient]) -> None:
@@ -77,15 +60,6 @@ def test_a_program_may_have_thousands_of_files_open() -> None:
             os.close(number)
 
 
-def test_a_frame_may_come_in_pieces(pair: tuple[DriverClient, DriverClient]) -> None:
-    left, right = pair
-    frame = frame_of(body_of({"type": "log", "data": "x" * 100}))
-    for position in range(len(frame)):
-        assert right.poll() == []
-        left.socket.send(frame[position : position + 1])
-    assert right.poll() == [{"type": "log", "data": "x" * 100}]
-
-
 def test_what_arrived_before_the_end_is_still_given(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
     left.send({"last": "words"})
@@ -95,21 +69,6 @@ def test_what_arrived_before_the_end_is_still_given(pair: tuple[DriverClient, Dr
         right.poll()
     with pytest.raises(LinkClosed):
         right.receive(1.0)
-
-
-def test_half_a_frame_and_then_the_end_is_the_end(pair: tuple[DriverClient, DriverClient]) -> None:
-    left, right = pair
-    left.socket.send(frame_of(body_of({"a": 1}))[:-1])
-    left.close()
-    with pytest.raises(LinkClosed):
-        right.poll()
-
-
-def test_a_frame_that_is_too_long_is_refused_before_it_is_read(pair: tuple[DriverClient, DriverClient]) -> None:
-    left, right = pair
-    left.socket.send(struct.pack(">I", MAX_FRAME + 1))
-    with pytest.raises(LinkClosed, match="at most"):
-        right.poll()
 
 
 def test_a_message_that_fits_no_frame_is_refused_here_and_not_there() -> None:

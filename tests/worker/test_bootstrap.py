@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import random
@@ -39,29 +37,10 @@ class Called(Squares):
         raise AssertionError("somebody took the data set for a factory")
 
 
-def test_data_sets_are_made_where_they_are_given_as_callables() -> None:
-    made = MadeArguments({"train_set": Squares, "test_set": lambda: [1, 2]})
-    assert type(made["train_set"]) is Squares
-    assert made["test_set"] == [1, 2]
-
-
 def test_data_sets_strings_and_what_is_no_data_reach_the_function_unchanged() -> None:
     data, text, module = Called(), "hdfs://train", Squares
     made = MadeArguments({"train_set": data, "test_set": text, "module": module})
     assert dict(made) == {"train_set": data, "test_set": text, "module": module}
-
-
-def test_a_data_set_is_made_once_for_both_spellings() -> None:
-    calls: list[int] = []
-
-    def make() -> list[int]:
-        calls.append(1)
-        return [0]
-
-    made = MadeArguments({"train_set": make, "test_set": make, "dataset": [make, make]})
-    assert len(made["dataset"]) == len(calls) == 2
-    assert made["dataset"][0] is made["train_set"]
-    assert made["dataset"][1] is made["test_set"]
 
 
 def test_a_data_set_that_the_function_does_not_name_is_not_made() -> None:
@@ -102,30 +81,6 @@ def rites(left: Callable[[], Any], path: Path) -> tuple[int, str]:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     return code, path.read_text()
-
-
-def test_a_process_ends_as_python_ends_one(tmp_path: Path) -> None:
-    def left() -> None:
-        atexit.register(print, " at exit", end="")
-
-    assert rites(left, tmp_path / "out") == (0, "printed at exit ended")
-
-
-def test_threads_that_finish_are_waited_for_and_idle_pools_are_ended(tmp_path: Path) -> None:
-    def left() -> None:
-        concurrent.futures.ThreadPoolExecutor().submit(int)
-        threading.Timer(0.1, print, [" threaded"], {"end": ""}).start()
-
-    assert rites(left, tmp_path / "out") == (0, "printed threaded ended")
-
-
-def test_what_c_code_printed_is_written_out(tmp_path: Path) -> None:
-    def left() -> None:
-        ctypes.CDLL(None).printf(b"from C ")
-
-    code, out = rites(left, tmp_path / "out")
-    assert code == 0
-    assert "from C " in out
 
 
 @pytest.mark.parametrize("kind", [threading.Thread, multiprocessing.get_context("fork").Process])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
 from lagom.plan import Plan, plan
-from lagom.random_states import random_states, set_random_states
 from lagom.wire.spec import RankSpec
 from lagom.worker.device import rank_device, threads
 from lagom.worker.rank_environment import environment
@@ -106,15 +103,3 @@ def test_a_run_without_gpus_is_on_the_cpu_even_where_there_is_one() -> None:
 def test_a_gpu_that_torch_does_not_find_is_an_error_with_the_remedy() -> None:
     with pytest.raises(RankError, match="CUDA build"):
         rank_device(a_plan(gpu=True))
-
-
-def test_generators_go_on_from_where_they_were() -> None:
-    def draw() -> tuple[float, float, float]:
-        return torch.rand(1).item(), random.random(), float(np.random.randn())
-
-    draw()  # numpy keeps the second of a pair of normal numbers
-    states = random_states()
-    expected = draw()
-    draw()
-    set_random_states(states)
-    assert draw() == expected

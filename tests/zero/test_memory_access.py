@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from lagom.errors import DivergenceError, LagomError
+from lagom.errors import DivergenceError
 from lagom.session.session import Session
-from tests.ranks import RankFailedError, alone, run_ranks
+from tests.ranks import RankFailedError, alone, check_against_one_process, run_ranks
 
 
 def trained() -> Any:
@@ -64,10 +63,7 @@ def failing(session: Session) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("program", [methods, failing])
 def test_numbers_are_those_of_one_process(program: Any) -> None:
-    wanted = alone(program)
-    for found in run_ranks(2, program, zero_lvl=3):
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    check_against_one_process(program, rtol=1e-12, atol=1e-12, zero_lvl=3)
 
 
 def two_losses(session: Session) -> list[torch.Tensor]:
@@ -98,35 +94,9 @@ def changed_before_backward(session: Session) -> None:
 def test_what_a_step_leaves_alone_counts_as_unchanged(zero_lvl: int) -> None:
     wanted = alone(two_losses)
     for found in run_ranks(2, two_losses, zero_lvl=zero_lvl):
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     with pytest.raises(RankFailedError, match="modified by an inplace operation"):
         run_ranks(2, changed_before_backward, zero_lvl=zero_lvl)
-
-
-def test_other_threads_and_processes_are_refused() -> None:
-    def program(session: Session) -> list[str]:
-        model = trained()
-        said: list[str] = []
-
-        def read() -> None:
-            try:
-                model[0].weight.norm()
-            except LagomError as error:
-                said.append(str(error))
-
-        thread = threading.Thread(target=read)
-        model[0].weight.sum()  # whole, for the moment
-        thread.start()
-        thread.join()
-        with pytest.raises(LagomError, match="share_memory"):
-            model.share_memory()
-        step(model)
-        return said
-
-    for said in run_ranks(2, program, zero_lvl=3):
-        assert len(said) == 1
-        assert "another thread" in said[0]
 
 
 @pytest.mark.parametrize("when", ["made", "trained"])
