@@ -17,7 +17,7 @@ from lagom import experiment
 from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
-from lagom.errors import LagomError, PlanError, RankError, RankTraceback
+from lagom.errors import LagomError, PlanError, RankError
 from lagom.launchers.protocol import Outcome
 from lagom.plan import Plan
 
@@ -129,71 +129,15 @@ def test_without_a_seed_the_ranks_get_the_generators_of_this_process(launcher: R
     assert launcher.calls[-1][1].random_states is None
 
 
-def test_the_functions_exception_is_raised_with_the_ranks_traceback_as_its_cause(launcher: Ranks) -> None:
-    error = KeyError("lr")
-    launcher.outcomes = [returned(0, 1), failed(1, error)]
-    with pytest.raises(KeyError) as raised:
-        experiment.lagom(train, TorchDistributedConfig())
-    assert raised.value is error
-    cause = raised.value.__cause__
-    assert isinstance(cause, RankTraceback)
-    assert cause.rank == 1
-    assert "on rank 1" in str(cause)
-    assert "traceback of 1" in str(cause)
-
-
-def test_the_cause_is_reported_and_not_the_broken_connection_it_causes(launcher: Ranks) -> None:
-    launcher.outcomes = [failed(0, RuntimeError("connection closed"), consequence=True), failed(1, ValueError("nan"))]
-    with pytest.raises(ValueError, match="nan"):
-        experiment.lagom(train, TorchDistributedConfig())
-
-
 def test_a_consequence_alone_is_still_an_error(launcher: Ranks) -> None:
     launcher.outcomes = [returned(0, 1), failed(1, RuntimeError("connection closed"), consequence=True)]
     with pytest.raises(RuntimeError, match="connection closed"):
         experiment.lagom(train, TorchDistributedConfig())
 
 
-def test_ranks_that_were_stopped_are_not_taken_for_the_failure(launcher: Ranks) -> None:
-    launcher.outcomes = [failed(0, None, stopped=True, consequence=True), failed(1, ValueError("nan"))]
-    with pytest.raises(ValueError, match="nan"):
-        experiment.lagom(train, TorchDistributedConfig())
-
-
-def test_the_first_failure_is_reported_and_not_that_of_the_lowest_rank(launcher: Ranks) -> None:
-    launcher.outcomes = [failed(0, ValueError("second"), order=2), failed(1, ValueError("first"), order=1)]
-    with pytest.raises(ValueError, match="first"):
-        experiment.lagom(train, TorchDistributedConfig())
-
-
 def test_no_value_is_returned_when_a_rank_neither_returned_nor_failed(launcher: Ranks) -> None:
     launcher.outcomes = [returned(0, 1), failed(1, None, stopped=True, consequence=True)]
     with pytest.raises(RankError, match="rank 1"):
-        experiment.lagom(train, TorchDistributedConfig())
-
-
-def test_an_exception_that_cannot_be_read_is_told_of_by_name_message_and_traceback(launcher: Ranks) -> None:
-    def load() -> Mapping[str, Any]:
-        raise TypeError("__init__() missing 1 required positional argument")
-
-    report = {"ok": False, "rank": 1, "error": "Odd", "message": "a and b", "traceback": "the traceback"}
-    launcher.outcomes = [returned(0, 1), Outcome(rank=1, report=report, load=load)]
-    with pytest.raises(RankError, match="rank 1 raised Odd: a and b") as raised:
-        experiment.lagom(train, TorchDistributedConfig())
-    assert "the traceback" in str(raised.value.__cause__)
-    assert raised.value.rank == 1
-
-
-@pytest.mark.parametrize("code", [0, 3, None, "a text"])
-def test_an_exit_is_an_error_that_says_so(launcher: Ranks, code: Any) -> None:
-    launcher.outcomes = [failed(0, None, exit=code), returned(1, 1)]
-    with pytest.raises(RankError, match=r"sys\.exit"):
-        experiment.lagom(train, TorchDistributedConfig())
-
-
-def test_a_death_is_an_error_that_names_it(launcher: Ranks) -> None:
-    launcher.outcomes = [returned(0, 1), failed(1, None, died="was killed", message="rank 1 was killed by SIGKILL")]
-    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
         experiment.lagom(train, TorchDistributedConfig())
 
 

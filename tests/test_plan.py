@@ -27,14 +27,35 @@ def test_deepspeed_has_all_levels_and_its_own_settings() -> None:
     assert (found.backend, found.zero_lvl, found.deepspeed_config) == ("deepspeed", 3, {"a": 1})
 
 
-def test_all_slots_are_taken_when_no_number_is_asked_for() -> None:
-    assert plan(TorchDistributedConfig(), spark(3)).world_size == 3
-    assert plan(TorchDistributedConfig(), local(2)).world_size == 2
+@pytest.mark.parametrize(
+    ("world_size", "cluster", "found", "num_slots"),
+    [
+        (None, spark(3), 3, 3),
+        (None, local(2), 2, 2),
+        (2, spark(5), 2, 2),
+        (5, local(2), 5, 5),  # processes of one machine may be more than its cores
+        (None, spark(2, gpus_per_slot=4), 8, 2),
+    ],
+)
+def test_slots_are_taken_as_asked_for_and_all_where_no_number_is(
+    world_size: int | None, cluster: Cluster, found: int, num_slots: int
+) -> None:
+    made = plan(TorchDistributedConfig(world_size=world_size), cluster)
+    assert (made.world_size, made.num_slots) == (found, num_slots)
 
 
-def test_fewer_than_all_slots_can_be_taken() -> None:
-    found = plan(TorchDistributedConfig(world_size=2), spark(5))
-    assert (found.world_size, found.num_slots) == (2, 2)
+@pytest.mark.parametrize(
+    ("world_size", "cluster", "said"),
+    [
+        (None, spark(0), "0 task slots"),
+        (3, spark(2), "2 task slots"),
+        (3, local(2, gpus_per_slot=1), "2 GPUs"),
+        (9, spark(2, gpus_per_slot=4), "8 GPUs"),
+    ],
+)
+def test_more_than_there_is_room_for_is_an_error(world_size: int | None, cluster: Cluster, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        plan(TorchDistributedConfig(world_size=world_size), cluster)
 
 
 def test_with_sparks_encryption_ranks_have_to_be_on_one_host_unless_that_is_allowed() -> None:
@@ -55,11 +76,6 @@ def test_too_few_slots_is_an_error_with_both_numbers_and_the_remedy() -> None:
     assert isinstance(raised.value, LagomError)
 
 
-def test_no_slot_at_all_is_an_error_even_when_no_number_was_asked_for() -> None:
-    with pytest.raises(PlanError, match="0 task slots"):
-        plan(TorchDistributedConfig(), spark(0))
-
-
 def test_no_error_tells_to_ask_for_no_rank_at_all() -> None:
     with pytest.raises(PlanError) as raised:
         plan(TorchDistributedConfig(), spark(0, remedy="add executors"))
@@ -67,34 +83,11 @@ def test_no_error_tells_to_ask_for_no_rank_at_all() -> None:
     assert "add executors" in str(raised.value)
 
 
-def test_processes_of_one_machine_may_be_more_than_its_cores() -> None:
-    assert plan(TorchDistributedConfig(world_size=5), local(2)).world_size == 5
-
-
-def test_gpus_of_one_machine_are_not_oversubscribed() -> None:
-    with pytest.raises(PlanError, match="2 GPUs"):
-        plan(TorchDistributedConfig(world_size=3), local(2, gpus_per_slot=1))
-
-
-def test_spark_tasks_are_not_oversubscribed() -> None:
-    with pytest.raises(PlanError):
-        plan(TorchDistributedConfig(world_size=3), spark(2))
-
-
 @pytest.mark.parametrize(("world_size", "num_slots"), [(1, 1), (4, 1), (5, 2), (8, 2)])
 def test_a_task_with_several_gpus_holds_several_ranks(world_size: int, num_slots: int) -> None:
     found = plan(TorchDistributedConfig(world_size=world_size), spark(2, gpus_per_slot=4))
     assert (found.world_size, found.ranks_per_slot, found.num_slots) == (world_size, 4, num_slots)
     assert found.gpu
-
-
-def test_all_gpus_are_taken_when_no_number_is_asked_for() -> None:
-    assert plan(TorchDistributedConfig(), spark(2, gpus_per_slot=4)).world_size == 8
-
-
-def test_more_than_all_gpus_is_an_error_that_counts_gpus() -> None:
-    with pytest.raises(PlanError, match="8 GPUs"):
-        plan(TorchDistributedConfig(world_size=9), spark(2, gpus_per_slot=4))
 
 
 def test_a_run_without_gpus_is_none_on_gpus() -> None:

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import DivergenceError
-from lagom.gradients.checksum import digest
-from lagom.gradients.reduction.layout import Layout, LayoutEntry
-from lagom.run_state.leaves import Leaves, reached_leaves
+from lagom.run_state.leaves import Leaves
 from lagom.session.session import Session
 from tests.ranks import run_ranks
 
@@ -166,29 +164,3 @@ def test_leaves_forget_the_dead_and_never_reuse_a_number() -> None:
     assert leaves.number(kept) == leaves.number(kept) == 100
     assert leaves.tensor(100) is kept
     assert leaves.tensor(99) is None
-
-
-def test_reached_finds_every_leaf_once() -> None:
-    a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
-    loss = (a * b + a.exp() * c.detach()).sum()
-    assert {id(leaf) for leaf in reached_leaves([loss])} == {id(a), id(b)}
-    assert len(reached_leaves([loss])) == 2
-    assert reached_leaves([loss], [b]) == [b]
-    assert reached_leaves([c]) == [c]
-
-
-def test_digest_is_of_the_bits() -> None:
-    assert digest(torch.zeros(3)) != digest(-torch.zeros(3))
-    assert digest(torch.arange(6.0).view(2, 3).t()) == digest(torch.arange(6.0).view(2, 3).t().contiguous())
-    assert digest(torch.empty(0)) == digest(torch.empty(0))
-    assert digest(torch.ones(2).bfloat16()) == digest(torch.ones(2).bfloat16())
-
-
-def test_layout_places_every_gradient_once() -> None:
-    shapes = [(3, 2), (20_000,), (), (4,), (300, 300)]
-    entries = [LayoutEntry(9 - i, torch.float32, torch.Size(shape), i == 3, False) for i, shape in enumerate(shapes)]
-    layout = Layout("a backward", entries, room=65536)
-    placed = layout.framed + layout.sparse + [i for bucket in layout.buckets for i in bucket.indices]
-    assert sorted(placed) == list(range(5))
-    assert layout.sparse == [3]
-    assert layout.framed == [2, 0]

@@ -26,54 +26,34 @@ def call(function: Callable[..., Any], provided: dict[str, Any] | None = None) -
     return function(*positional, **named)
 
 
-def test_the_fields_of_the_config_are_passed_by_name_in_any_order() -> None:
-    def train(test_set: Any, hparams: Any, module: Any, train_set: Any) -> Any:
-        return module, hparams, train_set, test_set
-
-    assert call(train) == ("M", PROVIDED["hparams"], "TRAIN", "TEST")
+REST = {"epochs": 3}
 
 
-def test_the_data_sets_come_in_maggys_spelling_too() -> None:
-    assert call(lambda module, dataset, reporter: (module, dataset, reporter)) == ("M", ["TRAIN", "TEST"], "R")
-
-
-def test_a_function_without_parameters_gets_nothing() -> None:
-    assert arguments(lambda: None, PROVIDED) == ([], {})
-
-
-def test_other_names_are_looked_up_in_hparams() -> None:
-    assert call(lambda lr, *, epochs: (lr, epochs)) == (0.1, 3)
-
-
-def test_keyword_arguments_take_the_hparams_that_are_left() -> None:
-    assert call(lambda lr, **rest: (lr, rest)) == (0.1, {"epochs": 3})
-    assert call(lambda **rest: rest) == {"lr": 0.1, "epochs": 3}
-
-
-def test_keyword_arguments_do_not_take_the_fields_of_the_config() -> None:
-    assert call(lambda module, **rest: rest) == {"lr": 0.1, "epochs": 3}
-
-
-def test_star_arguments_stay_empty() -> None:
-    assert call(lambda lr, *rest, epochs: (lr, rest, epochs)) == (0.1, (), 3)
-
-
-def test_positional_only_parameters_are_filled() -> None:
-    def train(module: Any, lr: float, /, epochs: int) -> Any:
-        return module, lr, epochs
-
-    assert call(train) == ("M", 0.1, 3)
-
-
-def test_a_positional_only_default_before_a_provided_one_keeps_its_place() -> None:
-    def train(momentum: float = 0.9, lr: float = 1.0, /) -> Any:
-        return momentum, lr
-
-    assert call(train) == (0.9, 0.1)
-
-
-def test_a_default_is_used_only_where_nothing_is_provided() -> None:
-    assert call(lambda lr=5, momentum=0.9: (lr, momentum)) == (0.1, 0.9)
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda: "nothing", "nothing"),
+        # Fields of the config, by name and in any order; data sets in Maggy's spelling too.
+        (lambda test_set, module, train_set: (module, train_set, test_set), ("M", "TRAIN", "TEST")),
+        (lambda module, dataset, reporter: (module, dataset, reporter), ("M", ["TRAIN", "TEST"], "R")),
+        # Other names are those of hparams; keyword arguments are the hparams that are left, no fields of the config.
+        (lambda lr, *, epochs: (lr, epochs), (0.1, 3)),
+        (lambda lr, **rest: (lr, rest), (0.1, REST)),
+        (lambda **rest: rest, {"lr": 0.1, **REST}),
+        (lambda module, **rest: rest, {"lr": 0.1, **REST}),
+        (lambda lr, *rest, epochs: (lr, rest, epochs), (0.1, (), 3)),
+        # Parameters by position only, with and without a default.
+        (lambda module, lr, /, epochs: (module, lr, epochs), ("M", 0.1, 3)),
+        (lambda momentum=0.9, lr=1.0, /: (momentum, lr), (0.9, 0.1)),
+        # A default is used only where nothing is provided.
+        (lambda lr=5, momentum=0.9: (lr, momentum), (0.1, 0.9)),
+        # A partial keeps what it has by position; by keyword it has a default.
+        (functools.partial(lambda a, b, lr: (a, b, lr), 1, b=2), (1, 2, 0.1)),
+        (functools.partial(lambda lr: lr, lr=9), 0.1),
+    ],
+)
+def test_a_function_gets_what_it_names(function: Callable[..., Any], wanted: Any) -> None:
+    assert call(function) == wanted
 
 
 def test_a_default_serves_a_field_that_the_config_does_not_have() -> None:
@@ -92,17 +72,6 @@ def test_an_hparam_called_hparams_is_found_inside_hparams_only() -> None:
 
 def test_hparams_that_are_none_or_false_are_passed() -> None:
     assert call(lambda a, b=7, c=8: (a, b, c), {"hparams": {"a": None, "b": None, "c": 0}}) == (None, None, 0)
-
-
-def test_a_partial_keeps_what_it_has() -> None:
-    def train(a: Any, b: Any, lr: float) -> Any:
-        return a, b, lr
-
-    assert call(functools.partial(train, 1, b=2)) == (1, 2, 0.1)
-
-
-def test_a_partials_keyword_is_a_default_that_hparams_replaces() -> None:
-    assert call(functools.partial(lambda lr: lr, lr=9)) == 0.1
 
 
 def test_methods_callable_objects_and_classes_are_functions_too() -> None:

@@ -47,29 +47,18 @@ def test_a_module_that_is_loaded_travels(beside: Path) -> None:
     assert "lagom_loaded.py" in names(lambda: None)
 
 
-def test_a_module_that_is_only_imported_inside_the_function_travels(beside: Path) -> None:
-    (beside / "lagom_inside.py").write_text("x = 1\n")
-    assert "lagom_inside.py" in names(function_of("def train():\n    import lagom_inside"))
-    assert "lagom_inside.py" in names(function_of("def train():\n    from lagom_inside import x"))
-    assert "lagom_inside" not in sys.modules
-
-
-def test_a_module_that_a_helper_imports_travels(beside: Path) -> None:
-    (beside / "lagom_inside.py").write_text("x = 1\n")
-    helper = "def helper():\n    import lagom_inside\n"
-    assert "lagom_inside.py" in names(function_of(helper + "def train():\n    return helper()"))
-    assert "lagom_inside.py" in names(function_of(helper + "def train():\n    return (lambda: helper())()"))
-
-
-def test_a_module_that_a_method_of_a_class_imports_travels(beside: Path) -> None:
-    (beside / "lagom_inside.py").write_text("x = 1\n")
-    source = "class Net:\n    def forward(self):\n        import lagom_inside\ndef train():\n    return Net()"
-    assert "lagom_inside.py" in names(function_of(source))
-
-
-def test_partials_methods_and_callable_objects_are_looked_into(beside: Path) -> None:
-    (beside / "lagom_inside.py").write_text("x = 1\n")
-    source = """
+HELPER = "def helper():\n    import lagom_inside\n"
+METHOD = "class Net:\n    def forward(self):\n        import lagom_inside\n"
+CLOSURE = """
+def make():
+    def inner():
+        import lagom_inside
+    def outer():
+        return inner()
+    return outer
+train = make()
+"""
+CALLABLES = """
 class Trainer:
     def fit(self):
         import lagom_inside
@@ -79,22 +68,24 @@ partial = functools.partial(Trainer.fit, None)
 method = Trainer().fit
 called = Trainer()
 """
-    for name in ("partial", "method", "called"):
-        assert "lagom_inside.py" in names(function_of(source, name)), name
 
 
-def test_a_function_in_a_closure_is_looked_into(beside: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("def train():\n    import lagom_inside", "train"),
+        ("def train():\n    from lagom_inside import x", "train"),
+        (HELPER + "def train():\n    return helper()", "train"),
+        (HELPER + "def train():\n    return (lambda: helper())()", "train"),
+        (METHOD + "def train():\n    return Net()", "train"),
+        (CLOSURE, "train"),
+        *((CALLABLES, name) for name in ("partial", "method", "called")),
+    ],
+)
+def test_a_module_that_is_only_imported_inside_travels(beside: Path, source: str, name: str) -> None:
     (beside / "lagom_inside.py").write_text("x = 1\n")
-    source = """
-def make():
-    def inner():
-        import lagom_inside
-    def outer():
-        return inner()
-    return outer
-train = make()
-"""
-    assert "lagom_inside.py" in names(function_of(source))
+    assert "lagom_inside.py" in names(function_of(source, name))
+    assert "lagom_inside" not in sys.modules
 
 
 def test_what_a_module_of_ones_own_imports_travels_too(beside: Path) -> None:
