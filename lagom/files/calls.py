@@ -50,13 +50,18 @@ class _Own(threading.local):
 class FileCalls(ABC):
     """The functions of one rank; ``replacements`` are by name, those of ``os`` except ``io.open``."""
 
-    def __init__(self, host_dir: str) -> None:
+    was_asked = False
+    """Whether the program has asked which rank it is."""
+    is_over = False
+    """Whether the rank now sees the real disk."""
+
+    def __init__(self, host_dir: str, by_name: bool) -> None:
+        """List all directories sorted if ``by_name``, since the disks of other hosts have orders of their own."""
         self.own = _Own()
         self.original: dict[str, Any] = {name: getattr(os, name) for name in _names() if hasattr(os, name)}
         self.original["io.open"] = io.open
+        self.by_name = by_name
         self._alone = _left_alone()
-        self.is_over = False
-        """Whether the rank now sees the real disk."""
         self._host_dir = os.path.realpath(host_dir) + "/"
         self._files = self._host_dir + "files/"  # working directory on a host without the driver's
 
@@ -72,17 +77,29 @@ class FileCalls(ABC):
     def written(self, path: str) -> str:
         """Return the place where C code must write the file that the program calls ``path``."""
 
-    @abstractmethod
     def found(self, path: str, dir_fd: int | None = None, follow: bool = True) -> str:
         """Return the place where C code must look for the path that the program calls ``path``."""
+        return path
 
-    @abstractmethod
     def listed(self, path: str) -> str:
         """Return the place where C code must list the directory that the program calls ``path``."""
+        return path
 
-    @abstractmethod
     def asked(self) -> None:
         """Note that the program has asked which rank it is."""
+        self.was_asked = True
+
+    def io_open(self, opened: Callable[[Any, int, int], int]) -> Callable[..., Any]:
+        """Wrap ``io.open``: it opens files by ``opened``, which takes path, flags and mode."""
+        original = self.original["io.open"]
+
+        @functools.wraps(original)
+        def call(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+            if self.own.inside or isinstance(file, int) or len(args) > 5 or kwargs.get("opener") is not None:
+                return original(file, mode, *args, **kwargs)
+            return original(file, mode, *args, **kwargs | {"opener": lambda path, flags: opened(path, flags, 0o666)})
+
+        return call
 
     def left_alone(self, key: str) -> bool:
         """Return whether ``key`` is real for every rank: devices, caches, files that lagom keeps for the run."""
@@ -106,8 +123,10 @@ class FileCalls(ABC):
         """Return whether this thread is downloading."""
         return self.own.downloads > 0
 
-    def absolute(self, path: Any, dir_fd: int | None, cwd: str | None = None) -> str | None:
-        """Return the path as text; None if it is no path, or one that is the real disk for every rank."""
+    def absolute(self, path: Any, dir_fd: int | None) -> str | None:
+        """Return the path as text; None if lagom itself asks, or if every rank finds the real disk there."""
+        if self.own.inside:
+            return None
         if type(path) is not str:
             if isinstance(path, int):
                 return None
@@ -119,7 +138,7 @@ class FileCalls(ABC):
             if not path:
                 return None
             try:
-                path = f"{cwd or os.getcwd() if dir_fd is None else self.of(dir_fd)}/{path}"
+                path = f"{os.getcwd() if dir_fd is None else self.of(dir_fd)}/{path}"
             except OSError:
                 return None
         return None if path.startswith(SYSTEM) or "\0" in path else path
@@ -147,11 +166,6 @@ class FileCalls(ABC):
         return made
 
 
-def opens_to_read(mode: Any) -> bool:
-    """Return whether ``open`` with that mode cannot change anything."""
-    return isinstance(mode, str) and "r" in mode and "+" not in mode
-
-
 def _by_default(make: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     # tempfile._mkstemp_inner(dir, prefix, suffix, ...) and mkdtemp(suffix=None, prefix=None, dir=None).
     at = 0 if make.__name__ == "_mkstemp_inner" else 2
@@ -170,4 +184,4 @@ def _left_alone() -> tuple[str, ...]:
 
 def _names() -> tuple[str, ...]:
     others = ("open", "mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink")
-    return (*others, *READ, *CHANGE, "listdir", "scandir", "chdir", "fchdir", "getcwd", "getcwdb")
+    return (*others, *READ, *CHANGE, "listdir", "scandir", "chdir", "getcwd", "getcwdb")

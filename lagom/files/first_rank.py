@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from lagom.files.calls import FileCalls, opens_to_read
+from lagom.files.calls import FileCalls
 from lagom.files.journal import Change, Journal
 from lagom.files.listing import Scan
 
@@ -20,50 +20,49 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 class FirstRankCalls(FileCalls):
     """The file functions of rank 0."""
 
-    was_asked = False
-    """Whether the program has asked which rank it is."""
-
-    def __init__(self, host_dir: str, journal: Journal, by_name: bool) -> None:
-        """List all directories sorted if ``by_name``, since the disks of other hosts have orders of their own."""
-        super().__init__(host_dir)
+    def __init__(self, host_dir: str, by_name: bool, journal: Journal) -> None:
+        super().__init__(host_dir, by_name)
         self._journal = journal
-        self._by_name = by_name
 
     def replacements(self) -> dict[str, Any]:
-        changes: dict[str, Change] = {"mkdir": "name", "unlink": "name", "remove": "name", "rmdir": "rmdir"}
-        changes |= {"truncate": "content"}
-        found: dict[str, Any] = {name: self._noting(name, change) for name, change in changes.items()}
-        found |= {name: self._noting_two(name) for name in ("rename", "replace", "link", "symlink")}
-        return found | {
-            "open": self._open(),
-            "io.open": self._io_open(),
+        found = {name: self._noting(name, self._note_name) for name in ("mkdir", "unlink", "remove", "rmdir")}
+        found |= {name: self._noting(name, self._note_renaming) for name in ("rename", "replace")}
+        found |= {
+            "truncate": self._noting("truncate", lambda path, *_, **__: self._note(path, None, True, "content")),
+            "link": self._noting("link", self._note_linking),
+            "symlink": self._noting("symlink", lambda src, dst, *args, **at: self._note_name(dst, **at)),
+            "open": self._noting("open", self._note_opening),
             "listdir": self._sorting("listdir", lambda names: names, str),
             "scandir": self._sorting("scandir", Scan, lambda entry: entry.name),
         }
+        return found | {"io.open": self.io_open(found["open"])}
 
     def free(self, path: str) -> None:
         self._journal.log.add("free", path)
-
-    def asked(self) -> None:
-        self.was_asked = True
 
     def written(self, path: str) -> str:
         self._note(path, None, follow=True, change="content")
         return path
 
-    def found(self, path: str, dir_fd: int | None = None, follow: bool = True) -> str:
-        return path
+    def _noting(self, name: str, note: Callable[..., None]) -> Callable[..., Any]:
+        """Wrap a function that changes something; ``note`` takes the arguments first."""
+        original = self.original[name]
 
-    def listed(self, path: str) -> str:
-        return path
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.own.inside:
+                note(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return call
 
     def _note(self, path: Any, dir_fd: int | None, follow: bool, change: Change) -> None:
+        absolute = self.absolute(path, dir_fd)
+        if absolute is None:
+            return
         self.own.inside = True
         try:
-            absolute = self.absolute(path, dir_fd)
-            if absolute is None:
-                return
-            key = self._key(absolute, follow)
+            key = _key(absolute, follow)
             if self.left_alone(key):
                 return
             if self.downloads():
@@ -75,74 +74,30 @@ class FirstRankCalls(FileCalls):
         finally:
             self.own.inside = False
 
-    def _key(self, path: str, follow: bool) -> str:
-        head, _, tail = path.rpartition("/")
-        if follow or tail in ("", ".", ".."):
-            return os.path.realpath(path)
-        directory = os.path.realpath(head or "/")
-        return f"{directory.rstrip('/')}/{tail}"
+    # Each function takes the arguments of the function of ``os``.
 
-    def _noting(self, name: str, change: Change) -> Callable[..., Any]:
-        original = self.original[name]
+    def _note_name(self, path: Any, *_: Any, dir_fd: int | None = None, **__: Any) -> None:
+        self._note(path, dir_fd, False, "name")
 
-        @functools.wraps(original)
-        def call(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-            if not self.own.inside:
-                self._note(path, dir_fd, name == "truncate", change)
-            return original(path, *args, **kwargs, **({} if dir_fd is None else {"dir_fd": dir_fd}))
+    def _note_renaming(
+        self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> None:
+        self._note(src, src_dir_fd, False, "tree")
+        self._note(dst, dst_dir_fd, False, "name")
 
-        return call
+    def _note_linking(
+        self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None, **_: Any
+    ) -> None:
+        self._note(src, src_dir_fd, False, "content")  # a write by one name changes the file under the other
+        self._note(dst, dst_dir_fd, False, "name")
 
-    def _noting_two(self, name: str) -> Callable[..., Any]:
-        original = self.original[name]
+    def _note_opening(self, path: Any, flags: int, mode: int = 0, *, dir_fd: int | None = None) -> None:
+        if flags & _WRITES:
+            exclusive = flags & os.O_CREAT and flags & os.O_EXCL
+            change: Change = "name" if exclusive else "truncate" if flags & os.O_TRUNC else "content"
+            self._note(path, dir_fd, not exclusive and not flags & os.O_NOFOLLOW, change)
 
-        @functools.wraps(original)
-        def call(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.own.inside:
-                to = kwargs.get("dst_dir_fd", kwargs.get("dir_fd"))
-                if name in ("rename", "replace"):
-                    self._note(src, kwargs.get("src_dir_fd"), False, "tree")
-                    self._note(dst, to, False, "rmdir")
-                if name == "link":  # a write by one name changes the file under the other
-                    self._note(src, kwargs.get("src_dir_fd"), False, "content")
-                self._note(dst, to, False, "name")
-            return original(src, dst, *args, **kwargs)
-
-        return call
-
-    def _open(self) -> Callable[..., Any]:
-        original = self.original["open"]
-
-        @functools.wraps(original)
-        def call(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-            if flags & _WRITES and not self.own.inside:
-                self._note_opening(path, flags, dir_fd)
-            fd: int = original(path, flags, mode, dir_fd=dir_fd)
-            return fd
-
-        return call
-
-    def _note_opening(self, path: Any, flags: int, dir_fd: int | None) -> None:
-        exclusive = flags & os.O_CREAT and flags & os.O_EXCL
-        change: Change = "name" if exclusive else "truncate" if flags & os.O_TRUNC else "content"
-        self._note(path, dir_fd, not exclusive and not flags & os.O_NOFOLLOW, change)
-
-    def _io_open(self) -> Callable[..., Any]:
-        original, opened = self.original["io.open"], self.original["open"]
-
-        def note(path: Any, flags: int) -> int:
-            self._note_opening(path, flags, None)
-            fd: int = opened(path, flags, 0o666)
-            return fd
-
-        @functools.wraps(original)
-        def call(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-            plain = self.own.inside or opens_to_read(mode) or isinstance(file, int)
-            if plain or len(args) > 5 or kwargs.get("opener") is not None:
-                return original(file, mode, *args, **kwargs)
-            return original(file, mode, *args, **kwargs | {"opener": note})
-
-        return call
+    # Listing
 
     def _sorting(self, name: str, made: Callable[[Any], Any], by: Callable[[Any], Any]) -> Callable[..., Any]:
         original = self.original[name]
@@ -150,23 +105,23 @@ class FirstRankCalls(FileCalls):
         @functools.wraps(original)
         def call(path: Any = ".") -> Any:
             found = original(path)
-            if self.own.inside or not (self._by_name or self._is_touched(path)):
+            if self.own.inside or not (self.by_name or self._is_touched(path)):
                 return found
             return made(sorted(found, key=by))
 
         return call
 
     def _is_touched(self, path: Any) -> bool:
-        log = self._journal.log
-        log.fresh()
-        self.own.inside = True
         try:
             absolute = self.of(path) if isinstance(path, int) else self.absolute("." if path is None else path, None)
-            if absolute is None:
-                return False
-            key = os.path.realpath(absolute)
-            return key in log.children or log.nearest(key) is not None
+            return absolute is not None and self._journal.log.touches(os.path.realpath(absolute))
         except OSError:
             return False
-        finally:
-            self.own.inside = False
+
+
+def _key(path: str, follow: bool) -> str:
+    head, _, tail = path.rpartition("/")
+    if follow or tail in ("", ".", ".."):
+        return os.path.realpath(path)
+    directory = os.path.realpath(head or "/")
+    return f"{directory.rstrip('/')}/{tail}"

@@ -53,11 +53,11 @@ def own_disk(host_dir: str, rank: int, world_size: int, local_world_size: int, *
         stack.callback(journal.close)
         calls: FileCalls
         if rank == 0 and lands:
-            calls = FirstRankCalls(host_dir, journal, local_world_size < world_size)
+            calls = FirstRankCalls(host_dir, local_world_size < world_size, journal)
         else:
             own = f"{folder}/{rank}"
             os.makedirs(own, mode=0o700, exist_ok=True)
-            calls = OtherRankCalls(host_dir, own, journal, local_world_size < world_size)
+            calls = OtherRankCalls(host_dir, local_world_size < world_size, journal, own)
             stack.callback(calls.overlay.close)
         for owner, name, value in _installed(calls):
             stack.enter_context(replaced(owner, name, value))

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["absent", "aside", "shared", "free", "put", "gone"]
-Change = Literal["name", "content", "truncate", "rmdir", "tree"]
-"""The coming change of a path: its name is given up or reused, its content is changed or discarded, a directory is
-removed, or a directory is moved with its content.
+Change = Literal["name", "content", "truncate", "tree"]
+"""The coming change of a path: its name is given up or reused, its content is changed or discarded, or a directory is
+moved with its content.
 """
 
 _FICLONE = 0x40049409  # from linux/fs.h
@@ -85,6 +85,11 @@ class PathLog:
                 return None
             path = path[: path.rfind("/")] or "/"
 
+    def touches(self, directory: str) -> bool:
+        """Return whether there is an entry for ``directory``, directly in it or above it."""
+        self.fresh()
+        return directory in self.children or self.nearest(directory) is not None
+
     def _apply(self, path: str, entry: JournalEntry, over_tree: bool) -> None:
         if over_tree:
             below = path + "/"
@@ -137,7 +142,7 @@ class Journal:
                 self.log.add("absent", key)
                 return
             if stat.S_ISDIR(mode):
-                if change == "tree" or (change == "rmdir" and not os.listdir(key)):
+                if change == "tree" or not os.listdir(key):
                     self._put_tree_aside(key)
             elif stat.S_ISLNK(mode):
                 self._put(key, lambda aside: os.symlink(os.readlink(key), aside))

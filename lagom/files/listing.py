@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from lagom.files.journal import join
-from lagom.files.view import View
-
-Inside = Callable[[Callable[[], Any], Any], Any]
-"""Calls the first argument; exceptions name the second."""
 
 
 class Scan:
@@ -40,10 +36,9 @@ class Scan:
 class ListedEntry:
     """A replacement for ``os.DirEntry``, which cannot be made."""
 
-    def __init__(self, view: View, inside: Inside, directory: str, given: Any, name: str) -> None:
-        self._view = view
-        self._inside = inside
-        self._key = join(directory, name)
+    def __init__(self, directory: str, given: Any, name: str) -> None:
+        """Make the entry ``name`` of ``directory``, which the program gave as ``given``."""
+        self._path = join(directory, name)
         self.name: Any = os.fsencode(name) if isinstance(given, bytes) else name
         self.path: Any = self.name if isinstance(given, int) else os.path.join(given, self.name)
 
@@ -55,14 +50,7 @@ class ListedEntry:
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return the result of ``os.stat``."""
-        view = self._view
-
-        def look() -> os.stat_result:
-            key = view.key(self._key, follow=True) if follow_symlinks else self._key
-            return view.lstat(key)
-
-        found: os.stat_result = self._inside(look, self.path)
-        return found
+        return os.stat(self._path, follow_symlinks=follow_symlinks)
 
     def inode(self) -> int:
         """Return the inode of the entry itself, without following a link."""

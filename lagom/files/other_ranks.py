@@ -4,217 +4,173 @@ from __future__ import annotations
 
 import functools
 import os
-import stat
 from collections.abc import Callable
 from typing import Any
 
-from lagom.files.calls import CHANGE, READ, opens_to_read
-from lagom.files.seeing import ELSEWHERE, SeenFiles, name_in
+from lagom.files.calls import CHANGE, READ, FileCalls
+from lagom.files.journal import Journal
+from lagom.files.listing import ListedEntry, Scan
+from lagom.files.overlay import Overlay
 
 
-class OtherRankCalls(SeenFiles):
+class OtherRankCalls(FileCalls):
     """The file functions of every rank other than 0."""
 
-    was_asked = False
-    """Whether the program has asked which rank it is."""
+    def __init__(self, host_dir: str, by_name: bool, journal: Journal, folder: str) -> None:
+        """Keep the rank's own files in ``folder``."""
+        super().__init__(host_dir, by_name)
+        self.overlay = Overlay(folder, journal, self.left_alone, self.downloads)
 
     def replacements(self) -> dict[str, Any]:
-        present = self.original
-        found: dict[str, Any] = {name: self.reading(name, follows) for name, follows in READ.items()}
-        found |= {name: self._changing(name, follows) for name, follows in CHANGE.items()}
-        found |= {name: self._two(name) for name in ("rename", "replace", "link", "symlink")}
+        overlay = self.overlay
+        found: dict[str, Any] = {name: self._one(name, follows, overlay.read) for name, follows in READ.items()}
+        found |= {name: self._one(name, follows, overlay.change) for name, follows in CHANGE.items()}
+        found |= {name: self._one(name, False, overlay.unlink) for name in ("unlink", "remove")}
+        found |= {name: self._two(name, overlay.rename) for name in ("rename", "replace")}
         found |= {
-            "mkdir": self._making(),
-            "rmdir": self._removing("rmdir"),
-            "unlink": self._removing("unlink"),
-            "remove": self._removing("remove"),
+            "chdir": self._one("chdir", True, overlay.read),
+            "truncate": self._one("truncate", True, overlay.truncate),
+            "mkdir": self._one("mkdir", False, overlay.make),
+            "rmdir": self._one("rmdir", False, overlay.rmdir),
+            "link": self._two("link", overlay.link),
+            "symlink": self._two("symlink", overlay.symlink),
             "open": self._open(),
-            "io.open": self._io_open(),
-            "listdir": self.listdir(),
-            "scandir": self.scandir(),
-            "chdir": self._chdir(),
-            "fchdir": self._fchdir(),
-            "getcwd": self._getcwd("getcwd", lambda cwd: cwd),
-            "getcwdb": self._getcwd("getcwdb", os.fsencode),
+            "listdir": self._listing("listdir", list, self._names),
+            "scandir": self._listing("scandir", _at_once, self._entries),
+            "getcwd": functools.wraps(os.getcwd)(lambda: overlay.seen(self.original["getcwd"]())),
+            "getcwdb": functools.wraps(os.getcwdb)(lambda: os.fsencode(os.getcwd())),
         }
-        return {name: call for name, call in found.items() if name in present}
+        return found | {"io.open": self.io_open(found["open"])}
 
     def free(self, path: str) -> None:
         self.overlay.log.add("free", path)
 
     def asked(self) -> None:
         if not self.was_asked:
-            self.was_asked = True
+            super().asked()
             with self.original["io.open"](self.overlay.folder + "/asked", "w") as file:
                 file.write(str(os.getpid()))
 
+    def found(self, path: str, dir_fd: int | None = None, follow: bool = True) -> str:
+        absolute = self.absolute(path, dir_fd)
+        if absolute is None:
+            return path
+        return str(self._inside(lambda: self.overlay.place(self.overlay.key(absolute, follow)), path))
+
+    def listed(self, path: str) -> str:
+        absolute = self.absolute(path, None)
+        if absolute is None:
+            return path
+        return str(self._inside(lambda: self.overlay.listed(self.overlay.key(absolute, True)), path))
+
     def written(self, path: str) -> str:
-        with self.original["io.open"](path, "ab", opener=self._opener):
+        with open(path, "ab"):
             return self.found(path)
 
-    # Changing
+    def of(self, fd: int) -> str:
+        os.fstat(fd)  # raises the right error for one that is closed
+        return self.overlay.seen(super().of(fd))
 
-    def _changing(self, name: str, follows: bool) -> Callable[..., Any]:
-        original = self.original.get(name)
+    def _inside(self, call: Callable[[], Any], path: Any, to: Any = None) -> Any:
+        """Run ``call`` with lagom's own calls reaching the disk; its exceptions name the program's paths."""
+        self.own.inside = True
+        try:
+            return call()
+        except OSError as error:
+            error.filename = os.fspath(path) if isinstance(path, os.PathLike) else path
+            if to is not None or error.filename2 is not None:
+                error.filename2 = os.fspath(to) if isinstance(to, os.PathLike) else to
+            raise
+        finally:
+            self.own.inside = False
 
-        @functools.wraps(original or len)
-        def call(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-            assert original is not None
-            key = self.key(path, dir_fd, follows and kwargs.get("follow_symlinks", True))
-            if key is None:
-                return original(path, *args, **kwargs, **({} if dir_fd is None else {"dir_fd": dir_fd}))
-
-            def change() -> Any:
-                real = self.overlay.goes_real(key)
-                place = key if real else self.overlay.copied_up(key)
-                if not place and name == "truncate":
-                    place = self.overlay.place(key)  # the system will refuse it
-                return original(place, *args, **kwargs) if place else None
-
-            return self.inside(change, path)
-
-        return call
-
-    def _making(self) -> Callable[..., Any]:
-        original = self.original["mkdir"]
-
-        @functools.wraps(original)
-        def call(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-            key = self.key(path, dir_fd, follow=False)
-            if key is None:
-                original(path, mode, dir_fd=dir_fd)
-            else:
-                self.inside(lambda: self.overlay.mkdir(key, mode), path)
-
-        return call
-
-    def _removing(self, name: str) -> Callable[..., Any]:
+    def _one(self, name: str, follows: bool, act: Callable[[str, Callable[[str], Any]], Any]) -> Callable[..., Any]:
+        """Wrap a function of one path by ``act``, which takes the key and a function that takes a place."""
         original = self.original[name]
-        remove = self.overlay.rmdir if name == "rmdir" else self.overlay.unlink
 
         @functools.wraps(original)
-        def call(path: Any, *, dir_fd: int | None = None) -> None:
-            key = self.key(path, dir_fd, follow=False)
-            if key is None:
-                original(path, dir_fd=dir_fd)
-            else:
-                self.inside(lambda: remove(key), path)
+        def call(path: Any = ".", *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
+            absolute = self.absolute(path, dir_fd)
+            if absolute is None:
+                return original(path, *args, **kwargs, **({} if dir_fd is None else {"dir_fd": dir_fd}))
+            follow = follows and kwargs.get("follow_symlinks", True)
+            encode = os.fsencode if isinstance(path, bytes) else str
+
+            def run() -> Any:
+                return act(self.overlay.key(absolute, follow), lambda at: original(encode(at), *args, **kwargs))
+
+            try:
+                return self._inside(run, path)
+            except OSError:
+                if name == "access":  # it returns False instead of raising
+                    return False
+                raise
 
         return call
 
-    def _two(self, name: str) -> Callable[..., Any]:
+    def _two(self, name: str, act: Callable[[Any, str], None]) -> Callable[..., Any]:
+        """Wrap a function of two paths by ``act``, which takes their keys; of a link's target, as it is."""
         original = self.original[name]
 
         @functools.wraps(original)
         def call(src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
-            if self.own.inside or not self._do_two(name, src, dst, kwargs):
+            at = src if name == "symlink" else self.absolute(src, kwargs.get("src_dir_fd"))
+            to = self.absolute(dst, kwargs.get("dst_dir_fd", kwargs.get("dir_fd")))
+            if at is None or to is None:
                 original(src, dst, *args, **kwargs)
+                return
+
+            def run() -> None:
+                act(src if name == "symlink" else self.overlay.key(at, False), self.overlay.key(to, False))
+
+            self._inside(run, src, dst)
 
         return call
 
-    def _do_two(self, name: str, src: Any, dst: Any, kwargs: dict[str, Any]) -> bool:
-        """Rename or link; return False if neither path is the overlay's."""
-        overlay = self.overlay
-        try:
-            follow = name == "link" and kwargs.get("follow_symlinks", False)
-            key = src if name == "symlink" else self.key(src, kwargs.get("src_dir_fd"), follow)
-            to = self.key(dst, kwargs.get("dst_dir_fd", kwargs.get("dir_fd")), follow=False)
-            if key is None or to is None:
-                return False
-            act = getattr(overlay, "rename" if name == "replace" else name)
-            self.inside(lambda: act(key, to), src, dst)
-        except OSError as error:
-            name_in(error, src, dst)
-            raise
-        return True
-
-    # Opening
-
-    def _opener(self, path: Any, flags: int) -> int:
-        return self._opened(path, flags, 0o666, None)
-
-    def _opened(self, path: Any, flags: int, mode: int, dir_fd: int | None) -> int:
-        exclusive = flags & os.O_CREAT and flags & os.O_EXCL
-        key = self.key(path, dir_fd, not exclusive and not flags & os.O_NOFOLLOW)
-        if key is None:
-            fd: int = self.original["open"](path, flags, mode, dir_fd=dir_fd)
-            return fd
-        opened: int = self.inside(lambda: self.overlay.open(key, flags, mode), path)
-        return opened
-
-    def _open(self) -> Callable[..., Any]:
+    def _open(self) -> Callable[..., int]:
         original = self.original["open"]
 
         @functools.wraps(original)
-        def call(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-            fd = self._opened(path, flags, mode, dir_fd)
-            info = os.fstat(fd)
-            if stat.S_ISDIR(info.st_mode) and (key := self.key(path, dir_fd, follow=True)) is not None:
-                self.opened_directories[fd] = (key, info.st_dev, info.st_ino)
-            return fd
+        def call(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> Any:
+            absolute = self.absolute(path, dir_fd)
+            if absolute is None:
+                return original(path, flags, mode, dir_fd=dir_fd)
+            follow = not (flags & os.O_CREAT and flags & os.O_EXCL) and not flags & os.O_NOFOLLOW
+            return self._inside(lambda: self.overlay.open(self.overlay.key(absolute, follow), flags, mode), path)
 
         return call
 
-    def _io_open(self) -> Callable[..., Any]:
-        original = self.original["io.open"]
+    # Listing
 
-        @functools.wraps(original)
-        def call(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-            own = self.own.inside or isinstance(file, int) or len(args) > 5 or kwargs.get("opener") is not None
-            if own:
-                return original(file, mode, *args, **kwargs)
-            if opens_to_read(mode):
-                opened = self.plainly(
-                    file, True, lambda: original(file, mode, *args, **kwargs), lambda opened: opened.close()
-                )
-                if opened is not ELSEWHERE:
-                    return opened
-            return original(file, mode, *args, **kwargs | {"opener": self._opener})
-
-        return call
-
-    # The working directory
-
-    def _chdir(self) -> Callable[..., Any]:
-        original = self.original["chdir"]
-
-        @functools.wraps(original)
-        def call(path: Any) -> None:
-            if isinstance(path, int):
-                self._stand(self.of(path), path)
-                return
-            key = self.key(path, None, follow=True)
-            if key is None:
-                original(path)
-                self.overlay.cwd = None
-                self.overlay.clean = {}
-            else:
-                self._stand(key, path)
-
-        return call
-
-    def _fchdir(self) -> Callable[..., Any]:
-        @functools.wraps(self.original["fchdir"])
-        def call(fd: Any) -> None:
-            number = fd if isinstance(fd, int) else fd.fileno()
-            self._stand(self.of(number), fd)
-
-        return call
-
-    def _getcwd(self, name: str, encoded: Callable[[str], Any]) -> Callable[..., Any]:
+    def _listing(self, name: str, made: Callable[[Any], Any], own: Callable[[str, Any], Any]) -> Callable[..., Any]:
+        """Wrap ``listdir`` or ``scandir``: return ``made`` of the original's result, or ``own`` of the key."""
         original = self.original[name]
 
         @functools.wraps(original)
-        def call() -> Any:
-            return original() if self.overlay.cwd is None else encoded(self.overlay.cwd)
+        def call(path: Any = None) -> Any:
+            given = "." if path is None else path
+            absolute = self.of(given) if isinstance(given, int) else self.absolute(given, None)
+            if absolute is None or self.own.inside:
+                return original(path)
+
+            def is_untouched() -> bool:
+                return not self.by_name and bool(self._inside(lambda: self.overlay.is_untouched(absolute), path))
+
+            if is_untouched():
+                found = made(original(path))
+                if is_untouched():
+                    return found
+            return self._inside(lambda: own(self.overlay.key(absolute, True), given), path)
 
         return call
 
-    def _stand(self, key: str, given: Any) -> None:
-        def stand() -> None:
-            place = self.overlay.place(key)
-            self.original["chdir"](place)
-            self.overlay.cwd = None if place == key else key
-            self.overlay.clean = {}
+    def _names(self, key: str, path: Any) -> list[Any]:
+        return [os.fsencode(name) if isinstance(path, bytes) else name for name in self.overlay.names(key)]
 
-        self.inside(stand, given)
+    def _entries(self, key: str, path: Any) -> Scan:
+        return Scan([ListedEntry(key, path, name) for name in self.overlay.names(key)])
+
+
+def _at_once(scan: Any) -> Scan:
+    with scan:  # so that later changes of rank 0 are not in it
+        return Scan(list(scan))

@@ -7,7 +7,8 @@ import os
 import shutil
 import stat
 import threading
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from lagom.files.journal import copy, join, parent
 from lagom.files.view import View
@@ -27,15 +28,8 @@ class Overlay(View):
         if not writes or self.goes_real(key):
             return self.read(key, lambda place: os.open(place, flags, mode), os.close)
         found = self.mode(key)
-        if not found:
-            if not flags & os.O_CREAT:
-                self._check_is_directory(parent(key))
-                _refuse(errno.ENOENT)
-            fd = os.open(self._prepared(key), flags, mode)
-            self._put(key)
-            return fd
-        if flags & os.O_CREAT and flags & os.O_EXCL:
-            _refuse(errno.EEXIST)
+        if flags & os.O_CREAT and (not found or flags & os.O_EXCL):
+            return int(self.make(key, lambda place: os.open(place, flags, mode)))
         if not stat.S_ISREG(found) or self.is_own(key):
             # A pipe or a device is the real one; a directory is refused.
             return self.read(key, lambda place: os.open(place, flags & ~os.O_CREAT, mode), os.close)
@@ -43,45 +37,49 @@ class Overlay(View):
             _refuse(errno.EACCES)
         return os.open(self.copied_up(key, keep_content=not flags & os.O_TRUNC), flags, mode)
 
-    def mkdir(self, key: str, mode: int) -> None:
-        """Make a directory as ``os.mkdir``."""
+    def make(self, key: str, call: Callable[[str], Any]) -> Any:
+        """Make a file, directory or link, which ``call`` makes at a place."""
         if self.goes_real(key):
-            os.mkdir(key, mode)
-            return
+            return call(key)
         if self.mode(key):
             _refuse(errno.EEXIST)
-        place = self._prepared(key)
-        os.mkdir(place, mode)
+        result = call(self._prepared(key))
         self._put(key)
+        return result
 
     def symlink(self, target: str | bytes, key: str) -> None:
         """Make a link as ``os.symlink``; ``target`` stays as the program gave it."""
-        if self.goes_real(key):
-            os.symlink(target, key)
-            return
-        if self.mode(key):
-            _refuse(errno.EEXIST)
-        os.symlink(os.fsdecode(target), self._prepared(key))
-        self._put(key)
+        self.make(key, lambda place: os.symlink(os.fsdecode(target), place))
 
     def link(self, source: str, key: str) -> None:
         """Make a hard link as ``os.link``."""
-        if self.goes_real(key) and self.place(source) == source:
-            os.link(source, key)
-            return
         mode = self.lstat(source).st_mode
-        if self.mode(key):
-            _refuse(errno.EEXIST)
-        place = self._prepared(key)
-        if stat.S_ISDIR(mode):
-            _refuse(errno.EPERM)
-        os.link(self.copied_up(source), place)
-        self._put(key)
 
-    def unlink(self, key: str) -> None:
+        def link(place: str) -> None:
+            if stat.S_ISDIR(mode):
+                _refuse(errno.EPERM)
+            os.link(self.place(source) if place == key else self.copied_up(source), place)
+
+        self.make(key, link)
+
+    def change(self, key: str, call: Callable[[str], Any]) -> Any:
+        """Change mode, times or content of ``key`` by ``call``; rank 0 does it for a directory that ranks share."""
+        if self.goes_real(key):
+            return call(key)
+        if stat.S_ISDIR(self.lstat(key).st_mode) and not self.is_own(key):
+            return None
+        return call(self.copied_up(key))
+
+    def truncate(self, key: str, call: Callable[[str], Any]) -> Any:
+        """Truncate as ``os.truncate``."""
+        if stat.S_ISDIR(self.mode(key)):
+            _refuse(errno.EISDIR)
+        return self.change(key, call)
+
+    def unlink(self, key: str, call: Callable[[str], Any]) -> None:
         """Remove a file as ``os.unlink``."""
         if self.goes_real(key):
-            os.unlink(key)
+            call(key)
             return
         if stat.S_ISDIR(self.lstat(key).st_mode):
             _refuse(errno.EISDIR)
@@ -90,15 +88,15 @@ class Overlay(View):
             os.unlink(self.upper + key)
         self._drop(key)
 
-    def rmdir(self, key: str) -> None:
+    def rmdir(self, key: str, call: Callable[[str], Any]) -> None:
         """Remove a directory as ``os.rmdir``."""
         if self.goes_real(key):
-            os.rmdir(key)
+            call(key)
             return
         self._check_empty(key)
         self._check_may_change(parent(key))
         clear(self.upper + key)
-        self._drop(key, directory=True)
+        self.log.add("gone", key, over_tree=True)
 
     def rename(self, key: str, to: str) -> None:
         """Rename as ``os.rename`` and ``os.replace``."""
@@ -121,22 +119,32 @@ class Overlay(View):
         elif replaced and stat.S_ISDIR(replaced):
             _refuse(errno.EISDIR)
         self._check_may_change(parent(key))
-        place = to if to_real else self._prepared(to)
-        _move(key if from_real else self._whole(key), place)
+        if whole:
+            self._rename_tree(key, to)
+            return
+        _move(key if from_real else self.copied_up(key), to if to_real else self._prepared(to))
         if not to_real:
-            self._put(to, tree=whole)
+            self._put(to)
         if not from_real:
-            self._drop(key, whole)
+            self._drop(key)
+
+    def _rename_tree(self, key: str, to: str) -> None:
+        """Rename a directory by its files: some are the rank's own, and some are common."""
+        if self.mode(to):
+            self.rmdir(to, os.rmdir)
+        self.make(to, os.mkdir)
+        for child in self.names(key):
+            self.rename(join(key, child), join(to, child))
+        self.read(key, lambda place: shutil.copystat(place, self.place(to)))
+        self.rmdir(key, os.rmdir)
 
     def copied_up(self, key: str, keep_content: bool = True) -> str:
-        """Return the path of the rank's own copy of the file ``key``, made if missing; "" for a common directory."""
+        """Return the path of the rank's own copy of the file or link ``key``, made if missing."""
         mode = self.lstat(key).st_mode
         if self.is_own(key):
             return self.upper + key
-        if stat.S_ISDIR(mode):
-            return ""  # the first rank changes its mode and times
         os.makedirs(self.upper + parent(key), exist_ok=True)
-        partial = self._partial()
+        partial = f"{self.folder}/partial.{os.getpid()}.{threading.get_ident()}"
         if stat.S_ISLNK(mode):
             os.symlink(self.read(key, os.readlink), partial)
         elif keep_content:
@@ -186,47 +194,18 @@ class Overlay(View):
         if self.names(key):
             _refuse(errno.ENOTEMPTY)
 
-    def _put(self, key: str, tree: bool = False) -> None:
-        """Log that ``key`` is in the rank's own folder; with ``tree``, replace all entries below it."""
+    def _put(self, key: str) -> None:
+        """Log that ``key`` is in the rank's own folder."""
         own = self.log.nearest(key)
-        if tree or own is None or own[1].kind != "put":
-            self.log.add("put", key, over_tree=tree)
+        if own is None or own[1].kind != "put":
+            self.log.add("put", key)
 
-    def _drop(self, key: str, directory: bool = False) -> None:
-        """Log that ``key`` is removed; its own file, if any, is gone already."""
+    def _drop(self, key: str) -> None:
+        """Log that the file ``key`` is removed; its own copy, if any, is gone already."""
         own, theirs = self.log.nearest(key), self.journal.log.nearest(key)
         inside = own is not None and own[0] != key and own[1].kind == "put"
-        if directory or not inside or (theirs is not None and theirs[1].kind == "shared"):
-            self.log.add("gone", key, over_tree=directory)
-
-    def _whole(self, key: str) -> str:
-        """Return the path of the rank's own copy of ``key``, a directory with its content."""
-        if not stat.S_ISDIR(self.lstat(key).st_mode):
-            return self.copied_up(key)
-        if not self.is_own(key) or self._has_entries_below(key):
-            partial = self._partial()
-            self._copy_view(key, partial)
-            os.makedirs(self.upper + parent(key), exist_ok=True)
-            clear(self.upper + key)
-            os.rename(partial, self.upper + key)
-            self._put(key, tree=True)
-        return self.upper + key
-
-    def _copy_view(self, key: str, target: str) -> None:
-        if not stat.S_ISDIR(self.mode(key)):
-            self.read(key, lambda place: _copy_one(place, target))
-            return
-        os.mkdir(target)
-        for child in self.names(key):
-            self._copy_view(join(key, child), f"{target}/{child}")
-        self.read(key, lambda place: shutil.copystat(place, target))
-
-    def _has_entries_below(self, key: str) -> bool:
-        below = key + "/"
-        return any(at.startswith(below) for log in (self.log, self.journal.log) for at in log.entries)
-
-    def _partial(self) -> str:
-        return f"{self.folder}/partial.{os.getpid()}.{threading.get_ident()}"
+        if not inside or (theirs is not None and theirs[1].kind == "shared"):
+            self.log.add("gone", key)
 
 
 def _refuse(number: int) -> NoReturn:
@@ -234,22 +213,13 @@ def _refuse(number: int) -> NoReturn:
 
 
 def _move(source: str, target: str) -> None:
-    if os.path.isdir(source) and os.path.isdir(target):
-        os.rmdir(target)
     try:
         os.rename(source, target)
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
+        clear(target)
         shutil.move(source, target)
-
-
-def _copy_one(place: str, target: str) -> None:
-    clear(target)  # remains of an earlier try
-    if os.path.islink(place):
-        os.symlink(os.readlink(place), target)
-    elif os.path.isfile(place):
-        copy(place, target)
 
 
 def clear(path: str) -> None:

@@ -34,47 +34,23 @@ class View:
         self.journal = journal
         self.left_alone = left_alone
         self.downloads = downloads
-        self.cwd: str | None = None
-        """The program's working directory, if it differs from the process's."""
         self.folder = folder
         self._nowhere = folder + "/nothing"
         self._listings: list[str] = []
         self._directories: dict[str, str] = {}
         """Keys of directories, by the program's path."""
-        self.clean: dict[str, set[str] | None] = {}
-        """Names in a directory that must not be looked up on the disk itself; None: all of them.
-
-        The key is the directory's path as the program gives it, with a slash at the end.
-        """
         self._state = (0, 0)
 
     def close(self) -> None:
         """Close the rank's log."""
         self.log.close()
 
-    def is_steady(self) -> bool:
-        """Return whether nobody has changed anything since ``clean`` was filled."""
-        return (self.log.size(), self.journal.log.size()) == self._state
-
-    def learn(self, head: str, absolute: str) -> set[str] | None:
-        """Find the value of ``clean`` for the directory ``head``, which is ``absolute``, store it and return it."""
-        key = self.key(absolute + "/", follow=True)
-        clean = self.clean  # another thread that sees a change replaces it
-        # Links on the way may differ from the disk's.
-        if self.place(key) == key == os.path.realpath(head or "."):
-            found = self.log.children.get(key, set()) | self.journal.log.children.get(key, set())
-        else:
-            found = None
-        clean[head] = found
-        return found
-
     def _refresh(self) -> None:
         self.log.fresh()
         self.journal.log.fresh()
         state = (self.log.num_read, self.journal.log.num_read)
         if state != self._state:
-            self._directories.clear()
-            self.clean = {}
+            self._directories = {}  # another thread may be using the former one
             self._state = state
 
     # Where things are
@@ -85,9 +61,10 @@ class View:
         head, _, tail = path.rpartition("/")
         if tail in ("", ".", ".."):
             return self._resolved(path)
-        directory = self._directories.get(head)
+        directories = self._directories
+        directory = directories.get(head)
         if directory is None:
-            directory = self._directories[head] = self._resolved(head)
+            directory = directories[head] = self._resolved(head)
         key = f"/{tail}" if directory == "/" else f"{directory}/{tail}"
         return self._resolved(key) if follow and self._link(key) is not None else key
 
@@ -151,6 +128,8 @@ class View:
 
     def seen(self, place: str) -> str:
         """Return the path by which the program knows ``place``."""
+        if not place.startswith(os.path.dirname(self.folder) + "/"):
+            return place
         for inner in (self.upper, self._nowhere, *self._listings):
             if place == inner or place.startswith(inner + "/"):
                 return place[len(inner) :] or "/"
@@ -177,6 +156,13 @@ class View:
             if theirs.num_read == num_read or self.place(key) == place:
                 return result
             undo(result)
+
+    def is_untouched(self, path: str) -> bool:
+        """Return whether the disk has at the absolute ``path`` the directory that the rank sees there."""
+        key = self.key(path + "/", follow=True)
+        touched = self.log.touches(key) or self.journal.log.touches(key)
+        # Links on the way may differ from the disk's.
+        return not touched and self.place(key) == key == os.path.realpath(path)
 
     def lstat(self, key: str) -> os.stat_result:
         """Return the status of ``key`` itself."""
