@@ -41,7 +41,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.monitor import spans as kinds
+from lagom.monitor.spans import current_spans
 from lagom.patching.replace import replaced
 
 WORLD_SIZE = 2
@@ -145,7 +145,7 @@ def _measured(task: Task, number: int, rounds: int, driver: int) -> dict[str, An
     passed = time.perf_counter() - start
     found: dict[str, Any] = {"step": passed / number, "prints": loop.printed_s / number}
     found["beside"] = (_beside_s(others) - beside) / number
-    found["rounds"] = _rounds(loop, rounds) if kinds._current is not None else []
+    found["rounds"] = _rounds(loop, rounds) if current_spans() is not None else []
     return found
 
 
@@ -177,7 +177,7 @@ def _rounds(loop: Loop, count: int) -> list[list[float]]:
 @contextmanager
 def _chosen() -> Iterator[Callable[[str], None]]:
     """Yield a function that chooses the way of the next step: with the timeline's patches and hooks, or without."""
-    noted, way = kinds._current, {"notes": True}
+    noted, way = current_spans(), {"notes": True}
     assert noted is not None
 
     def either(notes: Any, bare: Any) -> Callable[..., Any]:
@@ -201,15 +201,9 @@ def _chosen() -> Iterator[Callable[[str], None]]:
 
     noted._closes_at, noted._opens_at, noted._ends_at = -1, -1, 10**9
     with ExitStack() as stack:
-        for owner, name, around in (
-            (_BaseDataLoaderIter, "__next__", "original"),
-            (nn.Module, "__call__", "call"),
-            (torch.autograd, "_engine_run_backward", "original"),
-        ):
+        for owner, name in ((_BaseDataLoaderIter, "__next__"), (torch.autograd, "_engine_run_backward")):
             notes = vars(owner)[name]
-            assert notes.__module__.startswith("lagom.timing.program_spans"), f"{name} is not timed where it was"
-            names, cells = notes.__code__.co_freevars, notes.__closure__
-            stack.enter_context(replaced(owner, name, either(notes, cells[names.index(around)].cell_contents)))
+            stack.enter_context(replaced(owner, name, either(notes, notes.__wrapped__)))
         yield choose
     choose("on")
 
@@ -301,7 +295,7 @@ if __name__ == "__main__":
 # and runs with everything off differ from one another by 5%. The difference is printed, but no limit applies to it.
 #
 # So the timeline is measured within one run: steps with its patches and steps without them alternate within
-# milliseconds. Two small parts of its cost are in both: a test, and half a microsecond around the average of gradients.
+# milliseconds. Two small parts of its cost are in both: half a microsecond around a forward and around an average.
 # Heartbeats, the processes that carry the output of ranks, and the driver that shows and stores it work in the
 # background a few times a second, so most steps do not meet them. With as many ranks as cores, they delay steps by at
 # most the processor time that they use; all of it counts.

@@ -12,8 +12,8 @@ from lagom.collectives.connect import connect_mesh
 from lagom.collectives.mesh_group import MeshGroup
 from lagom.collectives.messages import as_bytes, as_tensor
 from lagom.collectives.native import OPERATIONS, TYPES
+from lagom.collectives.operation import ASIDE, Operation
 from lagom.collectives.prepared_averages import PreparedAverages
-from lagom.collectives.requests import naming
 from lagom.collectives.transports import KEPT, Transports
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lagom.collectives.background import Work
     from lagom.collectives.mesh import Mesh
     from lagom.collectives.native import Communicator
+    from lagom.monitor.spans import Spans
 
 TIMEOUT_S = 30 * 60.0
 """Seconds that a rank waits for another; torch's own default for gloo."""
@@ -123,7 +124,7 @@ class Group(PreparedAverages):
     def all_reduce_later(self, tensor: torch.Tensor) -> Work:
         """Begin to sum a contiguous ``tensor`` over the ranks, in place."""
         assert tensor.is_contiguous()
-        with naming("all_reduce"):
+        with Operation("all_reduce", self.spans, tensor.nbytes) as operation:
             near = self._ways.connected() if tensor.device.type == "cpu" and tensor.dtype in TYPES else None
             if near:
                 near.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], _SUM)
@@ -131,12 +132,11 @@ class Group(PreparedAverages):
             if self._ways.hosts is not None and near is not None:
                 self._ways.hosts.all_reduce(tensor)
                 return Done()
-            work: Work = self._serving(tensor).allreduce([tensor])
-            return work
+            return operation.goes_on(self._serving(tensor).allreduce([tensor]))
 
     def open_aside(self) -> None:
         """Connect for ``all_reduce_aside`` on the first call, which is a collective."""
-        with naming("connecting"):
+        with Operation("connecting"):
             near = self._ways.connected()
         if not near and self._ways.hosts_aside is None:
             if not self._is_of_one_host():
@@ -151,13 +151,13 @@ class Group(PreparedAverages):
         """Begin to sum a CPU tensor as ``all_reduce_later`` does, in an order independent of the other exchanges."""
         assert tensor.is_contiguous()
         if self._thread is not None and self._ways.near_aside is not None:
-            return self._thread.later(partial(_sum, self._ways.near_aside, tensor))
-        if self._thread is not None and self._ways.hosts_aside is not None:
-            return self._thread.later(partial(self._ways.hosts_aside.all_reduce, tensor))
-        if self._thread is not None and self._aside is not None:
-            return self._thread.later(partial(_sum_by_messages, self._aside, tensor))
-        with naming("all_reduce"):
-            return self._group_of("aside").allreduce([tensor])
+            return self._thread.later(partial(_sum, self._ways.near_aside, tensor, self.spans))
+        with Operation("all_reduce", self.spans, tensor.nbytes, ASIDE) as operation:
+            if self._thread is not None and self._ways.hosts_aside is not None:
+                return operation.goes_on(self._thread.later(partial(self._ways.hosts_aside.all_reduce, tensor)))
+            if self._thread is not None and self._aside is not None:
+                return operation.goes_on(self._thread.later(partial(_sum_by_messages, self._aside, tensor)))
+            return operation.goes_on(self._group_of("aside").allreduce([tensor]))
 
     @property
     def reduces_parts(self) -> bool:
@@ -178,13 +178,14 @@ class Group(PreparedAverages):
 
     def wait(self, work: Work) -> None:
         """Wait until ``work`` is done."""
-        with naming("all_reduce"):
-            work.wait()
+        if type(work) is not Done:
+            with Operation("all_reduce", self.spans, stream="", shown="wait"):
+                work.wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite a contiguous ``tensor`` with the one of rank ``root``."""
         assert tensor.is_contiguous()
-        with naming("broadcast"):
+        with Operation("broadcast", self.spans, tensor.nbytes):
             near = self._ways.connected() if tensor.device.type == "cpu" else None
             if near:
                 near.broadcast(tensor.data_ptr(), tensor.nbytes, root)
@@ -195,7 +196,7 @@ class Group(PreparedAverages):
 
     def broadcast_later(self, tensor: torch.Tensor, root: int) -> Work:
         """Begin to overwrite a contiguous ``tensor`` with the one of rank ``root``."""
-        with naming("broadcast"):
+        with Operation("broadcast"):
             near = self._ways.connected() if tensor.device.type == "cpu" else None
             if near:
                 near.broadcast(tensor.data_ptr(), tensor.nbytes, root)
@@ -225,7 +226,7 @@ class Group(PreparedAverages):
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the contiguous ``tensor`` of every rank, in rank order; all have one shape."""
         assert tensor.is_contiguous()
-        with naming("all_gather"):
+        with Operation("all_gather", self.spans, tensor.nbytes):
             near = self._ways.connected() if tensor.device.type == "cpu" else None
             if near:
                 found = tensor.new_empty((self.world_size, *tensor.shape))
@@ -242,7 +243,7 @@ class Group(PreparedAverages):
     def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Gather every rank's contiguous ``part``, equally many bytes, into a contiguous ``whole``, in rank order."""
         assert whole.numel() == part.numel() * self.world_size
-        with naming("all_gather"):
+        with Operation("all_gather", self.spans, whole.nbytes, shown="all_gather_into"):
             near = self._ways.connected() if part.device.type == "cpu" else None
             if near:
                 near.all_gather(part.data_ptr(), whole.data_ptr(), part.nbytes)
@@ -258,7 +259,7 @@ class Group(PreparedAverages):
         if rows.is_cuda and not self.has_gpus:  # gloo, which serves ranks that share a GPU, has this for the CPU only
             return self.all_to_all(rows.cpu()).to(rows.device)
         found = torch.empty_like(rows)
-        with naming("all_to_all"):
+        with Operation("all_to_all", self.spans, rows.nbytes):
             near = self._ways.connected() if rows.device.type == "cpu" else None
             if near:
                 sizes = [row.nbytes for row in rows]
@@ -269,13 +270,9 @@ class Group(PreparedAverages):
         return found
 
     def _exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
-        with naming("exchange"):
+        with Operation("exchange", self.spans, len(head) + (0 if body is None else len(body))):
             near = self._ways.connected()
-            if near:
-                return near.exchange(head, body)
-        mesh = self._meshed()
-        with naming("exchange"):
-            return mesh.exchange(head, body)
+            return near.exchange(head, body) if near else self._meshed().exchange(head, body)
 
     def _meshed(self) -> Mesh:
         if self._mesh is None:
@@ -283,7 +280,7 @@ class Group(PreparedAverages):
         return self._mesh
 
     def _connected(self) -> Mesh:
-        with naming("connecting"):
+        with Operation("connecting"):
             return connect_mesh(self.rank, self.world_size, self._ip, self._first_gather, self._key, TIMEOUT_S)
 
     def _is_of_one_host(self) -> bool:
@@ -291,7 +288,7 @@ class Group(PreparedAverages):
         return self._may_share and self._ways.hosts is None and self._meshed().is_of_one_host
 
     def _with_room(self, size: int) -> Communicator | None:
-        with naming("exchange"):
+        with Operation("exchange"):
             near = self._ways.connected()
         return near if near and size <= near.room() // 2 else None
 
@@ -305,12 +302,12 @@ class Group(PreparedAverages):
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        with naming("barrier"):
+        with Operation("barrier", self.spans):
             near = self._ways.connected()
             if near:
                 near.barrier()
-                return
-        self.exchange(b"")
+            else:
+                self.exchange(b"")
 
     def connect(self) -> None:
         """Connect with all ranks, if no exchange has yet, to notice from now on when a rank ends; a collective."""
@@ -326,14 +323,15 @@ class Group(PreparedAverages):
     def _group_of(self, name: str) -> dist.ProcessGroup:
         """Return the gloo group of this name; all ranks make it when it is first needed. See Note [Gloo]."""
         if name not in self._groups:
-            with naming("connecting"):
+            with Operation("connecting"):
                 self._groups[name] = self._gloo(name, self.rank, self.world_size)
             KEPT.append(self._groups[name])
         return self._groups[name]
 
 
-def _sum(near: Communicator, tensor: torch.Tensor) -> None:
-    near.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], _SUM)
+def _sum(near: Communicator, tensor: torch.Tensor, spans: Spans | None) -> None:
+    with Operation("all_reduce", spans, tensor.nbytes, ASIDE):
+        near.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], _SUM)
 
 
 def _sum_by_messages(mesh: MeshGroup, tensor: torch.Tensor) -> None:

@@ -6,7 +6,9 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from lagom.collectives.native import TYPES, native
-from lagom.collectives.requests import RequestExchange, named
+from lagom.collectives.operation import RANKS, named
+from lagom.collectives.requests import RequestExchange
+from lagom.monitor.spans import COLLECTIVE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,6 +42,8 @@ class PreparedAverages(RequestExchange):
             return None
         prepared = native().Sections([(start, count, TYPES[dtype]) for start, count, dtype in sections], size)
         call = near.average
+        if self.spans is not None:
+            call = self.spans.timed(COLLECTIVE, "average", call, size, RANKS)
 
         def average(signed: bytes, given: Sequence[int], averages: Sequence[int]) -> bool:
             while True:

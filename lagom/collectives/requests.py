@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lagom.errors import CollectiveError
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
+
+    from lagom.monitor.spans import Spans
 
 _ASK = b"lagom asks for:\0"
 """Prefix of a message that is a request and no part of an exchange."""
@@ -21,6 +20,8 @@ class RequestExchange(ABC):
     def __init__(self) -> None:
         self.serve: Callable[[bytes], None] | None = None
         """Takes part in what another rank has requested."""
+        self.spans: Spans | None = None
+        """Timeline that records the exchanges; None without one."""
 
     @abstractmethod
     def _exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
@@ -67,20 +68,6 @@ def _asked(rows: Sequence[memoryview]) -> bytes | None:
         if row[: len(_ASK)] == _ASK:
             return bytes(row[len(_ASK) :])
     return None
-
-
-@contextmanager
-def naming(operation: str) -> Iterator[None]:
-    """Raise an error of the block as a CollectiveError that names ``operation``."""
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        raise named(operation, error) from error
-
-
-def named(operation: str, error: Exception) -> CollectiveError:
-    """Return the error to raise when ``operation`` failed with ``error``."""
-    return CollectiveError(f"{operation} failed, as a rule because another rank is gone: {error}")
 
 
 # Note [Asking]

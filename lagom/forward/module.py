@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lagom.micro_batches.split_forward import MicroBatches
+from lagom.monitor.spans import FORWARD
 from lagom.patching.replace import replaced
 from lagom.row_split.slicer import Slicer, slices
 from lagom.run_state.cuda_device import follow_input
-from lagom.timing.forward_spans import timed_forward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,11 +64,8 @@ def own_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
     a module's first call, which may create parameters, nor in a backward, where checkpoints repeat a forward.
     """
     forwards = _Forwards(session, streams)
-    call = _called(forwards)
-    if session.spans is not None:
-        call = timed_forward(session.spans, vars(nn.Module)["__call__"], call, forwards)
     with ExitStack() as stack:
-        stack.enter_context(replaced(nn.Module, "__call__", call))
+        stack.enter_context(replaced(nn.Module, "__call__", _called(forwards)))
         if session.world_size > 1:
             stack.enter_context(replaced(torch.utils.checkpoint, _CHECKPOINT, _checkpointed(forwards)))
             stack.enter_context(reentrant_checkpoints(session))
@@ -145,6 +142,7 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
     slicer = Slicer(session, run, forwards.outside) if may_slice else None
     slices_training = session.config.batches == "whole"
     several = session.world_size > 1
+    spans = session.spans
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if forwards.inside or torch.compiler.is_dynamo_compiling():
@@ -152,6 +150,7 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
                 return run(module, *args, **kwargs)
             return original(module, *args, **kwargs)
         forwards.inside = True
+        start = 0 if spans is None else spans.clock()
         try:
             if session.weights is not None:
                 session.weights.resident.begin()
@@ -182,6 +181,8 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
             return outputs
         finally:
             forwards.inside = False
+            if spans is not None:
+                spans.add(FORWARD, type(module).__name__, start)
 
     return call
 

@@ -24,6 +24,7 @@ from lagom.loaders.permutation import shuffle_order
 from lagom.loaders.reading_threads import PassNames, Publication, Readers
 from lagom.loaders.sampler_sync import has_state, synchronise
 from lagom.loaders.self_sharded import PlacedDataset, shards_itself
+from lagom.monitor.spans import COPY
 from lagom.patching.object_reference import ObjectReference
 from lagom.patching.replace import replaced
 from lagom.run_state.cuda_device import move_to_device
@@ -256,6 +257,7 @@ def _begun_again(loaders: _Loaders) -> Any:
 def _yielding(session: Session, readers: Readers) -> Any:
     original = vars(_BaseDataLoaderIter)["__next__"]
     on_cuda = session.device.type == "cuda"
+    moved = move_to_device if session.spans is None else session.spans.timed(COPY, "to the device", move_to_device)
 
     def following(self: Any) -> Any:
         held = self.__dict__
@@ -286,7 +288,7 @@ def _yielding(session: Session, readers: Readers) -> Any:
             raise
         session.data_s += perf_counter() - start
         if on_cuda:
-            data = move_to_device(data, session.device)
+            data = moved(data, session.device)
         if current.training:
             if share is not None:
                 if not current.own:

@@ -55,9 +55,10 @@ class Spans:
 
     Args:
         clock: returns nanoseconds, for tests.
+        clock_of: names the clock, for tests; None: that of this host.
     """
 
-    def __init__(self, rank: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, rank: int, clock: Callable[[], int] = time.monotonic_ns, clock_of: str | None = None) -> None:
         self.rank = rank
         self.clock = clock
         self.thread = get_ident()
@@ -73,8 +74,8 @@ class Spans:
         self._closes_at, self._opens_at = FIRST + 1, 2 * FIRST
         self._step_at = 0
         self._loops, self._patience = 0, 0
-        self._counts: dict[str, Callable[[], int]] = {}
-        self._header = {"rank": rank, "host": socket.gethostname(), "clock": clock_id(), "pid": os.getpid()}
+        self._counts: dict[str, Callable[[], int]] = {"": itertools.repeat(-1).__next__}
+        self._header = {"rank": rank, "host": socket.gethostname(), "clock": clock_of or clock_id(), "pid": os.getpid()}
         self._header |= {"thread": self.thread, "wall_ns": time.time_ns(), "clock_ns": clock()}
         _alive.add(self)
 
@@ -83,18 +84,21 @@ class Spans:
         if self.keeps:
             self.append((kind, name, start, self.clock(), get_ident(), size, stream, number))
 
-    def timed(self, kind: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(
+        self, kind: str, name: str, function: Callable[..., Any], size: int = 0, stream: str = ""
+    ) -> Callable[..., Any]:
         """Return ``function`` with its calls recorded."""
-        clock, append = self.clock, self.append
+        clock, append, number = self.clock, self.append, self.numbers(stream)
 
         def call(*args: Any, **options: Any) -> Any:
+            place = number()
             if not self.keeps:
                 return function(*args, **options)
             start = clock()
             try:
                 return function(*args, **options)
             finally:
-                append((kind, name, start, clock(), get_ident()))
+                append((kind, name, start, clock(), get_ident(), size, stream, place))
 
         return call
 
@@ -196,6 +200,11 @@ def current(spans: Spans) -> Iterator[None]:
         yield
     finally:
         _current = before
+
+
+def current_spans() -> Spans | None:
+    """Return the timeline of the run that this process is a rank of; None without one."""
+    return _current
 
 
 @contextmanager

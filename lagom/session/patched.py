@@ -19,7 +19,7 @@ from lagom.optimizers.grouped_adam import grouped_adam
 from lagom.optimizers.lr_scaling import scaled_rates
 from lagom.optimizers.zero_steps import sharded_steps
 from lagom.run_state.random_streams import OwnStreams
-from lagom.timing.program_spans import timed
+from lagom.timing.program_spans import recorded_calls
 from lagom.tracking.mlflow import log_once_to_mlflow
 from lagom.tracking.tensorboard import write_events_once
 
@@ -65,8 +65,8 @@ def patched(session: Session) -> Iterator[None]:
                 stack.enter_context(whole_batch_statistics(session))
         if distributed or session.plan.rehearsal is not None:
             stack.enter_context(shared_files(session))
-        has_forwards = distributed or session.device.type == "cuda" or session.config.micro_batches is not None
-        if has_forwards:
+        on_cuda = session.device.type == "cuda"
+        if distributed or on_cuda or session.config.micro_batches is not None or session.spans is not None:
             stack.enter_context(own_forwards(session, streams))
         if precision is not None:
             stack.enter_context(precision.forwards())
@@ -76,7 +76,7 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(driven_by_deepspeed(session))
         stack.enter_context(sharded_loaders(session, streams))
         if session.spans is not None:
-            stack.enter_context(timed(session, session.spans, forwards=has_forwards))
+            stack.enter_context(recorded_calls(session.spans))
         yield
         if distributed:
             end_tracking()

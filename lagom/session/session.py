@@ -159,6 +159,7 @@ class Session:
         self.running_values = RunningValueDetector(self.synchronised_buffers, self.say_once)
         self.evaluation_passes = EvaluationPassDetector(self.batch_tracker.share, self.say_once)
         if self.group is not None:
+            self.group.spans = self.spans
             self.agreement = AgreedExchange(self.group, 0 if self.device.type == "cuda" else FRAME)
             self.divergence = DivergenceMonitor(
                 self.group, self.leaves, self.modules.made, self.synchronised_buffers, self.modules.name_of

@@ -1,4 +1,4 @@
-"""Spans of a rank's time, for timelines: loaders, forwards, backwards, steps, exchanges.
+"""Spans of the program's calls of torch, for timelines: loaders, backwards, steps, exchanges.
 
 Start with ``program_spans.py``.
 """

@@ -1,74 +1,55 @@
-"""``timed``: records the program's activities, outside all other patches. See Note [Timing]."""
+"""``recorded_calls``: records the program's calls of torch, outside all other patches. See Note [Timing]."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from contextlib import ExitStack, contextmanager
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lagom.loaders import dataloader
+from lagom.collectives.torch_backend.arguments import listed
+from lagom.collectives.torch_backend.shared_group import SharedProcessGroup
 from lagom.monitor import spans as kinds
 from lagom.patching.replace import replaced
-from lagom.timing.exchange_spans import time_group, timed_collectives
-from lagom.timing.forward_spans import timed_forwards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lagom.monitor.spans import Spans
-    from lagom.session.session import Session
 
 
 @contextmanager
-def timed(session: Session, spans: Spans, *, forwards: bool) -> Iterator[None]:
-    """Record the program's activities into ``spans``; entered after all other patches.
-
-    Args:
-        forwards: whether forwards are recorded already.
-    """
+def recorded_calls(spans: Spans) -> Iterator[None]:
+    """Record loaders, backwards, steps and exchanges of distributed programs; entered after all other patches."""
+    begin = spans.timed(kinds.DATA, "begin a pass", vars(DataLoader)["__iter__"])
     with ExitStack() as stack:
         stack.enter_context(kinds.current(spans))
-        if session.group is not None:
-            stack.enter_context(time_group(session.group, spans))
-        stack.enter_context(timed_collectives(spans))
-        stack.enter_context(_timed_loaders(spans))
-        if not forwards:
-            stack.enter_context(timed_forwards(spans))
+        stack.enter_context(replaced(DataLoader, "__iter__", begin))
+        stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _next_batch(spans)))
         stack.enter_context(replaced(torch.autograd, "_engine_run_backward", _backward(spans)))
-        stack.enter_context(_timed_steps(spans))
+        stack.enter_context(_recorded_steps(spans))
+        stack.enter_context(_recorded_exchanges(spans))
         try:
             yield
         finally:
             spans.finish()
 
 
-@contextmanager
-def _timed_loaders(spans: Spans) -> Iterator[None]:
-    begin = spans.timed(kinds.DATA, "begin a pass", vars(DataLoader)["__iter__"])
-    with ExitStack() as stack:
-        stack.enter_context(replaced(DataLoader, "__iter__", begin))
-        stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _following(spans)))
-        moved = spans.timed(kinds.COPY, "to the device", vars(dataloader)["move_to_device"])
-        stack.enter_context(replaced(dataloader, "move_to_device", moved))
-        yield
-
-
-def _following(spans: Spans) -> Callable[[Any], Any]:
+def _next_batch(spans: Spans) -> Callable[[Any], Any]:
     original = vars(_BaseDataLoaderIter)["__next__"]
-    clock, append = spans.clock, spans.append
+    wait = spans.timed(kinds.DATA, "wait for data", original)
 
+    @functools.wraps(original)
     def following(self: Any) -> Any:
-        start = clock()
-        try:
-            data = original(self)
-        finally:
-            if spans.keeps:
-                append((kinds.DATA, "wait for data", start, clock(), get_ident()))
+        start = spans.clock()
+        data = wait(self)
         spans.batch(start)
         return data
 
@@ -77,42 +58,34 @@ def _following(spans: Spans) -> Callable[[Any], Any]:
 
 def _backward(spans: Spans) -> Callable[..., Any]:
     original = torch.autograd._engine_run_backward
-    clock, append = spans.clock, spans.append
+    accumulate = spans.timed(kinds.BACKWARD, "backward", original)
+    differentiate = spans.timed(kinds.BACKWARD, "autograd.grad", original)
 
+    @functools.wraps(original)
     def run_backward(outputs: Any, *args: Any, **options: Any) -> Any:
-        start = clock()
-        accumulates = options.get("accumulate_grad", False)
-        if accumulates:
-            spans.backward(start)
-        try:
-            return original(outputs, *args, **options)
-        finally:
-            if spans.keeps:
-                append((kinds.BACKWARD, "backward" if accumulates else "autograd.grad", start, clock(), get_ident()))
+        if not options.get("accumulate_grad", False):
+            return differentiate(outputs, *args, **options)
+        spans.backward(spans.clock())
+        return accumulate(outputs, *args, **options)
 
     return run_backward
 
 
 @contextmanager
-def _timed_steps(spans: Spans) -> Iterator[None]:
+def _recorded_steps(spans: Spans) -> Iterator[None]:
     """Record steps by torch's hooks of all optimizers, which leave nothing on the optimizers."""
     begun: dict[int, int] = {}
-    names: dict[type, str] = {}
-    clock, append = spans.clock, spans.append
 
-    def begins(optimizer: Any, *_: Any) -> None:
-        begun[id(optimizer)] = clock()
+    def begin(optimizer: Any, *_: Any) -> None:
+        begun[id(optimizer)] = spans.clock()
 
-    def ends(optimizer: Any, *_: Any) -> None:
-        start = begun.pop(id(optimizer), None)
-        if start is not None and spans.keeps:
-            kind = type(optimizer)
-            name = names.get(kind) or names.setdefault(kind, f"{kind.__name__}.step")
-            append((kinds.OPTIMIZER, name, start, clock(), get_ident()))
+    def end(optimizer: Any, *_: Any) -> None:
+        if (start := begun.pop(id(optimizer), None)) is not None:
+            spans.add(kinds.OPTIMIZER, f"{type(optimizer).__name__}.step", start)
 
     handles = [
-        optimizers.register_optimizer_step_pre_hook(begins),
-        optimizers.register_optimizer_step_post_hook(ends),
+        optimizers.register_optimizer_step_pre_hook(begin),
+        optimizers.register_optimizer_step_post_hook(end),
     ]
     try:
         yield
@@ -121,10 +94,72 @@ def _timed_steps(spans: Spans) -> Iterator[None]:
             handle.remove()
 
 
+_MESSAGES = ("send", "recv", "isend", "irecv")
+_EXCHANGES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    *_MESSAGES,
+)
+
+
+@contextmanager
+def _recorded_exchanges(spans: Spans) -> Iterator[None]:
+    """Record calls of ``torch.distributed``, except for groups of lagom's backend, which record their exchanges."""
+    originals = {name: getattr(distributed_c10d, name) for name in _EXCHANGES}
+    recorded = {name: _recorded_exchange(spans, name, original) for name, original in originals.items()}
+    with ExitStack() as stack:
+        for module in list(sys.modules.values()):
+            known = getattr(module, "__dict__", None)
+            if not isinstance(known, dict):
+                continue
+            for name, original in originals.items():
+                # Also modules that imported the function by its name.
+                if known.get(name) is original:
+                    stack.enter_context(replaced(module, name, recorded[name]))
+        yield
+
+
+def _recorded_exchange(spans: Spans, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **options: Any) -> Any:
+        group = options.get("group") or next((one for one in args if isinstance(one, dist.ProcessGroup)), None)
+        group = group if group is not None else dist.group.WORLD
+        if group is None or isinstance(group, SharedProcessGroup):
+            return original(*args, **options)
+        given = [one for one in (*args, *options.values()) if isinstance(one, (list, torch.Tensor))][-1:]
+        size = sum(one.nbytes for one in (listed(given[0]) if given else []) if isinstance(one, torch.Tensor))
+        shown = f"{name} (begun)" if options.get("async_op") else name
+        stream = "" if name in _MESSAGES else _stream(group)
+        return spans.timed(kinds.COLLECTIVE, shown, original, size, stream)(*args, **options)
+
+    return call
+
+
+def _stream(group: Any) -> str:
+    try:
+        return f"group {group.group_name}"
+    except Exception:  # a group that torch does not know
+        return ""
+
+
 # Note [Timing]
 #
-# Functions around the existing ones record the spans; they are installed when the run begins. Without a timeline there
-# is no cost, not even a check. They also see distributed programs, in which lagom's own patches do nothing.
+# Rooms record their own work at its place, if there is a timeline: lagom's exchanges, forwards and copies to a device.
+# What a program may do without lagom's help is recorded here, by functions around those of torch, which are installed
+# when the run begins: loaders, backwards, steps, and exchanges of distributed programs, in which lagom's own patches do
+# nothing. Without a timeline they cost nothing, not even a check.
 #
 # Times are those of the program's thread. On a GPU the thread mostly launches work: slow work shows where the program
 # waits for it, usually in a copy to the host or in an exchange.

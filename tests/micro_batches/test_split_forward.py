@@ -22,6 +22,7 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches
 from lagom.session.session import Session
+from tests import ranks
 from tests.ranks import RankFailedError, alone, run_ranks
 
 MB = 1 << 20
@@ -184,7 +185,12 @@ def test_rows_that_are_all_alike_do_not_show_how_others_fare() -> None:
     assert differ(found, alone(train)) < 1e-12
 
 
-def test_batchnorm_keeps_the_statistics_of_the_batch_and_what_is_around_it_runs_in_parts() -> None:
+@pytest.mark.parametrize("timeline", [False, True])
+def test_batchnorm_keeps_the_statistics_of_the_batch_and_what_is_around_it_runs_in_parts(
+    monkeypatch: pytest.MonkeyPatch, timeline: bool
+) -> None:
+    monkeypatch.setattr(ranks, "TIMELINE", timeline)
+
     def train(session: Session) -> Any:
         return trained(session, network(nn.BatchNorm1d(WIDTH), dropout=0), mean_loss)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from lagom.collectives.tensor_ops import TensorCollectives, ordered, put_back
 from lagom.collectives.torch_backend.arguments import handed_on, listed, nested, reduction_of, root_of
 from lagom.collectives.torch_backend.works import SharedWork, WorkThread, finished
+from lagom.monitor.spans import COLLECTIVE, current_spans
 
 if TYPE_CHECKING:
     from lagom.collectives.native import Communicator
@@ -302,6 +303,10 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         """Do nothing: exchanges are numbered anyway."""
 
     def _collective(self, run: Callable[[], object], opts: Any, result: Sequence[Tensor]) -> Any:
+        if (spans := current_spans()) is not None:
+            # The name of the method that made it.
+            name = getattr(run, "__qualname__", "").partition(".<locals>")[0].rpartition(".")[2]
+            run = spans.timed(COLLECTIVE, name, run, sum(one.nbytes for one in result), f"group {self._name}")
         lane = self._lane("collective")
         if getattr(opts, "asyncOp", True):
             return lane.later(run, result)
