@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from lagom.monitor.spans import OPTIMIZER
+from lagom.monitor.spans import OPTIMIZER, unpack_spans
 from lagom.session.session import Session
 from tests import ranks
 from tests.ranks import alone, check_against_one_process, run_ranks
@@ -169,7 +170,8 @@ def with_a_timeline(session: Session) -> tuple[list[str], list[str]]:
     everywhere.remove()
     session.spans.keeps = False
     step(optimizers[0])
-    return [span[1] for span in session.spans._spans if span[0] == OPTIMIZER], seen
+    recorded = [span for block in session.spans.blocks() for span in json.loads(unpack_spans(block["data"]))["spans"]]
+    return [span[1] for span in recorded if span[0] == OPTIMIZER], seen
 
 
 def test_a_timeline_has_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,16 +280,13 @@ def test_an_activity_has_a_row_of_its_own(tmp_path: Path) -> None:
     assert [event["name"] for event in found if event["ph"] == "X" and event["tid"] == row] == ["ALLREDUCE"]
 
 
-def test_clocks_of_several_hosts_are_put_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_of_several_hosts_are_put_on_one(tmp_path: Path) -> None:
     ahead = {0: 0, 1: 7_000_000_000, 2: -3_000_000}
     draws = random.Random(1)
     records = RunRecords(tmp_path, {"name": "x"})
     records.close()
     clocks = {rank: Clock(10**12 + ahead[rank]) for rank in ahead}
-    ranks = {}
-    for rank, clock in clocks.items():
-        monkeypatch.setattr(kinds, "clock_id", lambda rank=rank: f"host {rank}")
-        ranks[rank] = Spans(rank, clock)
+    ranks = {rank: Spans(rank, clock, f"host {rank}") for rank, clock in clocks.items()}
     for number in range(50):
         came = {rank: number * 10_000_000 + draws.randrange(3_000_000) for rank in ahead}
         for rank, spans in ranks.items():
