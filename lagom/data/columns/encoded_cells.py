@@ -1,4 +1,4 @@
-"""Columns whose rows are arrays, of many shapes or not decoded yet, as the reader moves them."""
+"""Columns whose rows are arrays of different shapes (``CellColumn``) or are not decoded yet (``Encoded``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CellColumn:
-    """An array for each row, or None for a null."""
+    """A column with one array for each row, or None for a null."""
 
     __slots__ = ("cells", "dtype", "name", "ragged", "shape")
 
@@ -32,7 +32,13 @@ class CellColumn:
         shape: tuple[int, ...] | None,
         dtype: np.dtype[Any],
     ) -> None:
-        """``shape`` is that of every row, None where they differ; ``ragged`` says what a batch has then."""
+        """Make a column of ``cells``.
+
+        Args:
+            ragged: how a batch shows cells of different shapes: "error", "pad" or "list".
+            name: the column's name, for errors.
+            shape: shape of every cell; None if shapes differ.
+        """
         self.cells = cells
         self.ragged = ragged
         self.name = name
@@ -51,10 +57,11 @@ class CellColumn:
         return torch.from_numpy(self.dense())
 
     def dense(self) -> NDArray[Any]:
-        """The rows as one array; nulls are zeros.
+        """Return the rows as one array, with zeros for nulls.
 
         Raises:
-            DataError: when they have different shapes, and nothing was said about that.
+            DataError: if cells have different shapes and ``ragged`` is "error", or all cells are null and no shape is
+                known.
         """
         there = [cell for cell in self.cells if cell is not None]
         shapes = {cell.shape for cell in there}
@@ -90,7 +97,7 @@ class CellColumn:
 
 
 class Encoded:
-    """Cells that are not decoded yet, and where they come from."""
+    """A column of cells that are not decoded yet, with their origins for errors."""
 
     __slots__ = ("array", "decoder", "origins")
 
@@ -109,7 +116,7 @@ class Encoded:
         return Encoded(part, self.origins[start:stop:step], self.decoder)
 
     def decoded(self) -> CellColumn:
-        """The arrays."""
+        """Decode the cells into arrays."""
         return self.decoder(self.array, self.origins)
 
     def batch(self) -> Any:

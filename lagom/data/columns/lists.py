@@ -1,4 +1,4 @@
-"""Arrow's numbers and lists of numbers as arrays: by their buffers, not by their rows."""
+"""Converts Arrow's numbers and lists of numbers to numpy arrays, from whole buffers instead of row by row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from lagom.data.columns import types
 
 
 class RowError(Exception):
-    """A row that does not fit."""
+    """Raised for a row that cannot be converted.
+
+    Args:
+        row: index of the row in the array.
+        why: the reason, for the user.
+    """
 
     def __init__(self, row: int, why: str) -> None:
         super().__init__(why)
@@ -20,12 +25,15 @@ class RowError(Exception):
 
 
 def dense(array: Any, kind: Any, fill: int | float, *, strict: bool, depth: int = 0) -> NDArray[Any]:
-    """Rows as one array of shape ``(rows, ...)``; nulls as ``fill``.
+    """Return the rows of an Arrow array as one numpy array of shape ``(rows, ...)``, with ``fill`` for nulls.
 
-    With ``strict`` a null inside of a list is an error; one at the top is the caller's business.
+    Args:
+        kind: Arrow's type of the rows.
+        strict: whether a null inside a list is an error. The caller checks nulls at the top.
+        depth: number of lists around ``array``.
 
     Raises:
-        RowError: for the first row that is unlike the others.
+        RowError: for the first row with a list of another length, or with a null that ``strict`` forbids.
     """
     import pyarrow as pa
 
@@ -55,26 +63,26 @@ def dense(array: Any, kind: Any, fill: int | float, *, strict: bool, depth: int 
 
 
 def _of_decimals(array: Any) -> Any:
-    """The float64 nearest to each decimal, as Python and Spark have it; Arrow's own cast may give one beside it."""
+    """Convert decimals to the nearest float64, as Python and Spark do; Arrow's own cast may be off by one bit."""
     import pyarrow as pa
 
     kind = array.type
     if not pa.types.is_decimal128(kind) or kind.precision > 15 or not 0 <= kind.scale <= 22:
         return array.cast(pa.string()).cast(pa.float64())
-    # Up to 15 digits both numbers are exact, and so the quotient is rounded once.
+    # With up to 15 digits, dividend and divisor are exact, so only the quotient is rounded.
     low = np.frombuffer(array.buffers()[1], "<i8", 2 * len(array), 16 * array.offset)[::2]
     valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
     return pa.array(low / 10.0**kind.scale, mask=None if valid is None else ~valid)
 
 
 def view(array: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The memory of an Arrow array of numbers, writable where Arrow says that it may be written to."""
+    """Return a numpy view of an Arrow array of numbers, which is writable if Arrow's buffer is mutable."""
     values = array.buffers()[1]
     return np.frombuffer(values, dtype, len(array), array.offset * dtype.itemsize)
 
 
 def writable(array: NDArray[Any]) -> NDArray[Any]:
-    """``array``, or a copy."""
+    """Return ``array`` if it is writable, else a copy."""
     return array if array.flags.writeable else array.copy()
 
 
@@ -119,10 +127,10 @@ RAGGED_CHOICES = 'ragged= may be "pad" (with zeros, to the longest of a batch) o
 
 
 def vectors(array: Any) -> NDArray[np.float64]:
-    """Vectors of Spark's ML, dense and sparse, as one array of shape ``(rows, size)``; a null is zeros.
+    """Return vectors of Spark ML, dense and sparse, as one array of shape ``(rows, size)``, with zeros for nulls.
 
     Raises:
-        RowError: for the first one of another size.
+        RowError: for the first vector of another size.
     """
     import pyarrow.compute as pc
 
@@ -145,13 +153,13 @@ def vectors(array: Any) -> NDArray[np.float64]:
 
 
 def tensors(array: Any) -> list[torch.Tensor]:
-    """A tensor for each list of numbers."""
+    """Return a tensor for each list of numbers."""
     values = torch.from_numpy(array.flatten().to_numpy(zero_copy_only=False).copy())
     return list(torch.split(values, np.diff(np.asarray(array.offsets)).tolist()))
 
 
 def padded(array: Any) -> torch.Tensor:
-    """Lists of numbers as one tensor of shape ``(rows, longest)``, with zeros behind the shorter ones."""
+    """Return lists of numbers as one tensor of shape ``(rows, longest)``, with zeros after the shorter lists."""
     lengths = np.diff(np.asarray(array.offsets))
     values = array.flatten().to_numpy(zero_copy_only=False)
     out = np.zeros((len(array), int(lengths.max(initial=0))), values.dtype)

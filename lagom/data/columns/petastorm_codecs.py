@@ -1,4 +1,4 @@
-"""Cells that petastorm encoded: arrays as numpy saves them, compressed ones, and images."""
+"""Decodes cells that petastorm encoded: arrays in numpy's file format, compressed arrays, and images."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.uint64): np.dtype(np.int64),
 }
 _CELLS, _BYTES = 8, 64 << 10
-"""Cells, or bytes of encoded cells, that are worth a thread."""
+"""Least number of cells, or of bytes of encoded cells, for which another thread pays."""
 
 
 def codec(field: UnischemaField, ragged: str) -> Codec | None:
-    """What decodes the cells of ``field``; None where Arrow's type says all."""
+    """Return the codec for the cells of ``field``; None if Arrow's type is enough to convert them."""
     if field.codec == "NdarrayCodec":
         return NumpySaved(field, ragged)
     if field.codec == "CompressedNdarrayCodec":
@@ -50,12 +50,16 @@ def codec(field: UnischemaField, ragged: str) -> Codec | None:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A plain column of another type than the schema says."""
+    """Converts a plain column of numbers to the type in petastorm's schema."""
 
     dtype: np.dtype[Any]
 
     def convert(self, array: Any, path: Path, where: Where) -> Values:
-        """Numbers of that type, as far as torch can compute with it."""
+        """Return the numbers in the schema's type, or in a wider type that torch can compute with.
+
+        Raises:
+            DataError: for a number that the schema's type cannot hold.
+        """
         found = lists.dense(array, array.type, 0, strict=False)
         wanted = computable(self.dtype)
         made = found.astype(self.dtype) if _may_change(found.dtype, self.dtype) else found
@@ -67,13 +71,13 @@ class Scalar:
 
 @dataclass(frozen=True)
 class NumpySaved:
-    """Arrays as ``numpy.save`` writes them."""
+    """Decodes arrays in the format of ``numpy.save``."""
 
     field: UnischemaField
     ragged: str
 
     def convert(self, array: Any, path: Path, where: Where) -> Values:
-        """One array for all rows, without a loop, where their headers are equal; else an array for each."""
+        """Return one array for all rows, without a loop if all headers are equal; ragged fields get one per row."""
         ragged = None in self.field.shape
         if not ragged and not array.null_count:
             whole = _alike(_Buffers(array), self.field, where.memory)
@@ -83,7 +87,7 @@ class NumpySaved:
         def one(row: int) -> NDArray[Any] | None:
             try:
                 return _checked(_saved(array[row].as_buffer()), self.field) if array[row].is_valid else None
-            except Exception as error:  # from any byte that is wrong
+            except Exception as error:  # numpy raises many kinds of errors for damaged bytes
                 raise where.error(path, row, f"is no array as NdarrayCodec writes it: {error}") from error
 
         made = [one(row) for row in range(len(array))]
@@ -93,14 +97,14 @@ class NumpySaved:
 
 @dataclass(frozen=True)
 class CellByCell:
-    """Cells that take time: they stay encoded in the window, and are decoded in several threads."""
+    """Keeps cells encoded in the shuffling window, since decoding is slow, and decodes them in threads later."""
 
     field: UnischemaField
     ragged: str
     decode_one: Callable[[Any], NDArray[Any]]
 
     def convert(self, array: Any, path: Path, where: Where) -> Values:
-        """The cells as they are, with where they come from."""
+        """Return the encoded cells with their origins."""
         import pyarrow as pa
 
         return Encoded(array.cast(pa.large_binary()), where.origins(len(array)), Decoder(self, path, where))
@@ -108,14 +112,18 @@ class CellByCell:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Decodes cells of one column."""
+    """Decodes the cells of one column in several threads."""
 
     codec: CellByCell
     path: Path
     where: Where
 
     def __call__(self, array: Any, origins: NDArray[np.int64]) -> CellColumn:
-        """The arrays in ``array``, of rows that come from ``origins``."""
+        """Decode the cells in ``array``; ``origins`` has a number for each row, which ``Where.at`` understands.
+
+        Raises:
+            DataError: for a cell that cannot be decoded.
+        """
 
         def one(place: int) -> NDArray[Any] | None:
             cell = array[place].as_buffer() if array[place].is_valid else None
@@ -123,7 +131,7 @@ class Decoder:
                 return None if cell is None else _checked(self.codec.decode_one(cell), self.codec.field)
             except LagomError:  # a package is missing
                 raise
-            except Exception as error:  # from any byte that is wrong
+            except Exception as error:  # decoders raise many kinds of errors for damaged bytes
                 told = self.where.at(int(origins[place]))
                 why = f"does not decode as {self.codec.field.codec}: {error}"
                 raise told.error(self.path, 0, why) from error
@@ -131,7 +139,7 @@ class Decoder:
         def some(places: range) -> list[NDArray[Any] | None]:
             return [one(place) for place in places]
 
-        # Each thread gets a run of cells: handing them out one by one takes as long as decoding a small one.
+        # Each thread gets a run of cells, since handing out one cell takes as long as decoding a small one.
         worth = min(len(array), max(len(array) // _CELLS, array.nbytes // _BYTES))
         threads = max(1, min(torch.get_num_threads(), worth))
         bounds = [len(array) * number // threads for number in range(threads + 1)]
@@ -142,15 +150,15 @@ class Decoder:
 
 
 def computable(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What torch computes with in place of ``dtype``."""
+    """Return ``dtype``, or the wider type that torch computes with instead."""
     return _WIDER.get(dtype, dtype)
 
 
 def widened(found: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """``found`` as torch computes with ``dtype``, which it has in some byte order.
+    """Convert ``found`` to the type that torch computes with for ``dtype``, in the machine's byte order.
 
     Raises:
-        ValueError: for unsigned integers that int64 does not hold.
+        ValueError: if an unsigned integer does not fit into int64.
     """
     if not _fits(found):
         raise ValueError(f"{found.max()} does not fit into int64, which torch computes with in place of uint64")
@@ -163,7 +171,7 @@ def _fits(found: NDArray[Any]) -> bool:
 
 
 def _may_change(found: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Whether numbers may become others, and not only rounder."""
+    """Return whether a conversion may change numbers by more than rounding."""
     return wanted.kind in "bui" and not np.can_cast(found, wanted)
 
 
@@ -174,7 +182,7 @@ def _cells(cells: list[NDArray[Any] | None], field: UnischemaField, ragged: str,
 
 
 def _misfit(shape: tuple[int, ...], dtype: np.dtype[Any], field: UnischemaField) -> str | None:
-    """Why an array cannot be a cell of ``field``."""
+    """Return why an array of ``shape`` and ``dtype`` cannot be a cell of ``field``; None if it can."""
     fits = len(shape) == len(field.shape) and all(
         wanted in (None, size) for size, wanted in zip(shape, field.shape, strict=True)
     )
@@ -202,7 +210,7 @@ def _unzipped(cell: Any) -> NDArray[Any]:
 
 
 class Header(NamedTuple):
-    """What ``numpy.save`` writes before an array."""
+    """The header that ``numpy.save`` writes before an array."""
 
     shape: tuple[int, ...]
     is_fortran: bool
@@ -212,18 +220,18 @@ class Header(NamedTuple):
 
 
 def read_header(cell: bytes) -> Header | None:
-    """Read the header of a saved array; None where it has none."""
+    """Read the header of a saved array; return None if ``cell`` has no valid header."""
     head = io.BytesIO(cell)
     try:
         version = np.lib.format.read_magic(head)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         return Header(*read(head), head.tell())
-    except Exception:  # from any byte that is wrong: the tokenizer has errors of its own
+    except Exception:  # damaged bytes raise many kinds of errors, also those of Python's tokenizer
         return None
 
 
 class _Buffers:
-    """The cells of a binary Arrow array."""
+    """The bytes of a binary Arrow array, and the offset of each cell."""
 
     def __init__(self, array: Any) -> None:
         import pyarrow as pa
@@ -237,7 +245,11 @@ class _Buffers:
 
 
 def _alike(cells: _Buffers, field: UnischemaField, memory: ReusedArrays | None) -> NDArray[Any] | None:
-    """Cells with one header as one array, in ``memory`` or uncopied; None where headers differ, or are wrong."""
+    """Return cells with equal headers as one array; None if headers differ or do not fit ``field``.
+
+    Args:
+        memory: gives memory for a copy; None to return a view.
+    """
     lengths = np.diff(cells.offsets)
     if not len(lengths) or (lengths != lengths[0]).any():
         return None
@@ -257,5 +269,5 @@ def _alike(cells: _Buffers, field: UnischemaField, memory: ReusedArrays | None) 
     if is_fortran:
         body = np.ascontiguousarray(body.reshape(len(lengths), *shape[::-1]).transpose(0, *range(len(shape), 0, -1)))
     assert field.dtype is not None
-    # Of the machine's own byte order, whatever the file's.
+    # Converts to the machine's byte order, if the file has another.
     return widened(body.reshape(len(lengths), *shape), field.dtype) if _fits(body) else None

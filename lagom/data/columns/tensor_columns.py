@@ -1,4 +1,4 @@
-"""Arrow columns as arrays, without a loop over rows: which types can be tensors, and what becomes of nulls."""
+"""``ColumnLeaf``: converts an Arrow column to arrays without a loop over rows, and applies the choice for nulls."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ _ROW_BITS = 40
 
 
 class Codec(Protocol):
-    """How the cells of a binary column are decoded."""
+    """Converts the cells of a column that petastorm encoded."""
 
     def convert(self, array: Any, path: Path, where: Where) -> Values:
-        """The rows of the Arrow array ``array``, of the column ``path``, which come from ``where``."""
+        """Return the values of the Arrow array ``array``, a part of the column ``path``; ``where`` is its origin."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """Where rows come from, for errors."""
+    """The origin of rows, for errors."""
 
     table: Table
     number: int
-    """Of the row group, in the table."""
+    """Number of the row group in the table."""
     first: int
-    """The row of the group that is row 0 here."""
+    """Index in the row group of the first row."""
     memory: ReusedArrays | None = None
-    """For what is made of them; None: it is copied later, and need not be."""
+    """Gives memory for converted values; None if these are copied later anyway."""
 
     def error(self, path: Path, row: int, why: str) -> DataError:
-        """The error for one row of a column."""
+        """Return an error that names file, row group, column and row."""
         group = self.table.groups[self.number]
         file = self.table.files[group.file].path
         return DataError(f"{file}, row group {group.index}, column {'.'.join(path)!r}, row {self.first + row}: {why}")
 
     def origins(self, count: int) -> NDArray[np.int64]:
-        """A number for each of ``count`` rows, which ``at`` understands."""
+        """Return a number for each of ``count`` rows, which ``at`` turns back into an origin."""
         return (self.number << _ROW_BITS) + np.arange(self.first, self.first + count)
 
     def at(self, origin: int) -> Where:
-        """Where the row comes from that has the number ``origin``."""
+        """Return the origin of the row with the number ``origin``."""
         return Where(self.table, origin >> _ROW_BITS, origin & ((1 << _ROW_BITS) - 1))
 
 
@@ -65,13 +65,16 @@ class ColumnLeaf:
 
     path: Path
     type: Any
-    """Arrow's."""
+    """Arrow's type."""
     nulls: Policy
     ragged: str
     codec: Codec | None = None
 
     def convert(self, column: Any, where: Where) -> dict[Path, Values]:
-        """The rows of this leaf in ``column``, an Arrow array of the whole column; its mask too, where asked for.
+        """Return the values of this leaf, and its mask if ``nulls`` is "mask", by path.
+
+        Args:
+            column: Arrow array of the whole column, of which this leaf may be a field.
 
         Raises:
             DataError: for a row that cannot be a tensor.
@@ -81,7 +84,7 @@ class ColumnLeaf:
 
         dtype = types.as_stored(column.type)
         if dtype is not None and self.codec is None and self.nulls != "mask" and not column.null_count and len(column):
-            # Most columns of most tables.
+            # A fast path for most columns of most tables.
             return {self.path: Dense(lists.writable(lists.view(column, dtype)))}
         array = column if len(self.path) == 1 else pc.struct_field(column, list(self.path[1:]))
         if isinstance(array.type, pa.BaseExtensionType):
@@ -101,7 +104,7 @@ class ColumnLeaf:
         return found
 
     def decoded(self, array: NDArray[Any]) -> dict[Path, Values]:
-        """The rows of this leaf that lagom itself has decoded, none of them null; their mask too, where asked for."""
+        """Return values that lagom's own decoder has decoded, without nulls; with a mask if ``nulls`` is "mask"."""
         found: dict[Path, Values] = {self.path: Dense(array)}
         if self.nulls == "mask":
             found[(*self.path[:-1], self.path[-1] + "__valid")] = Dense(np.ones(len(array), bool))
@@ -171,10 +174,10 @@ class ColumnLeaf:
 
 
 def leaves(field: Any, nulls: Policy, ragged: str, codec: Codec | None = None) -> list[ColumnLeaf]:
-    """What becomes of an Arrow field.
+    """Return the leaves of an Arrow field: one, or for a struct one for each inner field.
 
     Raises:
-        ValueError: when its type cannot be a tensor.
+        ValueError: if its type cannot become a tensor.
     """
     import pyarrow as pa
 
@@ -195,15 +198,15 @@ def leaves(field: Any, nulls: Policy, ragged: str, codec: Codec | None = None) -
 
 
 def policy(choice: Any | Mapping[str, Any], name: str) -> Any:
-    """The choice for one column."""
+    """Return the choice for column ``name``; ``choice`` is one for all columns, or a dict by column."""
     return choice.get(name, "error") if isinstance(choice, dict) else choice
 
 
 def check_policies(nulls: Any, ragged: Any, names: list[str]) -> None:
-    """Make sure that the choices are such, and that masks have names of their own.
+    """Check the settings ``nulls`` and ``ragged``, and that the names of masks are free.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: for a wrong setting, or a mask whose name is a column's.
     """
     for option, choice in (("nulls", nulls), ("ragged", ragged)):
         for name in choice if isinstance(choice, dict) else ():
@@ -235,7 +238,7 @@ def _valid(array: Any) -> NDArray[np.bool_]:
 
 
 def _large(array: Any) -> Any:
-    """With offsets of 64 bits: many rows together may pass 2 GB."""
+    """Return texts or bytes with 64-bit offsets, since many rows together may have more than 2 GB."""
     import pyarrow as pa
 
     return array.cast(pa.large_string() if types.is_string(array.type) else pa.large_binary())

@@ -1,6 +1,6 @@
-"""Arrow's types: which are numbers, lists, texts or vectors, and what numpy type they become.
+"""Classifies Arrow's types as numbers, lists, texts or vectors, and gives their numpy types.
 
-``tensor_columns.leaves`` refuses all others, ``lists.dense`` converts.
+``tensor_columns.leaves`` refuses all other types; ``lists.dense`` converts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def plain(kind: Any) -> Any:
-    """The type of the values that a dictionary or an extension type stands for."""
+    """Return the type of the values of a dictionary or extension type; other types are returned unchanged."""
     import pyarrow as pa
 
     if isinstance(kind, pa.BaseExtensionType):
@@ -21,35 +21,35 @@ def plain(kind: Any) -> Any:
 
 
 def innermost(kind: Any) -> Any:
-    """The type in a list of lists."""
+    """Return the type of the elements, through any depth of lists."""
     while is_list(kind):
         kind = plain(kind.value_type)
     return kind
 
 
 def is_list(kind: Any) -> bool:
-    """Whether it is a list of any kind that Parquet gives."""
+    """Return whether ``kind`` is a list type, of variable or fixed size."""
     import pyarrow.types as t
 
     return bool(is_ragged(kind) or t.is_fixed_size_list(kind))
 
 
 def is_ragged(kind: Any) -> bool:
-    """Whether it is a list whose length the type does not say."""
+    """Return whether ``kind`` is a list type of variable length."""
     import pyarrow.types as t
 
     return bool(t.is_list(kind) or t.is_large_list(kind))
 
 
 def is_string(kind: Any) -> bool:
-    """Whether it is text."""
+    """Return whether ``kind`` is a text type."""
     import pyarrow.types as t
 
     return bool(t.is_string(kind) or t.is_large_string(kind) or t.is_string_view(kind))
 
 
 def is_text(kind: Any) -> bool:
-    """Whether it is text or bytes."""
+    """Return whether ``kind`` is a type of text or bytes."""
     import pyarrow.types as t
 
     is_bytes = t.is_binary(kind) or t.is_large_binary(kind) or t.is_binary_view(kind) or t.is_fixed_size_binary(kind)
@@ -57,14 +57,14 @@ def is_text(kind: Any) -> bool:
 
 
 def is_float(kind: Any) -> bool:
-    """Whether it becomes a float."""
+    """Return whether numbers of ``kind`` become floats: floats and decimals."""
     import pyarrow.types as t
 
     return bool(t.is_floating(kind) or t.is_decimal(kind))
 
 
 def is_number(kind: Any) -> bool:
-    """Whether it is one number: an integer, a float, a decimal, a boolean, or a time."""
+    """Return whether values of ``kind`` become one number: integers, floats, decimals, booleans, dates and times."""
     import pyarrow.types as t
 
     is_time = t.is_date(kind) or t.is_time(kind) or t.is_timestamp(kind) or t.is_duration(kind)
@@ -72,16 +72,16 @@ def is_number(kind: Any) -> bool:
 
 
 def is_vector(kind: Any) -> bool:
-    """Whether this is a vector of Spark's ML."""
+    """Return whether ``kind`` is the struct that Spark ML writes for vectors."""
     import pyarrow.types as t
 
     return bool(t.is_struct(kind)) and [inner.name for inner in kind] == ["type", "size", "indices", "values"]
 
 
 def numpy_type(kind: Any) -> np.dtype[Any]:
-    """What numbers of an Arrow type become: themselves, where torch can compute with them.
+    """Return the numpy type for numbers of an Arrow type: the same, or a wider type that torch can compute with.
 
-    Decimals become float64; dates and times the integers that stand for them, in the unit of their type.
+    Decimals become float64. Dates and times become integers, in the unit of their type.
     """
     import pyarrow.types as t
 
@@ -96,7 +96,7 @@ def numpy_type(kind: Any) -> np.dtype[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def as_stored(kind: Any) -> np.dtype[Any] | None:
-    """What numpy calls numbers that are in memory as torch computes with them; None for other types."""
+    """Return the numpy type of numbers that torch can use as they are in Arrow's memory; None for other types."""
     import pyarrow.types as t
 
     if not (t.is_integer(kind) or t.is_floating(kind)):
@@ -106,7 +106,7 @@ def as_stored(kind: Any) -> np.dtype[Any] | None:
 
 
 def width(kind: Any) -> int:
-    """Bytes of a row, as far as the type says."""
+    """Return the bytes of a row as far as the type determines them; 0 for texts and lists of variable length."""
     import pyarrow.types as t
 
     kind = plain(kind)

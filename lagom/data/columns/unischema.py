@@ -1,4 +1,4 @@
-"""Petastorm's schema of a data set, read without petastorm and without running anything that the data set brings.
+"""Reads petastorm's schema of a data set, without petastorm and without running code from the data set.
 
 See Note [Unischema].
 """
@@ -24,23 +24,26 @@ _OLD_NUMPY = {"unicode_": "str_", "string_": "bytes_", "unicode": "str_", "bool"
 
 @dataclass(frozen=True)
 class UnischemaField:
-    """A field of a Unischema."""
+    """A field of petastorm's schema."""
 
     name: str
     dtype: np.dtype[Any] | None
-    """None for decimals."""
+    """Type of the numbers; None for decimals."""
     shape: tuple[int | None, ...]
-    """None where it differs from row to row."""
+    """Shape of a cell, with None for sizes that differ from row to row."""
     codec: str | None
-    """The name of its class; None: stored as it is."""
+    """Class name of petastorm's codec; None if cells are stored without encoding."""
     nullable: bool
 
 
 def found(home: Any, folder: str) -> dict[str, UnischemaField] | None:
-    """The fields of the data set in ``folder``, by name; None where petastorm did not write it.
+    """Read the fields of the data set in ``folder``, by name; return None if petastorm did not write it.
+
+    Args:
+        home: pyarrow's file system.
 
     Raises:
-        DataError: when its schema cannot be read.
+        DataError: if the schema cannot be read.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -57,16 +60,16 @@ def found(home: Any, folder: str) -> dict[str, UnischemaField] | None:
 
 
 def loads(pickled: bytes, path: str) -> dict[str, UnischemaField]:
-    """The fields in a pickled Unischema, found in the file ``path``.
+    """Return the fields in a pickled Unischema; ``path`` is the file's, for errors.
 
     Raises:
-        DataError: when there is anything in it but a schema.
+        DataError: if the pickle is damaged, or contains anything but a schema.
     """
     try:
         schema = _Unpickler(io.BytesIO(pickled)).load()
         fields = vars(schema)["_fields"]
         return {name: _field(tuple(field)) for name, field in fields.items()}
-    except Exception as error:  # from any byte that is wrong
+    except Exception as error:  # damaged pickles raise many kinds of errors
         raise DataError(f"petastorm's schema in {path} cannot be read: {error}") from error
 
 
@@ -84,7 +87,7 @@ def _field(args: tuple[Any, ...]) -> UnischemaField:
 
 
 class _Inert:
-    """Stands for a class of petastorm's or Spark's: keeps what it is given, and does nothing."""
+    """Replaces a class of petastorm or Spark in a pickle: keeps its arguments, and does nothing."""
 
     def __new__(cls, *args: Any) -> _Inert:
         self = object.__new__(cls)
@@ -102,7 +105,7 @@ class _Inert:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names that a schema needs, and no others."""
+    """Unpickles only the names that a schema needs; any other name is an error."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -134,16 +137,16 @@ class _Unpickler(pickle.Unpickler):
         )
 
     def _stand_in(self, name: str) -> type[_Inert]:
-        # New ones each time: a pickle may set attributes of what it finds.
+        # New classes for each pickle, since a pickle may set attributes of classes.
         return self._stand_ins.setdefault(name, type(name, (_Inert,), {}))
 
     def _restored(self, name: str, fields: Any, values: Any) -> _Inert:
-        """What pyspark makes of a named tuple that it has pickled its own way."""
+        """Make an object in place of a named tuple that pyspark has pickled in its own way."""
         del fields
         return self._stand_in(name)(*values)
 
     def _reconstructed(self, kind: Any, base: Any, state: Any) -> Any:
-        """An object as old protocols of pickle have it."""
+        """Make an object as pickle's old protocols do, if its class is a stand-in."""
         if kind not in self._stand_ins.values():
             raise pickle.UnpicklingError(f"it makes an object of {kind}")
         return kind(*(state if base is tuple else ()))
@@ -151,7 +154,7 @@ class _Unpickler(pickle.Unpickler):
 
 # Note [Unischema]
 #
-# Petastorm keeps a pickle of its Unischema in the key-value metadata of the file _common_metadata. To unpickle it as
-# usual would run whatever somebody put there; petastorm's own unpickler allows all of builtins, eval among them.
-# Here its names are answered with classes that do nothing, numpy's scalar types, OrderedDict and Decimal; any other
-# name is an error. The few callables that a pickle can reach this way make such objects and nothing else.
+# Petastorm stores a pickle of its Unischema in the key-value metadata of the file _common_metadata. Ordinary unpickling
+# would run any code that somebody put there; petastorm's own unpickler allows all of builtins, with eval. lagom's
+# unpickler resolves petastorm's names to classes that do nothing, and allows numpy's scalar types, OrderedDict and
+# Decimal; any other name is an error. The few callables that a pickle can reach only make such objects.

@@ -1,4 +1,4 @@
-"""Columns of rows in memory, as the reader moves them: cut, joined, taken, and at last made what a batch holds."""
+"""``Values`` and ``Block``: columns of rows in memory, which the reader cuts, joins, shuffles and batches."""
 
 from __future__ import annotations
 
@@ -16,36 +16,44 @@ if TYPE_CHECKING:
     from lagom.data.decoders.reused_arrays import ReusedArrays
 
 _PARTS = 8
-"""In which rows of a column are gathered by several threads."""
+"""Parts of a column that threads gather in parallel."""
 _SMALL = 1 << 14
-"""Bytes that are copied without giving the interpreter away, as numpy does, and having to wait for it."""
+"""Up to this many bytes are copied with the GIL held: numpy would release it, and then wait to get it back."""
 _MANY = 4
-"""Columns that keep threads busy, each with one of them."""
+"""From this many columns on, each thread gathers a whole column."""
 
 Path = tuple[str, ...]
-"""A column, or a field inside of a struct column."""
+"""The name of a column, and for a struct column the names of the fields down to a leaf."""
 
 
 class Values(Protocol):
-    """Some rows of one column."""
+    """Rows of one column."""
 
     def __len__(self) -> int: ...
 
     def cut(self, start: int, stop: int, step: int = 1) -> Values:
-        """Rows ``start``, ``start + step``, ... before ``stop``."""
+        """Return the rows ``start``, ``start + step``, ... before ``stop``, without a copy."""
 
     def batch(self) -> Any:
-        """What the program sees: a tensor, which it may write to, or a list where rows are no tensors."""
+        """Return the rows as in the program's batch: a writable tensor, or a list if rows cannot be a tensor."""
 
     @staticmethod
     def joined(
         parts: Sequence[Any], index: NDArray[np.int64] | None, memory: ReusedArrays | None, pool: Executor | None = None
     ) -> Values:
-        """All rows of ``parts``, or those at ``index``, copied; into ``memory`` where there is one, by ``pool``."""
+        """Copy all rows of ``parts``, or those at ``index``.
+
+        Args:
+            memory: gives memory for the copy, if not None.
+            pool: threads that share the work, if not None.
+        """
 
 
 class Dense:
-    """Rows of equal shape: an array of shape ``(rows, ...)``; once in batches, writable, and its rows only in one."""
+    """Rows of equal shape, in one array of shape ``(rows, ...)``.
+
+    In a batch the array must be writable, and each row belongs to one batch only.
+    """
 
     __slots__ = ("array",)
 
@@ -80,7 +88,7 @@ class Dense:
         out = empty((len(index), *shape), dtype)
 
         def take(index: NDArray[np.int64], out: NDArray[Any]) -> None:
-            # "clip" looks at no bounds, which are right: twice as fast.
+            # "clip" does not check bounds, which are known to be right, and is twice as fast.
             np.take(source, index, axis=0, out=out, mode="clip")
 
         if pool is None:
@@ -91,7 +99,7 @@ class Dense:
 
 
 class Nulls(Dense):
-    """Rows of lists none of which is there: other rows tell their shape; ``fill`` stands for their numbers."""
+    """Rows of lists that are all null: their shape is taken from other rows, and ``fill`` replaces their numbers."""
 
     __slots__ = ("fill",)
 
@@ -100,7 +108,7 @@ class Nulls(Dense):
         self.fill = fill
 
     def shaped(self, shape: tuple[int, ...]) -> Dense:
-        """The same, each of ``shape``."""
+        """Return the rows filled to ``shape``, the shape of one row."""
         return Dense(np.full((len(self.array), *shape), self.fill, self.array.dtype))
 
 
@@ -116,12 +124,12 @@ def _concatenated(arrays: Sequence[NDArray[Any]], out: NDArray[Any]) -> NDArray[
 
 
 class Arrow:
-    """Rows that lie in no array: texts, bytes, lists of many lengths; an Arrow array until they are in a batch."""
+    """Rows that do not fit into one numpy array (texts, bytes, lists of different lengths), kept as an Arrow array."""
 
     __slots__ = ("array", "finish")
 
     def __init__(self, array: Any, finish: Callable[[Any], Any]) -> None:
-        """``finish`` makes of an Arrow array what a batch holds."""
+        """Keep ``array``; ``finish`` converts it to a batch's form, such as a list."""
         self.array = array
         self.finish = finish
 
@@ -145,7 +153,7 @@ class Arrow:
 
 
 def sliced(array: Any, start: int, stop: int, step: int) -> Any:
-    """Take the rows ``start``, ``start + step``, ... before ``stop`` of an Arrow array."""
+    """Return the rows ``start``, ``start + step``, ... before ``stop`` of an Arrow array."""
     import pyarrow as pa
 
     part = array.slice(start, max(0, stop - start))
@@ -153,7 +161,7 @@ def sliced(array: Any, start: int, stop: int, step: int) -> Any:
 
 
 def gathered(arrays: Sequence[Any], index: NDArray[np.int64] | None) -> Any:
-    """Join Arrow arrays; with ``index`` only the rows there."""
+    """Join Arrow arrays; with ``index``, return only the rows at these indices."""
     import pyarrow as pa
 
     array = arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
@@ -165,12 +173,12 @@ Block = Mapping[Path, Any]
 
 
 def num_rows(block: Block) -> int:
-    """How many."""
+    """Return the number of rows of ``block``."""
     return len(next(iter(block.values())))
 
 
 def cut(block: Block, start: int, stop: int, step: int = 1) -> Block:
-    """Some rows of ``block``, uncopied."""
+    """Return the rows ``start``, ``start + step``, ... before ``stop`` of ``block``, without a copy."""
     return {path: values.cut(start, stop, step) for path, values in block.items()}
 
 
@@ -180,7 +188,14 @@ def joined(
     memory: ReusedArrays | None = None,
     pool: Executor | None = None,
 ) -> Block:
-    """All rows of ``blocks``, or those at ``index``; of each column, rows in all blocks have one shape."""
+    """Copy all rows of ``blocks``, or those at ``index``, into one block.
+
+    The rows of a column must have the same shape in all blocks.
+
+    Args:
+        memory: gives memory for the copy, if not None.
+        pool: threads that share the work, if not None.
+    """
 
     is_many = len(blocks[0]) >= _MANY
 
@@ -200,16 +215,16 @@ class RowSpan(NamedTuple):
     step: int
 
     def cut(self) -> Block:
-        """These rows."""
+        """Return the rows as a block, without a copy."""
         return cut(self.block, self.start, self.stop, self.step)
 
 
 def batch(span: RowSpan) -> dict[str, Any]:
-    """What the program sees of rows: values by column, structs as dicts in it."""
+    """Return the program's batch of the rows: a dict of values by column, with a dict for each struct."""
     block, start, stop, step = span
     found: dict[str, Any] = {}
     for path, values in block.items():
-        if step == 1 and type(values) is Dense:  # most columns of most tables, and nothing but this takes time here
+        if step == 1 and type(values) is Dense:  # a fast path for most columns of most tables
             rows: Any = torch.from_numpy(values.array[start:stop])
         else:
             rows = values.cut(start, stop, step).batch()

@@ -1,4 +1,4 @@
-"""The seam to lagom's own decoder of Parquet's pages: ``FastColumns`` says what it decodes, Arrow decodes the rest.
+"""``FastColumns``: chooses the columns that lagom's own page decoder decodes; Arrow decodes all others.
 
 ``LAGOM_PAGE_DECODER=0`` in the environment switches it off: Arrow then decodes all columns.
 """
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from lagom.data.parquet.table import OpenedTable, Table
 
 _KNOWN = 1024
-"""Row groups whose chunks are kept for the next epoch."""
+"""Number of row groups whose chunks are remembered for the next epoch."""
 
 
 class FastColumns:
-    """Columns of a table, by their numbers, that lagom decodes itself until one turns out to be unusual."""
+    """The columns of a table that lagom decodes itself, by number; a column that the decoder cannot read is dropped."""
 
     def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[ColumnLeaf]]]) -> None:
         self.table = table
@@ -35,7 +35,7 @@ class FastColumns:
         self._known: dict[tuple[int, bool], dict[int, ColumnChunk]] = {}
         self._spare: list[page_decoder.PageDecoder] = []
         self._lock = threading.Lock()
-        # A filter can be applied only to what Arrow has read.
+        # Filters work only on columns that Arrow has read.
         if not is_on() or table.filter is not None:
             return
         for number, (name, found) in enumerate(leaves):
@@ -54,26 +54,30 @@ class FastColumns:
             self._kinds[number] = kind
 
     def reader(self) -> FastReader:
-        """Make a reader for one cursor, with the memory of one that was closed."""
+        """Make a reader for one cursor, which uses the memory of a closed reader again."""
         try:
             return FastReader(self, self._spare.pop())
         except IndexError:
             return FastReader(self, page_decoder.PageDecoder())
 
     def keep(self, spare: page_decoder.PageDecoder) -> None:
-        """Have the next reader take ``spare``."""
+        """Keep ``spare`` for the next reader."""
         self._spare.append(spare)
 
     def leave(self, numbers: Iterable[int]) -> None:
-        """Have Arrow read these columns from now on."""
+        """Let Arrow read the columns ``numbers`` from now on."""
         for number in numbers:
             self._kinds.pop(number, None)
             self._saved.pop(number, None)
         self._known = {}
 
     def chunks(self, opened: OpenedTable, group: int, *, threads: bool) -> dict[int, ColumnChunk]:
-        """Find the fast columns of row group number ``group``; with ``threads`` Arrow has threads for numbers."""
-        known = self._known  # another thread may replace it once a column turns out to be unusual
+        """Return the chunks of the fast columns in row group number ``group``, by column.
+
+        Args:
+            threads: whether Arrow decodes in several threads, and is then faster for columns of numbers.
+        """
+        known = self._known  # another thread may replace the dict when it drops a column
         chunks = known.get((group, threads))
         if chunks is None:
             chunks = self._looked_up(opened, group, threads)
@@ -99,7 +103,7 @@ class FastColumns:
         return chunks
 
     def _kind(self, number: int, opened: OpenedTable, index: int, name: str) -> Kind | None:
-        with self._lock:  # to know a cell is to decode a page, once
+        with self._lock:  # looking at a cell decodes a page, so only one thread does it
             return self._looked_at(number, opened, index, name)
 
     def _looked_at(self, number: int, opened: OpenedTable, index: int, name: str) -> Kind | None:
@@ -108,7 +112,7 @@ class FastColumns:
             return kind
         try:
             batch = next(opened.parquet.iter_batches(1, row_groups=[index], columns=[name], use_threads=False))
-        except (OSError, ValueError, StopIteration):  # Arrow says what is wrong when it reads all of them
+        except (OSError, ValueError, StopIteration):  # Arrow will raise the error when it reads all rows
             return None
         cell = batch.column(0)[0].as_py()
         shape = tuple(size for size in codec.field.shape if size is not None)
@@ -122,7 +126,7 @@ class FastColumns:
 
 
 class FastReader:
-    """Decodes the fast columns of one row group after another, for one cursor."""
+    """Decodes the fast columns for one cursor, row group by row group."""
 
     def __init__(self, columns: FastColumns, decoder: page_decoder.PageDecoder) -> None:
         self._all = columns
@@ -132,23 +136,23 @@ class FastReader:
 
     @property
     def columns(self) -> Collection[int]:
-        """Numbers of the columns that are decoded here in the current row group."""
+        """Numbers of the columns that this reader decodes in the current row group."""
         return self._chunks
 
     def begin(self, opened: OpenedTable, group: int, *, threads: bool) -> Collection[int]:
-        """Begin row group number ``group``; returns the columns that Arrow need not read."""
+        """Begin row group number ``group``; return the columns that Arrow need not read."""
         table = self._all.table
         self._path = table.files[table.groups[group].file].path
         self._chunks = self._all.chunks(opened, group, threads=threads)
         if self._chunks:
             try:
                 self._decoder.begin(opened.file, self._chunks)
-            except (OSError, ValueError):  # Arrow will say what is wrong
+            except (OSError, ValueError):  # Arrow will raise the error
                 self._chunks = {}
         return self._chunks
 
     def read(self, count: int) -> Mapping[int, NDArray[Any]] | None:
-        """Decode the next ``count`` rows; None where Arrow has to read the row group from here on."""
+        """Decode the next ``count`` rows; return None if Arrow must read the row group from here on."""
         try:
             found = self._decoder.read(count)
         except (OSError, ValueError):
@@ -158,17 +162,17 @@ class FastReader:
             self._chunks = {}
         else:
             table = self._all.table
-            table.stamps.check(table.home, self._path)  # the file may be written over while it is read
+            table.stamps.check(table.home, self._path)  # the file may be overwritten while it is read
         return found
 
     def close(self) -> None:
-        """Let go of the file, and leave the memory to the next reader."""
+        """Release the file, and leave the memory to the next reader."""
         self._decoder.end()
         self._all.keep(self._decoder)
 
 
 def is_on() -> bool:
-    """Return whether lagom was built with its page decoder, and nothing switches it off."""
+    """Return whether lagom was built with its page decoder, and the environment does not switch it off."""
     from lagom.collectives.native import native
 
     return os.environ.get("LAGOM_PAGE_DECODER") != "0" and native() is not None

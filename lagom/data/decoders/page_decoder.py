@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _PHYSICAL = {"int32": "INT32", "int64": "INT64", "float": "FLOAT", "double": "DOUBLE"}
-"""Arrow's types of numbers that lie in pages as they do in memory."""
+"""Arrow's number types that have the same bytes in pages as in memory, with Parquet's names."""
 _ENCODINGS = {"PLAIN", "PLAIN_DICTIONARY", "RLE_DICTIONARY", "RLE", "BIT_PACKED"}
-"""Of values, and of levels, which ``csrc/pages.cpp`` looks at."""
+"""Encodings of values and levels in columns that may be decoded here; ``csrc/pages.cpp`` checks each page."""
 _STARVED, _UNUSUAL = 1, 2
-"""As in ``csrc/pages.hpp``."""
+"""Results of the C++ decoder, as in ``csrc/pages.hpp``: it needs more bytes; it cannot decode the page."""
 
 
 class Kind(NamedTuple):
-    """What the values of a column are."""
+    """The type of a column's values."""
 
     physical: str
-    """Parquet's type."""
+    """Parquet's physical type."""
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    """Of one value."""
+    """Shape of one value; () for numbers."""
     prefix: bytes
-    """That each begins with."""
+    """Bytes with which each value begins, such as the header of a saved array."""
 
 
 class ColumnChunk(NamedTuple):
@@ -44,16 +44,16 @@ class ColumnChunk(NamedTuple):
     kind: Kind
     offset: int
     size: int
-    """In the file, in bytes."""
+    """Bytes in the file."""
     whole: int
-    """Bytes when it is decompressed."""
+    """Bytes after decompression."""
     num_values: int
     is_snappy: bool
     is_optional: bool
 
 
 def number(field: Any) -> Kind | None:
-    """That of a column of numbers; None where these are not in memory as they are in the file."""
+    """Return the kind of a column of numbers; None if its bytes differ between file and memory."""
     physical = _PHYSICAL.get(str(field.type))
     dtype = types.as_stored(field.type)
     if physical is None or dtype is None or sys.byteorder != "little":
@@ -62,9 +62,9 @@ def number(field: Any) -> Kind | None:
 
 
 def saved(cell: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Kind | None:
-    """That of a column of arrays as ``numpy.save`` writes them, one of which is ``cell``.
+    """Return the kind of a column of arrays in the format of ``numpy.save``, with ``cell`` as an example.
 
-    None where rows of a batch would not be what lies in the file, an array of ``dtype`` and ``shape``.
+    Return None if the cell is not an array of ``dtype`` and ``shape`` whose bytes can be copied to a batch.
     """
     header = read_header(cell)
     size = prod(shape) * dtype.itemsize
@@ -76,7 +76,10 @@ def saved(cell: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Kind | N
 
 
 def places(metadata: Any) -> dict[str, tuple[int, str, bool]]:
-    """Of columns at the top of a file that are no lists: number, Parquet's type, and whether there may be nulls."""
+    """Return the top-level columns of a file that are not lists, by name.
+
+    Each has its number, Parquet's type, and whether it may have nulls.
+    """
     schema = metadata.schema
     found = {}
     for place in range(len(schema)):
@@ -87,7 +90,7 @@ def places(metadata: Any) -> dict[str, tuple[int, str, bool]]:
 
 
 def chunk(metadata: Any, group: int, place: tuple[int, str, bool], kind: Kind) -> ColumnChunk | None:
-    """A column's part of row group number ``group`` of a file; None where its pages cannot be decoded here."""
+    """Return a column's part of row group number ``group``; None if its pages cannot be decoded here."""
     number, physical, is_optional = place
     part = metadata.row_group(group)
     column = part.column(number)
@@ -105,7 +108,7 @@ def chunk(metadata: Any, group: int, place: tuple[int, str, bool], kind: Kind) -
 
 
 class PageDecoder:
-    """Decodes columns of one row group after another; its memory is used again."""
+    """Decodes columns, row group by row group, into memory that is used again."""
 
     def __init__(self) -> None:
         self._native: dict[int, Any] = {}
@@ -115,7 +118,7 @@ class PageDecoder:
         self._whole = np.empty(0, np.uint8)
 
     def begin(self, file: Any, chunks: Mapping[int, ColumnChunk]) -> None:
-        """Go on with ``chunks`` of ``file``, by the numbers of their columns."""
+        """Begin with ``chunks`` of ``file``, which are given by column number."""
         from lagom.collectives.native import native
 
         self._chunks = chunks
@@ -143,15 +146,15 @@ class PageDecoder:
                 self._windows[number].begin(file, one.offset, one.size)
 
     def end(self) -> None:
-        """Let go of the file."""
+        """Release the file."""
         for window in self._windows.values():
             window.end()
 
     def read(self, count: int) -> dict[int, NDArray[Any]] | None:
-        """The next ``count`` values of each column; None where they are not as plain as they are decoded here.
+        """Return the next ``count`` values of each column; None if a page cannot be decoded here.
 
         Raises:
-            OSError: when they cannot be read.
+            OSError: if the file cannot be read.
         """
         found = {
             number: self._memories[number].empty((count, *one.kind.shape), one.kind.dtype)
@@ -161,7 +164,7 @@ class PageDecoder:
         return found if self._read(outs, count) else None
 
     def _read(self, outs: Mapping[int, int], count: int) -> bool:
-        """Read ``count`` values to each address in ``outs``."""
+        """Decode ``count`` values of each column to its address in ``outs``; return False if a page is unusual."""
         from lagom.collectives.native import native
 
         done = dict.fromkeys(outs, 0)
@@ -169,7 +172,7 @@ class PageDecoder:
             told = []
             for number, rows in done.items():
                 window = self._windows[number]
-                out = outs[number], count, 0  # `Pages::Out`: all values side by side
+                out = outs[number], count, 0  # `Pages::Out`: contiguous values
                 told.append((self._native[number], window.address, window.size, *out, rows, count - rows))
             for number, (used, rows, status, wanted) in zip(list(done), native().read_pages(told), strict=True):
                 self._windows[number].use(used)
@@ -182,7 +185,7 @@ class PageDecoder:
 
 
 class _Window:
-    """Bytes of a column that have been read from the file and not been decoded."""
+    """The bytes of a column that have been read from the file but not decoded."""
 
     def __init__(self) -> None:
         self._own = np.empty(0, np.uint8)
@@ -202,24 +205,24 @@ class _Window:
         return len(self._data) - self._at
 
     def fill(self, data: NDArray[np.uint8], first: int, start: int, size: int) -> None:
-        """Have ``size`` bytes of ``data``, which is all, and lies at the address ``first``."""
+        """Use ``size`` bytes of ``data`` from ``start`` on, the whole chunk; ``first`` is the address of ``data``."""
         self._data, self._first, self._at, self._left = data[: start + size], first, min(start, len(data)), 0
 
     def begin(self, file: Any, start: int, size: int) -> None:
-        """Have what ``file`` has in ``size`` bytes from ``start`` on, as it is asked for."""
+        """Read ``size`` bytes of ``file`` from ``start`` on, in steps, when they are needed."""
         self._file, self._next, self._left = file, start, size
         self._data, self._at = self._own[:0], 0
 
     def end(self) -> None:
-        """Let go of the file."""
+        """Release the file."""
         self._file, self._data, self._at, self._left = None, self._own[:0], 0, 0
 
     def use(self, count: int) -> None:
-        """Have ``count`` bytes less."""
+        """Drop the first ``count`` bytes, which have been decoded."""
         self._at += count
 
     def refill(self, wanted: int) -> bool:
-        """Have ``wanted`` bytes more, at least; False where there are not."""
+        """Read at least ``wanted`` more bytes; return False if the chunk has fewer left."""
         rest = self._data[self._at :]
         more = min(self._left, max(wanted, PAGE_BYTES - len(rest), len(rest)))
         if more < wanted:
@@ -234,7 +237,7 @@ class _Window:
 
 
 def _read(file: Any, start: int, into: NDArray[np.uint8]) -> int:
-    """Read bytes of ``file`` from ``start`` on; returns how many there were."""
+    """Read bytes of ``file`` from ``start`` on into ``into``; return how many the file had."""
     file.seek(start)
     there: int = file.readinto(into)
     return there
@@ -246,13 +249,14 @@ def _at_least(array: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 
 # Note [Pages of our own]
 #
-# Arrow copies an array of petastorm's three times on its way: into a dictionary or from a page, into a builder, and
-# into memory that is new to the process and cleared by the kernel. Of 3 KB each takes 3.0 us of processor time, of
-# which 1.6 are for decompression; `csrc/pages.cpp` copies once, into memory that is used again, and takes 1.8. Columns
-# of numbers, of which Arrow's writer puts all that fit into a dictionary, take 0.08 instead of 0.10 us for 20 of them:
-# indices are unpacked and looked up in one go, for all columns of a row group, without asking for the interpreter.
-# It knows what such files have: columns at the top, without nulls, PLAIN or by dictionary, in pages of both versions,
-# plain or by snappy, and cells with one header. A row group is either so, all of it, or read by Arrow from the row
-# where it turns out not to be, and then that column's next ones are as well. So what is an error, and what it says, is
-# Arrow's business alone, and so are files that cannot be read. Headers of pages are checked as Thrift asks for it,
-# sizes, counts and indices against what is there: what is damaged gives the rows that Arrow gives, or its error.
+# Arrow copies each array that petastorm wrote three times: from a page (or into a dictionary), into a builder, and into
+# memory that is new to the process and cleared by the kernel. An array of 3 KB takes Arrow 3.0 us of processor time,
+# with 1.6 us for decompression. `csrc/pages.cpp` copies once, into memory that is used again, and takes 1.8 us. Rows of
+# 20 numbers, for which Arrow's writer uses dictionaries where values fit, take 0.08 us instead of 0.10: the decoder
+# unpacks and looks up indices in one pass, for all columns of a row group, without the GIL.
+#
+# The decoder knows what such files contain: top-level columns without nulls, PLAIN or dictionary encoding, pages of
+# both versions, uncompressed or with snappy, and cells with one header. If a row group has anything else, Arrow reads
+# it from that row on, and reads these columns in all later row groups. So Arrow alone raises errors, also for files
+# that cannot be read. The decoder checks page headers as Thrift requires, and sizes, counts and indices against the
+# bytes present: a damaged file gives the rows that Arrow gives, or Arrow's error.

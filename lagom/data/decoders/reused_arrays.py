@@ -1,4 +1,4 @@
-"""``ReusedArrays``: arrays whose memory is used again once nobody has them any more."""
+"""``ReusedArrays``: makes arrays in memory that is used again when no array refers to it any more."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _SPARE = 2
-"""References to an owner that is in the list alone: the list's, and that of the call that asks."""
+"""Reference count of an owner that only the list holds: the list's reference, and getrefcount's argument."""
 
 
 class ReusedArrays:
-    """Gives arrays, in memory that earlier ones had where these are gone. See Note [Memory that is used again]."""
+    """Makes arrays, in the memory of earlier arrays if these are gone. See Note [Memory that is used again]."""
 
     def __init__(self) -> None:
         self._owners: list[NDArray[np.uint8]] = []
         self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """As ``numpy.empty``."""
+        """Return an uninitialized array, as ``numpy.empty`` does."""
         size = prod(shape) * dtype.itemsize
         with self._lock:
             place = self._spare(size)
@@ -38,15 +38,14 @@ class ReusedArrays:
             if sys.getrefcount(self._owners[place]) == _SPARE:
                 if size <= self._owners[place].nbytes <= 2 * size:
                     return place
-                # Of another table's columns, or of a round that was larger.
+                # The memory belonged to another table's column, or to a larger round.
                 del self._owners[place]
         return None
 
 
 # Note [Memory that is used again]
 #
-# Memory that is new to the process costs more than what is written to it: the kernel clears each page as it is
-# touched. Joining and shuffling 20 columns of 0.8 million floats took 122 ms of processor time in new memory and 43 ms
-# in old. The program's batches are views of a round's arrays, and numpy's and torch's views hold a reference to the
-# array that owns the memory, so a count of references tells when the last of them is gone; nobody but the list can
-# make new ones then.
+# New memory costs more than writing to it: the kernel clears each page when it is first touched. Joining and shuffling
+# 20 columns of 0.8 million floats took 122 ms of processor time in new memory and 43 ms in used memory. The program's
+# batches are views of a round's arrays. Views of numpy and torch hold a reference to the array that owns the memory, so
+# its reference count shows when the last view is gone. After that, only the list can make new views.

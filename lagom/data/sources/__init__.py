@@ -1,4 +1,4 @@
-"""Which files a table has, where they are, and whether they have changed.
+"""Sources of a table: finds its files, reads their footers, and notices when a file has changed.
 
 Start with ``files.py``.
 """

@@ -1,4 +1,4 @@
-"""Delta tables: which files are current, as deltalake reads it from the table's log."""
+"""``snapshot``: finds the current files of a Delta table, from its log, with the package deltalake."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ if TYPE_CHECKING:
 
 LOG = "_delta_log"
 _FEATURES = {"columnMapping", "deletionVectors", "timestampNtz", "v2Checkpoint", "vacuumProtocolCheck"}
-"""Features for readers that lagom knows: of the first two it refuses the tables that use them."""
+"""Reader features that lagom knows. Tables that really use one of the first two are refused."""
 _WANTED = ("path", "size_bytes", "partition")
 _REMEDY = "have Spark write the current rows as Parquet, or give the list of current files"
 
 
 @dataclass(frozen=True)
 class DeltaSnapshot:
-    """A Delta table as it is now."""
+    """The current version of a Delta table."""
 
     files: list[tuple[str, int, tuple[tuple[str, str | None], ...]]]
     """Path below the folder, size in bytes and partition of each current file."""
     kinds: Mapping[str, UnischemaField]
-    """Types of the columns that folders stand for."""
+    """Types of the partition columns."""
     names: list[str]
-    """All columns."""
+    """Names of all columns."""
 
 
 def snapshot(home: Any, folder: str) -> DeltaSnapshot | None:
-    """Read what is current in the Delta table in ``folder``; None where there is no such table.
+    """Read the current version of the Delta table in ``folder``; return None if it is not a Delta table.
+
+    Args:
+        home: pyarrow's file system.
 
     Raises:
-        DataError: when the log cannot be read, or says something that lagom does not know.
-        LagomError: where deltalake is not installed.
+        DataError: if the log cannot be read, or the table uses features that lagom does not support.
+        LagomError: if deltalake is not installed.
     """
     from pyarrow import fs
 
@@ -71,7 +74,7 @@ def snapshot(home: Any, folder: str) -> DeltaSnapshot | None:
 
 
 def _copy_log(home: Any, folder: str, scratch: str) -> None:
-    """Copy the log, from its last checkpoint on: deltalake does not know pyarrow's file systems and credentials."""
+    """Copy the log from its last checkpoint on, since deltalake cannot use pyarrow's file systems and credentials."""
     from pyarrow import fs
 
     log = f"{folder}/{LOG}"
@@ -89,7 +92,11 @@ def _copy_log(home: Any, folder: str, scratch: str) -> None:
 
 
 def _check_features(folder: str, table: Any) -> None:
-    """Make sure that the current files, read as they are, have the table's rows and columns."""
+    """Check that reading the current files without further steps gives the table's rows and columns.
+
+    Raises:
+        DataError: for unknown features, column mapping and deletion vectors.
+    """
     features = set(table.protocol().reader_features or ())
     if unknown := sorted(features - _FEATURES):
         raise _error(folder, f"asks for the features {unknown}, which lagom does not know; {_REMEDY}")
@@ -109,7 +116,7 @@ def _has_deletion_vectors(table: Any) -> bool:
 
     try:
         return any(batch.num_rows for batch in table.deletion_vectors())
-    except DeltaError:  # a vector lies beside the files, and cannot be read from here
+    except DeltaError:  # a deletion vector is in a file of its own, which cannot be read from here
         return True
 
 
@@ -131,14 +138,14 @@ def _snapshot(folder: str, table: Any) -> DeltaSnapshot:
 
 
 def _text(value: Any) -> str | None:
-    """Write a partition's value as Spark does in the log."""
+    """Return a partition's value as text, as Spark writes it in the log."""
     if isinstance(value, datetime.datetime):
         value = value.replace(tzinfo=None)
     return None if value is None else str(value)
 
 
 def _dtype(kind: Any) -> np.dtype[Any]:
-    """Return the type of a column that folders stand for; beside numbers and dates all are texts."""
+    """Return the type of a partition column: numbers and dates keep theirs, all others are texts."""
     from pyarrow import types as t
 
     if t.is_date(kind):

@@ -1,4 +1,4 @@
-"""When files were written, so that one that is written again is found, also where its size stays the same."""
+"""``FileVersions``: remembers when files were written, to notice files that are overwritten, even with equal size."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lagom.errors import DataError
 
 
 class FileVersions:
-    """Of the files of a data set, as they were when it was made.
+    """Modification times of a data set's files, from the time when the data set was made.
 
-    They go along to other processes. Another host may have local files by copies of its own, and there a file is as it
-    was when it was first read.
+    The times travel to other processes of this host with the pickle. Another host may have its own copies of local
+    files, so there a file's time is taken when it is first read.
     """
 
     def __init__(self) -> None:
@@ -21,12 +21,12 @@ class FileVersions:
         self._stored: dict[str, int | None] = {}
 
     def look(self, home: Any, path: str) -> None:
-        """Make sure that the file at ``path`` of the file system ``home`` was not written since the first call.
+        """Check that the file at ``path`` of the file system ``home`` has not been written since the first call.
 
-        That is a request to a store, which has times in whole seconds as a rule.
+        For an object store this is a request; times there are compared in whole seconds.
 
         Raises:
-            DataError: when it was, or is gone.
+            DataError: if the file was written again, or a local file is gone.
         """
         if home.type_name == "local":
             self.check(home, path)
@@ -37,14 +37,14 @@ class FileVersions:
             raise _again(path)
 
     def check(self, home: Any, path: str) -> None:
-        """The same where files are local, which are looked at in no time; nothing where they are not.
+        """Check a local file as ``look`` does; do nothing for other file systems, where a check takes time.
 
         Raises:
-            DataError: when the file was written again, or is gone.
+            DataError: if the file was written again, or is gone.
         """
         if home.type_name != "local":
             return
-        # Not by os.stat: the disk that pyarrow reads is what counts.
+        # os.stat would see the rank's overlay; pyarrow reads the real disk.
         written = _written(home, path)
         if written is None:
             raise DataError(f"{path} is gone; it was there when the data set was made")
@@ -57,7 +57,7 @@ class FileVersions:
 
 
 def _written(home: Any, path: str) -> int | None:
-    """In nanoseconds; None where the file is gone, or the file system does not say."""
+    """Return the modification time in nanoseconds; None if the file is gone or its file system has no times."""
     try:
         written: int | None = home.get_file_info(path).mtime_ns
     except OSError as error:
@@ -73,7 +73,7 @@ def _again(path: str) -> DataError:
 
 
 def _boot() -> str:
-    """Of this host since it was started; empty where the system does not say."""
+    """Return an id of this host since it was booted; empty if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

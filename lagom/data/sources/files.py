@@ -1,4 +1,4 @@
-"""Which files a data set has, and where: URLs, folders with partitions, formats whose folders hold stale files."""
+"""``locate``: finds the files of a data set by paths and URLs, with partitions; refuses folders with stale files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CREDENTIALS = {
     "hdfs": "libhdfs is found by HADOOP_HOME, Java by JAVA_HOME, and Hadoop by CLASSPATH=$(hadoop classpath --glob)",
 }
 _GCS_SECONDS = 60
-"""That pyarrow tries Google's store for; by itself it takes 15 minutes to give up."""
+"""Seconds after which pyarrow gives up on Google's store; its default is 15 minutes."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class DataFile:
 
     path: str
     name: str
-    """Its path below the folder: the same wherever that is mounted."""
+    """Path below the data set's folder, which is the same wherever the folder is mounted."""
     size: int
-    """In bytes."""
+    """Size in bytes."""
     partition: tuple[tuple[str, str | None], ...]
-    """Columns that its folders stand for."""
+    """Names and values of the partition columns, from the names of its folders."""
 
 
 def arrow() -> Any:
-    """pyarrow.
+    """Import and return pyarrow.
 
     Raises:
-        LagomError: where it is not installed.
+        LagomError: if pyarrow is not installed.
     """
     try:
         import pyarrow as pa
@@ -55,31 +55,35 @@ def arrow() -> Any:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a data set is."""
+    """The file system and the files of a data set."""
 
     home: Any
-    """The file system, pyarrow's."""
+    """pyarrow's file system."""
     folder: str | None
-    """If there is one source only, and it is a folder."""
+    """The folder, if the data set is a single folder; else None."""
     files: list[DataFile]
-    """In order of their names."""
+    """The files, in the order of their names."""
     kinds: Mapping[str, UnischemaField]
-    """Of columns that folders stand for, where something says what they are."""
+    """Types of partition columns, if a Delta log gives them; else empty."""
     names: list[str] | None
-    """Of all columns, where something beside the files says them."""
+    """Names of all columns, if a Delta log gives them; else None."""
 
 
 def locate(sources: list[str], filesystem: Any = None) -> Location:
-    """Where ``sources`` are, which are folders or files by path or URL.
+    """Find the files of ``sources``, which are paths or URLs of folders or files.
+
+    Args:
+        filesystem: pyarrow's or fsspec's file system; None to choose it by the URL.
 
     Raises:
-        DataError: when there is none, or a folder belongs to a format whose log says which files are current.
+        DataError: if a source does not exist, cannot be reached or is empty, or is a Hudi or Iceberg table.
+        ValueError: if the sources are in two file systems, or are several Delta tables.
     """
     from pyarrow import ArrowException
 
     try:
         return _located(sources, filesystem)
-    except ArrowException as error:  # what clients of stores raise, some of it under no other name
+    except ArrowException as error:  # clients of object stores raise errors that have only this class
         raise DataError(f"{sources[0]} cannot be reached: {_first_line(error)}{_remedy(sources[0])}") from error
 
 
@@ -166,7 +170,7 @@ def _files(home: Any, path: str, source: str) -> list[DataFile]:
 
 
 def _as_pyarrow_says(source: str) -> str:
-    """The URL ``source``, which may be in Spark's spelling."""
+    """Return the URL ``source`` in pyarrow's spelling; Spark has other schemes."""
     source = re.sub(r"^s3[an]://", "s3://", source)
     source = re.sub(r"^dbfs:/+", "/dbfs/", source)
     if urlsplit(source).scheme in ("gs", "gcs") and "retry_limit_seconds" not in source:
@@ -175,7 +179,7 @@ def _as_pyarrow_says(source: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Of what it says: who looks for libhdfs and Java tells of 80 places."""
+    """Return the first line of ``error``: a search for libhdfs and Java lists 80 places."""
     return (str(error).splitlines() or [repr(error)])[0]
 
 
@@ -187,12 +191,12 @@ def _remedy(source: str) -> str:
 
 
 def _hidden(name: str) -> bool:
-    """As Spark has it: what begins with an underscore, unless it is a partition, or with a dot."""
+    """Return whether Spark ignores the file: a part of its path begins with "." or, unless a partition, with "_"."""
     return any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in name.split("/"))
 
 
 def _refuse_parts(home: Any, path: str, source: str) -> None:
-    """Of a Delta table, whose log stands above."""
+    """Raise a DataError if ``path`` is a partition's folder inside a Delta table."""
     from pyarrow import fs
 
     while "=" in posixpath.basename(path):

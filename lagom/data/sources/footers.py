@@ -1,4 +1,4 @@
-"""Footers of Parquet files: opened, measured, and checked for whether they fit together."""
+"""``Footer``: opens Parquet files, measures their columns, and checks that the files of a table fit together."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ if TYPE_CHECKING:
     from lagom.data.sources.files import DataFile
 
 PAGE_BYTES = 1 << 20
-"""Of a page, about, as writers make them."""
+"""Approximate size of a page, as writers make them."""
 _BUFFER = 1 << 16
-"""Bytes that are read ahead in a column chunk that is larger than a page."""
+"""Bytes that Arrow reads ahead in a column chunk that is larger than a page."""
 
 
 def open_file(home: Any, file: DataFile, footer: Any = None, *, whole: bool = False) -> tuple[Any, Any]:
-    """The file ``file``, and what it is as Parquet; with ``footer``, its metadata, that is not read again.
+    """Open ``file``; return pyarrow's input file and its ``ParquetFile``.
 
-    With ``whole``, a column's part of a row group is read at once. Otherwise it is read as it is decoded, in pages: it
-    may be large, and only its beginning wanted.
+    Args:
+        footer: the file's metadata, if known, so that it is not read again.
+        whole: whether to read a column's part of a row group at once. Otherwise it is read page by page, since it may
+            be large and only its beginning needed.
 
     Raises:
-        DataError: when it is not there, not as it was, or no such file.
+        DataError: if the file is gone, has another size than before, or is not a Parquet file.
     """
     import pyarrow.parquet as pq
 
@@ -45,7 +47,7 @@ def open_file(home: Any, file: DataFile, footer: Any = None, *, whole: bool = Fa
             pre_buffer=False,
             buffer_size=buffer,
             coerce_int96_timestamp_unit="us",
-            # Where the writer has noted them, as Spark does: a bit that has flipped is an error, and no other number.
+            # For files with checksums, as Spark writes them: a flipped bit raises an error instead of a wrong number.
             page_checksum_verification=True,
         )
     except FileNotFoundError as error:
@@ -68,7 +70,7 @@ def _begins(home: Any, file: DataFile, magic: bytes) -> bool:
 
 
 class Footer:
-    """What a file's footer says."""
+    """The metadata and schema in a file's footer."""
 
     def __init__(self, home: Any, file: DataFile) -> None:
         with open_file(home, file)[1] as opened:
@@ -77,7 +79,7 @@ class Footer:
         self._names = set(self.schema.names)
 
     def num_bytes(self, names: set[str]) -> int:
-        """Of the columns ``names``, decoded."""
+        """Return the bytes of the columns ``names`` after decoding."""
         names = names & self._names
         stored = dict.fromkeys(names, 0)
         for index in range(self.metadata.num_row_groups):
@@ -92,41 +94,45 @@ class Footer:
         return sum(rows * width if width else stored[name] for name, width in widths.items())
 
     def page_bytes(self, names: set[str]) -> int:
-        """Of what is open of each of these columns, as it is stored and decoded; where a row group has most of it."""
+        """Return the largest number of bytes of open pages, stored and decoded, while these columns are read."""
         return max((sum(map(_page_bytes, group)) for group in self._chunks(names)), default=0)
 
     def chunk_bytes(self, names: set[str]) -> int:
-        """What the largest of these columns has in a row group, as it is stored."""
+        """Return the stored bytes of the largest part that one of these columns has in a row group."""
         return max((chunk.total_compressed_size for group in self._chunks(names) for chunk in group), default=0)
 
     def _chunks(self, names: set[str]) -> Iterator[list[Any]]:
-        """Of each row group, what these columns have in it."""
+        """Yield for each row group the chunks of these columns."""
         for index in range(self.metadata.num_row_groups):
             group = self.metadata.row_group(index)
             columns = [group.column(number) for number in range(group.num_columns)]
             yield [column for column in columns if self._column_of(column.path_in_schema) in names]
 
     def _column_of(self, path: str) -> str:
-        """The column that the values at ``path`` are in: names may have dots themselves."""
+        """Return the column that contains the values at ``path``; the names of columns may contain dots, too."""
         while path and path not in self._names:
             path = path.rpartition(".")[0]
         return path
 
 
 def _page_bytes(chunk: Any) -> int:
-    """Of a page of a column, as it is stored and decoded, and of its dictionary."""
+    """Return the bytes of a chunk's open page, stored and decoded, plus its decoded dictionary."""
     whole: int = chunk.total_uncompressed_size
     stored: int = max(chunk.total_compressed_size, 1)
     dictionary = 0
     if chunk.dictionary_page_offset is not None:
-        # How large it is decoded the page itself says, and the footer of all pages together.
+        # The footer has only the decoded size of all pages together, so estimate by the stored sizes.
         part = min(max(chunk.data_page_offset - chunk.dictionary_page_offset, 0) / stored, 1.0)
         dictionary = int(whole * part)
     return dictionary + min(whole - dictionary, PAGE_BYTES) + min(stored, PAGE_BYTES)
 
 
 def partitions_of(files: list[DataFile]) -> list[str]:
-    """Names of the columns that folders stand for."""
+    """Return the names of the partition columns.
+
+    Raises:
+        DataError: if files have different partition columns.
+    """
     names = [name for name, _ in files[0].partition]
     for file in files:
         if [name for name, _ in file.partition] != names:
@@ -137,7 +143,11 @@ def partitions_of(files: list[DataFile]) -> list[str]:
 
 
 def check_names(files: list[DataFile], footers: list[Footer], added: Collection[str]) -> None:
-    """Make sure that all files have the same columns, but for those that may have been ``added`` later."""
+    """Check that all files have the same columns, except those that were ``added`` to the table later.
+
+    Raises:
+        DataError: if a column is missing in a file, or occurs twice.
+    """
     wanted = set(footers[0].schema.names)
     for file, footer in zip(files, footers, strict=True):
         name, times = Counter(footer.schema.names).most_common(1)[0] if footer.schema.names else ("", 1)
@@ -159,7 +169,17 @@ def common_field(
     told: Mapping[str, UnischemaField],
     added: Collection[str],
 ) -> Any:
-    """The field ``name``, which must be the same in all files; those that are older than an ``added`` one lack it."""
+    """Return Arrow's field for column ``name``.
+
+    Args:
+        partitions: names of the partition columns.
+        told: types of partition columns, if known.
+        added: columns that were added to the table later, so that older files lack them.
+
+    Raises:
+        DataError: if files have the column with different types, or lack it.
+        ValueError: if the first file has no such column.
+    """
     import pyarrow as pa
 
     if name in partitions:
@@ -189,7 +209,7 @@ def common_field(
 
 
 def _bare(kind: Any) -> str:
-    """The type without the names that writers give to the items of lists."""
+    """Return the type as text, without the names that writers give to the items of lists."""
     kind = types.plain(kind)
     return f"{_bare(kind.value_type)}[]" if types.is_ragged(kind) else str(kind)
 

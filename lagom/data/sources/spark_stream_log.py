@@ -1,6 +1,6 @@
-"""Folders that Spark's streaming wrote: which files are committed, by the log of the sink.
+"""``committed_files``: reads the log of a folder that Spark's streaming wrote, to find the committed files.
 
-Source: ``FileStreamSinkLog`` and ``CompactibleFileStreamLog`` of Spark, which read them the same way.
+Source: Spark's ``FileStreamSinkLog`` and ``CompactibleFileStreamLog``, which read the log in the same way.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ _BATCH = re.compile(rf"{LOG}/(\d+)(\.compact)?")
 
 
 def committed_files(home: Any, folder: str, names: set[str]) -> set[str] | None:
-    """Of ``names``, paths below ``folder``, the data files that the log there names; None where there is no log.
+    """Return the data files that the log in ``folder`` names; None if there is no log.
+
+    Args:
+        home: pyarrow's file system.
+        names: paths of all files below ``folder``.
 
     Raises:
-        DataError: when the log is incomplete, or names a file that is not there.
+        DataError: if the log is incomplete, or names a file that does not exist.
     """
     if LOG not in {name.split("/")[0] for name in names}:
         return None
@@ -44,7 +48,11 @@ def committed_files(home: Any, folder: str, names: set[str]) -> set[str] | None:
 
 
 def _current(names: set[str]) -> list[str]:
-    """The newest file that sums up those before it, and those after it, in order."""
+    """Return the log's files to read, in order: the newest compacted file, and all files after it.
+
+    Raises:
+        ValueError: if a file of the log is missing.
+    """
     batches = {int(told[1]): (bool(told[2]), name) for name in names if (told := _BATCH.fullmatch(name))}
     start = max((number for number, (is_compact, _) in batches.items() if is_compact), default=0)
     later = sorted(number for number in batches if number >= start)
@@ -54,7 +62,7 @@ def _current(names: set[str]) -> list[str]:
 
 
 def _name(path: str, names: set[str], folder: str) -> str:
-    """Of the file at ``path``, below ``folder``, which may have been moved since."""
+    """Return the name below ``folder`` of the file that the log has as ``path``; the folder may have been moved."""
     parts = path.split("/")
     for start in range(len(parts)):
         if (name := posixpath.join(*parts[start:])) in names:
