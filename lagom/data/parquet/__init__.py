@@ -1,4 +1,4 @@
-"""Parquet tables as data sets: row groups, shards, shuffled windows, batches.
+"""Parquet tables as data sets of torch, with loaders that read each row group once and shuffle within windows.
 
-Start with ``dataset.py`` (``ParquetDataset``); ``shard.py`` is the arithmetic of who reads what.
+Start with ``dataset.py`` (``ParquetDataset``); ``shard.py`` computes which rank reads which rows.
 """

@@ -1,4 +1,4 @@
-"""``TableBatchSampler``: which rows make a batch, epoch after epoch; a batch sampler for torch's loader."""
+"""``TableBatchSampler``: a batch sampler for torch's loader, which decides which rows make a batch in each epoch."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from lagom.data.parquet.table import Table
 
 _UNSHUFFLED_BYTES = 8 << 20
-"""Of rows that are decoded at a time where they are not shuffled."""
+"""Bytes of rows that are decoded at a time without shuffling."""
 _UNSHUFFLED_BLOCKS = 3 + AHEAD
-"""Of such rows in memory: handed out, some that wait, and two that are decoded."""
+"""Blocks of such rows in memory: one in use, ``AHEAD`` that wait, and two that are being decoded."""
 _ROUNDS = 4
-"""Of shuffled rows in memory: handed out, read, mixed, and decoded for the next round."""
+"""Rounds of shuffled rows in memory: in use, read ahead, being shuffled, and being decoded."""
 _TOLD_BYTES = 64 << 20
-"""Beyond the setting, that are worth a warning."""
+"""Bytes for decoding from which a warning is shown, if they do not fit into ``window_bytes``."""
 _numbers = itertools.count()
 
 
 class TableBatchSampler(Sampler[Any]):
-    """Batches of a table's rows; each pass is an epoch, in another order where they are shuffled.
+    """Batches of a table's rows; each pass is an epoch, with ``shuffle`` in another order.
 
-    The order follows from the seed, the number of the epoch and the row counts of the table's row groups, and from
-    nothing else: it is the same for any number of ranks and workers.
+    The order depends only on the seed, the number of the epoch, the row counts of the table's row groups, ``streams``
+    and the window. So it is the same for any number of ranks and workers.
     """
 
     lagom_common = True
-    """To lagom: its batches are the same on all ranks, which need not be told of them."""
+    """Says to lagom's loaders that batches are equal on all ranks, so rank 0 need not send them."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class TableBatchSampler(Sampler[Any]):
         self._window = max(1, window // (table.row_bytes * self._streams))
         self._seed = seed
         self.epoch = 0
-        """The one that comes next."""
+        """Number of the next epoch."""
         self._start = 0
         self._source = next(_numbers)
 
@@ -76,14 +76,16 @@ class TableBatchSampler(Sampler[Any]):
         return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
 
     def __iter__(self) -> EpochPass:
-        """The next epoch, or the rest of one that was loaded; it begins with the first batch that is drawn."""
-        # Not before: torch's loader with workers makes an iterator that it never draws from.
+        """Return the next epoch, or the rest of the loaded one; it begins when the first batch is drawn.
+
+        It does not begin earlier, since torch's loader with workers makes an iterator from which it never draws.
+        """
         return EpochPass(self)
 
     def begin(self, passing: EpochPass) -> tuple[Iterator[Positions], str]:
-        """The batches of the next epoch, which ``passing`` goes over, and what tells it from others."""
+        """Begin the next epoch for the iterator ``passing``; return its batches and a fingerprint of its order."""
         if self.shuffle and self._seed is None:
-            # Once: epochs after a resumed one must be as they would have been.
+            # Drawn only once, so that epochs after a resumed one are the same as without the interruption.
             self._seed = int(torch.empty((), dtype=torch.int64).random_().item())
         index, start = self.epoch, self._start
         self.epoch, self._start = index + 1, 0
@@ -100,12 +102,12 @@ class TableBatchSampler(Sampler[Any]):
         return self._batches(made, start), told
 
     def order(self, epoch: int) -> EpochOrder:
-        """The order of the rows in epoch number ``epoch``, where the seed is known."""
+        """Return the order of the rows in epoch number ``epoch``; the seed must be known."""
         assert self._seed is not None or not self.shuffle
         return EpochOrder(self._counts, self._epoch_seed(epoch), self._streams, self._window)
 
     def state(self, epoch: int, num_used: int) -> dict[str, Any]:
-        """What ``load`` needs to go on behind the first ``num_used`` rows of epoch number ``epoch``."""
+        """Return the state from which ``load`` continues after the first ``num_used`` rows of epoch ``epoch``."""
         return {
             "version": 1,
             "table": self._fingerprint,
@@ -118,10 +120,10 @@ class TableBatchSampler(Sampler[Any]):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Have the next pass go on where ``state`` was made; batch size and number of ranks may be others.
+        """Let the next pass continue from ``state``; batch size and number of ranks may differ.
 
         Raises:
-            ValueError: when it is of other data.
+            ValueError: if the state belongs to other data, or is not a state.
         """
         if not isinstance(state, dict) or "version" not in state:
             raise ValueError(f"the state is {state!r:.80}; it is what state_dict() of such a loader gave")
@@ -149,12 +151,15 @@ class TableBatchSampler(Sampler[Any]):
                 yield Positions(epoch, range(first, stop))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Two copies that came by pickle are two things that are passed over.
+        # Each unpickled copy is a source of its own.
         self.__dict__.update(state, _source=next(_numbers))
 
 
 def _left_of(window_bytes: int, table: Table, streams: int) -> int:
-    """Of a process's memory, what is left for rows once ``streams`` row groups are being decoded."""
+    """Return the bytes of ``window_bytes`` that are left for rows while ``streams`` row groups are decoded.
+
+    Warn if decoding takes so much that less than a quarter is left.
+    """
     decoded = min(MOST, max(table.counts, default=0)) * table.row_bytes
     decoding = streams * (table.page_bytes + decoded)
     least = window_bytes // 4
@@ -169,7 +174,7 @@ def _left_of(window_bytes: int, table: Table, streams: int) -> int:
 
 
 class EpochPass:
-    """The batches of one epoch, or of what is left of it."""
+    """An iterator over the batches of one epoch, or of the rest of one."""
 
     def __init__(self, source: TableBatchSampler) -> None:
         self._source = source
@@ -177,7 +182,7 @@ class EpochPass:
 
     @property
     def fingerprint(self) -> str:
-        """Equal on ranks that see the same rows in the same order."""
+        """Text that is equal on ranks that see the same rows in the same order."""
         return self._begin()[1]
 
     def __iter__(self) -> EpochPass:

@@ -1,4 +1,4 @@
-"""``RowGroupCursor``: reads row groups piece by piece, each from where the one before ended."""
+"""``RowGroupCursor``: reads pieces of row groups; a piece may continue where the last one ended."""
 
 from __future__ import annotations
 
@@ -20,29 +20,36 @@ if TYPE_CHECKING:
 
 
 class RowGroupPart(NamedTuple):
-    """Some rows."""
+    """Rows of a row group: some columns decoded by Arrow, the others by lagom."""
 
     batch: Any
-    """A record batch, Arrow's; None where it has no columns."""
+    """Arrow's record batch with the columns that Arrow decoded; None if there are none."""
     arrays: Mapping[int, NDArray[Any]]
-    """The other columns by their numbers."""
+    """The columns that lagom decoded, by number."""
 
     @property
     def num_rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return len(self.batch) if self.batch is not None else len(next(iter(self.arrays.values())))
 
     def cut(self, start: int, stop: int) -> RowGroupPart:
-        """Some of them."""
+        """Return the rows from ``start`` to ``stop``, without a copy."""
         batch = None if self.batch is None else self.batch.slice(start, stop - start)
         return RowGroupPart(batch, {number: array[start:stop] for number, array in self.arrays.items()})
 
 
 class RowGroupCursor:
-    """Reads pieces of row groups, each from where the one before ended."""
+    """Reads pieces of row groups, without decoding again what it has passed."""
 
     def __init__(self, source: Source, most: int, *, is_alone: bool, is_last: bool) -> None:
-        """``most`` rows at a time; with ``is_alone`` by several threads. See Note [Whose threads]."""
+        """Make a cursor.
+
+        Args:
+            most: largest number of rows to decode at a time.
+            is_alone: whether no other cursor decodes at the same time, so that Arrow may use several threads; see
+                Note [Whose threads].
+            is_last: whether the rows go into batches without another copy.
+        """
         self._source = source
         self._is_last = is_last
         self._most = most
@@ -56,11 +63,11 @@ class RowGroupCursor:
         self._rest: RowGroupPart | None = None
 
     def close(self) -> None:
-        """Leave the memory that this decodes into to the next one."""
+        """Leave the decoder's memory to the next cursor."""
         self._fast.close()
 
     def read(self, piece: RowPiece) -> Iterator[Block]:
-        """Read the rows of ``piece``."""
+        """Yield the rows of ``piece``, in one or more blocks."""
         if piece.group != self._group or piece.start < self._at:
             self._begin(piece.group)
         while self._at < piece.stop:
@@ -90,7 +97,7 @@ class RowGroupCursor:
             self._batches = table.batches(opened.parquet, group, self._most, threads=self._threads, without=columns)
 
     def _next(self, wanted: int) -> RowGroupPart:
-        """Rows from where it is on; ``wanted`` of them, where nobody else says how many."""
+        """Return the next rows. Arrow's batches determine how many; without Arrow's columns it is ``wanted``."""
         if self._rest is not None:
             rest, self._rest = self._rest, None
             return rest
@@ -106,7 +113,7 @@ class RowGroupCursor:
         return self._by_arrow() if arrays is None else RowGroupPart(batch, arrays)
 
     def _by_arrow(self) -> RowGroupPart:
-        """The next rows, of a row group that lagom's own decoder does not know."""
+        """Let Arrow read the row group again from the present row on; lagom's decoder cannot."""
         assert self._opened is not None
         self._batches = self._source.table.batches(self._opened.parquet, self._group, self._most, threads=self._threads)
         behind = self._at

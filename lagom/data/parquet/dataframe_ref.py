@@ -1,4 +1,4 @@
-"""What stands for a Spark DataFrame on its way to the ranks, each of which makes a ``ParquetDataset`` of it."""
+"""``WrittenFrame`` and ``CollectedFrame``: travel to ranks in place of a Spark DataFrame, then become data sets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class WrittenFrame:
-    """A DataFrame that the cluster has written as Parquet."""
+    """A DataFrame that Spark has written to ``url`` as Parquet."""
 
     url: str
 
     def __call__(self) -> Any:
-        """The data set."""
+        """Return a ``ParquetDataset`` of the files."""
         from lagom.data.parquet.dataset import ParquetDataset
 
         return ParquetDataset(self.url)
@@ -21,14 +21,14 @@ class WrittenFrame:
 
 @dataclass(frozen=True, eq=False)
 class CollectedFrame:
-    """A small DataFrame, whose rows have come to the driver."""
+    """A small DataFrame that was collected on the driver."""
 
     content: Any
-    """The bytes of a Parquet file, as an array: it travels beside the pickle."""
+    """The bytes of a Parquet file, as an array, since arrays travel outside of the pickle."""
     digest: str
 
     def __call__(self) -> Any:
-        """The data set."""
+        """Return a ``ParquetDataset`` of the bytes, which are kept in an in-memory file system."""
         from fsspec.implementations.memory import MemoryFileSystem
 
         from lagom.data.parquet.dataset import ParquetDataset

@@ -1,4 +1,4 @@
-"""``ParquetDataset``: a folder of Parquet files as a data set of torch."""
+"""``ParquetDataset``: a data set of torch over a folder of Parquet files."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 _generation = 0
-"""How many forks lie between this process and one that was started: cheaper to ask than for its id."""
+"""Number of forks between the first process and this one; reading it is cheaper than asking for the process id."""
 
 
 def _forked() -> None:
-    global _generation  # of this process
+    global _generation
     _generation += 1
 
 
@@ -41,7 +41,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Origin(NamedTuple):
-    """Where the rows of a data set come from."""
+    """The sources of a data set, as the user gave them."""
 
     sources: list[str]
     filters: Any
@@ -51,29 +51,29 @@ class Origin(NamedTuple):
 class ParquetDataset(Dataset[Any]):
     """Rows of Parquet files, in the order of the files' names.
 
-    ``DataLoader(dataset, batch_size=64)`` gives dicts of tensors by column, made without a loop over rows. For
-    training on tables that do not fit into ``window_bytes``, use ``ParquetLoader(dataset, 64, shuffle=True)``, which
-    reads each row group once: ``DataLoader(dataset, shuffle=True)`` draws single rows from everywhere.
+    ``DataLoader(dataset, batch_size=64)`` yields dicts of tensors by column, made without a loop over rows. To train on
+    a table that does not fit into ``window_bytes``, use ``ParquetLoader(dataset, 64, shuffle=True)``, which reads each
+    row group once. ``DataLoader(dataset, shuffle=True)`` would read single rows from the whole table.
 
     Args:
         source: a folder or file, or a list of these: paths, or URLs that pyarrow or fsspec know (s3:, gs:, hdfs:, ...).
-            Or another ``ParquetDataset``, of which rows and, unless others are given, columns and filters are taken.
-        columns: names, in the order wanted, or a function that chooses them among all; None: all.
-        filters: rows to keep, as pyarrow has it: ``[("x", ">", 0), ...]`` for "and", a list of such lists for "or".
-            Row groups that cannot have such rows are not read.
-        nulls: what becomes of nulls: "error", a number in their place, "nan", "mask" (an entry ``NAME__valid`` beside),
-            or a dict of these by column.
-        ragged: what becomes of lists of different lengths: "error", "pad" (zeros, to the longest of a batch), "list"
+            Or another ``ParquetDataset``, whose rows are used, and its columns and filters unless others are given.
+        columns: names of columns, in the wanted order, or a function that chooses from all names; None: all.
+        filters: rows to keep, in pyarrow's notation: ``[("x", ">", 0), ...]`` for "and", a list of such lists for "or".
+            Row groups that cannot contain such rows are not read.
+        nulls: how to treat nulls: "error", a number to replace them, "nan", "mask" (adds an entry ``NAME__valid``), or
+            a dict of these by column.
+        ragged: how to treat lists of different lengths: "error", "pad" (with zeros, to the longest of a batch), "list"
             (a list of tensors), or a dict of these by column.
-        window_bytes: memory of a process for rows that are shuffled together, and for the pages that are being decoded,
-            of one row group for each stream. More mixes better.
-        streams: places of the table that a shuffled batch is drawn from at the same time, at least; ranks whose
-            number divides it read every row group once.
-        filesystem: one of pyarrow's or fsspec's; then ``source`` is a path in it.
+        window_bytes: memory of each process for rows that are shuffled together, and for the pages of the row groups
+            that are being decoded, one for each stream. More memory shuffles better.
+        streams: number of places of the table from which a shuffled batch takes rows. If the number of ranks divides
+            it, each row group is read once.
+        filesystem: pyarrow's or fsspec's file system; then ``source`` is a path in it.
 
     Raises:
-        DataError: when there is nothing to read, or files do not fit together.
-        ValueError: for a column that is not there, or whose type cannot be a tensor.
+        DataError: if there is nothing to read, or files do not fit together.
+        ValueError: for a column that does not exist, or whose type cannot become a tensor.
     """
 
     origin: Origin
@@ -118,30 +118,30 @@ class ParquetDataset(Dataset[Any]):
             self._leaves.append((name, leaves(field, policy(nulls, name), chosen, decoder)))
         self._num_rows = sum(self.table.counts)
         self.transform: Callable[[Rows], Any] | None = None
-        """What is made of rows before a loader collates them."""
+        """Function that a loader applies to rows before it collates them."""
         self._reader: tuple[int, TableReader] | None = None
         self._generation = _generation
 
     @property
     def lagom_resizes(self) -> bool:
-        """Whether a batch may have more or fewer rows than were read for it; ranks then count them."""
+        """Whether the transform may change the number of rows of a batch; ranks then exchange the numbers."""
         return bool(getattr(self.transform, "resizes", False))
 
     @property
     def columns(self) -> list[str]:
-        """Their names."""
+        """Names of the columns."""
         return [name for name, _ in self._leaves]
 
     def __len__(self) -> int:
         return self._num_rows
 
     def __getitem__(self, index: int) -> Any:
-        """The row at ``index``: values by column."""
+        """Return the row at ``index``: values by column."""
         row = self.__getitems__([index])[0]
         return row.dict() if isinstance(row, Row) else row
 
     def __getitems__(self, index: Positions | Sequence[int]) -> Any:
-        """Rows at ``index``, or at positions of an epoch of ``batches()``."""
+        """Return the rows at ``index``, or at positions in an epoch of ``batches()``."""
         rows = Rows(self._spans(index))
         return rows if self.transform is None else self.transform(rows)
 
@@ -155,17 +155,20 @@ class ParquetDataset(Dataset[Any]):
         places = None if self._fits else _steps(picked)
         if places is None:
             return self._reading().pick(picked)
-        # As a sampler in the order of the table draws them, or a rank's share of these: read ahead.
+        # Equal steps come from a sequential sampler, or from a rank's share of its batches: read ahead.
         window = max(1, min(self.window_bytes, 8 << 20) // self.table.row_bytes)
         return self._reading().rows(Epoch(-1, 0, 0, None, 1, window), places)
 
     def batches(
         self, batch_size: int, *, shuffle: bool = False, seed: int | None = None, drop_last: bool = False
     ) -> TableBatchSampler:
-        """Batches for a loader: ``DataLoader(dataset, batch_sampler=dataset.batches(64, shuffle=True))``.
+        """Return a batch sampler, for ``DataLoader(dataset, batch_sampler=dataset.batches(64, shuffle=True))``.
 
         Args:
-            seed: of the order, a new one each epoch; None: drawn from torch's global generator at the first epoch.
+            batch_size: rows of a batch.
+            shuffle: whether each epoch has another order.
+            seed: seed of the orders; None: drawn from torch's global generator at the first epoch.
+            drop_last: whether to leave out a last batch that is shorter.
         """
         return TableBatchSampler(
             self.table,
@@ -178,7 +181,7 @@ class ParquetDataset(Dataset[Any]):
         )
 
     def close(self) -> None:
-        """End threads that read ahead."""
+        """End the threads that read ahead."""
         if self._reader is not None and self._reader[0] == _generation:
             self._reader[1].close()
         self._reader = None
@@ -188,11 +191,11 @@ class ParquetDataset(Dataset[Any]):
         return self._num_rows * self.table.row_bytes <= self.window_bytes
 
     def _reading(self) -> TableReader:
-        # A forked process has none of the threads of the one that it was forked from.
+        # A forked process has none of its parent's threads.
         if self._reader is None or self._reader[0] != _generation:
             table = self.table
             if self._generation != _generation:
-                # Nor may it share their connections to a store.
+                # It must not share the parent's connections to a store either.
                 table = replace(table, home=pickle.loads(pickle.dumps(table.home)))
             self._reader = _generation, TableReader(table, self._leaves, self.window_bytes)
         return self._reader[1]
@@ -217,7 +220,7 @@ def _origin(source: Any, filters: Any, filesystem: Any) -> Origin:
 
 
 def _steps(index: NDArray[np.int64]) -> range | None:
-    """``index`` as a range, if it goes up in equal steps that are no leaps."""
+    """Return ``index`` as a range, if it increases in equal steps of at most 4096; else None."""
     if len(index) < 2:
         return None
     step = int(index[1] - index[0])

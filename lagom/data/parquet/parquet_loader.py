@@ -1,4 +1,4 @@
-"""``ParquetLoader``: torch's loader over a Parquet table, shuffled at the speed of the disk, which can be resumed."""
+"""``ParquetLoader``: torch's loader over a Parquet table, which shuffles at the disk's speed and can be resumed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ _TAKEN = ("batch_sampler", "sampler")
 
 
 class ParquetLoader(DataLoader[Any]):
-    """Batches of a ``ParquetDataset``: dicts of tensors by column.
+    """Loads batches of a ``ParquetDataset``: dicts of tensors by column.
 
-    Shuffled, an epoch is drawn from ``streams`` places of the table at the same time, and rows are mixed within
-    ``window_bytes``; each row comes once, and each row group is read once. Reading is done ahead in a thread:
-    ``num_workers`` is for data sets that transform rows in Python, as every worker reads what the loader reads.
+    With ``shuffle``, an epoch takes rows from ``streams`` places of the table at the same time, and shuffles them
+    within ``window_bytes``. Each row comes once, and each row group is read once. A thread reads ahead. Use
+    ``num_workers`` only if rows are transformed in Python, since every worker reads all rows.
 
     Args:
-        dataset: one, or what one can be made of: a path, a URL, a list.
+        dataset: a ``ParquetDataset``, or a path, a URL or a list of these.
         batch_size: rows of a batch.
-        shuffle: another order each epoch.
-        seed: of the order; None: drawn from torch's global generator at the first epoch.
-        drop_last: leave out a last batch that is shorter.
-        options: the DataLoader's.
+        shuffle: whether each epoch has another order.
+        seed: seed of the orders; None: drawn from torch's global generator at the first epoch.
+        drop_last: whether to leave out a last batch that is shorter.
+        options: further options of torch's ``DataLoader``.
+
+    Raises:
+        ValueError: if a sampler is passed.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class ParquetLoader(DataLoader[Any]):
 
     @property
     def _index_sampler(self) -> Any:
-        # Through torch's property, for which lagom puts one that deals batches out.
+        # Uses torch's property, which lagom replaces by one that gives each rank its share.
         source = DataLoader._index_sampler.fget(self)  # type: ignore[attr-defined]
         return _Noting(self, source)
 
@@ -64,24 +67,24 @@ class ParquetLoader(DataLoader[Any]):
         return _Counted(self, super().__iter__(), self._ends)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass that goes on is, or the next one begins: behind the last batch that the program has seen.
+        """Return the position after the last batch that the program has got, to resume the pass there.
 
-        Equal on all ranks. Batches that workers have fetched ahead do not count.
+        The state is equal on all ranks. Batches that workers have loaded ahead do not count.
         """
         return self._batches.state(*self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next pass go on where ``state`` was made, in the same order, on any number of ranks and workers.
+        """Let the next pass continue from ``state`` in the same order, on any number of ranks and workers.
 
         Raises:
-            ValueError: when it is the state of other data.
+            ValueError: if the state belongs to other data.
         """
         self._batches.load(state)
         self._state = (state["epoch"], state["rows"])
 
 
 class _Noting:
-    """A loader's sampler; notes how many rows of the epoch are used when a batch is."""
+    """Wraps a loader's sampler, and records for each batch how many rows of the epoch are used after it."""
 
     def __init__(self, loader: ParquetLoader, source: Any) -> None:
         self._loader = loader
@@ -91,7 +94,7 @@ class _Noting:
         return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
-        # Now: when the first batch is drawn, another pass may have begun.
+        # Takes the list now: when the first batch is drawn, another pass may have begun.
         return self._noted(iter(self._source), self._loader._ends)
 
     def _noted(self, source: Iterator[Any], ends: deque[tuple[int, int]]) -> Iterator[Any]:
@@ -101,7 +104,7 @@ class _Noting:
 
 
 class _Counted:
-    """A loader's iterator that keeps its loader's state."""
+    """Wraps a loader's iterator, and updates the loader's state with each batch."""
 
     def __init__(self, loader: ParquetLoader, iterator: Any, ends: deque[tuple[int, int]]) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""``PetastormDataLoader``: batches of a data set that petastorm or Spark wrote, without petastorm."""
+"""``PetastormDataLoader``: loads batches of a data set that petastorm or Spark wrote, without petastorm."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ if TYPE_CHECKING:
 
 
 class TransformSpec:
-    """What is done to rows, as petastorm has it.
+    """A transform of rows, with petastorm's interface.
 
     Args:
-        func: of a row, a dict of numpy values by field, or, where the data set is plain Parquet, of a pandas DataFrame
-            of the rows of a batch; returns the same.
-        edit_fields: fields that ``func`` changes; nothing needs to be said here.
-        removed_fields: fields to leave out after that.
-        selected_fields: fields to keep after that, in this order.
+        func: function of a row, which is a dict of numpy values by field; or, for plain Parquet, of a pandas DataFrame
+            with the rows of a batch. It returns the same type.
+        edit_fields: fields that ``func`` changes; not needed here.
+        removed_fields: fields to remove after ``func``.
+        selected_fields: fields to keep after ``func``, in this order.
+
+    Raises:
+        ValueError: if ``removed_fields`` and ``selected_fields`` are both given.
     """
 
     def __init__(
@@ -54,22 +57,21 @@ class TransformSpec:
 
 
 class PetastormDataLoader(ParquetLoader):
-    """Batches of the data set at ``dataset``: dicts of tensors by field; texts are lists.
+    """Loads batches of a Parquet data set: dicts of tensors by field, with lists for texts.
 
     Args:
-        dataset: a path, a URL or a list of these, or a ``ParquetDataset``, as a DataFrame of the config is; Parquet of
-            any kind. Where petastorm wrote it, cells are decoded as
-            its schema says.
+        dataset: a path, a URL or a list of these, or a ``ParquetDataset`` (a DataFrame in the config becomes one). If
+            petastorm wrote the data set, cells are decoded by its schema.
         batch_size: rows of a batch.
-        transform_spec: a function, or a ``TransformSpec`` (petastorm's own will do). Its function sees nulls as None.
+        transform_spec: a function or a ``TransformSpec``, also petastorm's own. The function gets None for nulls.
         schema_fields: names of the fields to read, or regular expressions that match them.
-        shuffle: another order each epoch; petastorm too shuffles unless told not to.
-        shuffle_row_groups, shuffling_queue_capacity: petastorm's; without row groups shuffled, and without a
-            queue, rows come in the order of the files.
+        shuffle: whether each epoch has another order; True by default, as in petastorm.
+        shuffle_row_groups, shuffling_queue_capacity: petastorm's options. If row groups are not shuffled and there is
+            no queue, rows come in the order of the files.
         seed, drop_last: as for ``ParquetLoader``.
         filters, nulls, ragged, window_bytes, streams: as for ``ParquetDataset``.
-        collate_fn: makes a batch of a list of rows, each a dict.
-        options: the DataLoader's.
+        collate_fn: makes a batch from a list of rows, each a dict.
+        options: further options of torch's ``DataLoader``.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ def _matching(patterns: Sequence[str], names: list[str]) -> list[str]:
 
 
 class _Transform:
-    """Rows, as a ``TransformSpec`` makes them: a dict for each."""
+    """Applies a ``TransformSpec`` to the rows of a batch, and returns a dict for each row."""
 
     def __init__(self, spec: Any, *, is_petastorm: bool, nulls_are_none: bool) -> None:
         self._func = spec.func
@@ -133,7 +135,7 @@ class _Transform:
         self._is_petastorm = is_petastorm
         self._nulls_are_none = nulls_are_none and spec.func is not None
         self.resizes = spec.func is not None and not is_petastorm
-        """Whether there may be more or fewer rows afterwards: a frame may lose some."""
+        """Whether the number of rows may change, as a function of a DataFrame can do."""
 
     def __call__(self, rows: Rows) -> list[dict[str, Any]]:
         found = numpy_rows(rows.block(), self._nulls_are_none)
@@ -175,7 +177,7 @@ def _described(value: Any) -> str:
 
 
 def _cells(column: Any) -> Any:
-    """A frame's column, cell by cell: numbers keep their type, where pandas' own iteration gives Python's."""
+    """Return the cells of a DataFrame's column; numbers keep numpy's types, which iterating over pandas would lose."""
     return column.to_numpy() if isinstance(column.dtype, np.dtype) and column.dtype.kind in "biuf" else column
 
 
@@ -189,7 +191,11 @@ def _column(values: list[Any]) -> Any:
 
 
 def numpy_rows(block: Block, nulls_are_none: bool) -> list[dict[str, Any]]:
-    """The rows of ``block`` as petastorm gives them to a transform: numpy scalars and arrays, texts, None for nulls."""
+    """Return the rows of ``block`` as petastorm passes them to a transform: numpy scalars and arrays, and texts.
+
+    Args:
+        nulls_are_none: whether to use the masks of columns to put None in the place of nulls.
+    """
     columns = {path: _values(values) for path, values in block.items()}
     if nulls_are_none:
         for path in list(columns):
@@ -217,10 +223,10 @@ def _values(values: Any) -> list[Any]:
 
 
 def collate(rows: list[dict[str, Any]]) -> Any:
-    """A batch of rows that are dicts: tensors, and lists of texts.
+    """Make a batch from rows that are dicts: a dict of tensors, and lists of texts.
 
     Raises:
-        DataError: where a field is null, or shapes differ.
+        DataError: if a field is None in a row, or shapes differ.
     """
     for row in rows:
         for name, value in row.items():

@@ -1,4 +1,4 @@
-"""``Prefetcher``: an iterator that a thread of its own keeps a few items ahead."""
+"""``Prefetcher``: an iterator whose own thread draws a few items ahead."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ENDING_S = 10.0
-"""That the end of the process waits for a thread which reads. See Note [The end of the process]."""
+"""Seconds for which the end of the process waits for a reading thread. See Note [The end of the process]."""
 _CLOSED = "the data set was closed while it was read"
 _running: dict[threading.Thread, tuple[_Line[Any], int]] = {}
-"""Threads that have not ended, what they draw for, and the process that they are in."""
+"""For each running thread, the queue that it fills, and the id of its process."""
 
 
 class Prefetcher(Generic[T]):
-    """Draws from ``items`` in a thread, at most ``depth`` items ahead; what it raises is raised by ``next``."""
+    """Draws from ``items`` in a thread, at most ``depth`` items ahead; ``next`` raises the thread's errors."""
 
     def __init__(self, items: Iterator[T], depth: int = 1) -> None:
         self._line: _Line[T] = _Line(depth)
-        # The thread knows the line only, so that dropping this object ends it.
+        # The thread has a reference to the queue only, so that dropping this object ends the thread.
         self._thread = threading.Thread(target=_draw, args=(items, self._line), name="lagom-reader", daemon=True)
         _running[self._thread] = self._line, os.getpid()
         self._thread.start()
-        # By the thread, which is known until it ends: the line keeps what was raised, with all that was open then.
+        # The finalizer holds the thread, not the queue: the queue may hold an error, whose traceback holds open files.
         weakref.finalize(self, _end_thread, self._thread, os.getpid())
 
     def __iter__(self) -> Prefetcher[T]:
@@ -47,7 +47,7 @@ class Prefetcher(Generic[T]):
 
 
 class _Line(Generic[T]):
-    """What has been drawn and not been taken yet."""
+    """The queue of items that the thread has drawn and nobody has taken."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -67,7 +67,7 @@ class _Line(Generic[T]):
             raise self._end
 
     def has_room(self) -> bool:
-        """Wait for room; False when nobody will take anything any more."""
+        """Wait until the queue has room; return False if it was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._items) < self._depth)
             return not self._closed
@@ -87,20 +87,20 @@ class _Line(Generic[T]):
             self._closed = True
             self._items.clear()
             if self._end is not None:
-                self._end = ValueError(_CLOSED)  # what was raised has files, by its traceback
+                self._end = ValueError(_CLOSED)  # drops the error, whose traceback holds open files
             self._changed.notify_all()
 
 
 def _draw(items: Iterator[T], line: _Line[T]) -> None:
     try:
-        # Room first: an item that is drawn and waits would be one more in memory.
+        # Waits for room before drawing; otherwise one more item would be in memory.
         while line.has_room():
             line.put(next(items))
     except BaseException as error:
         line.finish(error)
     finally:
         if isinstance(items, Generator):
-            items.close()  # a traceback may hold it for long
+            items.close()  # a traceback may keep the generator alive for long
         _running.pop(threading.current_thread(), None)
 
 
@@ -111,7 +111,7 @@ def _end_thread(thread: threading.Thread, pid: int) -> None:
 
 
 def _end(line: _Line[T], pid: int) -> None:
-    # In a forked process there is no such thread, and it may have held the lock.
+    # A forked process does not have the thread, which may have held the lock.
     if os.getpid() == pid:
         line.close()
 
@@ -128,6 +128,6 @@ atexit.register(_end_all)
 
 # Note [The end of the process]
 #
-# A program may leave a loop over a loader and end. A thread that is reading then comes back from Arrow to an
-# interpreter that is gone, which ends the thread in the midst of C++, and with it the process: "terminate called
-# without an active exception". So what is being read is waited for.
+# A program may leave a loop over a loader and end. A reading thread would then return from Arrow to an interpreter that
+# no longer exists. This would end the thread inside C++ and abort the process: "terminate called without an active
+# exception". So the end of the process waits for reading threads.

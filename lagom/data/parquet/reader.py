@@ -1,4 +1,4 @@
-"""Rows of a table in memory: in the order of an epoch, read ahead in a thread, or any rows at any time."""
+"""``TableReader``: reads a table's rows in the order of an epoch, ahead in a thread, or single rows in any order."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from lagom.data.parquet.table import Table
 
 _JUMP = 4
-"""Blocks that are read and dropped rather than begin anew behind them."""
+"""Up to this many blocks are read and skipped; for a longer jump, reading begins again at its end."""
 _DECODED_AHEAD = 4
-"""Short blocks of cells that are decoded ahead."""
+"""Number of short blocks of cells that are decoded ahead."""
 _PASSES = 4
-"""Over one data set that go on at the same time."""
+"""Largest number of passes over one data set at the same time."""
 
 
 class TableReader:
@@ -46,21 +46,22 @@ class TableReader:
         self._starts = np.concatenate([[0], np.cumsum(np.array(table.counts, np.int64))])
 
     def rows(self, epoch: Epoch, places: range) -> list[RowSpan]:
-        """The rows at ``places`` of ``epoch``, in order.
+        """Return the rows at positions ``places`` of ``epoch``, in order.
 
         Raises:
-            DataError: when they cannot be read.
+            DataError: if a file cannot be read.
         """
         narrow = rank_lane(places, epoch.streams)
         current = self._passes.get(epoch)
         if current is None or current.lane != narrow:
             order = EpochOrder(self._table.counts, epoch.seed, epoch.streams, epoch.window)
             if current is not None and narrow.step < current.lane.step and len(places) == 1:
-                # A row of others, in place of one that this rank lacks; the pass goes on with its own.
+                # A rank without a row in this batch gets another rank's row; its own pass continues afterwards.
                 group, row = order.row(places.start)
                 return self.pick(self._starts[group : group + 1] + row, is_asked=False)
             self._leave(epoch)
-            # A worker has some batches only, and a rank whose number divides no streams some rows.
+            # A worker reads only some batches, and with a number of ranks that does not divide ``streams`` a rank uses
+            # only some of the rows that it reads: then cells are decoded when they are needed.
             decodes = narrow.step == places.step and get_worker_info() is None
             current = self._passes[epoch] = _Pass(
                 self._source,
@@ -78,16 +79,19 @@ class TableReader:
         return found
 
     def _leave(self, epoch: Epoch) -> None:
-        """End what goes on of ``epoch``, and passes over what it belongs to that nobody goes on with."""
+        """End the pass over ``epoch``, and passes of the same source that no iterator continues."""
         for other in list(self._passes):
             if other == epoch or (other.source == epoch.source and other.is_left):
                 self._passes.pop(other).close()
 
     def pick(self, index: NDArray[np.int64], *, is_asked: bool = True) -> list[RowSpan]:
-        """The rows at ``index``, counted in the order of the table.
+        """Return the rows at ``index``, counted in the order of the table.
 
-        Row groups stay in memory, as many as there is room for; all of them as one block where they fit. Where the
-        program has asked for these rows it is told once that they come from everywhere.
+        As many row groups stay in memory as fit; if the whole table fits, it becomes one block.
+
+        Args:
+            is_asked: whether the program asked for these rows; if so, a warning is shown once when row groups are
+                decoded again and again.
         """
         if self._table.row_bytes * int(self._starts[-1]) <= self._most_bytes:
             if not self._blocks:
@@ -138,10 +142,15 @@ def _whole(block: Block) -> list[RowSpan]:
 
 
 class _Pass:
-    """What one process reads of an epoch: the positions of a lane, in order, ahead in a thread."""
+    """Reads one epoch for one process: the positions of a lane, in order, ahead in a thread."""
 
     def __init__(self, source: Source, order: EpochOrder, lane: RankLane, size: int, *, decodes: bool) -> None:
-        """Rows are asked for ``size`` at a time; with ``decodes`` cells are decoded ahead."""
+        """Make a pass.
+
+        Args:
+            size: number of rows in a batch's part of the lane.
+            decodes: whether the thread decodes encoded cells ahead.
+        """
         self._size = size
         self._decodes = decodes
         self.lane = lane
@@ -153,7 +162,7 @@ class _Pass:
         self._block: Block | None = None
 
     def rows(self, places: range) -> list[RowSpan]:
-        """The rows at ``places``, all in the lane."""
+        """Return the rows at ``places``, all of which are in the lane."""
         at = (places.start - self.lane.first) // self.lane.step
         stride = places.step // self.lane.step
         end = at + (len(places) - 1) * stride + 1
@@ -167,7 +176,7 @@ class _Pass:
         return found
 
     def is_over(self, places: range) -> bool:
-        """Whether nothing of the lane comes after ``places``."""
+        """Return whether the lane ends with ``places``."""
         return places[-1] + self.lane.step >= self._order.num_rows
 
     def close(self) -> None:
@@ -177,7 +186,7 @@ class _Pass:
         self._ahead = self._block = None
 
     def _go(self, at: int) -> None:
-        """Have the block that position ``at`` of the lane is in."""
+        """Load the block that contains position ``at`` of the lane; begin again if that is far away."""
         if self._ahead is None or at < self._first or at > self._last + _JUMP * (self._last - self._first):
             self.close()
             found = blocks(self._source, self._order, self.lane, at, self._size)
@@ -187,6 +196,6 @@ class _Pass:
                 self._ahead = Prefetcher(found, AHEAD if self._order.is_plain else 1)
             self._first = self._last = 0
         while not self._first <= at < self._last:
-            self._block = None  # before the next one comes
+            self._block = None  # frees the memory before the next block comes
             self._first, self._block = next(self._ahead)
             self._last = self._first + values.num_rows(self._block)

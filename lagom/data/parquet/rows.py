@@ -1,4 +1,4 @@
-"""``Rows``: what a ``ParquetDataset`` gives for several indices; made tensors only when somebody looks."""
+"""``Rows``: the rows that a ``ParquetDataset`` returns for several indices; tensors are made only on access."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Rows(Sequence[Any]):
-    """Rows that follow each other. A loader's default collate function makes a dict of tensors of them at once."""
+    """A sequence of rows. A loader's default collate function turns all of them at once into a dict of tensors."""
 
     __slots__ = ("_spans",)
 
@@ -27,7 +27,7 @@ class Rows(Sequence[Any]):
         return sum(len(range(span.start, span.stop, span.step)) for span in self._spans)
 
     def block(self) -> Block:
-        """All of them."""
+        """Return all rows as one block."""
         parts = [span.cut() for span in self._spans]
         return parts[0] if len(parts) == 1 else values.joined(parts)
 
@@ -50,14 +50,14 @@ class Rows(Sequence[Any]):
         raise IndexError(f"row {index} of {len(self)}")
 
     def batch(self) -> dict[str, Any]:
-        """Values by column: tensors with a row for each; lists where they cannot be tensors; dicts for structs."""
+        """Return values by column: tensors with a first dimension of rows, lists of other values, dicts for structs."""
         if len(self._spans) == 1:
             return values.batch(self._spans[0])
         return values.batch(RowSpan(self.block(), 0, len(self), 1))
 
 
 class Row(Mapping[str, Any]):
-    """One row: values by column."""
+    """One row, a mapping from columns to values."""
 
     __slots__ = ("_block", "_found", "_place")
 
@@ -79,7 +79,7 @@ class Row(Mapping[str, Any]):
         return repr(self.dict())
 
     def dict(self) -> dict[str, Any]:
-        """Values by column: tensors without the dimension of rows, texts, bytes."""
+        """Return values by column: tensors without the row dimension, texts, bytes."""
         if self._found is None:
             self._found = _first(values.batch(RowSpan(self._block, self._place, self._place + 1, 1)))
         return self._found
@@ -90,7 +90,7 @@ def _first(batch: Any) -> Any:
 
 
 def _collate(batch: Any, *, collate_fn_map: Any = None) -> Any:
-    """What a loader's default collate function does with rows; torch's documented way to teach it a type."""
+    """Collate rows in a loader's default collate function, which torch lets others extend by type."""
     if isinstance(batch, Rows):
         found = batch.batch()
         if torch.utils.data.get_worker_info() is not None:
@@ -100,7 +100,7 @@ def _collate(batch: Any, *, collate_fn_map: Any = None) -> Any:
 
 
 def _shared(batch: Any) -> Any:
-    """Tensors with memory of their own: what a worker sends is the whole memory that a view is in."""
+    """Copy tensors, since a worker sends the whole memory behind a view."""
     if isinstance(batch, torch.Tensor):
         return batch.clone()
     if isinstance(batch, dict):

@@ -1,4 +1,4 @@
-"""Who reads which rows of a table, and in which order: pure arithmetic over the row counts of its row groups."""
+"""``EpochOrder``: computes which rank reads which rows of a table, and in which order, from row counts alone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_STREAMS = 8
-"""Canonical streams of a shuffled epoch: ranks whose number divides it read each row group once. See Note [Streams]."""
+"""Streams of a shuffled epoch. If the number of ranks divides it, each row group is read once. See Note [Streams]."""
 
 
 class RowPiece(NamedTuple):
-    """Rows ``start`` to ``stop`` of a row group."""
+    """The rows from ``start`` to ``stop`` of a row group."""
 
     group: int
     start: int
@@ -29,12 +29,12 @@ class RowPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The order of the rows in one epoch; the same whoever asks. See Note [Streams]."""
+    """The order of the rows in one epoch, equal on all ranks and workers. See Note [Streams]."""
 
     counts: tuple[int, ...]
     """Rows of each row group, in the order of the table."""
     seed: int | None
-    """Of this epoch; None: the order of the table."""
+    """Seed of this epoch; None for the order of the table."""
     streams: int
     window: int
     """Rows of one stream that are shuffled together."""
@@ -51,32 +51,32 @@ class EpochOrder:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is that of the table."""
+        """Whether the order is that of the table."""
         return self.seed is None and self.streams == 1
 
     @property
     def round_rows(self) -> int:
-        """Positions of a round: a window of every stream."""
+        """Number of positions in a round, which takes one window from each stream."""
         return self.streams * self.window
 
     @cached_property
     def _groups(self) -> NDArray[np.int64]:
-        """Row groups in the order of the epoch."""
+        """Numbers of the row groups, in the order of the epoch."""
         if self.seed is None:
             return np.arange(len(self.counts))
         return _generator(self.seed).permutation(len(self.counts))
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
-        """Where each of these begins when they lie end to end; and the end."""
+        """First row of each of ``_groups`` when they are concatenated, and the end."""
         return np.concatenate([[0], np.cumsum(np.array(self.counts, np.int64)[self._groups])])
 
     def length(self, stream: int) -> int:
-        """Rows of ``stream``: its positions are ``stream``, ``stream + streams``, ..."""
+        """Return the number of rows of ``stream``; its positions are ``stream``, ``stream + streams``, ..."""
         return -(-(self.num_rows - stream) // self.streams) if stream < self.num_rows else 0
 
     def pieces(self, stream: int, start: int, stop: int) -> list[RowPiece]:
-        """What to read for rows ``start`` to ``stop`` of ``stream``, in order."""
+        """Return the pieces of row groups to read for rows ``start`` to ``stop`` of ``stream``, in order."""
         short, long = divmod(self.num_rows, self.streams)
         offset = stream * short + min(stream, long)
         first, last = offset + start, offset + min(stop, self.length(stream))
@@ -90,18 +90,18 @@ class EpochOrder:
         return pieces
 
     def window_rows(self, stream: int, number: int) -> int:
-        """Rows of window ``number`` of ``stream``."""
+        """Return the number of rows in window ``number`` of ``stream``."""
         return max(0, min(self.window, self.length(stream) - number * self.window))
 
     def shuffled(self, stream: int, number: int) -> NDArray[np.int64]:
-        """The order of the rows of that window."""
+        """Return the shuffled order of the rows in window ``number`` of ``stream``."""
         count = self.window_rows(stream, number)
         if self.seed is None:
             return np.arange(count)
         return _generator(self.seed, stream, number).permutation(count)
 
     def row(self, position: int) -> tuple[int, int]:
-        """The row group, and the row in it, at ``position`` of the epoch."""
+        """Return the row group, and the row in it, at ``position`` of the epoch."""
         index, stream = divmod(position, self.streams)
         number, inside = divmod(index, self.window)
         place = number * self.window + int(self.shuffled(stream, number)[inside])
@@ -115,23 +115,23 @@ def _generator(seed: int, *where: int) -> np.random.Generator:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One pass over a table: with the table, all that decides its order."""
+    """One pass over a table. Together with the table it determines the order of rows."""
 
     source: int
-    """Tells apart what passes belong to."""
+    """Number of the sampler to which the pass belongs."""
     number: int
-    """Tells passes of one process apart."""
+    """Number of the pass, unique in its process."""
     index: int
-    """Which epoch it is, from 0."""
+    """Number of the epoch, from 0."""
     seed: int | None
     streams: int
     window: int
     passing: weakref.ref[Any] | None = field(default=None, compare=False, repr=False)
-    """The iterator that goes over it, in the process that has it."""
+    """The pass's iterator; None in other processes."""
 
     @property
     def is_left(self) -> bool:
-        """Whether nobody goes over it any more, as far as is known here."""
+        """Whether the pass's iterator is gone, or is in another process."""
         return self.passing is None or self.passing() is None
 
     def __reduce__(self) -> tuple[type[Epoch], tuple[Any, ...]]:
@@ -139,7 +139,7 @@ class Epoch:
 
 
 class Positions:
-    """Positions of an epoch that make a batch, or a rank's share of one."""
+    """The positions in an epoch that make a batch, or a rank's share of a batch."""
 
     __slots__ = ("_whole", "epoch", "places")
 
@@ -162,45 +162,44 @@ class Positions:
 
     @property
     def end(self) -> int:
-        """Rows of the epoch that are used once the whole batch is."""
+        """Number of rows of the epoch that are used after the whole batch."""
         return self._whole.stop
 
     def deal(self, rank: int, world_size: int) -> Positions:
-        """The share of ``rank``: positions that leave the remainder ``rank``, so always those of the same streams."""
+        """Return the share of ``rank``: positions with the remainder ``rank``, which always are in the same streams."""
         start = self.places.start
         mine = range(start + (rank - start) % world_size, self.places.stop, world_size)
         return Positions(self.epoch, mine, self._whole)
 
     @staticmethod
     def together(batches: Sequence[Positions]) -> Positions:
-        """Batches that follow each other, as one."""
+        """Join batches that follow each other into one."""
         return Positions(batches[0].epoch, range(batches[0].places.start, batches[-1].places.stop))
 
 
 class RankLane(NamedTuple):
-    """The positions of an epoch that leave the remainder ``first`` divided by ``step``: whole streams."""
+    """Positions of an epoch with the remainder ``first`` modulo ``step``; they consist of whole streams."""
 
     first: int
     step: int
 
 
 def rank_lane(places: range, streams: int) -> RankLane:
-    """The narrowest lane of whole streams that ``places`` lie in, and all that are dealt like them."""
+    """Return the narrowest lane of whole streams that contains ``places`` and the rank's other shares."""
     step = gcd(places.step, streams)
     return RankLane(places.start % step, step)
 
 
 # Note [Streams]
 #
-# Row groups are permuted, laid end to end, and cut into C streams that differ by at most one row. Position i of the
-# epoch is row i // C of stream i % C. Within a stream, rows are shuffled in windows. All of this follows from the
-# table's row counts, the seed, C and the window, and from nothing else: not from ranks, workers, batches.
+# Row groups are permuted, concatenated, and cut into C streams whose lengths differ by at most one row. Position i of
+# the epoch is row i // C of stream i % C. Within a stream, rows are shuffled in windows. The order depends only on the
+# table's row counts, the seed, C and the window: not on ranks, workers or batches.
 #
-# Rank r of W gets, of each batch, the positions i with i % W == r; ranks differ by at most one of them.
-# Where W divides C they all lie in C / W streams, so that each rank reads row groups of its own, and a row group
-# is read by two ranks only where two streams meet in it. Where W does not divide C, ranks read the streams of
-# i % gcd(W, C), which are more than they use; evenness and exactly-once hold all the same.
+# Rank r of W gets from each batch the positions i with i % W == r, so the shares of ranks differ by at most one row. If
+# W divides C, these positions are in C / W streams. Then each rank reads row groups of its own, and two ranks read the
+# same row group only if two streams meet in it. If W does not divide C, a rank reads the streams with the same
+# remainder modulo gcd(W, C), and does not use all of their rows. Shares are still even, and each row comes once.
 #
-# Streams mix with each other row by row, so a batch of C rows or more has rows of C places of the table, and the
-# window adds to that. The classical alternative, a list of row groups for each rank, has another order for each world
-# size.
+# Streams alternate row by row, so a batch of at least C rows has rows from C places of the table, and the window mixes
+# further. The usual alternative, a list of row groups for each rank, has another order for each world size.

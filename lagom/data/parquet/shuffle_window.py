@@ -1,4 +1,4 @@
-"""``ShuffleWindow``: rows that are shuffled together. See Note [Wide rows]."""
+"""``ShuffleWindow``: shuffles one round of rows while they are decoded. See Note [Wide rows]."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ if TYPE_CHECKING:
     from lagom.data.decoders.reused_arrays import ReusedArrays
 
 _WIDE = 128
-"""Bytes of a row that are worth being put in place one by one."""
+"""Bytes of a row from which rows are copied to their places one by one."""
 
 
 class ShuffleWindow:
-    """Takes rows as they are decoded, from several threads, and gives them in another order."""
+    """Collects decoded rows from several threads, and returns them in another order."""
 
     def __init__(self, index: NDArray[np.int64], memory: ReusedArrays) -> None:
-        """``index`` says which row comes where, by the number that ``put`` was told of it."""
+        """Make a window.
+
+        Args:
+            index: number of the row for each place of the new order.
+        """
         self._index = index
         self._memory = memory
         self._lock = threading.Lock()
@@ -35,7 +39,7 @@ class ShuffleWindow:
         self._wide: dict[Path, NDArray[Any]] = {}
 
     def put(self, block: Block, first: int) -> Block:
-        """Copy the wide columns of rows ``first``, ``first + 1``, ...; returns the others, for ``block``."""
+        """Copy the wide columns of rows ``first``, ``first + 1``, ... to their places; return the other columns."""
         rest = {}
         for path, rows in block.items():
             if _is_wide(rows):
@@ -46,12 +50,17 @@ class ShuffleWindow:
         return rest
 
     def block(self, paths: Sequence[Path], rests: Sequence[Block], pool: Executor) -> Block:
-        """All rows, with the columns ``paths``; ``rests`` is what ``put`` gave back, by the numbers of the rows."""
+        """Return all rows in the new order.
+
+        Args:
+            paths: the columns, in the wanted order.
+            rests: the results of ``put``, in the order of the rows' numbers.
+        """
         rest = values.joined(rests, self._index, self._memory, pool) if rests[0] else {}
         return {path: Dense(self._wide[path]) if path in self._wide else rest[path] for path in paths}
 
     def _column(self, path: Path, like: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The cells of a column, and where rows are put."""
+        """Return the cells of a wide column, and the place of each row."""
         with self._lock:
             if self._places is None:
                 self._places = np.empty_like(self._index)
@@ -66,14 +75,14 @@ def _is_wide(rows: Any) -> TypeGuard[Dense]:
 
 
 def _cells(array: NDArray[Any]) -> NDArray[Any]:
-    """Each row as one cell of bytes."""
+    """Return a view in which each row is one cell of bytes."""
     flat = array.reshape(len(array), -1)
     return flat.view(np.dtype((np.void, flat.shape[1] * flat.itemsize)))[:, 0]
 
 
 # Note [Wide rows]
 #
-# To shuffle rows is to copy them. Rows of a few bytes are joined column by column and gathered: the gathered column is
-# written in order, and read from what is in the cache. Of rows of 100 bytes and more each takes lines of the cache of
-# its own either way, so each is put where it belongs by the thread that has just decoded it: 26 MB in lists of 64
-# floats take 2.4 ms in two threads, and 4.1 ms to be joined and gathered.
+# Shuffling copies rows. Columns with rows of a few bytes are joined and then gathered: the result is written in order,
+# and the reads come from the cache. A row of 100 bytes or more fills cache lines of its own in any case. So the thread
+# that has just decoded a wide row copies it to its place at once: for 26 MB in lists of 64 floats, this takes 2.4 ms in
+# two threads, and joining and gathering 4.1 ms.

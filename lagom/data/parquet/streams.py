@@ -1,4 +1,4 @@
-"""A table's rows as they come: from row groups, one after another or shuffled in windows, as columns in memory."""
+"""``blocks``: reads a table's rows as columns in memory, in the table's order or shuffled in windows."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from lagom.data.parquet.table import OpenedTable, Table
 
 MOST = 1 << 16
-"""Rows that are decoded at a time: fewer are slower, more take memory."""
+"""Largest number of rows that are decoded at a time: fewer are slower, more need memory."""
 AHEAD = 3
-"""Blocks in the order of the table that may wait for the program, which are small."""
+"""Number of unshuffled blocks, which are small, that may wait for the program."""
 _AT_ONCE = 2
-"""Windows of rows that are decoded at the same time, where row groups are so small."""
+"""Number of windows of rows that threads decode at the same time, if row groups are small."""
 _FOOTERS = 256
-"""That are kept: of a large file, 1 MB or so."""
+"""Number of footers that are kept; the footer of a large file has about 1 MB."""
 _DECODED_ROWS, _DECODED_BYTES = 512, 1 << 20
-"""Of a block of cells that are decoded together, the bytes encoded."""
+"""Largest block of cells that is decoded at a time: rows, and bytes of encoded cells."""
 
 Blocks = Generator[tuple[int, "Block"], None, None]
-"""Rows, each block with the position in its lane that it begins at."""
+"""Blocks of rows, each with the position of its first row in the lane."""
 
 
 class Source:
-    """A table, and how its columns are converted."""
+    """A table, and the conversion of its columns."""
 
     def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[ColumnLeaf]]]) -> None:
         self.table = table
@@ -57,7 +57,7 @@ class Source:
         self._footers: OrderedDict[int, Any] = OrderedDict()
 
     def open(self, file: int) -> OpenedTable:
-        """Open the Parquet file number ``file``; its footer is read once, as row groups of many files take turns."""
+        """Open the Parquet file number ``file``; footers are kept, since row groups of many files take turns."""
         opened = self.table.open(file, self._footers.pop(file, None))
         self._footers[file] = opened.parquet.metadata
         if len(self._footers) > _FOOTERS:
@@ -66,13 +66,20 @@ class Source:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether there are columns whose cells take time to decode."""
+        """Whether the table has columns whose cells are slow to decode."""
         return any(isinstance(leaf.codec, CellByCell) for _, leaves in self._leaves for leaf in leaves)
 
     def convert(self, rows: RowGroupPart, group: int, first: int, *, is_last: bool) -> Block:
-        """The values of ``rows``, the first of which is row ``first`` of row group number ``group``.
+        """Convert rows of a row group to a block.
 
-        With ``is_last`` they go into batches as they are; otherwise they are copied first.
+        Args:
+            rows: the decoded rows.
+            group: number of the row group.
+            first: index of the first row in the row group.
+            is_last: whether the values go into batches without another copy.
+
+        Raises:
+            DataError: for a row that cannot be a tensor, or has another shape than earlier rows.
         """
         where = Where(self.table, group, first, self.memory if is_last else None)
         found: dict[Path, Any] = {}
@@ -94,7 +101,7 @@ class Source:
         return found
 
     def _shape_of(self, path: Path) -> tuple[int, ...]:
-        """The shape of rows of ``path``: as it is known, or as that of the first in the table that is not null."""
+        """Return the shape of a row of ``path``: the known shape, or that of the table's first row that is not null."""
         if path not in self._shapes:
             number = next(number for number, (name, _) in enumerate(self._leaves) if name == path[0])
             leaf = next(leaf for leaf in self._leaves[number][1] if leaf.path == path)
@@ -105,14 +112,16 @@ class Source:
                     column = leaf.convert(batch.column(0), Where(self.table, group, 0))[path]
                     if isinstance(column, values.Dense) and not isinstance(column, values.Nulls) and len(column):
                         return self._shapes.setdefault(path, column.array.shape[1:])
-            self._shapes[path] = (0,)  # no list of the table is there
+            self._shapes[path] = (0,)  # all lists of the table are null
         return self._shapes[path]
 
 
 def blocks(source: Source, order: EpochOrder, lane: RankLane, at: int, size: int) -> Blocks:
-    """The rows of ``lane`` from position ``at`` of it or before, each block with the position that it begins at.
+    """Yield the rows of ``lane`` in blocks, each with the position of its first row.
 
-    Blocks in the order of the table end where batches of ``size`` rows do.
+    Args:
+        at: position in the lane from which rows are needed; the first block may begin earlier.
+        size: rows of a batch. Unshuffled blocks end where batches end.
     """
     if order.is_plain:
         return _in_order(source, order, at, size)
@@ -127,7 +136,7 @@ def _in_order(source: Source, order: EpochOrder, at: int, size: int) -> Blocks:
             count = values.num_rows(block)
             start = 0
             if rest:
-                # A batch that two blocks share is joined here rather than where the program waits for it.
+                # A batch that crosses two blocks is joined here, in the reading thread, so the program need not wait.
                 start = min(count, size - num_rest)
                 rest.append(values.cut(block, 0, start))
                 num_rest += start
@@ -174,11 +183,11 @@ def _row_groups(source: Source, order: EpochOrder, at: int) -> Generator[Block, 
 
 def _shuffled(source: Source, order: EpochOrder, lane: RankLane, at: int) -> Blocks:
     streams = range(lane.first, order.streams, lane.step)
-    # What is decoded and left over is a round again at most.
+    # Rows that are decoded but not used yet then take no more than one more round.
     most = min(MOST, 2 * order.window)
     is_alone = len(streams) == 1
     size = order.window * len(streams)
-    # Copying waits for memory, and numpy lets go of the interpreter meanwhile.
+    # Copying mostly waits for memory, and numpy releases the GIL meanwhile, so threads help.
     with ExitStack() as stack, ThreadPoolExecutor(torch.get_num_threads()) as pool:
         made = [RowGroupCursor(source, most, is_alone=is_alone, is_last=False) for _ in streams]
         cursors = {stream: stack.enter_context(closing(cursor)) for stream, cursor in zip(streams, made, strict=True)}
@@ -202,7 +211,7 @@ def _shuffled(source: Source, order: EpochOrder, lane: RankLane, at: int) -> Blo
 
 
 def decoded(found: Blocks, row_bytes: int, at: int) -> Blocks:
-    """Blocks cut in short ones from position ``at`` on, whose cells are decoded."""
+    """Cut blocks into short ones from position ``at`` on, and decode their cells."""
     size = max(1, min(_DECODED_ROWS, _DECODED_BYTES // row_bytes))
     with closing(found):
         for first, block in found:
@@ -215,7 +224,11 @@ def decoded(found: Blocks, row_bytes: int, at: int) -> Blocks:
 
 
 def _mixed(order: EpochOrder, streams: range, number: int) -> tuple[NDArray[np.int64], list[int]]:
-    """Where the rows of round ``number`` are in the windows of ``streams``, laid end to end, and where each begins."""
+    """Return the order of the rows in round ``number``.
+
+    Returns:
+        For each place the index of its row in the concatenated windows of ``streams``; and the start of each window.
+    """
     index = np.full((order.window_rows(streams[0], number), len(streams)), -1, np.int64)
     bases = [0]
     for column, stream in enumerate(streams):
@@ -228,6 +241,6 @@ def _mixed(order: EpochOrder, streams: range, number: int) -> tuple[NDArray[np.i
 
 # Note [Whose threads]
 #
-# Arrow decodes the columns of a row group in threads of its own, which costs: 20 columns of 15,000 floats take 52 ms
-# of processor time in 32 row groups with its threads, and 36 ms without. Where several row groups, or streams, are
-# decoded at the same time there are threads enough, and each decodes all columns of what it has.
+# Arrow can decode the columns of a row group in threads of its own, which has a price: 20 columns of 15,000 floats in
+# 32 row groups take 52 ms of processor time with Arrow's threads, and 36 ms without. If several row groups or streams
+# are decoded at the same time, lagom's threads are enough, and each decodes all columns of its row group.

@@ -1,4 +1,4 @@
-"""A table of Parquet files: its columns, its row groups and how many rows they have, checked before it is read."""
+"""``Table``: the columns and row groups of a set of Parquet files, checked before reading begins."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     Columns = Sequence[str] | Callable[[list[str]], Sequence[str]]
 
 _THREADS = 16
-"""That read footers, which is mostly waiting."""
+"""Threads that read footers, which is mostly waiting."""
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A row group."""
+    """A row group of a table."""
 
     file: int
+    """Number of the file in the table."""
     index: int
+    """Index of the row group in the file."""
     num_rows: int
-    """That pass the filter."""
+    """Number of rows that pass the filter."""
 
 
 class OpenedTable(NamedTuple):
@@ -41,50 +43,50 @@ class OpenedTable(NamedTuple):
     parquet: Any
     """pyarrow's ``ParquetFile``."""
     file: Any
-    """What it reads from."""
+    """pyarrow's input file, from which ``parquet`` reads."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """What is to be read; a value, which travels to ranks and workers."""
+    """The files, columns and row groups to read. It is a plain value, which is sent to ranks and workers."""
 
     home: Any
-    """The file system, pyarrow's."""
+    """pyarrow's file system."""
     files: tuple[DataFile, ...]
     fields: tuple[Any, ...]
-    """Of the columns asked for, Arrow's."""
+    """Arrow's fields of the chosen columns."""
     also: tuple[Any, ...]
-    """Of columns that are read for the filter only."""
+    """Arrow's fields of columns that only the filter needs."""
     partitions: tuple[str, ...]
-    """Names of columns that stand in folders' names."""
+    """Names of the partition columns, whose values are in the names of folders."""
     filter: Any
     """An expression of pyarrow.compute, or None."""
     groups: tuple[RowGroup, ...]
     num_bytes: int
-    """Of all rows before the filter, decoded; an estimate by types and by what footers say."""
+    """Estimated bytes of all decoded rows before the filter, from types and footers."""
     num_stored: int
-    """Rows before the filter."""
+    """Number of rows before the filter."""
     page_bytes: int
-    """Of the pages that are open where one row group is being decoded, at most."""
+    """Largest number of bytes of open pages while one row group is decoded."""
     chunk_bytes: int
-    """The largest part of a column in a row group, as it is stored."""
+    """Stored bytes of the largest part of a column in a row group."""
     schema: Mapping[str, unischema.UnischemaField] | None
-    """Petastorm's, where it wrote the files."""
+    """Petastorm's schema, if petastorm wrote the files."""
     stamps: FileVersions = dataclasses.field(compare=False)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Rows of each row group."""
+        """Number of rows of each row group."""
         return tuple(group.num_rows for group in self.groups)
 
     @cached_property
     def row_bytes(self) -> int:
-        """Of a row in memory."""
+        """Estimated bytes of a decoded row."""
         return max(1, self.num_bytes // max(self.num_stored, 1))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the rows and their order: equal where every rank sees the same data set."""
+        """Hash of the rows and their order; equal on all ranks if they see the same data set."""
         told = [(file.name, file.size, file.partition) for file in self.files]
         text = repr((told, [str(field) for field in self.fields], str(self.filter), self.groups))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -98,12 +100,17 @@ class Table:
     def batches(
         self, opened: Any, group: int, most: int, *, threads: bool, without: Collection[int] = ()
     ) -> Iterator[Any]:
-        """The rows of row group number ``group``, a few at a time, as record batches of ``fields``.
+        """Yield the rows of a row group as record batches of ``fields``.
 
-        With ``threads`` Arrow decodes columns in threads of its own. Fields with the numbers ``without`` are not read.
+        Args:
+            opened: the ``ParquetFile`` of the row group's file.
+            group: number of the row group.
+            most: largest number of rows of a record batch.
+            threads: whether Arrow decodes columns in threads of its own.
+            without: numbers of fields that are not read.
 
         Raises:
-            DataError: when they cannot be read.
+            DataError: if the file cannot be read.
         """
         found = self.groups[group]
         file = self.files[found.file]
@@ -116,7 +123,7 @@ class Table:
             for batch in opened.iter_batches(
                 batch_size=most, row_groups=[found.index], columns=names, use_threads=threads
             ):
-                # Not only when it is opened: it may be written over while it is read.
+                # Checked for each batch, since the file may be overwritten while it is read.
                 self.stamps.check(self.home, file.path)
                 yield self._finished(batch, file, without)
         except (OSError, ValueError) as error:  # Arrow's are one or the other
@@ -129,7 +136,7 @@ class Table:
         return self.fields + self.also
 
     def partition_fields(self) -> list[Any]:
-        """Those of the columns that stand in folders' names."""
+        """Return the fields of the partition columns among those that are read."""
         return [field for field in self._read if field.name in self.partitions]
 
     def _finished(self, batch: Any, file: DataFile, without: Collection[int]) -> Any:
@@ -154,13 +161,17 @@ def _partition_value(file: DataFile, field: Any) -> Any:
 
 
 def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesystem: Any) -> Table:
-    """Read the footers of all files, and check that they fit together.
+    """Find the files, read all footers, check that they fit together, and return the table.
 
-    ``columns`` are names, or a function that chooses among all there are.
+    Args:
+        sources: paths or URLs of folders or files.
+        columns: names, or a function that chooses from all names; None: all columns.
+        filters: rows to keep, in pyarrow's notation; None: all rows.
+        filesystem: pyarrow's or fsspec's file system; None to choose it by URL.
 
     Raises:
-        DataError: when they do not.
-        ValueError: when a column is asked for that is not there.
+        DataError: if files do not fit together, or no row is left.
+        ValueError: for a column that does not exist, or a wrong filter.
     """
     arrow()
     where = locate(list(sources), filesystem)
@@ -226,7 +237,7 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
 
 
 def _expression(filters: Any) -> tuple[Any, list[str]]:
-    """``filters``, an expression or a list of them in pyarrow's spelling, and the columns it looks at."""
+    """Return ``filters`` (lists in pyarrow's notation) as an expression, and the columns that they use."""
     if filters is None:
         return None, []
     import pyarrow.compute as pc
@@ -244,7 +255,7 @@ def _expression(filters: Any) -> tuple[Any, list[str]]:
 
 
 def _counted(made: Table) -> list[RowGroup]:
-    """Row groups with the number of rows that pass the filter, for which its columns are read once."""
+    """Count the rows of each row group that pass the filter, for which the filter's columns are read once."""
     import pyarrow as pa
     import pyarrow.dataset as ds
 
