@@ -1,4 +1,4 @@
-"""What a run is asked to be: one file per config class."""
+"""Settings of a run, one file for each config class."""
 
 from lagom.config.torch_distributed import TorchDistributedConfig
 

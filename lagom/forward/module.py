@@ -58,7 +58,7 @@ def _numbered(session: Session, make: Callable[..., torch.Tensor]) -> Callable[.
 
 @contextmanager
 def own_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
-    """Before an outermost forward, move the module to its input's device, and switch to the rank's own random stream.
+    """Patch outermost forwards: move the module to its input's device, and use the rank's own random stream.
 
     The own stream serves where ranks have different samples of a batch: dropout must differ there. It does not serve in
     a module's first call, which may create parameters, nor in a backward, where checkpoints repeat a forward.

@@ -56,7 +56,7 @@ class Precision:
         self._scaled_leaves: set[int] = set()
         """Ids of leaves that divide by the scale."""
         self._own: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        """By module: whether it has parameters, all of them in float32."""
+        """For each module, whether it has parameters, all of them in float32."""
 
     @contextmanager
     def outputs(self) -> Iterator[None]:
@@ -112,7 +112,7 @@ class Precision:
 
     @contextmanager
     def backwards(self) -> Iterator[None]:
-        """With fp16, scale gradients inside of backwards; enter this before the patches that average them."""
+        """Patch backwards for fp16: scale gradients inside. Enter this before the patches that average gradients."""
         original = torch.autograd._engine_run_backward
         scaling = _Scaling(self._session) if self.dtype is torch.float16 else None
 
@@ -206,7 +206,7 @@ class _Scaling:
         return handle
 
     def before(self, optimizer: Optimizer) -> None:
-        """Before a step, take away the gradients if some are not finite: then the step changes nothing."""
+        """Remove the gradients before a step if some are not finite, so that the step changes nothing."""
         every = [p for group in optimizer.param_groups for p in group["params"]]
         if self._session.gradients is None:
             graded = [p for p in every if p.grad is not None]
@@ -237,7 +237,7 @@ class _Scaling:
         return all(row[0] for row in rows)
 
     def after(self, optimizer: Optimizer) -> None:
-        """After the step, restore the gradients."""
+        """Restore the removed gradients after the step."""
         for p, gradient in self._held.pop(optimizer, ()):
             p.grad = gradient
 

@@ -111,7 +111,7 @@ class EvaluationPassDetector:
         self._pending: list[Use] = []
         """Passes without a backward so far."""
         self._last: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """By data set: the last use of it for each place that reads it, by a hash of the whole stack."""
+        """For each data set, the last use in each place of the program that reads it (a hash of the call stack)."""
         self._num_passes = 0
         self._last_evaluation = 0
 

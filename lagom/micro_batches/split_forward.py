@@ -56,7 +56,7 @@ class MicroBatches:
         self._in_parts = MicroBatchRunner(session, self._left_alone)
         self._insides = ModuleTree(lambda _: None)
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        """By module: findings by kind of input."""
+        """For each module, the findings by kind of input."""
         self._learnt: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """By module that has run out of memory: the number of micro-batches that it needs."""
         self._fitted: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)

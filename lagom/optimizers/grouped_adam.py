@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _MAX_ELEMENTS = 2**18
-"""Of all parameters together: above it, intermediate tensors of all parameters no longer fit a core's cache."""
+"""Largest number of elements of all parameters: with more, intermediate tensors no longer fit into a core's cache."""
 _TYPES = (torch.float32, torch.float64)
 """Shorter ones are rounded between operations, and not alike."""
 _STEP = "_single_tensor_adam"

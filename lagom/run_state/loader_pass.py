@@ -184,7 +184,7 @@ NOT_SHARED = {
         "DataLoader, batches='split' shares out the batches themselves; verify=True tells whether that is exact"
     ),
 }
-"""By ``batches``: the reason why every rank computes everything that the program trains on."""
+"""For each value of ``batches``, the reason why every rank computes all that the program trains on."""
 
 LEFT_OUT = (
     "a batch has fewer rows than samples that were fetched for it: where collate_fn leaves samples out, ranks are left "

@@ -30,7 +30,7 @@ _REGISTRIES = {
     "mlflow.tracking._model_registry.registry": (*_MODELS, "_get_store_with_resolved_uri"),
     "mlflow.store.artifact.artifact_repository_registry": (*_ARTIFACTS, "get_artifact_repository"),
 }
-"""By module: a registry of stores, the base class of these, and the registry's method that returns one."""
+"""For each module, its registry of stores, the base class of stores, and the registry's method that returns a store."""
 _LOGS = (
     *("log_", "set_", "record_", "link_", "upload_", "update_run_info", "start_trace", "_log_"),
     *("flush_", "end_", "shut_", "_await_"),
@@ -77,7 +77,7 @@ class _Tracker:
         return not self._session.has_joined and not _is_direct.get()
 
     def end(self) -> None:
-        """On rank 0, tell the others that the program has ended; on those, end the runs that it has left open."""
+        """Tell other ranks that the program has ended, on rank 0; on others, end the runs that are still active."""
         fluent: Any = sys.modules.get("mlflow.tracking.fluent")
         if self._session.rank == 0:
             self._answers.end()

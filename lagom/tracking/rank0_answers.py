@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from lagom.collectives.run_store import SealedStore
 
 _ALONE_S = 10.0
-"""How long a rank waits for rank 0's answer once the program has asked for its rank: it may call alone."""
+"""Seconds to wait for rank 0's answer once the program has asked for its rank: then one rank may call alone."""
 _FRAMES = 12
 """Frames of the program that tell one of its calls from another."""
 _OVER = "answers/over"
 
 
 class Answer(NamedTuple):
-    """How a call of rank 0's ended."""
+    """The result of a call on rank 0: a value or an error."""
 
     arguments: str
     value: Any

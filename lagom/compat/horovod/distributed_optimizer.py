@@ -139,7 +139,7 @@ class _ReducingMixin:
     def _restart(self) -> None:
         self._passes_left = dict.fromkeys(self._names, self.backward_passes_per_step)
         self._under_way: dict[Tensor, Callable[[], None] | None] = {}
-        """By parameter: waits for its gradient and stores it; None while backwards are missing."""
+        """For each parameter, the function that waits for and stores its gradient; None while backwards are missing."""
         self._has_synchronized = False
 
     def _add_hooks(self) -> None:

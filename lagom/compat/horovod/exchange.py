@@ -194,7 +194,7 @@ class Ranks:
 
     @contextmanager
     def _own_stream(self, device: str, entries: Sequence[Entry]) -> Iterator[None]:
-        """On GPUs, exchange on a stream of this thread, after the program has computed the inputs."""
+        """Use a CUDA stream of this thread in a block, after the program has computed the inputs; nothing for CPUs."""
         if device != "cuda":
             yield
             return

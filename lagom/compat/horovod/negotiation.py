@@ -26,7 +26,7 @@ _FRAME_BYTES = 2048
 _PAUSE_S = (0.0005, 0.02)
 """Shortest and longest pause after a round in which nothing matched."""
 _DEADLOCK_S = 2.0
-"""After this long, ranks that all wait for different names get an error."""
+"""Seconds after which ranks that all wait for different names get an error."""
 
 
 class Negotiator:

@@ -36,7 +36,7 @@ class World:
         self.is_in_run = place_in_run() is not None
         self.process_sets: list[ProcessSet] = []
         self.negotiators: dict[int, Negotiator] = {}
-        """By number of a process set; only those that this rank belongs to."""
+        """Negotiators of the process sets to which this rank belongs, by number."""
         self._notices = Notices(rank, size, number)
         self._find_places()
 

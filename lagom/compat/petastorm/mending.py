@@ -101,7 +101,7 @@ _JOBS = {
     "petastorm.etl.rowgroup_indexing": ("build_rowgroup_index", "spark_context"),
     "petastorm.spark_utils": ("dataset_as_rdd", "spark_session"),
 }
-"""By module, the function that runs or precedes a Spark job, and its argument for the session or context."""
+"""For each module, the function that runs or precedes a Spark job, and its argument for the session or context."""
 
 
 def _start_processes(module: Any) -> None:
