@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.session.models.training import WIDTH, model, module, network, noised, normed, trained, trained_on_pairs
+from tests.session.models.training import WIDTH, model, module, noised, normed, trained, trained_on_pairs
 
 
 @model
@@ -150,27 +150,6 @@ def inputs_in_a_dict() -> Any:
         return ((net({"x": x, "mask": mask}) - y).square() * mask[:, None]).sum() / mask.sum().clamp(min=1)
 
     return trained(loss, net)
-
-
-@model
-def checkpointed() -> Any:
-    class Checkpointed(nn.Module):
-        def __init__(self, reentrant: bool) -> None:
-            super().__init__()
-            self.first, self.body, self.reentrant = nn.Linear(WIDTH, WIDTH), network(nn.LayerNorm(12)), reentrant
-            self.drop = nn.Dropout(0.3)
-
-        def inner(self, x: Tensor) -> Any:
-            return self.drop(self.body(x))
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant)
-
-    found = []
-    for reentrant in (False, True):
-        net = Checkpointed(reentrant).double()
-        found += trained(lambda x, y, net=net: F.mse_loss(net(x) - net(noised(x)), y), net)  # type: ignore[misc]
-    return found
 
 
 @model

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.session.models.training import WIDTH, model, module, noised, normed, trained, trained_on_pairs
+from tests.session.models.training import model, noised, normed, trained
 
 
 @model
@@ -36,38 +36,6 @@ def queue() -> Any:
 
 
 @model
-def codebook() -> Any:
-    class Book(nn.Module):
-        codes: Tensor
-        counts: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.encode, self.decode = normed(last=3), nn.Linear(3, WIDTH)
-            self.register_buffer("codes", torch.randn(5, 3))
-            self.register_buffer("counts", torch.ones(5))
-
-        def forward(self, x: Tensor) -> Any:
-            z = self.encode(x)
-            nearest = torch.cdist(z, self.codes).argmin(1)
-            found = self.codes[nearest]
-            if self.training:
-                with torch.no_grad():
-                    hot = F.one_hot(nearest, 5).to(z)
-                    self.counts.mul_(0.9).add_(hot.sum(0), alpha=0.1)
-                    self.codes.mul_(0.9).add_(hot.T @ z / self.counts[:, None], alpha=0.1)
-            return self.decode(z + (found - z).detach()), F.mse_loss(z, found.detach(), reduction="none").sum(1)
-
-    net = Book().double()
-
-    def loss(x: Tensor, _: Tensor) -> Any:
-        out, commitment = net(x)
-        return F.mse_loss(out, x) + commitment.mean()
-
-    return trained(loss, net)
-
-
-@model
 def average_of_outputs() -> Any:
     class Centred(nn.Module):
         """As DINO centres its outputs by those of earlier batches."""
@@ -88,46 +56,3 @@ def average_of_outputs() -> Any:
 
     net = Centred().double()
     return trained(lambda x, y: F.mse_loss(net(x)[:, :1] - net(noised(x))[:, 1:2], y), net)
-
-
-@model
-def counting_calls() -> Any:
-    class Annealed(nn.Module):
-        steps: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = normed()
-            self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-        def forward(self, x: Tensor) -> Any:
-            self.steps += 1
-            return self.body(x) / self.steps.clamp(max=4)
-
-    net = Annealed().double()
-    return trained_on_pairs(net)
-
-
-@model
-def hidden_state_that_is_carried() -> Any:
-    def forward(self: Any, x: Tensor) -> Any:
-        before = None if self.hidden is None else self.hidden[: len(x)]
-        if before is not None and len(before) < len(x):
-            before = None
-        hidden = self.cell(x, before)
-        self.hidden = hidden.detach()
-        return self.out(hidden)
-
-    net = module(forward, cell=nn.GRUCell(WIDTH, 7), out=nn.Linear(7, 1), hidden=None)
-    return trained(lambda x, y: F.mse_loss(net(x), y), net)
-
-
-@model
-def loss_kept_as_an_attribute() -> Any:
-    def forward(self: Any, x: Tensor) -> Any:
-        out = self.body(x)
-        self.auxiliary = out.square().mean()
-        return out
-
-    net = module(forward, body=normed(), auxiliary=torch.zeros(()))
-    return trained(lambda x, y: F.mse_loss(net(x), y) + net.auxiliary, net)

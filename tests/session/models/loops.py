@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,13 +12,12 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     Sampler,
-    Subset,
     TensorDataset,
     WeightedRandomSampler,
     random_split,
 )
 
-from tests.session.models.training import model, state_of, take_step
+from tests.session.models.training import model, state_of
 
 CLASSES = 3
 
@@ -75,16 +72,6 @@ def evaluated(net: nn.Module, num: int = 21) -> list[Any]:
 
 
 @model
-def weights_of_classes() -> Any:
-    return fitted(classifier(), nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)))
-
-
-@model
-def labels_that_are_ignored() -> Any:
-    return fitted(classifier(), nn.CrossEntropyLoss(ignore_index=1, label_smoothing=0.1))
-
-
-@model
 def masked_sum() -> Any:
     def loss(out: Tensor, y: Tensor) -> Any:
         mask = (y > 0).to(out)
@@ -116,32 +103,6 @@ def hardest_triplets() -> Any:
 
 
 @model
-def mixed_up() -> Any:
-    np.random.seed(0)
-    net = classifier(nn.Dropout(0.3))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    losses = []
-    for x, y in DataLoader(samples(), batch_size=8, shuffle=True):
-        share, order = np.random.beta(0.4, 0.4), torch.randperm(len(x))
-        out = net(share * x + (1 - share) * x[order])
-        losses.append(
-            take_step(optimizer, share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[order]))
-        )
-    return [losses, *state_of(net)]
-
-
-@model
-def folds() -> Any:
-    data, found = samples(30), []
-    for fold in range(3):
-        torch.manual_seed(fold)
-        held = set(range(fold * 10, fold * 10 + 10))
-        train = Subset(data, [i for i in range(30) if i not in held])
-        found += fitted(classifier(), loader=DataLoader(train, 7, shuffle=True), epochs=1)
-    return found
-
-
-@model
 def split_at_random() -> Any:
     train, rest = random_split(samples(40), [31, 9])
     found = fitted(classifier(), loader=DataLoader(train, batch_size=6, shuffle=True, drop_last=True))
@@ -155,74 +116,6 @@ def average_of_weights() -> Any:
     found = fitted(net, each=average.update_parameters)
     update_bn(DataLoader(samples(), 8), average)
     return [*found, *state_of(average), *evaluated(average)]
-
-
-@model
-def exponential_average_of_weights() -> Any:
-    net = classifier()
-    shadow = copy.deepcopy(net).eval()
-
-    def follow(net: nn.Module) -> None:
-        with torch.no_grad():
-            for ours, its in zip(shadow.state_dict().values(), net.state_dict().values(), strict=True):
-                if ours.is_floating_point():
-                    ours.mul_(0.9).add_(its, alpha=0.1)
-
-    return [*fitted(net, each=follow), *state_of(shadow), *evaluated(shadow)]
-
-
-@model
-def best_weights_are_kept() -> Any:
-    net, best, kept = classifier(), -1.0, {}
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-    rates = []
-    for _ in range(4):
-        net.train()
-        for x, y in DataLoader(samples(), 8, shuffle=True):
-            optimizer.zero_grad()
-            F.cross_entropy(net(x), y).backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            optimizer.step()
-        loss, accuracy, _ = evaluated(net)
-        schedule.step(loss)
-        rates.append(optimizer.param_groups[0]["lr"])
-        if accuracy > best:
-            best, kept = accuracy, copy.deepcopy(net.state_dict())
-    net.load_state_dict(kept)
-    return [rates, best, *state_of(net)]
-
-
-@model
-def quasi_newton() -> Any:
-    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
-    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
-    losses = []
-    for x, y in DataLoader(samples(), 16):
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(x), y)
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure).item())
-    return [losses, *state_of(net)]
-
-
-@model
-def accumulated_with_a_tail() -> Any:
-    net = classifier()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    loader = DataLoader(samples(), 5, shuffle=True)
-    norms = []
-    for step, (x, y) in enumerate(loader, 1):
-        (F.cross_entropy(net(x), y) / 3).backward()
-        if step % 3 == 0 or step == len(loader):
-            norms.append(nn.utils.clip_grad_norm_(net.parameters(), 1.0).item())
-            optimizer.step()
-            optimizer.zero_grad()
-    return [norms, *state_of(net)]
 
 
 class Stream(IterableDataset[Any]):

@@ -12,24 +12,9 @@ from tests.session.models.training import WIDTH, model, network, noised, normed,
 
 
 @model
-def spectral_norm() -> Any:
-    net = network()
-    parametrizations.spectral_norm(net[0])
-    return trained_on_pairs(net)
-
-
-@model
 def spectral_norm_of_old() -> Any:
     net = network()
     nn.utils.spectral_norm(net[0])
-    return trained_on_pairs(net)
-
-
-@model
-def weight_norm() -> Any:
-    net = normed()
-    parametrizations.weight_norm(net[0])
-    parametrizations.weight_norm(net[3])
     return trained_on_pairs(net)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.session.models.training import WIDTH, model, module, noised, normed, of_images, trained, trained_on_pairs
+from tests.session.models.training import WIDTH, model, module, noised, normed, of_images, trained
 
 
 def of_sequences(net: nn.Module) -> Any:
@@ -192,22 +192,6 @@ def residual_network() -> Any:
 
     body = nn.Sequential(nn.Conv2d(2, 4, 3), Block(4), Block(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     return of_images(nn.Sequential(body, nn.Linear(4, 1)).double(), (2, 6, 6))
-
-
-@model
-def experts() -> Any:
-    def forward(self: Any, x: Tensor) -> Any:
-        weights, chosen = self.gate(x).softmax(1).topk(1)
-        out = x.new_zeros(len(x), 1)
-        for index, expert in enumerate(self.experts):
-            mine = (chosen == index).squeeze(1)
-            if mine.any():
-                out[mine] = weights[mine] * expert(x[mine])
-        return out
-
-    return trained_on_pairs(
-        module(forward, gate=nn.Linear(WIDTH, 3), experts=nn.ModuleList([nn.Linear(WIDTH, 1) for _ in range(3)]))
-    )
 
 
 @model

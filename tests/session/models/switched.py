@@ -14,22 +14,6 @@ FLAGS = {"mix": 0}
 
 
 @model
-def mode_of_one_layer_changes() -> Any:
-    def forward(self: Any, x: Tensor) -> Any:
-        """Mixes rows from its fifth call on, by a flag that the loop sets."""
-        out = self.body(x)
-        return out - out.mean(0) if self.config["mix"] else out
-
-    net = around(forward, config={"mix": False})
-
-    def loss(step: int, x: Tensor, y: Tensor) -> Any:
-        net.config["mix"] = step > 3
-        return F.mse_loss(net(x), y)
-
-    return trained_by_step(loss, net)
-
-
-@model
 def flag_among_the_globals() -> Any:
     FLAGS["mix"] = 0
 

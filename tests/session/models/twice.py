@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.session.models.training import WIDTH, batches, model, noised, normed, state_of, trained, trained_on_pairs
+from tests.session.models.training import batches, model, noised, normed, state_of, trained, trained_on_pairs
 
 
 @model
@@ -35,30 +35,6 @@ def simsiam() -> Any:
         return -(F.cosine_similarity(p1, z2.detach()).mean() + F.cosine_similarity(p2, z1.detach()).mean()) / 2
 
     return trained(loss, encoder, predictor)
-
-
-@model
-def real_and_fake() -> Any:
-    generator = nn.Sequential(nn.Linear(4, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, WIDTH)).double()
-    critic = normed()
-    of_generator = torch.optim.SGD(generator.parameters(), lr=0.05)
-    of_critic = torch.optim.SGD(critic.parameters(), lr=0.05)
-    losses = []
-    for x, _ in batches():
-        fake = generator(torch.randn(len(x), 4, dtype=x.dtype))
-        real_out, fake_out = critic(x), critic(fake.detach())
-        ones, zeros = torch.ones_like(real_out), torch.zeros_like(fake_out)
-        loss = F.binary_cross_entropy_with_logits(real_out, ones)
-        loss = loss + F.binary_cross_entropy_with_logits(fake_out, zeros)
-        of_critic.zero_grad()
-        loss.backward()
-        of_critic.step()
-        of_generator.zero_grad()
-        other = F.binary_cross_entropy_with_logits(critic(fake), ones)
-        other.backward()
-        of_generator.step()
-        losses += [loss.item(), other.item()]
-    return [losses, *state_of(generator, critic)]
 
 
 @model
