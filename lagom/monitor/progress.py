@@ -23,8 +23,13 @@ _WAITS = 0.1  # share of its time that a rank may wait for data without mention
 class Progress:
     """Shows a run on standard error."""
 
-    def __init__(self, plan: Any, where: str, also: Callable[[str], None] | None = None) -> None:
-        """Show ``plan``'s run; ``also`` receives messages that are shown once, such as which rank waits for which."""
+    def __init__(
+        self, plan: Any, where: str, also: Callable[[str], None] | None = None, every_s: float | None = None
+    ) -> None:
+        """Show ``plan``'s run; ``also`` receives messages that are shown once, such as which rank waits for which.
+
+        Renew the line after ``every_s`` seconds; by default sooner in a terminal than in a log.
+        """
         self._also = also
         self._name = plan.name
         self._world_size = plan.world_size
@@ -38,6 +43,7 @@ class Progress:
             NotebookTable(display, max if plan.config.batches == "whole" else sum) if display is not None else None
         )
         self._live = sys.stderr.isatty() or self._table is not None
+        self._every_s = every_s if every_s is not None else _TERMINAL_S if self._live else _LOG_S
         self._shown_at = time.monotonic() if not self._live else 0.0
         self._began = time.monotonic()
         self._line = ""
@@ -55,7 +61,7 @@ class Progress:
             loss = event.get("loss")
             # A loss can be read only as long as the program keeps it.
             self._ranks[event["rank"]] = event | {"loss": loss if loss is not None else before.get("loss")}
-            if self._worth_showing() and time.monotonic() - self._shown_at >= (_TERMINAL_S if self._live else _LOG_S):
+            if self._worth_showing() and time.monotonic() - self._shown_at >= self._every_s:
                 self._shown_at = time.monotonic()
                 self._renew()
 

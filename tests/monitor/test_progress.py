@@ -26,11 +26,13 @@ class Terminal(io.StringIO):
         return self.live
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, live: bool, world_size: int = 2) -> tuple[Progress, Terminal]:
+def shown(
+    monkeypatch: pytest.MonkeyPatch, live: bool, world_size: int = 2, every_s: float | None = 0.0
+) -> tuple[Progress, Terminal]:
     stream = Terminal(live)
     monkeypatch.setattr(sys, "stderr", stream)
     the_plan = plan(TorchDistributedConfig(world_size=world_size, name="train"), Cluster(launcher="spark", slots=99))
-    return Progress(the_plan, "Spark local[2]"), stream
+    return Progress(the_plan, "Spark local[2]", every_s=every_s), stream
 
 
 def step(rank: int, **more: Any) -> dict[str, Any]:
@@ -54,17 +56,16 @@ def test_ranks_of_a_host_that_do_not_follow_each_other_are_listed(monkeypatch: p
 
 
 def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    progress, stream = shown(monkeypatch, live=False)
+    progress, stream = shown(monkeypatch, live=False, every_s=None)
     for _ in range(100):
         progress.show(step(0))
     assert stream.getvalue() == ""
-    monkeypatch.setattr(module, "_LOG_S", 0.0)
+    progress, stream = shown(monkeypatch, live=False)
     progress.show(step(0))
     assert stream.getvalue() == "lagom: rank 0: epoch 1, step 3/10, 4,096 samples\n"
 
 
 def test_a_terminal_gets_one_line_that_renews_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
     progress, stream = shown(monkeypatch, live=True)
     progress.show(step(0))
     progress.show(step(1, step=4))
@@ -74,7 +75,6 @@ def test_a_terminal_gets_one_line_that_renews_itself(monkeypatch: pytest.MonkeyP
 
 
 def test_the_line_makes_room_for_what_the_program_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
     progress, stream = shown(monkeypatch, live=True)
     progress.show(step(0))
     line = stream.getvalue()
@@ -85,7 +85,6 @@ def test_the_line_makes_room_for_what_the_program_prints(monkeypatch: pytest.Mon
 
 
 def test_the_last_line_is_left_standing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
     progress, stream = shown(monkeypatch, live=True)
     progress.show(step(0))
     progress.close()
@@ -94,7 +93,6 @@ def test_the_last_line_is_left_standing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_many_ranks_stay_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
     progress, stream = shown(monkeypatch, live=True, world_size=64)
     for rank in range(64):
         progress.show(step(rank))
@@ -102,7 +100,6 @@ def test_many_ranks_stay_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_number_of_steps_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOG_S", 0.0)
     progress, stream = shown(monkeypatch, live=False)
     progress.show(step(0, steps=None))
     assert "step 3," in stream.getvalue()
@@ -120,7 +117,6 @@ def test_waiting_is_said_once_with_numbers_and_not_when_all_are_there(monkeypatc
 
 
 def test_a_rank_that_holds_up_the_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
     progress, stream = shown(monkeypatch, live=True)
     progress.show(step(0, waits=0.31, waits_for={"1": 0.31}))
     progress.show(step(1))
@@ -128,7 +124,6 @@ def test_a_rank_that_holds_up_the_others_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_line_keeps_away_from_one_that_the_program_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
     progress, stream = shown(monkeypatch, live=True)
     progress.make_room(stream, "\r 10%|#  ")
     progress.show(step(0))
@@ -141,7 +136,6 @@ def test_the_line_keeps_away_from_one_that_the_program_has_begun(monkeypatch: py
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_the_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    monkeypatch.setattr(module, "_TERMINAL_S", 0.0)
     monkeypatch.setattr(module, "_columns", lambda: columns)
     progress, stream = shown(monkeypatch, live=True, world_size=3)
     for rank, samples in ((0, 4096), (1, 4000), (2, 4050)):
@@ -157,7 +151,6 @@ def test_the_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: in
 
 
 def test_a_loss_of_zero_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOG_S", 0.0)
     progress, stream = shown(monkeypatch, live=False)
     for loss in (0.5, 0.0, None):
         progress.show(step(0, loss=loss))
