@@ -20,15 +20,6 @@ def loader(batch_size: int = 5) -> DataLoader[Any]:
     return DataLoader(data(14), batch_size=batch_size)  # the last has 4 samples, or 2
 
 
-def sgd_by_hand(_: Session) -> list[Tensor]:
-    model = mlp()
-    parameters = list(model.parameters())
-    for x, y in loader():
-        for p, gradient in zip(parameters, torch.autograd.grad(mse(model)(x, y), parameters), strict=True):
-            p.data.sub_(gradient, alpha=0.1)
-    return weights(model)
-
-
 def plain_leaves(_: Session) -> list[Tensor]:
     w = torch.zeros(2, 7, dtype=torch.float64, requires_grad=True)
     b = torch.randn(7, 1, dtype=torch.float64).requires_grad_()
@@ -73,18 +64,6 @@ def first_order_meta_learning(_: Session) -> list[Tensor]:
     return weights(model)
 
 
-def penalty_on_gradients(_: Session) -> list[Tensor]:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for x, y in loader():
-        loss = mse(model)(x, y)
-        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        optimizer.zero_grad()
-        torch.stack([loss, *[g.square().sum() for g in gradients]]).sum().backward()
-        optimizer.step()
-    return weights(model)
-
-
 def hessian_times_vector(_: Session) -> list[Tensor]:
     model = mlp()
     parameters = list(model.parameters())
@@ -94,19 +73,6 @@ def hessian_times_vector(_: Session) -> list[Tensor]:
         found += torch.autograd.grad([g.sin().sum() for g in gradients], parameters, create_graph=True)
         found += torch.autograd.grad([g.square().sum() for g in found[-len(parameters) :]], parameters)
     return [each.detach() for each in found]
-
-
-def penalty_on_inputs(_: Session) -> list[Tensor]:
-    critic = mlp()
-    optimizer = torch.optim.SGD(critic.parameters(), 0.1)
-    for x, y in loader():
-        x.requires_grad_()
-        middle = x * 2
-        by_x, by_middle = torch.autograd.grad(critic(middle).sum(), [x, middle], create_graph=True)
-        optimizer.zero_grad()
-        ((by_x.norm(dim=1) - 1).square() + by_middle.square().sum(1)).mean().add(mse(critic)(x, y)).backward()
-        optimizer.step()
-    return weights(critic)
 
 
 def slopes(_: Session) -> list[Tensor]:
@@ -132,13 +98,10 @@ def with_hooks(_: Session) -> list[Tensor]:
 
 
 PROGRAMS: list[Program] = [
-    sgd_by_hand,
     plain_leaves,
     meta_learning,
     first_order_meta_learning,
-    penalty_on_gradients,
     hessian_times_vector,
-    penalty_on_inputs,
     slopes,
     with_hooks,
 ]

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from lagom.session.session import Session
 from tests.ranks import alone, check_against_one_process, run_ranks
-from tests.session.programs import PROGRAMS, Program, deepcopied, mlp, mse, plain, several_backwards, sgd, sparse
+from tests.session.programs import PROGRAMS, Program, deepcopied, mlp, mse, plain, several_backwards, sgd
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_the_weights_are_those_of_one_machine(program: Program, world_size: int) -> None:
-    check_against_one_process(program, world_size, atol=1e-6 if program is sparse else 1e-12)
+    check_against_one_process(program, world_size)
 
 
 @pytest.mark.parametrize("program", [plain, several_backwards, deepcopied], ids=lambda program: program.__name__)

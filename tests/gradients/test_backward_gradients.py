@@ -16,13 +16,6 @@ from tests.ranks import alone, check_against_one_process, run_ranks
 from tests.session.programs import Program, data, mlp, mse, sgd, weights
 
 
-def clipped_by_hooks(_: Session) -> list[Tensor]:
-    model = mlp()
-    for p in model.parameters():
-        p.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
-    return sgd(model, mse(model))
-
-
 def hooks_in_order(_: Session) -> list[Tensor]:
     model: Any = mlp()
     log: list[Tensor] = []
@@ -105,7 +98,6 @@ def differentiated_again(_: Session) -> list[Tensor]:
 
 
 PROGRAMS: list[Program] = [
-    clipped_by_hooks,
     hooks_in_order,
     optimizer_in_the_backward,
     hooks_while_accumulating,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -81,15 +81,6 @@ def two_forwards(_: Session) -> list[Tensor]:
     return sgd(model, lambda x, y: (model(x) - y).square().mean() + (model(x + 1) - y).abs().mean())
 
 
-def frozen_then_unfrozen(_: Session) -> list[Tensor]:
-    model, unused = mlp(), nn.Linear(3, 3)
-    model[0].requires_grad_(False)
-    sgd(model, mse(model))
-    model[0].requires_grad_(True)
-    assert unused.weight.grad is None
-    return sgd(model, mse(model)) + weights(unused)
-
-
 def leaf_tensors(session: Session) -> list[Tensor]:
     w = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
     b = torch.randn(1, dtype=torch.float64).requires_grad_()
@@ -118,29 +109,9 @@ def no_optimizer(session: Session) -> list[Tensor]:
     return weights(model)
 
 
-def lbfgs(_: Session) -> list[Tensor]:
-    model = mlp()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
-    x, y = data().tensors
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    return weights(model)
-
-
 def reentrant(_: Session) -> list[Tensor]:
     model = mlp()
     return sgd(model, mse(lambda x: model[2](checkpoint(model[:2], x.requires_grad_(), use_reentrant=True))))
-
-
-def non_reentrant(_: Session) -> list[Tensor]:
-    model = mlp()
-    return sgd(model, mse(lambda x: model[2](checkpoint(model[:2], x, use_reentrant=False))))
 
 
 def deepcopied(_: Session) -> list[Tensor]:
@@ -170,51 +141,37 @@ def inputs_only(_: Session) -> list[Tensor]:
     return [model[0].weight.grad]  # type: ignore[list-item]
 
 
-def full_batch(_: Session) -> list[Tensor]:
-    model = mlp()
+def over(model: nn.Module, batches: Iterable[Any]) -> list[Tensor]:
+    """Take a step for each of ``batches``."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x, y = next(iter(DataLoader(data(7), batch_size=7)))
-    for _step in range(3):
+    for x, y in batches:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
     return weights(model)
+
+
+def full_batch(_: Session) -> list[Tensor]:
+    model = mlp()
+    return over(model, 3 * list(DataLoader(data(7), batch_size=7)))
 
 
 def kept_batches(_: Session) -> list[Tensor]:
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     batches = list(DataLoader(data(), batch_size=5, shuffle=True))  # the last has 4 samples
-    for x, y in batches + batches[::-1]:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return weights(model)
+    return over(model, batches + batches[::-1])
+
+
+def one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    following = next(batches)
+    while following is not None:
+        current, following = following, next(batches, None)
+        yield current
 
 
 def fetched_ahead(_: Session) -> list[Tensor]:
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    batches = iter(DataLoader(data(13), batch_size=4, shuffle=True))  # the last has 1 sample
-    following = next(batches)
-    while following is not None:
-        (x, y), following = following, next(batches, None)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return weights(model)
-
-
-def sparse(_: Session) -> list[Tensor]:
-    table, head = nn.Embedding(9, 3, sparse=True), nn.Linear(3, 1)
-    optimizer = torch.optim.SGD([*table.parameters(), *head.parameters()], 0.1)
-    for ids, y in DataLoader(TensorDataset(torch.arange(9), torch.randn(9, 1)), batch_size=4, shuffle=True):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(head(table(ids)), y).backward()
-        assert table.weight.grad is not None
-        assert table.weight.grad.is_sparse
-        optimizer.step()
-    return [p.double() for p in weights(table, head)]
+    return over(model, one_ahead(iter(DataLoader(data(13), batch_size=4, shuffle=True))))  # the last has 1 sample
 
 
 def compiled(_: Session) -> list[Tensor]:
@@ -244,12 +201,9 @@ PROGRAMS: list[Program] = [
     short_tail,
     several_backwards,
     two_forwards,
-    frozen_then_unfrozen,
     leaf_tensors,
     no_optimizer,
-    lbfgs,
     reentrant,
-    non_reentrant,
     deepcopied,
     unpickled,
     lazy,
@@ -257,7 +211,6 @@ PROGRAMS: list[Program] = [
     full_batch,
     kept_batches,
     fetched_ahead,
-    sparse,
     compiled,
     compiled_loss,
     large,

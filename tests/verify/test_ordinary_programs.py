@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import logging
 import os
@@ -62,25 +61,6 @@ def trained(batches: Iterable[Any], criterion: Criterion = F.cross_entropy) -> l
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def class_weights() -> Any:
-    weight = torch.tensor([1.0, 5.0], dtype=torch.float64)
-    return trained(loader(), lambda outputs, labels: F.cross_entropy(outputs, labels, weight=weight))
-
-
-def ignored_labels() -> Any:
-    def criterion(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(outputs, torch.where(torch.arange(len(labels)) % 3 == 0, -100, labels))
-
-    return trained(loader(), criterion)
-
-
-def contrasts() -> Any:
-    def criterion(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(outputs @ outputs.T, torch.arange(len(labels)))
-
-    return trained(loader(), criterion)
-
-
 def accuracy_of_the_whole_set_as_a_tensor() -> Any:
     correct = torch.zeros(())
     for _, outputs in steps(loader()):
@@ -102,11 +82,6 @@ def logs_losses_to_standard_output() -> None:
     log.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(process)d %(message)s"))
     for loss, _ in steps(loader()):
         log.warning("loss %.4f", loss)
-
-
-def logs_losses_to_a_file() -> None:
-    with open("losses.csv", "w", newline="") as file:
-        csv.writer(file).writerows([loss.item()] for loss, _ in steps(loader()))
 
 
 def features_of_the_training_set() -> Any:
@@ -140,25 +115,6 @@ def workers_that_stay() -> Any:
     return trained(itertools.chain.from_iterable(batches for _ in range(5)))
 
 
-def begins_anew_by_hand() -> Any:
-    def endless() -> Iterator[Any]:
-        while True:
-            yield from loader()
-
-    return trained(itertools.islice(endless(), 60))
-
-
-def folds() -> Any:
-    scores = []
-    for fold in range(3):
-        left_out, model = torch.arange(53) % 3 == fold, network()
-        for _ in range(3):
-            list(steps(loader(TensorDataset(INPUTS[~left_out], LABELS[~left_out])), model=model))
-        with torch.no_grad():
-            scores.append(F.cross_entropy(model(INPUTS[left_out]), LABELS[left_out]).item())
-    return {"scores": scores, "mean": float(np.mean(scores))}
-
-
 def rate_by_the_length_of_the_loader() -> Any:
     batches = loader()
     optimizer = torch.optim.SGD(network().parameters(), lr=0.05)
@@ -180,13 +136,9 @@ def one_batch() -> Any:
 
 
 WRONG = (
-    class_weights,
-    ignored_labels,
-    contrasts,
     accuracy_of_the_whole_set_as_a_tensor,
     prints_every_hundredth,
     logs_losses_to_standard_output,
-    logs_losses_to_a_file,
     features_of_the_training_set,
     statistics_of_the_training_set,
     object_of_outputs,
@@ -195,8 +147,6 @@ WRONG = (
 RIGHT = (
     looks_at_a_batch_first,
     workers_that_stay,
-    begins_anew_by_hand,
-    folds,
     rate_by_the_length_of_the_loader,
     prints_process_and_object,
     one_batch,
