@@ -56,23 +56,13 @@ def train(
     return {**model.state_dict(), "evaluated": evaluated}
 
 
-def mlp(_: Session) -> dict[str, Tensor]:
-    return train(nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)))
+def normed(**options: Any) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, **options), nn.Tanh(), nn.Linear(8, 1))
 
 
-def cnn(_: Session) -> dict[str, Tensor]:
-    return train(
-        nn.Sequential(
-            nn.Conv2d(2, 4, 3),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.Conv2d(4, 3, 2),
-            nn.BatchNorm2d(3),
-            nn.Flatten(),
-            nn.Linear(27, 1),
-        ),
-        (2, 6, 6),
-    )
+def images() -> nn.Sequential:
+    first, second = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 3, 2)
+    return nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(), second, nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(27, 1))
 
 
 def channels_last(_: Session) -> dict[str, Tensor]:
@@ -80,36 +70,16 @@ def channels_last(_: Session) -> dict[str, Tensor]:
     return train(model.to(memory_format=torch.channels_last), (2, 6, 6))  # type: ignore[call-overload]
 
 
-def volumes(_: Session) -> dict[str, Tensor]:
-    return train(nn.Sequential(nn.Conv3d(1, 2, 2), nn.BatchNorm3d(2), nn.Flatten(), nn.Linear(16, 1)), (1, 3, 3, 3))
+def volumes() -> nn.Sequential:
+    return nn.Sequential(nn.Conv3d(1, 2, 2), nn.BatchNorm3d(2), nn.Flatten(), nn.Linear(16, 1))
 
 
-def short_tail(_: Session) -> dict[str, Tensor]:
-    model = nn.Sequential(nn.Conv1d(1, 3, 2), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(12, 1))
-    return train(model, (1, 5), count=7, batch_size=6)
+def lazy() -> nn.Sequential:
+    return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(1))
 
 
-def tail_of_two(_: Session) -> dict[str, Tensor]:
-    model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-    return train(model, count=8, batch_size=6)
-
-
-def cumulative(_: Session) -> dict[str, Tensor]:
-    return train(nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, momentum=None), nn.Tanh(), nn.Linear(8, 1)))
-
-
-def not_affine(_: Session) -> dict[str, Tensor]:
-    return train(nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, affine=False), nn.Tanh(), nn.Linear(8, 1)))
-
-
-def untracked(_: Session) -> dict[str, Tensor]:
-    return train(
-        nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Tanh(), nn.Linear(8, 1))
-    )
-
-
-def lazy(_: Session) -> dict[str, Tensor]:
-    return train(nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(1)))
+def series() -> nn.Sequential:
+    return nn.Sequential(nn.Conv1d(1, 3, 2), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(12, 1))
 
 
 def two_in_sequence(_: Session) -> dict[str, Tensor]:
@@ -117,12 +87,8 @@ def two_in_sequence(_: Session) -> dict[str, Tensor]:
     return train(nn.Sequential(first, nn.Linear(2, 8), nn.Sigmoid(), second, nn.Linear(8, 1)))
 
 
-def accumulation(_: Session) -> dict[str, Tensor]:
-    return train(nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)), every=2)
-
-
 def called_twice(_: Session) -> dict[str, Tensor]:
-    model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    model = normed()
     return train(model, loss=lambda x, y: F.mse_loss(model(x), y) + (model(x + y) * y).abs().mean())
 
 
@@ -147,17 +113,13 @@ class Bank(nn.Module):
         return result
 
 
-def memory_bank(_: Session) -> dict[str, Tensor]:
-    return train(Bank(5))
-
-
 def checkpointed(_: Session) -> dict[str, Tensor]:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh()), nn.Linear(8, 1))
     return train(model, loss=lambda x, y: F.mse_loss(model[1](checkpoint(model[0], x, use_reentrant=False)), y))
 
 
 def gradient_penalty(_: Session) -> dict[str, Tensor]:
-    model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    model = normed()
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -185,7 +147,7 @@ def momentum_encoder(_: Session) -> dict[str, Tensor]:
 
 
 def frozen(_: Session) -> dict[str, Tensor]:
-    model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    model = normed()
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         model[1].eval()
@@ -200,40 +162,40 @@ def many_channels(_: Session) -> dict[str, Tensor]:
 
 
 def compiled(_: Session) -> dict[str, Tensor]:
-    model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    model = normed()
     warnings.simplefilter("ignore")  # torch.compile warns after a graph break
     fast = torch.compile(model, backend="eager")
     return train(model, loss=lambda x, y: F.mse_loss(fast(x), y))
 
 
-PROGRAMS: list[Program] = [
-    mlp,
-    cnn,
-    channels_last,
-    volumes,
-    short_tail,
-    tail_of_two,
-    cumulative,
-    not_affine,
-    untracked,
-    lazy,
-    two_in_sequence,
-    accumulation,
-    called_twice,
-    of_each_row_and_time,
-    memory_bank,
-    checkpointed,
-    gradient_penalty,
-    functional,
-    momentum_encoder,
-    frozen,
-    many_channels,
-    compiled,
-]
+PROGRAMS: dict[str, Program] = {
+    "mlp": lambda _: train(normed()),
+    "convolutions": lambda _: train(images(), (2, 6, 6)),
+    "volumes": lambda _: train(volumes(), (1, 3, 3, 3)),
+    "short tail": lambda _: train(series(), (1, 5), count=7),
+    "tail of two": lambda _: train(normed(), count=8),
+    "cumulative": lambda _: train(normed(momentum=None)),
+    "not affine": lambda _: train(normed(affine=False)),
+    "untracked": lambda _: train(normed(track_running_stats=False)),
+    "lazy": lambda _: train(lazy()),
+    "accumulation": lambda _: train(normed(), every=2),
+    "memory bank": lambda _: train(Bank(5)),
+    "channels last": channels_last,
+    "two in sequence": two_in_sequence,
+    "called twice": called_twice,
+    "of each row and time": of_each_row_and_time,
+    "checkpointed": checkpointed,
+    "gradient penalty": gradient_penalty,
+    "functional": functional,
+    "momentum encoder": momentum_encoder,
+    "frozen": frozen,
+    "many channels": many_channels,
+    "compiled": compiled,
+}
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_weights_statistics_and_evaluation_are_those_of_one_machine(program: Program, world_size: int) -> None:
     expected = alone(program)
     results = run_ranks(world_size, program)
