@@ -77,17 +77,6 @@ def test_the_articles_program_gives_the_tensor_of_a_plain_call(world_size: int, 
     assert all(torch.equal(value, result.value) for value in result.per_rank)
 
 
-def test_the_older_spelling_passes_both_data_sets_in_one_list() -> None:
-    def train(module: Any, dataset: Sequence[Any], hparams: Mapping[str, Any]) -> Any:
-        return train_field(module, hparams, dataset[0], dataset[1])
-
-    torch.manual_seed(0)
-    new = experiment.lagom(train_field, config(2, module=Field, train_set=TRAIN_SET, test_set=TEST_SET))
-    torch.manual_seed(0)
-    old = experiment.lagom(train, config(2, module=Field, dataset=[TRAIN_SET, TEST_SET]))
-    assert torch.equal(old.value, new.value)
-
-
 def test_a_list_of_modules_reaches_the_function_as_a_list() -> None:
     def train(module: Sequence[Callable[[], torch.nn.Module]], train_set: Dataset[Any]) -> dict[str, float]:
         generator, critic = (part() for part in module)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import subprocess
-import sys
 import threading
 import types
 from collections import OrderedDict
@@ -404,80 +402,6 @@ def test_an_empty_file_is_refused() -> None:
     with pytest.raises(PayloadError):
         unpack_file(fd)
     os.close(fd)
-
-
-HOME = """
-import os, sys
-from lagom.payload import Parcel, classes_received, unpack
-
-class MyError(Exception):
-    pass
-
-SCALE = 2
-
-class Net:
-    count = 0
-    def double(self):
-        return SCALE * self.x
-
-def train():
-    net = Net()
-    net.x = 1
-    Net.count = 99
-    class Own:
-        pass
-    return {"net": net, "error": MyError("no"), "class": Net, "own": Own()}
-
-def elsewhere(data):
-    read, write = os.pipe()
-    if os.fork() == 0:
-        os.execv(sys.executable, [sys.executable, "-c", REMOTE, data.hex(), str(write)]) if os.set_inheritable(
-            write, True) is None else None
-    os.close(write)
-    with os.fdopen(read, "rb") as file:
-        back = file.read()
-    os.wait()
-    return back
-
-REMOTE = '''
-import os, sys
-from lagom.payload import Parcel, classes_received, unpack
-function = unpack(bytes.fromhex(sys.argv[1]))
-known = classes_received()
-os.write(int(sys.argv[2]), Parcel(function(), known).tobytes())
-'''
-
-double = Net.double
-value = unpack(bytearray(elsewhere(Parcel(train).tobytes())))
-assert type(value["net"]) is Net
-assert value["class"] is Net
-assert type(value["error"]) is MyError
-assert Net.double is double, "the class of this process was written over"
-assert Net.count == 0
-SCALE = 5
-assert value["net"].double() == 5
-assert type(value["own"]).__name__ == "Own"
-# And out again, with a class that was made there.
-assert type(unpack(bytearray(elsewhere(Parcel(lambda: value["own"]).tobytes())))).__name__ == "Own"
-print("ok")
-"""
-
-
-def test_classes_of_main_come_home_as_themselves() -> None:
-    done = subprocess.run([sys.executable, "-c", HOME], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (done.stdout.strip(), done.stderr) == ("ok", "")
-
-
-def test_plain_data_imports_neither_torch_nor_numpy() -> None:
-    code = """
-import sys
-from lagom import experiment
-from lagom.payload import Parcel, unpack
-assert unpack(Parcel({"function": lambda x: x, "hparams": {"lr": 1e-3}}).tobytes())["hparams"] == {"lr": 1e-3}
-print(sorted({"torch", "pyspark", "numpy", "pandas", "pyarrow"} & set(sys.modules)))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
 def test_a_function_that_sets_how_cudnn_works_can_travel() -> None:

@@ -71,20 +71,7 @@ def with_init_applied_after_construction() -> dict[str, Any]:
     return {"weights": weights(model)}
 
 
-def with_accumulated_gradients() -> dict[str, Any]:
-    """A step for every three batches; the last group is shorter."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(DATA, batch_size=6, shuffle=True)
-    for step, (inputs, targets) in enumerate(loader):
-        (torch.nn.functional.mse_loss(model(inputs), targets) / 3).backward()
-        if step % 3 == 2 or step == len(loader) - 1:
-            optimizer.step()
-            optimizer.zero_grad()
-    return {"weights": weights(model)}
-
-
-PROGRAMS = (with_scheduler_groups_and_clipping, with_init_applied_after_construction, with_accumulated_gradients)
+PROGRAMS = (with_scheduler_groups_and_clipping, with_init_applied_after_construction)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -98,16 +98,6 @@ def test_each_ranks_value_stands_in_rank_order() -> None:
     assert result.per_rank == (0, 10, 20)
 
 
-def test_a_model_comes_back_as_a_model_that_trains_on() -> None:
-    def train() -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.ReLU())
-
-    model = run(train, seed=0)["test result"]
-    assert type(model) is torch.nn.Sequential
-    model(torch.ones(1, 300)).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
 def test_a_large_result_comes_back_whole_and_writable() -> None:
     result = run(lambda: torch.arange(4_000_000, dtype=torch.float64))
     found = result["test result"]
@@ -728,6 +718,7 @@ class MyError(Exception):
         self.code = code
 
 class Net:
+    count = 0
     def scale(self):
         return SCALE
 
@@ -737,13 +728,21 @@ helper = lambda: SCALE
 def train():
     if helper() != 2:
         raise MyError(SCALE)
-    return Net()
+    class Own:
+        pass
+    Net.count = 99
+    return {"net": Net(), "class": Net, "own": Own()}
 
 config = TorchDistributedConfig(launcher="local", world_size=2)
-result = experiment.lagom(train, config)
-assert type(result.value) is Net
+scale = Net.scale
+value = experiment.lagom(train, config).value
+assert type(value["net"]) is value["class"] is Net
+assert (Net.count, Net.scale) == (0, scale), "the class of this process was written over"
+assert type(value["own"]).__name__ == "Own"
+# And out again, with a class that was made there.
+assert type(experiment.lagom(lambda: value["own"], config).value).__name__ == "Own"
 SCALE = 5
-assert result.value.scale() == 5
+assert value["net"].scale() == 5
 try:
     experiment.lagom(train, config)
 except MyError as error:
