@@ -66,16 +66,14 @@ def run(
     folder: Path, *arguments: str, python: tuple[str, ...] = ("-m", "lagom.cli", "run", "-n", "2")
 ) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of the script under lagom, or under ``python=()``."""
+    return started(folder, *python, "program.py", *arguments)
+
+
+def started(folder: Path, *command: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of Python with these arguments, in ``folder``."""
     root = str(Path(cli.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, *python, "program.py", *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+    env = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -178,14 +176,6 @@ def notebook(*cells: str, language: str = "python") -> str:
     texts = [{"cell_type": "markdown", "source": ["# no code"]}]
     texts += [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
     return json.dumps({"nbformat": 4, "metadata": {"kernelspec": {"language": language}}, "cells": texts})
-
-
-def started(folder: Path, *command: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of Python with these arguments, in ``folder``."""
-    root = str(Path(cli.__file__).parents[1])
-    env = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
 
 
 def test_the_cells_of_a_notebook_run_one_after_another_on_every_rank(folder: Path) -> None:
