@@ -6,7 +6,7 @@ import copy
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.deepspeed.loading import load
 from lagom.errors import DivergenceError, LagomError
 from lagom.session.session import Session
-from tests.ranks import RankFailedError, alone, run_ranks
+from tests.ranks import RankFailedError, alone, check_against_one_process, run_ranks
 
 SAMPLES = 43
 """Of batches of 8: the last one has 3, uneven shares on 2 ranks."""
@@ -60,6 +60,24 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
+def state_of(network: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in network.state_dict().items()}
+
+
+def batches(num: int = 32) -> Iterator[torch.Tensor]:
+    """Yield batches of 8 of ``num`` samples."""
+    yield from (inputs for (inputs,) in DataLoader(TensorDataset(torch.randn(num, 6)), batch_size=8))
+
+
+def steps(network: nn.Module, optimizer: torch.optim.Optimizer, num: int = 32) -> Iterator[int]:
+    """Take a step for each batch, and yield its number."""
+    for number, inputs in enumerate(batches(num)):
+        network(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield number
+
+
 def epoch(make: Make, session: Session | None = None, accumulate: int = 1) -> dict[str, Any]:
     """An ordinary program: a scheduler, an uneven last batch, a metric, a state_dict."""
     torch.manual_seed(3)
@@ -78,8 +96,7 @@ def epoch(make: Make, session: Session | None = None, accumulate: int = 1) -> di
     network.eval()
     with torch.no_grad():
         metric = sum(float((network(a) - b).square().sum()) for a, b in DataLoader(TensorDataset(x, y), batch_size=8))
-    state = {key: value.clone() for key, value in network.state_dict().items()}
-    return {"state": state, "metric": metric, "lr": scheduler.get_last_lr(), "type": type(network).__name__}
+    return {"state": state_of(network), "metric": metric, "lr": scheduler.get_last_lr(), "type": type(network).__name__}
 
 
 def _same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -108,25 +125,17 @@ def test_programs_that_were_written_for_an_engine_run() -> None:
     """Maggy's loops: ``model.backward(loss)``, ``model.step()``, and an optimizer of the configuration."""
 
     def program(_: Session) -> dict[str, torch.Tensor]:
-        torch.manual_seed(3)
-        x = torch.randn(32, 6)
         network = Network()
-        for (inputs,) in DataLoader(TensorDataset(x), batch_size=8):
+        for inputs in batches():
             loss = network(inputs).square().mean()
             network.backward(loss)  # type: ignore[operator]
             network.step()  # type: ignore[operator]
-        return {key: value.clone() for key, value in network.state_dict().items()}
+        return state_of(network)
 
     def plain(_: Session) -> dict[str, torch.Tensor]:
-        torch.manual_seed(3)
-        x = torch.randn(32, 6)
         network = Network()
-        optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.1)
-        for (inputs,) in DataLoader(TensorDataset(x), batch_size=8):
-            network(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return network.state_dict()
+        list(steps(network, torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.1)))
+        return state_of(network)
 
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}}}
     rows = run_ranks(2, program, backend="deepspeed", zero_lvl=2, deepspeed_config=config)
@@ -161,11 +170,9 @@ def test_blocks_of_the_configuration_are_passed_through(
 
 def test_accumulation_of_the_configuration_steps_when_it_says() -> None:
     def program(session: Session, accumulate: int = 1) -> torch.Tensor:
-        torch.manual_seed(3)
-        x = torch.randn(32, 6)
         network = Network()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        for number, (inputs,) in enumerate(DataLoader(TensorDataset(x), batch_size=8)):
+        for number, inputs in enumerate(batches()):
             (network(inputs).square().mean() / accumulate).backward()
             if number % accumulate == accumulate - 1:
                 optimizer.step()
@@ -181,28 +188,20 @@ def test_accumulation_of_the_configuration_steps_when_it_says() -> None:
 @pytest.mark.parametrize("zero_lvl", [1, 2, 3])
 def test_weights_that_the_program_loads_or_changes_are_stepped_on(zero_lvl: int) -> None:
     def program(_: Session) -> dict[str, torch.Tensor]:
-        torch.manual_seed(3)
-        x = torch.randn(32, 6)
         network = Network()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
         best: dict[str, torch.Tensor] = {}
-        for number, (inputs,) in enumerate(DataLoader(TensorDataset(x), batch_size=8)):
-            network(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for number in steps(network, optimizer):
             if number == 0:
-                best = {key: value.clone() * 0.5 for key, value in network.state_dict().items()}
+                best = {key: value * 0.5 for key, value in state_of(network).items()}
             if number == 2:
                 network.load_state_dict(best)
                 if zero_lvl < 3:
                     with torch.no_grad():
                         network.head.bias.clamp_(-0.01, 0.01)
-        return {key: value.clone() for key, value in network.state_dict().items()}
+        return state_of(network)
 
-    wanted = alone(program)
-    for row in run_ranks(2, program, backend="deepspeed", zero_lvl=zero_lvl):
-        for key, value in wanted.items():
-            assert torch.allclose(row[key], value, rtol=0, atol=1e-6), key
+    check_against_one_process(program, atol=1e-6, backend="deepspeed", zero_lvl=zero_lvl)
 
 
 @pytest.mark.parametrize("zero_lvl", [1, 2])
@@ -346,24 +345,14 @@ def test_settings_of_batches_and_evaluation_hold(zero_lvl: int, batches: Any, ev
 @pytest.mark.parametrize("zero_lvl", [0, 2, 3])
 def test_batchnorm_and_bf16_by_flag_are_lagoms(zero_lvl: int) -> None:
     def program(_: Session) -> dict[str, torch.Tensor]:
-        torch.manual_seed(3)
-        x = torch.randn(20, 6)
         network = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        for (inputs,) in DataLoader(TensorDataset(x), batch_size=8):
-            network(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return {key: value.clone() for key, value in network.state_dict().items()}
+        list(steps(network, torch.optim.SGD(network.parameters(), lr=0.1), 20))
+        return state_of(network)
 
-    wanted = alone(program)
-    for row in run_ranks(2, program, backend="deepspeed", zero_lvl=zero_lvl):
-        for key, value in wanted.items():
-            assert torch.allclose(row[key], value, rtol=0, atol=1e-6), key
-    torch_rows = run_ranks(2, program, mixed_precision="bf16")
-    for row in run_ranks(2, program, backend="deepspeed", zero_lvl=zero_lvl, mixed_precision="bf16"):
-        for key, value in torch_rows[0].items():
-            assert torch.allclose(row[key], value, rtol=0, atol=1e-5), key
+    check_against_one_process(program, atol=1e-6, backend="deepspeed", zero_lvl=zero_lvl)
+    wanted, _ = run_ranks(2, program, mixed_precision="bf16")
+    for found in run_ranks(2, program, backend="deepspeed", zero_lvl=zero_lvl, mixed_precision="bf16"):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
 def test_a_model_in_parts_is_neither_copied_nor_pickled() -> None:
@@ -419,22 +408,17 @@ def test_models_one_after_another_and_checkpoints_that_repeat_forwards(zero_lvl:
         found = []
         for fold in range(2):
             torch.manual_seed(fold)
-            x = torch.randn(24, 6)
             network = Network()
             optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
-            for (inputs,) in DataLoader(TensorDataset(x), batch_size=8):
+            for inputs in batches(24):
                 inner = torch.utils.checkpoint.checkpoint(network.inner, inputs, use_reentrant=False)
                 network.head(inner).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            found.append({key: value.clone() for key, value in network.state_dict().items()})
+            found.append(state_of(network))
         return found
 
-    wanted = alone(program)
-    for row in run_ranks(2, program, backend="deepspeed", zero_lvl=zero_lvl):
-        for fold, state in enumerate(wanted):
-            for key, value in state.items():
-                assert torch.allclose(row[fold][key], value, rtol=0, atol=1e-6), (fold, key)
+    check_against_one_process(program, atol=1e-6, backend="deepspeed", zero_lvl=zero_lvl)
 
 
 @pytest.mark.soak
@@ -455,12 +439,10 @@ def test_a_rank_that_fails_ends_the_run_with_its_own_error() -> None:
 
 def test_gradients_of_level_0_are_there_and_are_those_of_all_ranks() -> None:
     def program(_: Session) -> tuple[torch.Tensor, list[float]]:
-        torch.manual_seed(3)
-        x = torch.randn(43, 6)
         network = Network()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
         norms = []
-        for number, (inputs,) in enumerate(DataLoader(TensorDataset(x), batch_size=8)):
+        for number, inputs in enumerate(batches(43)):
             network(inputs).square().mean().backward()
             if number % 2:
                 norms.append(float(nn.utils.clip_grad_norm_(network.parameters(), 0.1)))
