@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lagom.micro_batches.oom_errors import wanted_bytes
 from lagom.random_states import equal_random_states, random_states
 from lagom.row_split.draws import Draws, UnsupportedDrawError
 from lagom.row_split.module_tree import numbers_of
@@ -21,6 +20,7 @@ from lagom.row_split.recorder import NotByRowsError
 from lagom.row_split.restore import SMALL, buffers_of, restored_state
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch
 from lagom.row_split.whole_batch import Block
+from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.micro_batches.examiner import MicroBatchExaminer, MicroBatchFinding, backward_has_room
-from lagom.micro_batches.oom_errors import wanted_bytes
 from lagom.micro_batches.runner import MicroBatchRunner
 from lagom.patching.object_reference import ObjectReference
 from lagom.random_states import random_states, set_random_states
@@ -20,6 +19,7 @@ from lagom.row_split.module_tree import ModuleTree, kind_of, run_with
 from lagom.row_split.recorder import NotByRowsError
 from lagom.row_split.split_candidate import SplitCandidate
 from lagom.run_state.malloc_trim import map_large_blocks
+from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,8 +16,8 @@ from lagom.memory_plan.available import AvailableMemory, available_memory
 from lagom.memory_plan.levels import levels_of
 from lagom.memory_plan.needs import Level, size
 from lagom.memory_plan.optimizer_state_bytes import step_meta_copy
-from lagom.micro_batches.oom_errors import wanted_bytes
 from lagom.run_state.memory_layout import storage_of
+from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,7 +16,7 @@ from torch import nn
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.memory_plan.available import AvailableMemory
-from lagom.micro_batches.oom_errors import wanted_bytes
+from lagom.run_state.oom_errors import wanted_bytes
 from lagom.session.session import Session
 from lagom.worker import oom_report
 from lagom.worker.oom_report import OutOfMemoryReport, held_memory
