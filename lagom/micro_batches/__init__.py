@@ -1,4 +1,4 @@
 """Forwards in micro-batches, for batches whose activations do not fit the device.
 
-Start with ``split_forward.py``; ``examiner.py`` decides whether a forward may be split, and into how many parts.
+Start with ``split_forward.py``, which decides; ``runner.py`` runs the parts, and finds out whether one fits.
 """

@@ -11,14 +11,16 @@ from torch.utils.checkpoint import checkpoint
 from lagom.errors import LagomError
 from lagom.random_states import equal_random_states, random_states, set_random_states
 from lagom.row_split.draws import Draws
+from lagom.row_split.probe import BatchStatistics, silent
+from lagom.row_split.recorder import NotByRowsError
+from lagom.row_split.restore import restored_state
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch
 from lagom.row_split.whole_batch import Block
+from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-
-    from torch import Tensor
 
     from lagom.session.session import Session
 
@@ -42,67 +44,93 @@ class MicroBatchRunner:
         parts: list[Sequence[Any]] = []
         end: dict[str, Any] = {}
         for block in Block(0, num, candidate.rows).others:
-            part = _Part(self, candidate, finding, block, begun)
-            leaves = [block.of(leaf) if is_of_batch else leaf for leaf, is_of_batch in _marked(candidate)]
+            run = self._part(candidate, finding, block, begun)
+            leaves = [block.of(leaf) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
             if torch.is_grad_enabled():
                 # Each part restores the random numbers itself, including those of python and numpy.
-                outputs = checkpoint(part, *leaves, use_reentrant=False, preserve_rng_state=False)
+                outputs = checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False)
             else:
-                outputs = part(*leaves)
+                outputs = run(*leaves)
             parts.append(outputs)
             if block.rank and not equal_random_states(end, random_states()):
-                raise LagomError(f"the forward of {_name(candidate)} drew random numbers in another way; {_REMEDY}")
+                raise _changed(candidate, "drew other amounts of random numbers for a part of its batch")
             end = end or random_states()
         self._session.num_micro_batches = max(self._session.num_micro_batches, num)
         assert finding.spec is not None
         return tree_unflatten(_together(parts, finding, candidate), finding.spec)
 
-    def run(self, part: _Part, leaves: list[Any]) -> list[Any]:
-        """Run one micro-batch with the generators' first states; modules inside it are not split."""
-        candidate, finding = part.candidate, part.finding
-        before = random_states() if part.ran else None
-        set_random_states(part.begun)
+    def _part(
+        self, candidate: SplitCandidate, finding: SplitFinding, block: Block, begun: dict[str, Any]
+    ) -> Callable[..., tuple[Any, ...]]:
+        """Return the function of a checkpoint: it runs one micro-batch, and in the backward once more.
+
+        Args:
+            begun: states of the generators at the beginning of the whole forward.
+        """
+        has_run = False
+
+        def run(*leaves: Any) -> tuple[Any, ...]:
+            nonlocal has_run
+            before = random_states() if has_run else None
+            set_random_states(begun)
+            try:
+                if self._session.weights is not None:
+                    self._session.weights.resident.begin()
+                with self._left_alone(), Draws(block, finding.axes, remedy=_REMEDY):
+                    outputs, spec = tree_flatten(candidate.run(list(leaves)))
+            finally:
+                has_run = True
+                if before is not None:
+                    set_random_states(before)
+            if finding.spec not in (None, spec):
+                raise _changed(candidate, "gave outputs of another structure")
+            return tuple(outputs)
+
+        return run
+
+    def find_fitting(self, candidate: SplitCandidate, finding: SplitFinding, num: int) -> int | None:
+        """Return twice the first of ``num`` and its doubles that fits; None if none does.
+
+        Twice the number, since memory is fragmented and batches differ in size.
+
+        Raises:
+            NotByRowsError: when the forward or backward of a part fails for another reason than memory.
+        """
+        while not self._fits(candidate, finding, num):
+            if num == candidate.rows:
+                return None
+            num = min(2 * num, candidate.rows)
+        return min(2 * num, candidate.rows)
+
+    def _fits(self, candidate: SplitCandidate, finding: SplitFinding, num: int) -> bool:
+        """Try the forward and backward of one of ``num`` micro-batches, with space for the gradients of all.
+
+        The space is for the outputs of all micro-batches and their gradients; the trial holds gradients of parameters.
+        """
+        block = Block(0, num, candidate.rows)
+        session = self._session
+        kept = restored_state(candidate.module, candidate.inside, opens=False)
         try:
-            if self._session.weights is not None:
-                self._session.weights.resident.begin()
-            with self._left_alone(), Draws(part.block, finding.axes, remedy=_REMEDY):
-                outputs, spec = tree_flatten(candidate.run(leaves))
-        finally:
-            part.ran = True
-            if before is not None:
-                set_random_states(before)
-        if spec != finding.spec:
-            raise LagomError(
-                f"the forward of {_name(candidate)} gave outputs of another structure than at its first call; {_REMEDY}"
-            )
-        return outputs
-
-
-class _Part:
-    """The function of a checkpoint, which calls it again in the backward."""
-
-    def __init__(
-        self,
-        owner: MicroBatchRunner,
-        candidate: SplitCandidate,
-        finding: SplitFinding,
-        block: Block,
-        begun: dict[str, Any],
-    ) -> None:
-        self.candidate = candidate
-        self.finding = finding
-        self.block = block
-        self.begun = begun
-        """States of the generators at the beginning of the whole forward."""
-        self.ran = False
-        self._owner = owner
-
-    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
-        return tuple(self._owner.run(self, list(leaves)))
-
-
-def _marked(candidate: SplitCandidate) -> list[tuple[Any, bool]]:
-    return [(leaf, is_batch(leaf, candidate.rows)) for leaf in candidate.leaves]
+            with kept, session.probing(), session.statistics(BatchStatistics()), silent():
+                outputs = self._part(candidate, finding, block, random_states())(*candidate.block_of(block))
+                tensors = [one for one in outputs if isinstance(one, torch.Tensor)]
+                size = 2 * num * sum(one.nbytes for one in tensors)
+                room = torch.empty(size, dtype=torch.uint8, device=candidate.device)
+                roots = [one for one in tensors if one.requires_grad]
+                wanted = [p for p in candidate.module.parameters() if p.requires_grad]
+                if roots and wanted:
+                    session.depth += 1  # marks the backward as the rank's own
+                    try:
+                        torch.autograd.grad(roots, wanted, [*map(torch.zeros_like, roots)], allow_unused=True)
+                    finally:
+                        session.depth -= 1
+                del room
+            return True
+        except Exception as error:
+            if wanted_bytes(error) is None:
+                text = f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
+                raise NotByRowsError(text) from error
+            return False
 
 
 def _together(parts: Sequence[Sequence[Any]], finding: SplitFinding, candidate: SplitCandidate) -> list[Any]:
@@ -111,24 +139,17 @@ def _together(parts: Sequence[Sequence[Any]], finding: SplitFinding, candidate: 
         if factor is None:
             first, *others = outputs
             if not isinstance(first, torch.Tensor) and any(one != first and one == one for one in others):
-                raise LagomError(
-                    f"the forward of {_name(candidate)} gave {first!r} for a part of its batch and {others[-1]!r} for "
-                    f"another, unlike at its first call; {_REMEDY}"
-                )
+                raise _changed(candidate, f"gave {first!r} for a part of its batch and {others[-1]!r} for another")
             found.append(first)
             continue
-        rows = factor * candidate.rows
         if not all(isinstance(one, torch.Tensor) and one.dim() for one in outputs):
-            rows = -1
-        whole: Tensor | None = torch.cat(outputs) if rows >= 0 else None
-        if whole is None or whole.shape[0] != rows:
-            raise LagomError(
-                f"the forward of {_name(candidate)} gave an output that has not a row for each sample, unlike at its "
-                f"first call; {_REMEDY}"
-            )
+            raise _changed(candidate, "gave an output without rows")
+        whole = torch.cat(outputs)
+        if whole.shape[0] != factor * candidate.rows:
+            raise _changed(candidate, "gave an output that has not a row for each sample")
         found.append(whole)
     return found
 
 
-def _name(candidate: SplitCandidate) -> str:
-    return type(candidate.module).__name__
+def _changed(candidate: SplitCandidate, what: str) -> LagomError:
+    return LagomError(f"the forward of {type(candidate.module).__name__} {what}, unlike at its first call; {_REMEDY}")

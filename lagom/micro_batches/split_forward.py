@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import traceback
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.micro_batches.examiner import MicroBatchExaminer, MicroBatchFinding, backward_has_room
 from lagom.micro_batches.runner import MicroBatchRunner
 from lagom.patching.object_reference import ObjectReference
 from lagom.random_states import random_states, set_random_states
-from lagom.row_split.module_tree import ModuleTree, kind_of, run_with
+from lagom.row_split.module_tree import ModuleTree, kind_of
+from lagom.row_split.probe import NO_MEMORY, UNIFORM, probe
 from lagom.row_split.recorder import NotByRowsError
-from lagom.row_split.split_candidate import SplitCandidate
+from lagom.row_split.restore import SMALL
+from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch
 from lagom.run_state.malloc_trim import map_large_blocks
 from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import nn
-    from torch.utils._pytree import TreeSpec
-
     from lagom.session.session import Session
 
 _MAX_KINDS = 64
-"""Kinds of input of one module after which new ones are no longer examined."""
+"""Kinds of input of one module after which new ones are no longer probed."""
+_CLOSED = "has a parameter that is all but zero still, behind which rows may be mixed"
+_slot: Any = vars(torch._C.TensorBase)["grad"]
 
 
 class MicroBatches:
@@ -47,13 +48,12 @@ class MicroBatches:
         self._session = session
         self._original = original
         self._alone = alone
-        self._fixed = asked if asked != "auto" else None
+        self._is_auto = asked == "auto"
+        self._num = asked if asked != "auto" else 1
+        """Number of micro-batches for a call."""
         self.descends = False
         """Modules inside the running module may run in micro-batches by themselves."""
-        self._forced = 1
-        """Least number of micro-batches for them."""
-        self._examiner = MicroBatchExaminer(session)
-        self._in_parts = MicroBatchRunner(session, self._left_alone)
+        self._runner = MicroBatchRunner(session, self._left_alone)
         self._insides = ModuleTree(lambda _: None)
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """For each module, the findings by kind of input."""
@@ -67,78 +67,73 @@ class MicroBatches:
         session = self._session
         if not session.live or session.is_probing or session.depth:
             return self._original(module, *args, **kwargs)
-        if self._fixed is not None:
-            num = self._fixed if torch.is_grad_enabled() else 1
-        else:
-            num = max(self._forced, self._learnt.get(module, 1))
-            if not self.descends:
-                return self._watched(module, args, kwargs, num)
-        return self._called(module, args, kwargs, num)
+        if self._is_auto and not self.descends:
+            return self._call_until_it_fits(module, args, kwargs)
+        num = self._num if self._is_auto or torch.is_grad_enabled() else 1
+        return self._call_in_parts(module, args, kwargs, num)
 
-    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
+    def _call_in_parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
+        """Make the call in ``num`` micro-batches; whole, with modules inside in micro-batches, if rows depend."""
         if num < 2:
             return self._original(module, *args, **kwargs)
-        candidate, spec = self._candidate(module, args, kwargs)
-        num = min(num, candidate.rows)
-        found = self._examined(candidate, spec, num) if num > 1 else None
+        candidate = self._candidate(module, args, kwargs)
+        found = self._probed(candidate, num)
         if found is None:
             return self._original(module, *args, **kwargs)
-        if found.finding.reason is None:
-            if not found.gains:
-                with self._left_alone():
-                    return self._original(module, *args, **kwargs)
-            return self._in_parts.outputs(candidate, found.finding, num)
+        if found.reason is None:
+            return self._runner.outputs(candidate, found, min(num, candidate.rows))
         if not self.descends:
             self._session.say_once(
                 f"{type(module).__name__} does not run in micro-batches, though modules inside it may: it "
-                f"{found.finding.reason}"
+                f"{found.reason}"
             )
-        return self._descend(module, args, kwargs, num)
-
-    def _candidate(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[SplitCandidate, TreeSpec]:
-        leaves, spec = tree_flatten((args, kwargs))
-        inside = self._insides.of(module)
-        rows = next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
-        run = run_with(partial(self._original, module), args, kwargs, leaves, spec)
-        return SplitCandidate(module, inside, run, leaves, rows if inside else 0, self._session.device), spec
-
-    def _examined(self, candidate: SplitCandidate, spec: TreeSpec, num: int) -> MicroBatchFinding | None:
-        known: dict[object, MicroBatchFinding] = self._known.setdefault(candidate.module, {})
-        kind = kind_of(candidate, spec, self._insides.surroundings(candidate.module))
-        found = known.get(kind)
-        if found is None and len(known) < _MAX_KINDS:
-            with self._left_alone():
-                found = self._examiner.look(candidate, num)
-            if not found.passing:
-                known[kind] = found
-        return found
-
-    def _descend(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
-        """Run ``module`` whole; modules inside it may run in micro-batches."""
-        before = self.descends, self._forced
-        self.descends, self._forced = True, num
+        before = self.descends, self._num
+        self.descends, self._num = True, num
         try:
             return self._original(module, *args, **kwargs)
         finally:
-            self.descends, self._forced = before
+            self.descends, self._num = before
 
-    def _watched(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
+    def _candidate(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitCandidate:
+        return self._insides.candidate(module, self._original, args, kwargs, self._session.device)
+
+    def _probed(self, candidate: SplitCandidate, num: int) -> SplitFinding | None:
+        """Return facts about such calls; None if there is nothing to gain, or too many kinds are known."""
+        if candidate.rows < 2 or _is_single_layer(candidate.module):
+            return None
+        known: dict[object, SplitFinding] = self._known.setdefault(candidate.module, {})
+        kind = kind_of(candidate, self._insides.surroundings(candidate.module))
+        found = known.get(kind)
+        if found is None and len(known) < _MAX_KINDS:
+            found = self._probe(candidate, min(num, candidate.rows))
+            if found.reason == NO_MEMORY and sum(is_batch(leaf, candidate.rows) for leaf in candidate.leaves) == 1:
+                # Some rows are enough if only one tensor has rows; of several, one may have this size by chance.
+                rows = 2 * -(-candidate.rows // num)
+                some = [leaf[:rows] if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
+                found = self._probe(replace(candidate, leaves=some, rows=rows), 2)
+            if found.reason not in (NO_MEMORY, UNIFORM, _CLOSED):  # these may be gone at the next call
+                known[kind] = found
+        return found
+
+    def _probe(self, candidate: SplitCandidate, num: int) -> SplitFinding:
+        finding = SplitFinding(candidate.rows)
+        weights = self._session.weights
+        sharded = [p for p in candidate.module.parameters() if weights is not None and weights.parts(p) is not None]
+        if any(float(p.detach().abs().max()) <= SMALL for p in sharded):
+            finding.reason = _CLOSED
+            return finding
+        with self._left_alone(), torch.no_grad(), self._session.probing():
+            probe(candidate, finding, num, self._session.statistics, repeated=True)
+        return finding
+
+    def _call_until_it_fits(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the call; repeat it in more micro-batches while memory is short."""
-        begun, before = random_states(), num
+        begun, before = random_states(), self._learnt.get(module, 1)
+        num = before
         while True:
             try:
-                output = self._called(module, args, kwargs, num) if num > 1 else self._original(module, *args, **kwargs)
-                if num > 1 or self._has_room(module, args, kwargs, output):
-                    if num > before:
-                        self._session.say_once(
-                            f"{type(module).__name__} ran out of memory; from now on its forwards run in {num} "
-                            "micro-batches, which are computed once more in the backward"
-                        )
-                    return output
-                del output
-                short: Exception = RuntimeError("gradients would not have had room")
+                output = self._attempt(module, args, kwargs, num)
+                break
             except Exception as error:
                 if wanted_bytes(error) is None:
                     raise
@@ -150,21 +145,32 @@ class MicroBatches:
             else:
                 map_large_blocks()
             set_random_states(begun)
-            num = self._more(module, args, kwargs, num, short)
-            self._learnt[module] = num
+            num = self._learnt[module] = self._more(module, args, kwargs, num, short)
+        if num > before:
+            self._session.say_once(
+                f"{type(module).__name__} ran out of memory; from now on its forwards run in {num} micro-batches, "
+                "which are computed once more in the backward"
+            )
+        return output
 
-    def _has_room(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
-        """Return False if memory for the backward is short and micro-batches would help."""
+    def _attempt(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
+        """Make the call; fail if its backward will want more memory than there is, and micro-batches would help."""
+        output = self._call_in_parts(module, args, kwargs, num)
         rows = args[0].size(0) if args and isinstance(args[0], torch.Tensor) and args[0].dim() else 0
-        if not torch.is_grad_enabled() or rows <= self._fitted.get(module, 1):
-            return True
-        if not backward_has_room(module, output, self._session.device):
-            candidate, spec = self._candidate(module, args, kwargs)
-            found = self._examined(candidate, spec, 2) if candidate.rows > 1 else None
-            if found is not None and found.finding.reason is None and found.gains:
-                return False
+        if num > 1 or not torch.is_grad_enabled() or rows <= self._fitted.get(module, 1):
+            return output
+        missing = sum(p.nbytes for p in module.parameters() if p.requires_grad and _slot.__get__(p) is None)
+        given = sum(one.nbytes for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad)
+        try:
+            torch.empty(missing + 2 * given, dtype=torch.uint8, device=self._session.device)
+        except Exception as error:
+            if wanted_bytes(error) is None:
+                raise
+            found = self._probed(self._candidate(module, args, kwargs), 2)
+            if found is not None and found.reason is None:
+                raise
         self._fitted[module] = rows
-        return True
+        return output
 
     def _more(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int, short: Exception
@@ -174,21 +180,26 @@ class MicroBatches:
         Raises:
             Exception: ``short``, if micro-batches do not help.
         """
-        name = type(module).__name__
-        candidate, spec = self._candidate(module, args, kwargs)
-        try:
-            with self._left_alone():
-                more = self._examiner.number(candidate, 2 * num) if candidate.rows > num else None
-            if more is None:
-                raise NotByRowsError("does not fit, with its backward, in any number of them")
-            found = self._examined(candidate, spec, more)
-            if found is None or not (found.finding.reason is None or found.repeats):
-                raise NotByRowsError("is unknown" if found is None else str(found.finding.reason))
-        except NotByRowsError as error:
-            text = f"micro_batches='auto' does not help here: {name} {error}"
+        candidate = self._candidate(module, args, kwargs)
+        more = min(2 * num, candidate.rows)
+        fitting = None
+        reason: str | None = "does not fit, with its backward, in any number of them"
+        if more > num:
+            found = self._probed(candidate, more)
+            if found is None:
+                reason = "is a single layer, or has too many kinds of input"
+            elif found.reason is not None and not found.repeats:
+                reason = found.reason
+            else:  # if rows depend on each other, a part of the batch still shows how much memory modules inside need
+                try:
+                    fitting = self._runner.find_fitting(candidate, found, more)
+                except NotByRowsError as error:
+                    reason = str(error)
+        if fitting is None:
+            text = f"micro_batches='auto' does not help here: {type(module).__name__} {reason}"
             short.args = (f"{short.args[0] if short.args else ''}\n{text}",)
             raise short from None
-        return more
+        return fitting
 
     @contextmanager
     def _left_alone(self) -> Iterator[None]:
@@ -198,6 +209,12 @@ class MicroBatches:
                 yield
         finally:
             self.descends = before
+
+
+def _is_single_layer(module: nn.Module) -> bool:
+    """Return whether ``module`` is a layer of torch's that keeps little for its backward beside input and output."""
+    is_torchs = type(module).__module__.startswith("torch.nn.")
+    return is_torchs and not module._modules and not isinstance(module, nn.RNNBase)
 
 
 # Note [Micro-batches]
@@ -213,7 +230,7 @@ class MicroBatches:
 # anew for each part, so dropout is that of the whole batch, in the backward too.
 #
 # With "auto", a call runs whole first, and again in parts when it has run out of memory: there was no step yet, the
-# generators are restored, and the examination shows beforehand that the forward changes no state. The number of parts
+# generators are restored, and the probe shows beforehand that the forward changes no state. The number of parts
 # is found by trials: the forward and backward of one part, with space reserved for all outputs and their gradients. A
 # backward that runs out of memory cannot be repeated, as its graph is gone. So before the first backward of a size,
 # memory for its gradients is tried as well, and a lack of it counts like a forward that ran out of memory. Ranks need

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -49,13 +50,30 @@ class ModuleTree:
             found = self._found[module] = _Inside(trained, modules[1:], _structure(modules), Surroundings(modules))
         return [module, *found.others] if found.trained else []
 
+    def candidate(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        *,
+        says: bool = True,
+    ) -> SplitCandidate:
+        """Return ``call(module, *args, **kwargs)`` as one that might be split; without rows, there is none to split."""
+        leaves, spec = tree_flatten((args, kwargs))
+        inside = self.of(module, says=says)
+        rows = next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+        run = _run_with(partial(call, module), args, kwargs, leaves, spec)
+        return SplitCandidate(module, inside, run, leaves, spec, rows if inside else 0, device)
+
     def surroundings(self, module: nn.Module) -> Surroundings:
         """Return the values that forwards inside ``module`` can see; ``of`` must have been called for it before."""
         found: _Inside = self._found[module]
         return found.surroundings
 
 
-def run_with(
+def _run_with(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: TreeSpec
 ) -> Callable[[list[Any]], Any]:
     """Return a function that makes the ``call`` with other leaves of its arguments than ``leaves``.
@@ -93,7 +111,7 @@ def _structure(modules: list[nn.Module]) -> object:
     return [tuple(map(id, module.__dict__["_modules"].values())) for module in modules]
 
 
-def kind_of(candidate: SplitCandidate, spec: TreeSpec, surroundings: Surroundings) -> object:
+def kind_of(candidate: SplitCandidate, surroundings: Surroundings) -> object:
     """Return a key that is equal for calls to which the same finding applies."""
     leaves = tuple(
         (leaf.dim(), leaf.dtype, leaf.requires_grad, is_batch(leaf, candidate.rows))
@@ -103,7 +121,7 @@ def kind_of(candidate: SplitCandidate, spec: TreeSpec, surroundings: Surrounding
     )
     states = tuple(map(_state, candidate.inside))
     modes = torch.is_grad_enabled(), torch.is_autocast_enabled(candidate.device.type)
-    return spec, leaves, states, surroundings.flags(), modes
+    return candidate.spec, leaves, states, surroundings.flags(), modes
 
 
 def _sign(leaf: object) -> int:

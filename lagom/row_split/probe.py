@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import warnings
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -15,23 +16,26 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from lagom.errors import LagomError
+from lagom.random_states import equal_random_states, random_states
 from lagom.row_split.comparison import are_close, compare, compare_buffers, tolerance_for
 from lagom.row_split.draws import UnsupportedDrawError
 from lagom.row_split.recorder import BlockRecorder, NotByRowsError, Recorder
-from lagom.row_split.restore import buffers_of, marks_of, restored_state
+from lagom.row_split.restore import ModuleState, buffers_of, marks_of, restored_state
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense
 from lagom.row_split.whole_batch import Block
+from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.utils._pytree import TreeSpec
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 UNIFORM = "is called with rows that are all alike, which does not show whether it mixes them"
-"""The reason why a forward is not probed this time."""
+NO_MEMORY = "has no memory to be run once more and compared"
+"""Reasons that may be gone at the next call."""
 
 
 class ChangedError(LagomError):
@@ -67,61 +71,58 @@ class BatchStatistics:
 def probe(
     candidate: SplitCandidate,
     finding: SplitFinding,
-    world_size: int,
+    num_blocks: int,
     statistics: Callable[[BatchStatistics], Any],
+    *,
+    repeated: bool = False,
 ) -> None:
     """Complete a finding: run the module whole and in blocks, and compare. Restore all state.
 
     Args:
         statistics: context manager in which BatchNorm uses its argument.
+        repeated: one process will run all blocks, so that no state may change.
+
+    Raises:
+        ChangedError: when a forward has changed parameters, of which no second copy is kept.
     """
     try:
-        if candidate.is_uniform:
-            finding.reason = UNIFORM
-        else:
-            examine(candidate, finding, world_size, statistics)
+        _check(candidate)
+        with restored_state(candidate.module, candidate.inside) as state, _unchanged_parameters(candidate.module):
+            if repeated:
+                candidate = replace(candidate, run=_unchanging_run(candidate, finding, state))
+            _run_and_compare(candidate, finding, num_blocks, statistics, state)
     except (NotByRowsError, UnsupportedDrawError) as error:
         finding.reason = str(error)
     except ChangedError:
         raise
     except Exception as error:  # the forward does not run on a part of its batch
-        finding.reason = f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
+        fails = f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
+        finding.reason = fails if wanted_bytes(error) is None else NO_MEMORY
 
 
-def examine(
-    candidate: SplitCandidate,
-    finding: SplitFinding,
-    num_blocks: int,
-    statistics: Callable[[BatchStatistics], Any],
-) -> None:
-    """Probe with any number of blocks; raise the reasons that ``probe`` records, and errors of the forward on a part.
-
-    Raises:
-        NotByRowsError: when rows are not computed one by one, or may not be.
-        UnsupportedDrawError: when random numbers cannot be drawn for the whole batch.
-        ChangedError: when a forward has changed parameters, of which no second copy is kept.
-    """
-    check_probe(candidate)
-    with restored_state(candidate.module, candidate.inside) as begin_again:
-        before = marks_of(candidate.module)
-        try:
-            _look(candidate, finding, num_blocks, statistics, begin_again)
-        finally:
-            if marks_of(candidate.module) != before:
-                raise ChangedError(
-                    f"the forward of {type(candidate.module).__name__} changes parameters. lagom has run it once more, "
-                    "to look whether ranks or micro-batches can share out its rows, and cannot put them back. Change "
-                    "them after the optimizer's step, or keep them as buffers, or use batches='split', "
-                    "evaluation='replicated' and no micro_batches for this program"
-                )
+@contextmanager
+def _unchanged_parameters(module: nn.Module) -> Iterator[None]:
+    before = marks_of(module)
+    try:
+        yield
+    finally:
+        if marks_of(module) != before:
+            raise ChangedError(
+                f"the forward of {type(module).__name__} changes parameters. lagom has run it once more, to look "
+                "whether ranks or micro-batches can share out its rows, and cannot put them back. Change them after "
+                "the optimizer's step, or keep them as buffers, or use batches='split', evaluation='replicated' and "
+                "no micro_batches for this program"
+            )
 
 
-def check_probe(candidate: SplitCandidate) -> None:
-    """Check that nothing else would see a part of the batch, such as a hook.
+def _check(candidate: SplitCandidate) -> None:
+    """Check that rows differ, and that nothing else would see a part of the batch, such as a hook.
 
     Raises:
-        NotByRowsError: when something would, or might.
+        NotByRowsError: when rows are equal, or something would, or might.
     """
+    if candidate.is_uniform:
+        raise NotByRowsError(UNIFORM)
     for leaf in candidate.leaves:
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
             raise NotByRowsError(f"is called with a {type(leaf).__name__}, of which it is unknown what is in it")
@@ -144,12 +145,12 @@ def _is_torchs(hook: object) -> bool:
     return (getattr(hook, "__module__", None) or type(hook).__module__ or "").startswith("torch.")
 
 
-def _look(
+def _run_and_compare(
     candidate: SplitCandidate,
     finding: SplitFinding,
-    world_size: int,
+    num_blocks: int,
     statistics: Callable[[BatchStatistics], Any],
-    begin_again: Callable[[], None],
+    state: ModuleState,
 ) -> None:
     noted = BatchStatistics()
     # Copies, since the forward may change its input in place, and the input is the program's.
@@ -159,16 +160,18 @@ def _look(
     recorder = Recorder([leaf for leaf in given if is_batch(leaf, candidate.rows)], parameters)
     with statistics(noted):
         outputs, finding.factors, finding.spec = _run(candidate, recorder, given, candidate.rows, noted)
+    if finding.repeats and noted.noted:
+        raise NotByRowsError("normalises by statistics of the whole batch (BatchNorm in train mode)")
     buffers = buffers_of(candidate.inside)
     noted.replay()
-    begin_again()
+    state.restore()
     with statistics(noted):
         _spoil(candidate, outputs, finding.factors)
     if _versions(given) != versions:
         raise NotByRowsError("changes its input in place")
     parts = []
-    for block in Block(0, world_size, candidate.rows).others:
-        begin_again()
+    for block in Block(0, num_blocks, candidate.rows).others:
+        state.restore()
         leaves = candidate.block_of(block)
         inputs = [leaf for leaf in leaves if is_batch(leaf, block.num_mine)]
         part = BlockRecorder(inputs, parameters, block, recorder.drawn, finding.axes)
@@ -183,6 +186,23 @@ def _look(
     finding.sliced = True
 
 
+def _unchanging_run(candidate: SplitCandidate, finding: SplitFinding, state: ModuleState) -> Callable[[list[Any]], Any]:
+    """Return a function that runs the forward, which must change no state and draw as much for each part."""
+    ends: list[dict[str, Any]] = []
+
+    def run(leaves: list[Any]) -> Any:
+        output = candidate.run(leaves)
+        if not state.is_unchanged():
+            raise NotByRowsError("changes a buffer or an attribute at each call, of which there would be several")
+        finding.repeats = True
+        ends.append(random_states())
+        if not equal_random_states(ends[0], ends[-1]):
+            raise NotByRowsError("draws other amounts of random numbers for a part of its batch")
+        return output
+
+    return run
+
+
 def _spoil(candidate: SplitCandidate, outputs: list[Any], factors: list[int | None]) -> None:
     """Check that a row of NaN spoils no other row: it would spoil others even by a weight of zero."""
     leaves, row = list(candidate.leaves), candidate.rows // 2
@@ -192,7 +212,7 @@ def _spoil(candidate: SplitCandidate, outputs: list[Any], factors: list[int | No
             leaves[index][row] = float("nan")
     if all(one is other for one, other in zip(leaves, candidate.leaves, strict=True)):
         return
-    with _silent():
+    with silent():
         found = tree_flatten(candidate.run(leaves))[0]
     for whole, other, factor in zip(outputs, found, factors, strict=True):
         if isinstance(whole, torch.Tensor):
@@ -206,7 +226,8 @@ def _without(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 
 @contextmanager
-def _silent() -> Iterator[io.StringIO]:
+def silent() -> Iterator[io.StringIO]:
+    """Collect what is printed meanwhile, and show no warnings."""
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -217,7 +238,7 @@ def _run(
     candidate: SplitCandidate, recorder: Recorder, leaves: list[Any], rows: int, noted: BatchStatistics
 ) -> tuple[list[Any], list[int | None], TreeSpec]:
     """Run the forward; return its detached outputs, each one's rows per input row, and the outputs' structure."""
-    with _silent() as said, recorder, recorder.refused_reads():
+    with silent() as said, recorder, recorder.refused_reads():
         outputs, spec = tree_flatten(candidate.run(leaves))
     if said.getvalue():
         raise NotByRowsError("prints, and would print of a part of the batch")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,7 +11,7 @@ from lagom.random_states import random_states, set_random_states
 from lagom.run_state.random_streams import DRAWING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -20,50 +19,57 @@ SMALL = 1e-3
 """Parameters up to this size are taken for gates that start closed, and will grow."""
 
 
+class ModuleState:
+    """Random states, and the attributes and buffers of modules, when this was made."""
+
+    def __init__(self, inside: Sequence[nn.Module]) -> None:
+        self._random = random_states()
+        self._buffers = buffers_of(inside)
+        holders = [holder for module in inside for holder in (module.__dict__, *module.__dict__.values())]
+        self._dicts = [(holder, dict(holder)) for holder in holders if isinstance(holder, dict)]
+        self._lists = [(holder, list(holder)) for holder in holders if isinstance(holder, list)]
+
+    def restore(self) -> None:
+        """Restore everything."""
+        set_random_states(self._random)
+        for held, before in self._dicts:
+            held.clear()
+            held.update(before)
+        for items, was in self._lists:
+            items[:] = was
+        for buffer, content in self._buffers:
+            # Through .data, since a graph may hold the buffer and its version.
+            buffer.data.copy_(content)
+
+    def is_unchanged(self) -> bool:
+        """Return whether attributes hold the same objects as before, and buffers the same numbers."""
+        return (
+            all(_same_objects([*held, *held.values()], [*was, *was.values()]) for held, was in self._dicts)
+            and all(_same_objects(items, was) for items, was in self._lists)
+            and all(torch.equal(buffer, content) for buffer, content in self._buffers)
+        )
+
+
+def _same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
+    return len(left) == len(right) and all(one is other for one, other in zip(left, right, strict=True))
+
+
 @contextmanager
-def restored_state(
-    module: nn.Module, inside: Sequence[nn.Module], *, opens: bool = True
-) -> Iterator[Callable[[], None]]:
-    """Restore the random numbers, buffers and attributes that a forward changes; yield a function that does so at once.
+def restored_state(module: nn.Module, inside: Sequence[nn.Module], *, opens: bool = True) -> Iterator[ModuleState]:
+    """Restore the random numbers, buffers and attributes that a forward changes; yield them as they are now.
 
     Args:
         opens: enlarge parameters that are almost zero meanwhile.
     """
     with DRAWING:  # otherwise a thread's draws would be undone too
-        states, kept = random_states(), [*_attributes(inside), *_contents(inside)]
-
-        def put_back() -> None:
-            set_random_states(states)
-            for restore in kept:
-                restore()
-
+        state = ModuleState(inside)
         small = _opened(module) if opens else []
         try:
-            yield put_back
+            yield state
         finally:
-            put_back()
+            state.restore()
             for parameter, before in small:
                 parameter.data.copy_(before)
-
-
-def _attributes(inside: Sequence[nn.Module]) -> Iterator[Callable[[], object]]:
-    for module in inside:
-        for holder in (module.__dict__, *module.__dict__.values()):
-            if isinstance(holder, dict):
-                yield partial(_refill, holder, dict(holder))
-            elif isinstance(holder, list):
-                yield partial(holder.__setitem__, slice(None), list(holder))
-
-
-def _refill(holder: dict[Any, Any], before: dict[Any, Any]) -> None:
-    holder.clear()
-    holder.update(before)
-
-
-def _contents(inside: Sequence[nn.Module]) -> Iterator[Callable[[], object]]:
-    for buffer, before in buffers_of(inside):
-        # Through .data, since a graph may hold the buffer and its version.
-        yield partial(buffer.data.copy_, before)
 
 
 def _opened(module: nn.Module) -> list[tuple[Tensor, Tensor]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.errors import LagomError
 from lagom.patching.object_reference import ObjectReference
 from lagom.row_split.draws import Draws
-from lagom.row_split.module_tree import ModuleTree, kind_of, numbers_of, run_with
+from lagom.row_split.module_tree import ModuleTree, kind_of, numbers_of
 from lagom.row_split.probe import UNIFORM, probe
 from lagom.row_split.restore import marks_of
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense, measured
@@ -100,26 +99,22 @@ class Slicer:
         small = self._small.get(module)
         if small is not None and args and small == (_shape(args[0]), torch.is_grad_enabled()):
             return self._original(module, *args, **kwargs)
-        inside = self._insides.of(module, says=not self._depth)
-        leaves, spec = tree_flatten((args, kwargs))
-        rows = next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
-        if not inside or rows < self._group.world_size or any(map(_is_dual, leaves)):
+        device = self._session.device
+        candidate = self._insides.candidate(module, self._original, args, kwargs, device, says=not self._depth)
+        if candidate.rows < self._group.world_size or any(map(_is_dual, candidate.leaves)):
             return self._original(module, *args, **kwargs)
-
-        run = run_with(partial(self._original, module), args, kwargs, leaves, spec)
-        candidate = SplitCandidate(module, inside, run, leaves, rows, self._session.device)
         known: dict[object, SplitFinding] = self._findings.setdefault(module, {})
         around = self._insides.surroundings(module)
         # Blocks of a single row are a kind of their own: squeeze() changes their shape.
-        kind = kind_of(candidate, spec, around), rows < 2 * self._group.world_size
+        kind = kind_of(candidate, around), candidate.rows < 2 * self._group.world_size
         finding = known.get(kind)
         if module in self._counting:
             return self._descend(module, args, kwargs)
         if finding is None and len(known) < _MAX_KINDS:
-            before, marks = (numbers_of(inside), around.state()), marks_of(module)
+            before, marks = (numbers_of(candidate.inside), around.state()), marks_of(module)
             output, known[kind] = measured(candidate, lambda: self._original(module, *args, **kwargs))
             self._has_work = self._has_work or self._pays(known[kind], candidate)
-            if (numbers_of(inside), around.state()) != before:
+            if (numbers_of(candidate.inside), around.state()) != before:
                 self._changes(module, known, kind, _COUNTS)
             elif marks_of(module) != marks:
                 self._changes(module, known, kind, "changes parameters, which a look at it would do once more")

@@ -28,6 +28,8 @@ class SplitCandidate:
     """Calls the module with other leaves of its arguments."""
     leaves: list[Any]
     """Leaves of the arguments."""
+    spec: TreeSpec
+    """Structure of the arguments."""
     rows: int
     """Rows of the batch: leaves with this number of rows are sliced."""
     device: torch.device
@@ -63,6 +65,8 @@ class SplitFinding:
     """Why it runs whole on every rank; None if it is sliced."""
     sliced: bool = False
     """The probe has shown that it computes its rows one by one."""
+    repeats: bool = False
+    """The probe has shown that it changes no state, so that it can be repeated."""
 
 
 def is_batch(leaf: Any, rows: int) -> bool:

@@ -282,12 +282,15 @@ class Session:
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Probe a forward meanwhile: exchange nothing."""
+        """Probe a forward meanwhile: exchange nothing, and cache no casts of autocast, which may lack gradients."""
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
         self.is_probing = True
         try:
             yield
         finally:
             self.is_probing = False
+            torch.set_autocast_cache_enabled(before)
 
     @contextmanager
     def statistics(self, probed: BatchStatistics) -> Iterator[None]:

@@ -384,6 +384,38 @@ def test_what_cannot_be_helped_says_why(norm: nn.Module, says: str) -> None:
         assert (text, num) == ("", 8)
 
 
+def test_a_module_inside_one_that_computes_the_loss_is_split_after_a_lack_of_memory() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Short(nn.Identity())
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.inner(x).square().mean() + x.mean()
+            return loss
+
+    def train(session: Session) -> tuple[int, list[Tensor], list[Tensor]]:
+        model, x = WithLoss(), torch.randn(8, 8)
+        dense = model.inner.dense
+        wanted = torch.autograd.grad(dense(x).tanh().sin().square().mean(), [dense.weight, dense.bias])
+        model(x).backward()
+        return session.num_micro_batches, [p.grad for p in dense.parameters() if p.grad is not None], list(wanted)
+
+    num, found, wanted = run_ranks(1, train, micro_batches="auto")[0]
+    assert num == 8
+    torch.testing.assert_close(found, wanted)
+
+
+def test_single_layers_are_not_computed_twice_as_parts_would_keep_as_much() -> None:
+    def train(session: Session) -> Any:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        return trained(session, model.double(), mean_loss)
+
+    found = run_ranks(1, train, micro_batches=2)[0]
+    assert found["num"] == 1
+    assert differ(found, alone(train)) == 0
+
+
 def test_a_run_takes_them_from_its_config() -> None:
     def train() -> list[float]:
         torch.manual_seed(0)

@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.config.torch_distributed import Collectives
 from lagom.errors import DivergenceError
+from lagom.row_split.module_tree import ModuleTree
 from lagom.row_split.probe import probe
-from lagom.row_split.split_candidate import SplitCandidate, SplitFinding
+from lagom.row_split.split_candidate import SplitFinding
 from lagom.session.session import Session
 from tests.ranks import RankFailedError, alone, run_ranks
 
@@ -609,10 +610,8 @@ def test_a_module_is_as_it_was_after_it_was_looked_at() -> None:
         numpy_state: Any = np.random.get_state()
         states = torch.get_rng_state(), random.getstate(), numpy_state[1].copy()
         with session.probing():
-            leaves = [torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))]
-            candidate = SplitCandidate(
-                model, list(model.modules()), lambda leaves: model(*leaves), leaves, 8, session.device
-            )
+            x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            candidate = ModuleTree(print).candidate(model, nn.Module.__call__, (x,), {}, session.device)
             finding = SplitFinding(8)
             probe(candidate, finding, 2, session.statistics)
         assert finding.sliced, finding.reason
