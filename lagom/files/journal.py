@@ -9,7 +9,6 @@ import os
 import shutil
 import stat
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ moved with its content.
 """
 
 _FICLONE = 0x40049409  # from linux/fs.h
+_READING = threading.RLock()
+os.register_at_fork(before=_READING.acquire, after_in_parent=_READING.release, after_in_child=_READING.release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,9 @@ class PathLog:
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.num_read = 0
         """Bytes read so far; grows with each entry."""
-        self._lock = threading.Lock()
         self.entries: dict[str, JournalEntry] = {}
         self.children: dict[str, set[str]] = {}
         """Names of the entries directly in a directory."""
-        _logs.add(self)
 
     def close(self) -> None:
         """Close the file."""
@@ -58,7 +57,7 @@ class PathLog:
         """Read the entries that were added since the last time."""
         if self.size() == self.num_read:
             return
-        with self._lock:
+        with _READING:
             data = os.pread(self._fd, self.size() - self.num_read, self.num_read)
             lines = data[: data.rfind(b"\n") + 1]
             for line in lines.splitlines():
@@ -95,9 +94,9 @@ class PathLog:
             below = path + "/"
             for other in [other for other in self.entries if other.startswith(below)]:
                 del self.entries[other]
-                self.children[parent(other)].discard(name(other))
+                self.children[os.path.dirname(other)].discard(os.path.basename(other))
         self.entries[path] = entry
-        self.children.setdefault(parent(path), set()).add(name(path))
+        self.children.setdefault(os.path.dirname(path), set()).add(os.path.basename(path))
 
 
 class Journal:
@@ -141,15 +140,16 @@ class Journal:
             except OSError:
                 self.log.add("absent", key)
                 return
-            if stat.S_ISDIR(mode):
-                if change == "tree" or not os.listdir(key):
-                    self._put_tree_aside(key)
+            if stat.S_ISREG(mode):
+                self._put_file_aside(key, change)
             elif stat.S_ISLNK(mode):
-                self._put(key, lambda aside: os.symlink(os.readlink(key), aside))
-            elif stat.S_ISREG(mode) and change not in ("content", "truncate"):
-                self.log.add("aside", key, self._kept(key))
-            elif stat.S_ISREG(mode):
-                self._put_file_aside(key, keep_content=change == "content")
+                aside = self._new_aside()
+                os.symlink(os.readlink(key), aside)
+                self.log.add("aside", key, aside)
+            elif stat.S_ISDIR(mode) and (change == "tree" or not os.listdir(key)):
+                aside = self._new_aside()
+                shutil.copytree(key, aside, symlinks=True, copy_function=self._copy_kept)
+                self.log.add("aside", key, aside)
 
     def share(self, key: str) -> None:
         """Show the other ranks the future file at ``key``: a download, which they do not do themselves."""
@@ -172,12 +172,6 @@ class Journal:
         finally:
             os.close(fd)
 
-    def _put(self, key: str, keep: object) -> None:
-        assert callable(keep)
-        aside = self._new_aside()
-        keep(aside)
-        self.log.add("aside", key, aside)
-
     def _new_aside(self) -> str:
         return f"{self._aside}{os.getpid()}.{next(self._numbers)}"
 
@@ -198,67 +192,63 @@ class Journal:
     def _inode(self, info: os.stat_result) -> str:
         return f"{self._aside}inode.{info.st_dev}.{info.st_ino}"
 
+    def _copy_kept(self, source: str, target: str) -> None:
+        """Keep the file ``source`` of a directory as ``target``; pipes and sockets are left out."""
+        if stat.S_ISREG(os.lstat(source).st_mode):
+            kept = self._kept(source)
+            try:
+                os.link(kept, target)
+            except OSError:
+                copy(kept, target)
+
     def _part(self, key: str, keep_content: bool) -> None:
         """Give ``key`` its own file, if it is still another name of one that was put aside."""
         with suppress(OSError):
             info = os.lstat(key)
             if info.st_nlink > 1 and os.path.lexists(self._inode(info)):
-                fresh = self._beside(key)
-                if _renew(key, fresh, keep_content, num_links=info.st_nlink):
+                fresh = self._renewed(key, keep_content, num_links=info.st_nlink)
+                if fresh is not None:
                     os.rename(fresh, key)
 
-    def _put_file_aside(self, key: str, keep_content: bool) -> None:
-        """Put the file itself aside and continue with a copy, since another rank may be reading it.
-
-        See Note [New inode].
-        """
-        fresh = self._beside(key)
+    def _put_file_aside(self, key: str, change: Change) -> None:
+        """Put the file itself aside; continue with a copy if it is changed in place. See Note [New inode]."""
+        if change not in ("content", "truncate"):
+            self.log.add("aside", key, self._kept(key))
+            return
+        fresh = self._renewed(key, keep_content=change == "content")
+        if fresh is None:
+            aside = self._new_aside()
+            copy(key, aside)
+            self.log.add("aside", key, aside)
+            return
         try:
-            renewed = _renew(key, fresh, keep_content)
-        except OSError:
-            renewed = False
-        try:
-            if renewed:
-                self.log.add("aside", key, self._kept(key))
-                os.rename(fresh, key)
-            else:
-                self._put(key, lambda aside: copy(key, aside))
+            self.log.add("aside", key, self._kept(key))
+            os.rename(fresh, key)
         finally:
-            if renewed:
-                with suppress(FileNotFoundError):
-                    os.unlink(fresh)
+            with suppress(FileNotFoundError):
+                os.unlink(fresh)
 
-    def _beside(self, key: str) -> str:
-        """Return a name in the same directory that the other ranks do not see."""
+    def _renewed(self, key: str, keep_content: bool, num_links: int = 1) -> str | None:
+        """Make a file beside ``key`` to replace it, if that has ``num_links`` names; None if this is impossible."""
+        info = os.lstat(key)
+        if info.st_nlink != num_links or info.st_uid != os.geteuid():
+            return None
         fresh = f"{key}.{os.getpid()}.lagom"
         if not self._is_known(fresh):
-            self.log.add("absent", fresh)
+            self.log.add("absent", fresh)  # the other ranks do not see it
+        try:
+            if keep_content:
+                copy(key, fresh)
+            else:
+                os.close(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                os.chmod(fresh, stat.S_IMODE(info.st_mode))
+            if os.lstat(fresh).st_gid != info.st_gid:
+                os.chown(fresh, -1, info.st_gid)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(fresh)
+            return None
         return fresh
-
-    def _put_tree_aside(self, key: str) -> None:
-        def keep(path: str, aside: str) -> None:
-            kept = self._kept(path)
-            try:
-                os.link(kept, aside)
-            except OSError:
-                copy(kept, aside)
-
-        self._put(key, lambda aside: copy_tree(key, aside, keep))
-
-
-def parent(path: str) -> str:
-    """Return the directory of an absolute path."""
-    return path[: path.rfind("/")] or "/"
-
-
-def name(path: str) -> str:
-    """Return the last part of an absolute path."""
-    return path[path.rfind("/") + 1 :]
-
-
-def join(directory: str, child: str) -> str:
-    """Return the path of ``child`` in an absolute ``directory``."""
-    return f"/{child}" if directory == "/" else f"{directory}/{child}"
 
 
 def copy(source: str, target: str) -> None:
@@ -270,48 +260,6 @@ def copy(source: str, target: str) -> None:
             shutil.copyfileobj(read, written, 1 << 20)
     shutil.copystat(source, target)
 
-
-def copy_tree(source: str, target: str, copy_file: object) -> None:
-    """Copy the directory ``source`` with its content to ``target``; pipes and sockets are left out."""
-    assert callable(copy_file)
-    os.mkdir(target)
-    for entry in os.listdir(source):
-        of, to = f"{source}/{entry}", f"{target}/{entry}"
-        mode = os.lstat(of).st_mode
-        if stat.S_ISDIR(mode):
-            copy_tree(of, to, copy_file)
-        elif stat.S_ISLNK(mode):
-            os.symlink(os.readlink(of), to)
-        elif stat.S_ISREG(mode):
-            copy_file(of, to)
-    shutil.copystat(source, target)
-
-
-def _renew(key: str, fresh: str, keep_content: bool, num_links: int = 1) -> bool:
-    """Make the file ``fresh`` to replace ``key``, if that has ``num_links`` names; return whether it was made."""
-    info = os.lstat(key)
-    if info.st_nlink != num_links or info.st_uid != os.geteuid():
-        return False
-    if keep_content:
-        copy(key, fresh)
-    else:
-        os.close(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        os.chmod(fresh, stat.S_IMODE(info.st_mode))
-    if os.lstat(fresh).st_gid != info.st_gid:
-        os.chown(fresh, -1, info.st_gid)
-    return True
-
-
-_logs: weakref.WeakSet[PathLog] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    for log in list(_logs):
-        log._lock = threading.Lock()
-
-
-# A thread of the rank may have held it at the fork.
-os.register_at_fork(after_in_child=_renew_locks)
 
 # Note [New inode]
 # Another rank that is behind may have the file open, and continues to read it. So before the first rank writes into a

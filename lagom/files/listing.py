@@ -7,8 +7,6 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-from lagom.files.journal import join
-
 
 class Scan:
     """The result of ``os.scandir``: an iterator over entries that can be closed."""
@@ -38,7 +36,7 @@ class ListedEntry:
 
     def __init__(self, directory: str, given: Any, name: str) -> None:
         """Make the entry ``name`` of ``directory``, which the program gave as ``given``."""
-        self._path = join(directory, name)
+        self._path = os.path.join(directory, name)
         self.name: Any = os.fsencode(name) if isinstance(given, bytes) else name
         self.path: Any = self.name if isinstance(given, int) else os.path.join(given, self.name)
 

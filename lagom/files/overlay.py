@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from lagom.files.journal import copy, join, parent
+from lagom.files.journal import copy
 from lagom.files.view import View
 
 _UNNAMED = getattr(os, "O_TMPFILE", os.O_DIRECTORY)
@@ -83,7 +83,7 @@ class Overlay(View):
             return
         if stat.S_ISDIR(self.lstat(key).st_mode):
             _refuse(errno.EISDIR)
-        self._check_may_change(parent(key))
+        self._check_may_change(os.path.dirname(key))
         if self.is_own(key):
             os.unlink(self.upper + key)
         self._drop(key)
@@ -94,7 +94,7 @@ class Overlay(View):
             call(key)
             return
         self._check_empty(key)
-        self._check_may_change(parent(key))
+        self._check_may_change(os.path.dirname(key))
         clear(self.upper + key)
         self.log.add("gone", key, over_tree=True)
 
@@ -104,7 +104,7 @@ class Overlay(View):
         if from_real and to_real:
             os.rename(key, to)
             return
-        for directory in (parent(key), parent(to)):
+        for directory in (os.path.dirname(key), os.path.dirname(to)):
             self._check_is_directory(directory)
         mode, replaced = self.lstat(key).st_mode, self.mode(to)
         if key == to or (replaced and os.path.samestat(self.lstat(key), self.lstat(to))):
@@ -118,7 +118,7 @@ class Overlay(View):
             self._check_empty(to)
         elif replaced and stat.S_ISDIR(replaced):
             _refuse(errno.EISDIR)
-        self._check_may_change(parent(key))
+        self._check_may_change(os.path.dirname(key))
         if whole:
             self._rename_tree(key, to)
             return
@@ -134,7 +134,7 @@ class Overlay(View):
             self.rmdir(to, os.rmdir)
         self.make(to, os.mkdir)
         for child in self.names(key):
-            self.rename(join(key, child), join(to, child))
+            self.rename(os.path.join(key, child), os.path.join(to, child))
         self.read(key, lambda place: shutil.copystat(place, self.place(to)))
         self.rmdir(key, os.rmdir)
 
@@ -143,7 +143,7 @@ class Overlay(View):
         mode = self.lstat(key).st_mode
         if self.is_own(key):
             return self.upper + key
-        os.makedirs(self.upper + parent(key), exist_ok=True)
+        os.makedirs(self.upper + os.path.dirname(key), exist_ok=True)
         partial = f"{self.folder}/partial.{os.getpid()}.{threading.get_ident()}"
         if stat.S_ISLNK(mode):
             os.symlink(self.read(key, os.readlink), partial)
@@ -165,7 +165,7 @@ class Overlay(View):
             return True
         if not self.downloads() or (self.is_own(key) and self.mode(key)):
             return False
-        os.makedirs(parent(key), exist_ok=True)
+        os.makedirs(os.path.dirname(key), exist_ok=True)
         self.journal.share(key)
         if own is not None or self.journal.log.nearest(key) is not None:
             self.log.add("free", key)
@@ -173,8 +173,8 @@ class Overlay(View):
 
     def _prepared(self, key: str) -> str:
         """Return the path at which to make ``key``."""
-        self._check_may_change(parent(key))
-        os.makedirs(self.upper + parent(key), exist_ok=True)
+        self._check_may_change(os.path.dirname(key))
+        os.makedirs(self.upper + os.path.dirname(key), exist_ok=True)
         if not self.is_own(key):
             clear(self.upper + key)  # folders that were needed for paths below a removed directory
         return self.upper + key

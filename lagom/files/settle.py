@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lagom.files.journal import Journal, PathLog, copy, parent
+from lagom.files.journal import Journal, PathLog, copy
 from lagom.files.overlay import clear
 
 _OF_A_PROCESS = re.compile(r"\d+")
@@ -99,7 +99,7 @@ class _Remains:
 
 
 def _place(source: str, target: str) -> None:
-    os.makedirs(parent(target), exist_ok=True)
+    os.makedirs(os.path.dirname(target), exist_ok=True)
     try:
         os.replace(source, target)
     except OSError:

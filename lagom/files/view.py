@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from lagom.files.journal import Journal, PathLog, join, parent
+from lagom.files.journal import Journal, PathLog
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class View:
             if part in ("", "."):
                 continue
             if part == "..":
-                done = parent(done)
+                done = os.path.dirname(done)
                 continue
             key = f"/{part}" if done == "/" else f"{done}/{part}"
             link = self._link(key)
@@ -184,7 +184,7 @@ class View:
         place, names = self.place(key), self.names(key)
         if set(os.listdir(place)) == set(names):
             return place
-        entries = [(name, self.mode(join(key, name)), self.place(join(key, name))) for name in names]
+        entries = [(name, self.mode(os.path.join(key, name)), self.place(os.path.join(key, name))) for name in names]
         top = f"{self.folder}/listing.{os.getpid()}.{zlib.crc32(repr((key, entries)).encode()):x}"
         if not os.path.isdir(top):
             self._list(f"{top}.{threading.get_ident()}", key, entries)
@@ -207,7 +207,7 @@ class View:
         own, theirs = self.log, self.journal.log
         covered = own.nearest(key) is not None
         for child in list(theirs.children.get(key, ())):
-            kind = theirs.entries[join(key, child)].kind
+            kind = theirs.entries[os.path.join(key, child)].kind
             if kind == "shared" or (kind == "aside" and not covered):
                 found.add(child)
             elif kind == "absent" and not covered:
@@ -215,7 +215,7 @@ class View:
         for child in list(own.children.get(key, ())):
             found.add(child)
         in_doubt = theirs.children.get(key, set()) | own.children.get(key, set())
-        return sorted(child for child in found if child not in in_doubt or self.mode(join(key, child)))
+        return sorted(child for child in found if child not in in_doubt or self.mode(os.path.join(key, child)))
 
 
 def _link_at(place: str) -> str | None:
