@@ -56,7 +56,7 @@ def interpose_libraries(calls: FileCalls, *, reads: bool) -> Iterator[None]:
         except (KeyError, OSError, AttributeError, ImportError, MemoryError) as error:
             # Another machine, another libc, or a system on which C code may not call functions of Python.
             if not reads:
-                told = "files that C code (h5py, pyarrow, sqlite) opens are on the real disk of every rank: %s: %s"
+                told = "files that C code (torch.jit, h5py, pyarrow, sqlite) opens are on the real disk of every rank: %s: %s"
                 log.warning(told, type(error).__name__, error)
         else:
             for owner, name in ((importlib.machinery.ExtensionFileLoader, "create_module"), (ctypes.CDLL, "__init__")):

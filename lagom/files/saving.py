@@ -1,4 +1,4 @@
-"""``shared_files``: saves files whole, directs C code to the rank's disk, and downloads once per host."""
+"""``shared_files``: saves files whole, and downloads once per host."""
 
 from __future__ import annotations
 
@@ -27,19 +27,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def shared_files(session: Session) -> Iterator[None]:
-    """Write saves whole, have C code of torch find each rank's files, and download once on each host."""
+    """Write saves whole, and download once on each host."""
     downloads = Downloads(session)
     with ExitStack() as stack:
         for owner in (torch, torch.serialization):
             stack.enter_context(replaced(owner, "save", _saving(torch.serialization.save)))
-        stack.enter_context(replaced(torch.jit, "save", _at_place(torch.jit.save, 1, files.written)))
-        for scripted in (torch.jit.ScriptModule, torch.jit.RecursiveScriptModule):  # one copies the other's methods
-            for name in ("save", "_save_for_lite_interpreter"):
-                stack.enter_context(replaced(scripted, name, _at_place(getattr(scripted, name), 1, files.written)))
-        stack.enter_context(replaced(torch.jit, "load", _at_place(torch.jit.load, 0, files.found)))
-        stack.enter_context(replaced(torch, "from_file", _mapping(torch.from_file)))
-        mapping = staticmethod(_mapping(torch.UntypedStorage.from_file))
-        stack.enter_context(replaced(torch.UntypedStorage, "from_file", mapping))
         stack.enter_context(replaced(urllib.request, "urlretrieve", downloads.once(urllib.request.urlretrieve)))
         stack.enter_context(downloads.shared_datasets())
         stack.enter_context(on_import({"safetensors": lambda module: _place_safetensors(module, stack)}))
@@ -48,7 +40,12 @@ def shared_files(session: Session) -> Iterator[None]:
 
 def _place_safetensors(safetensors: ModuleType, stack: ExitStack) -> None:
     """Redirect safetensors' writer, which renames a file by a call of the kernel and not by a function of libc."""
-    write = _at_place(safetensors.serialize_file, 1, files.written, "filename")
+    original = safetensors.serialize_file
+
+    @functools.wraps(original)
+    def write(tensor_dict: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(tensor_dict, files.written(os.fspath(filename)), *args, **kwargs)
+
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "safetensors" and hasattr(module, "serialize_file"):
             stack.enter_context(replaced(module, "serialize_file", write))
@@ -101,31 +98,3 @@ def _write_whole(given: str, write: Callable[[str], None]) -> None:
         os.replace(partial, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _at_place(
-    original: Callable[..., Any], position: int, place: Callable[[str], str], name: str = "f"
-) -> Callable[..., Any]:
-    """Return ``original`` with its path argument ``name``, at ``position``, replaced by the place of the file."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > position and isinstance(args[position], (str, os.PathLike)):
-            path = place(os.fspath(args[position]))
-            return original(*args[:position], path, *args[position + 1 :], **kwargs)
-        if isinstance(kwargs.get(name), (str, os.PathLike)):
-            kwargs[name] = place(os.fspath(kwargs[name]))
-        return original(*args, **kwargs)
-
-    return call
-
-
-def _mapping(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a ``from_file``, which maps a file into memory, and writes to the file if it is ``shared``."""
-
-    @functools.wraps(original)
-    def call(filename: Any, shared: bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        place = (files.written if shared else files.found)(os.fspath(filename))
-        return original(place, shared, *args, **kwargs)
-
-    return call
