@@ -14,7 +14,7 @@ import posix
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -129,7 +129,8 @@ def _installed(calls: FileCalls) -> Iterator[tuple[object, str, Any]]:
         yield tempfile, name, calls.named_temporarily(vars(tempfile)[name])
     closer = vars(tempfile)["_TemporaryFileCloser"]
     name = "cleanup" if hasattr(closer, "cleanup") else "close"
-    yield closer, name, _unlinking_by_name(vars(closer)[name])
+    # Its own default is the original function.
+    yield closer, name, functools.partialmethod(vars(closer)[name], unlink=new["unlink"])
 
 
 def _abilities(calls: FileCalls, new: dict[str, Any]) -> Iterator[tuple[ModuleType, str, Any]]:
@@ -149,19 +150,6 @@ def _kept_in_classes(calls: FileCalls, new: dict[str, Any]) -> Iterator[tuple[ob
             name = known.get(id(getattr(value, "__func__", value)))
             if name in new:
                 yield owner, attribute, staticmethod(new[name])
-
-
-def _unlinking_by_name(close: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the close of temporary files, which holds the original ``os.unlink``."""
-
-    @functools.wraps(close)
-    def closed(closer: Any, *args: Any, **kwargs: Any) -> None:
-        if args or "unlink" in kwargs:
-            close(closer, *args, **kwargs)
-        else:
-            close(closer, unlink=os.unlink)
-
-    return closed
 
 
 # Note [A disk of each rank's own]

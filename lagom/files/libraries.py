@@ -20,7 +20,7 @@ from lagom.patching.replace import replaced
 
 log = logging.getLogger("lagom")
 
-_AT_FDCWD, _NOFOLLOW, _REMOVEDIR, _NOREPLACE = -100, 0x100, 0x200, 1  # from fcntl.h
+_AT_FDCWD, _NOFOLLOW, _REMOVEDIR = -100, 0x100, 0x200  # from fcntl.h
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_ssize_t, *[ctypes.c_size_t] * 6, use_errno=True)
 """Type of any function of libc with up to six words; it ignores words that it does not take."""
 _READS = {"stat": 0, "access": 0, "statfs": 0, "statvfs": 0, "__xstat": 1, "fstatat": 1, "faccessat": 1, "statx": 1}
@@ -56,7 +56,7 @@ def interpose_libraries(calls: FileCalls, *, reads: bool) -> Iterator[None]:
         except (KeyError, OSError, AttributeError, ImportError, MemoryError) as error:
             # Another machine, another libc, or a system on which C code may not call functions of Python.
             if not reads:
-                told = "files that C code (torch.jit, h5py, pyarrow, sqlite) opens are on the real disk of every rank: %s: %s"
+                told = "files that C code (torch.jit, h5py, sqlite) opens are on the real disk of every rank: %s: %s"
                 log.warning(told, type(error).__name__, error)
         else:
             for owner, name in ((importlib.machinery.ExtensionFileLoader, "create_module"), (ctypes.CDLL, "__init__")):
@@ -205,12 +205,9 @@ def _remove(path: str, directory: int | bool, at: int | None = None) -> None:
 
 
 def _rename(at: int, path: int, to_at: int, to: int, flags: int = 0) -> None:
-    if flags & 0xFFFFFFFF & ~_NOREPLACE:
+    if flags & 0xFFFFFFFF:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as on a file system that does not support the flag
-    target, folder = _text(to), _fd(to_at)
-    if flags & _NOREPLACE and os.access(target, os.F_OK, dir_fd=folder):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-    os.rename(_text(path), target, src_dir_fd=_fd(at), dst_dir_fd=folder)
+    os.rename(_text(path), _text(to), src_dir_fd=_fd(at), dst_dir_fd=_fd(to_at))
 
 
 # Note [Files of C code]

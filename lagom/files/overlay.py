@@ -122,7 +122,7 @@ class Overlay(View):
         if whole:
             self._rename_tree(key, to)
             return
-        _move(key if from_real else self.copied_up(key), to if to_real else self._prepared(to))
+        move(key if from_real else self.copied_up(key), to if to_real else self._prepared(to))
         if not to_real:
             self._put(to)
         if not from_real:
@@ -212,7 +212,8 @@ def _refuse(number: int) -> NoReturn:
     raise OSError(number, os.strerror(number))  # OSError chooses the subclass for the number
 
 
-def _move(source: str, target: str) -> None:
+def move(source: str, target: str) -> None:
+    """Rename a file or link, also to another file system."""
     try:
         os.rename(source, target)
     except OSError as error:

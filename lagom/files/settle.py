@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lagom.files.journal import Journal, PathLog, copy
-from lagom.files.overlay import clear
+from lagom.files.journal import Journal, PathLog
+from lagom.files.overlay import clear, move
 
 _OF_A_PROCESS = re.compile(r"\d+")
 # File systems that several hosts may share; all of FUSE are assumed to be.
@@ -56,7 +56,8 @@ class _Remains:
             if not self._is_wanted(key):
                 continue
             try:
-                _place(self._upper + key, key)
+                os.makedirs(os.path.dirname(key), exist_ok=True)
+                move(self._upper + key, key)
             except OSError as error:
                 problems.append(f"{key}, which only rank {rank} wrote, could not be put there: {error.strerror}")
         return problems
@@ -96,17 +97,6 @@ class _Remains:
         if not on_purpose or key in self._journal.log.entries:
             return False
         return self._journal.log.nearest(key) is None or not os.path.lexists(key)
-
-
-def _place(source: str, target: str) -> None:
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    try:
-        os.replace(source, target)
-    except OSError:
-        if os.path.islink(source):
-            os.symlink(os.readlink(source), target)
-        else:
-            copy(source, target)
 
 
 def _is_shared(path: str) -> bool:

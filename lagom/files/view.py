@@ -91,7 +91,7 @@ class View:
 
     def _link(self, key: str) -> str | None:
         try:
-            return self.read(key, _link_at)
+            return self.read(key, os.readlink)
         except OSError:
             return None
 
@@ -101,7 +101,7 @@ class View:
             return key
         own = self.log.nearest(key)
         if own is None:
-            return self._lower(key)
+            return self.journal.lower(key) or self._nowhere + key
         at, entry = own
         if entry.kind == "free":
             return key
@@ -110,10 +110,6 @@ class View:
                 return key
             return self.upper + key
         return self._nowhere + key
-
-    def _lower(self, key: str) -> str:
-        lower = self.journal.lower(key)
-        return self._nowhere + key if lower is None else lower
 
     def _is_shared_below(self, key: str, at: str) -> bool:
         """Return whether ``key``, in this rank's own directory ``at``, is a download of the first rank."""
@@ -216,7 +212,3 @@ class View:
             found.add(child)
         in_doubt = theirs.children.get(key, set()) | own.children.get(key, set())
         return sorted(child for child in found if child not in in_doubt or self.mode(os.path.join(key, child)))
-
-
-def _link_at(place: str) -> str | None:
-    return os.readlink(place) if stat.S_ISLNK(os.lstat(place).st_mode) else None
