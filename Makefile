@@ -1,8 +1,8 @@
 # make demo, make test and make check set up what they need, once, in .venv.
 
 PYTHON := .venv/bin/python
-# Ranks wait for one another more than they compute: two processes run the tests in two thirds of the time, on 2 cores too.
-PROCESSES := 2
+# Ranks and Spark wait more than they compute: four processes of tests keep two cores busy.
+PROCESSES := 4
 PYTEST := pytest -n $(PROCESSES)
 READY := .venv/ready
 # A thousand processes start in the tests: none of them should compile lagom anew.
