@@ -26,6 +26,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 torch.set_num_threads(1)
 # Nor does a test leave a folder in the home of whoever runs it; those that want records say where.
 os.environ["LAGOM_RUN_DIR"] = ""
+# Spark takes the options of a driver's JVM, and of the JVM that builds its command line, from the environment only.
+os.environ |= {"SPARK_SUBMIT_OPTS": clusters.JVM, "SPARK_LAUNCHER_OPTS": clusters.JVM}
 
 
 @pytest.fixture(autouse=True)

@@ -24,13 +24,15 @@ from lagom.worker.rank_process import die_with
 from tests.integration import hosts
 
 _START_S = 120.0
+JVM = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
+"""Options of Spark's JVMs, which live for seconds: they start on half of the CPU time."""
 _CONF = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.host": "127.0.0.1",
+    "spark.executor.extraJavaOptions": JVM,
     "spark.log.level": "OFF",
 }
-_JVM = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"  # starts sooner, on two cores that several share
 
 
 @contextmanager
@@ -179,7 +181,7 @@ def daemon(
             "TMPDIR": scratch(),
             "SPARK_HOME": str(home),
             "SPARK_DAEMON_MEMORY": "256m",
-            "SPARK_DAEMON_JAVA_OPTS": _JVM,
+            "SPARK_DAEMON_JAVA_OPTS": JVM,
         }
         # Executors must not inherit what lets this process find the checkout.
         kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYSPARK_PYTHON")}
