@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -69,6 +70,12 @@ while the others have nothing to do."""
 
 def _place(path: Path) -> int:
     return next((place for place, name in enumerate(_LONG) if name in (*path.parts, path.stem)), len(_LONG))
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what was imported from garbage collection: in a forked rank a collection copies all of its pages."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
