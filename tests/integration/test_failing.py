@@ -43,6 +43,7 @@ def test_error_arrives_while_another_rank_sleeps(spark: Any) -> None:
     assert 'raise LateError("the disk is full", time.time())' in cause
 
 
+@pytest.mark.soak_on("standalone", "connect")
 def test_error_arrives_while_another_rank_waits_for_gradients(spark: Any) -> None:
     with pytest.raises(programs.LateError, match="a bad sample") as caught:
         programs.run(programs.raise_while_the_other_reduces, 2, module=programs.Net, train_set=programs.points())
@@ -86,6 +87,7 @@ def test_what_others_wait_for_is_named(
     assert at in str(caught.value.__cause__)
 
 
+@pytest.mark.soak_on("connect")
 def test_a_killed_rank_is_named_with_its_last_words(spark: Any) -> None:
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL") as caught:
         programs.run(programs.be_killed, 2)
@@ -98,11 +100,13 @@ def test_a_killed_worker_of_spark_ends_the_run(spark: Any) -> None:
     assert caught.value.rank == 1
 
 
+@pytest.mark.soak_on("standalone", "connect")
 def test_sys_exit_is_an_error_with_its_status(spark: Any) -> None:
     with pytest.raises(RankError, match=r"rank 1 called sys.exit\(3\)"):
         programs.run(programs.leave, 2)
 
 
+@pytest.mark.soak_on("standalone", "connect")
 def test_what_cannot_be_pickled_is_named(spark: Any) -> None:
     lock = threading.Lock()
 

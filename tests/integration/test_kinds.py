@@ -20,8 +20,11 @@ pytestmark = [
     pytest.mark.soak_on("local-cluster"),  # its executors are processes as standalone's are
 ]
 
+ONE = pytest.param(1, marks=pytest.mark.soak_on("standalone", "connect"))
+"""One rank, or one megabyte: a run by default on ``local[2]``, as the larger ones are on every kind."""
 
-@pytest.mark.parametrize("world_size", [1, 2, None])
+
+@pytest.mark.parametrize("world_size", [ONE, 2, None])
 def test_every_rank_knows_its_place(spark: Any, world_size: int | None) -> None:
     result = programs.run(programs.place, world_size)
     wanted = world_size or 2
@@ -29,7 +32,7 @@ def test_every_rank_knows_its_place(spark: Any, world_size: int | None) -> None:
     assert result.value == (0, wanted)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [ONE, 2])
 def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None:
     result = programs.run(programs.train, world_size, module=programs.Net, train_set=programs.points())
     wanted = programs.plain_weights()
@@ -51,6 +54,7 @@ def test_output_of_rank_0_is_shown_as_written(spark: Any, capfd: pytest.CaptureF
     assert "to stderr\n" in shown.err
 
 
+@pytest.mark.soak_on("standalone", "connect")
 def test_no_libraries_of_torchrun_see_a_rank(spark: Any) -> None:
     def variables() -> list[str]:
         shown = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]
@@ -64,7 +68,7 @@ def test_the_environment_of_the_program_follows_it(spark: Any, monkeypatch: pyte
     assert programs.run(lambda: os.environ["LAGOM_TEST_TOKEN"], 2).value == "secret"
 
 
-@pytest.mark.parametrize("megabytes", [1, 20])
+@pytest.mark.parametrize("megabytes", [ONE, 20])
 def test_a_large_result_comes_home(spark: Any, megabytes: int) -> None:
     def make() -> torch.Tensor:
         return torch.full((megabytes << 17,), 1.5, dtype=torch.float64)
