@@ -13,7 +13,8 @@ from lagom.errors import DivergenceError, LagomError
 from lagom.gradients.averaging import real
 from lagom.gradients.checksum import digest
 from lagom.gradients.replicate import ReachedLeaves
-from lagom.run_state.leaves import ACCUMULATE, Likeness, variable
+from lagom.run_state.leaves import ACCUMULATE, variable
+from lagom.run_state.plain_leaves import Likeness
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ from lagom.gradients.initial_values import InitialValueCheck
 from lagom.gradients.overlap import OverlappedBackward
 from lagom.gradients.reduction.layout import Layout, LayoutEntry
 from lagom.gradients.reduction.mean import Mean
-from lagom.run_state.leaves import Likeness
+from lagom.run_state.plain_leaves import Likeness
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

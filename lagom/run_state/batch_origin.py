@@ -1,53 +1,39 @@
-"""``BatchTracker``: find the batch that a tensor comes from, and tensors that only look like part of one."""
+"""``BatchTracker``: find the batch that a tensor comes from."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.errors import DivergenceError, LagomError
-from lagom.run_state.leaves import Leaves, Likeness, multiplied
+from lagom.errors import LagomError
 from lagom.run_state.loader_pass import BatchShare, is_there
 from lagom.run_state.loss_terms import share_behind
 from lagom.run_state.nested_tensors import tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 _FEW = 256
 """Number of remembered tensors from which dead ones are removed."""
 
 
 class BatchTracker:
-    """Tracks the tensors of the batches that the program has seen.
+    """Tracks the tensors of the batches that the program has seen."""
 
-    Args:
-        leaves: numbers of the leaves that have been trained.
-    """
-
-    def __init__(self, world_size: int, leaves: Leaves) -> None:
+    def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._leaves = leaves
         self._shares: dict[int, tuple[weakref.ref[torch.Tensor], BatchShare]] = {}
         """Tensor and share by the tensor's id; dead tensors are removed now and then."""
         self._max_shares = _FEW
-        self._weights = WeakIdKeyDictionary()
-        """Leaves that are no Parameters but multiply samples, as weights do."""
-        self._perturbations = WeakIdKeyDictionary()
-        """Number of batches seen when a leaf was taken for data because of its shape."""
-        self._num_batches = 0
+        self.num_batches = 0
+        """Number of batches that the program has seen."""
         self._sizes: dict[int, float] = {}
         """Weight of each share that the program has seen, by its number of samples."""
-        self._shapes: set[torch.Size] = set()
+        self.shapes: set[torch.Size] = set()
         """Shapes of these tensors, except those with one number a row: a bias may have the shape of labels."""
 
     def batch(self, share: BatchShare | None) -> None:
         """Count another batch and the size of ``share``; None where this rank has the whole batch."""
-        self._num_batches += 1
+        self.num_batches += 1
         if share is not None:
             self._sizes[share.num_mine] = share.weight(self._world_size)
 
@@ -60,9 +46,9 @@ class BatchTracker:
         for tensor in tensors(data):
             self._shares[id(tensor)] = weakref.ref(tensor), share
             shape = tensor.shape
-            is_new = len(shape) > 1 and shape not in self._shapes
+            is_new = len(shape) > 1 and shape not in self.shapes
             if is_new and tensor.is_floating_point() and tensor.numel() > len(tensor):
-                self._shapes.add(shape)
+                self.shapes.add(shape)
 
     def share(self, data: Any) -> BatchShare | None:
         """Return the share of the batch that ``data`` comes from: directly, as a view, or through a model."""
@@ -73,6 +59,10 @@ class BatchTracker:
             if share is not None:
                 return share
         return None
+
+    def is_sample(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is one of a batch, or a view of one."""
+        return self._known(tensor) is not None
 
     def _known(self, tensor: torch.Tensor) -> BatchShare | None:
         # The tensor comes before its base: a batch may itself be a view, even of an earlier batch.
@@ -104,34 +94,3 @@ class BatchTracker:
                 "with the batch's own tensors, or take a batch_size and a data set that the number of ranks divides, "
                 "or use batches='whole'"
             )
-
-    def tell_weights(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor], share: BatchShare | None) -> None:
-        """Find leaves of a backward from ``roots`` that are weights but have the shape of samples of ``share``.
-
-        Raises:
-            DivergenceError: when a leaf was taken for the perturbation of a batch, and is trained with another batch.
-        """
-        doubtful = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.nn.Parameter) or leaf in self._weights:
-                continue
-            if self._perturbations.get(leaf, self._num_batches) != self._num_batches:
-                raise DivergenceError(_TRAINED_ON.format(shape=tuple(leaf.shape)))
-            if self._leaves.known(leaf) is None and self.likeness(leaf, share) is Likeness.SHAPE:
-                doubtful.append(leaf)
-        if doubtful:
-            self._weights.update(dict.fromkeys(multiplied(roots, doubtful)))
-            self._perturbations.update({leaf: self._num_batches for leaf in doubtful if leaf not in self._weights})
-
-    def likeness(self, leaf: torch.Tensor, share: BatchShare | None) -> Likeness:
-        """Return how closely ``leaf`` resembles this rank's ``share`` of a batch."""
-        if share is None or not leaf.dim() or leaf.shape[0] != max(share.num_mine, 1) or leaf in self._weights:
-            return Likeness.NONE
-        return Likeness.SHAPE if leaf.shape in self._shapes else Likeness.ROWS
-
-
-_TRAINED_ON = (
-    "a tensor of shape {shape} that is no Parameter has the shape of this rank's part of a batch, so it was taken for "
-    "a perturbation of that batch, whose gradient is the rank's own. Now it is trained with another batch. If it is a "
-    "weight, make it a torch.nn.Parameter; if it belongs to one batch, make a new tensor for each"
-)

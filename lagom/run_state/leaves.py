@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,16 +15,6 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 ACCUMULATE = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in the stubs
-
-
-class Likeness(Enum):
-    """How closely a leaf that is no Parameter resembles data."""
-
-    NONE = 0
-    ROWS = 1
-    """As many rows as this rank has samples of the batch: data if its values differ between ranks."""
-    SHAPE = 2
-    """The shape of one of the batch's tensors: data, whatever its values (a perturbation may start as zeros)."""
 
 
 class Leaves:
@@ -121,49 +110,6 @@ def reached_leaves(
             else:
                 pending.append(node)
     return leaves
-
-
-def multiplied(roots: Sequence[torch.Tensor | GradientEdge], leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those of ``leaves`` that multiply samples or activations, as weights do.
-
-    These are the second matrix of a product, or a convolution's kernel; the first matrix of a product may be data as
-    well as a weight. Call it before the backward, like ``reached_leaves``.
-    """
-    wanted = {id(leaf): leaf for leaf in leaves}
-    found: dict[int, torch.Tensor] = {}
-    pending = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in roots]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if node is None:
-            continue
-        operands = [following for following, _ in node.next_functions]
-        at = _WEIGHT_AT.get(node.name().rstrip("0123456789"))
-        leaf = _behind_transposes(operands[at]) if at is not None and at < len(operands) else None
-        if leaf is not None and id(leaf) in wanted:
-            found[id(leaf)] = leaf
-        pending += [one for one in operands if one is not None and one not in seen]
-        seen.update(operands)
-    return list(found.values())
-
-
-_WEIGHT_AT = {"MmBackward": 1, "BmmBackward": 1, "AddmmBackward": 2, "ConvolutionBackward": 1}
-"""Index of the weight among a node's operands."""
-_TRANSPOSES = {"TBackward", "TransposeBackward", "PermuteBackward", "ViewBackward", "UnsafeViewBackward"}
-_TRANSPOSES |= {
-    "ExpandBackward",
-    "UnsqueezeBackward",
-    "SqueezeBackward",
-    "ReshapeAliasBackward",
-    "NumpyTBackward",
-    "MTBackward",
-}
-
-
-def _behind_transposes(node: Node | None) -> torch.Tensor | None:
-    while node is not None and node.name().rstrip("0123456789") in _TRANSPOSES:
-        node = node.next_functions[0][0]
-    return variable(node) if node is not None and type(node) is ACCUMULATE else None
 
 
 def variable(node: Node) -> torch.Tensor:

@@ -24,10 +24,11 @@ from lagom.gradients.reduction.mean import reduction
 from lagom.gradients.replicate import Replicate
 from lagom.loaders.evaluation_passes import EvaluationPassDetector
 from lagom.run_state.batch_origin import BatchTracker
-from lagom.run_state.leaves import Leaves, Likeness
+from lagom.run_state.leaves import Leaves
 from lagom.run_state.loader_pass import NOT_SHARED, BatchShare, LoaderPass, PassTracker
 from lagom.run_state.loss_terms import LossTermWeights
 from lagom.run_state.module_registry import ModuleRegistry
+from lagom.run_state.plain_leaves import Likeness, PlainLeaves
 from lagom.run_state.random_streams import CommonStreams
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ class Session:
     """Inputs of forwards that a backward repeats: leaves whose gradients stay the rank's own."""
     batch_tracker: BatchTracker = field(init=False)
     """The batches that tensors come from."""
+    plain_leaves: PlainLeaves = field(init=False)
+    """Leaves that are no Parameters: weights or data."""
     sliced_forward: SlicedForward | None = field(default=None, init=False)
     """The sliced forward that is running."""
     probe_statistics: BatchStatistics | None = field(default=None, init=False)
@@ -155,7 +158,8 @@ class Session:
             self.notes = SealedStore(self.store, self.key, self.host_dir if on_one_host else None)
         self.common_streams = CommonStreams(self.config.seed)
         self.loss_weights = LossTermWeights(self.world_size, self.say_once)
-        self.batch_tracker = BatchTracker(self.world_size, self.leaves)
+        self.batch_tracker = BatchTracker(self.world_size)
+        self.plain_leaves = PlainLeaves(self.batch_tracker, self.leaves, self.say_once)
         self.running_values = RunningValueDetector(self.synchronised_buffers, self.say_once)
         self.evaluation_passes = EvaluationPassDetector(self.batch_tracker.share, self.say_once)
         if self.group is not None:
@@ -264,9 +268,10 @@ class Session:
 
         Raises:
             DivergenceError: when a leaf was taken for the perturbation of a batch, and is trained with another batch.
+            LagomError: when a leaf may be a weight or data.
         """
         self.record_loss(roots)
-        self.batch_tracker.tell_weights(roots, leaves, self.passes.share)
+        self.plain_leaves.examine(roots, leaves, self.passes.share)
 
     def record_loss(self, roots: Sequence[Any]) -> None:
         """Record that a backward from ``roots`` is about to run."""
@@ -319,7 +324,7 @@ class Session:
 
     def likeness(self, leaf: torch.Tensor) -> Likeness:
         """Return how closely ``leaf`` resembles this rank's share of a batch."""
-        return self.batch_tracker.likeness(leaf, self.passes.share)
+        return self.plain_leaves.likeness(leaf, self.passes.share)
 
     def evaluates_by_mode(self) -> bool:
         """Return whether all trained modules are in eval mode."""

@@ -19,8 +19,9 @@ from lagom.config import TorchDistributedConfig
 from lagom.gradients.backward_gradients import BackwardGradients
 from lagom.gradients.divergence import DivergenceMonitor
 from lagom.gradients.replicate import Replicate
-from lagom.run_state.leaves import Leaves, Likeness
+from lagom.run_state.leaves import Leaves
 from lagom.run_state.memory_layout import storage_of
+from lagom.run_state.plain_leaves import Likeness
 from lagom.zero.parameters.dispatch import ParameterUses
 from lagom.zero.parameters.shards import ParameterShards
 from tests.programs import scaled

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from lagom.run_state.batch_origin import BatchTracker
-from lagom.run_state.leaves import Leaves
 from lagom.run_state.loader_pass import BatchShare
 
 
 def test_batches_that_are_kept_are_known_and_those_that_are_gone_are_dropped() -> None:
-    provenance, kept = BatchTracker(2, Leaves()), []
+    provenance, kept = BatchTracker(2), []
     for step in range(1, 5001):
         batch = [torch.zeros(3, 2), torch.zeros(3)]
         provenance.remember(batch, BatchShare(3, 6, True, step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,6 +44,7 @@ FORWARDS: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {
     "products": lambda x, weights: (x @ weights[0]).tanh() @ weights[1],
     "transposed": lambda x, weights: F.linear(F.linear(x, weights[0]).tanh(), weights[1], torch.ones(1).double()),
     "batched": lambda x, weights: ((x[None] @ weights[0][None]).tanh() @ weights[1][None])[0],
+    "copied": lambda x, weights: (x @ weights[0].clone()).tanh() @ weights[1].T.contiguous(),
 }
 
 
@@ -58,6 +60,62 @@ def test_what_was_taken_for_a_perturbation_is_not_trained_on() -> None:
     program = with_square_weights(lambda x, weights: x * weights[0] + weights[1], 4, 2)
     with pytest.raises(RankFailedError, match=r"shape \(4, 4\).*make it a torch.nn.Parameter"):
         run_ranks(2, program)
+
+
+def test_a_tensor_that_multiplies_a_parameter_is_an_error() -> None:
+    """It may be a weight, or samples in columns."""
+
+    def program(_: Session) -> None:
+        model = nn.Parameter(torch.ones(4, 4).double())
+        for x, _y in DataLoader(data(32, 4), 8):
+            (model @ (x + 0).requires_grad_().T).sum().backward()
+
+    with pytest.raises(RankFailedError, match=r"shape \(4, 4\).*multiplies a Parameter.*make it a torch.nn.Parameter"):
+        run_ranks(2, program)
+
+
+def test_a_batchs_own_tensor_is_data_however_it_is_used() -> None:
+    """Samples in columns, in two epochs over the same batches."""
+
+    def program(_: Session) -> Any:
+        torch.manual_seed(1)
+        model = nn.Parameter(torch.randn(1, 4).double())
+        batches = list(DataLoader(data(32, 4), 8))
+        for x, y in 2 * batches:
+            x.requires_grad_()
+            F.mse_loss((model @ x.T).T, y).backward()
+            assert x.grad is not None
+            F.mse_loss((model @ (x.detach() + 0.1 * x.grad.sign()).T).T, y).backward()
+            x.grad = None
+        return model.grad
+
+    wanted = alone(program)
+    for found in run_ranks(2, program):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+class Texts(logging.Handler):
+    """Keeps the texts of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def test_a_tensor_that_is_taken_for_data_is_named() -> None:
+    def program(_: Session) -> list[str]:
+        log = Texts()
+        logging.getLogger("lagom").addHandler(log)
+        for x, _y in DataLoader(data(8, 4), 8):
+            weight = torch.ones_like(x, requires_grad=True)
+            (x * weight).sum().backward()
+        return [text for text in log.texts if "a tensor of shape (4, 4)" in text]
+
+    for (said,) in run_ranks(2, program):
+        assert "a weight must be a torch.nn.Parameter" in said
 
 
 def test_a_perturbation_of_each_batch_is_the_ranks_own() -> None:
