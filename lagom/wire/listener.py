@@ -14,7 +14,6 @@ from typing import Any
 from lagom.wire.connection import STRANGE, DriverConnection
 from lagom.wire.framing import Message
 
-_HELLO_S = 5.0
 _STRANGERS = 256
 """Connections without a proof yet, at the same time: above this number, the oldest is closed."""
 _FILES = 128  # files that this process may open besides
@@ -24,13 +23,17 @@ _BACKLOG = 1024
 class DriverListener:
     """Admits connections that know ``secret``; Note [Strangers] bounds what others can cost.
 
-    ``admit(peer, hello)`` is called for each admitted connection. All methods run in the event loop's thread.
+    ``admit(peer, hello)`` is called for each admitted connection; one that has proved nothing after ``hello_s``
+    seconds is closed. All methods run in the event loop's thread.
     """
 
-    def __init__(self, secret: bytes, admit: Callable[[DriverConnection, Message], None], buffer: bytearray) -> None:
+    def __init__(
+        self, secret: bytes, admit: Callable[[DriverConnection, Message], None], buffer: bytearray, hello_s: float
+    ) -> None:
         self._secret = secret
         self._admit = admit
         self._buffer = buffer
+        self._hello_s = hello_s
         self._strangers: dict[asyncio.Task[None], None] = {}  # in order of arrival
 
     async def accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
@@ -67,11 +70,11 @@ class DriverListener:
         peer = DriverConnection(self._secret, self._buffer)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            limit_s = None if tls is None else _HELLO_S
+            limit_s = None if tls is None else self._hello_s
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: peer, connection, ssl=tls, ssl_handshake_timeout=limit_s
             )
-            self._admit(peer, await asyncio.wait_for(peer.hello, _HELLO_S))
+            self._admit(peer, await asyncio.wait_for(peer.hello, self._hello_s))
         except STRANGE:
             peer.close()  # no client of ours, or closed again
         except asyncio.CancelledError:

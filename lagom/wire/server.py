@@ -37,6 +37,7 @@ class DriverServer:
         payload_fd: int | None = None,
         on_silence: Callable[[int, float], None] = lambda task, seconds: None,
         lost_after_s: float = 20.0,
+        hello_s: float = 5.0,
     ) -> None:
         self.secret = secrets.token_bytes(32)
         self.delivered: dict[str, int] = {}
@@ -44,6 +45,7 @@ class DriverServer:
         self._on_close = on_close
         self._on_silence = on_silence
         self._lost_after_s = lost_after_s
+        self._hello_s = hello_s
         self._payload_fd = payload_fd
         self._peers: dict[int, DriverConnection] = {}
         self._open: set[DriverConnection] = set()
@@ -71,7 +73,8 @@ class DriverServer:
         self._stack.enter_context(files_for(num_tasks))
         listener = listening_socket(host)
         name = listener.getsockname()
-        self._wait(self._start(DriverListener(self.secret, self._admit, self._buffer).accept(listener, tls)))
+        accepting = DriverListener(self.secret, self._admit, self._buffer, self._hello_s)
+        self._wait(self._start(accepting.accept(listener, tls)))
         self._wait(self._start(self._check_silence()))
         return str(name[0]), int(name[1])
 

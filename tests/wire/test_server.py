@@ -28,10 +28,10 @@ from lagom.wire.server import DriverServer, anonymous_file
 class Driver:
     """A channel that takes down what it is told."""
 
-    def __init__(self, payload_fd: int | None = None) -> None:
+    def __init__(self, payload_fd: int | None = None, hello_s: float = 5.0) -> None:
         self.messages: list[tuple[int, Message]] = []
         self.closed: list[int] = []
-        self.channel = DriverServer(self.take, self.closed.append, payload_fd)
+        self.channel = DriverServer(self.take, self.closed.append, payload_fd, hello_s=hello_s)
 
     def take(self, task: int, message: Message) -> None:
         self.messages.append((task, message))
@@ -252,24 +252,21 @@ def test_half_a_frame_and_the_end_is_the_end_of_that_rank_only(driver: Driver) -
     assert served(driver)
 
 
-def test_strangers_that_say_nothing_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lagom.wire.listener._HELLO_S", 1000.0)  # who waits for one of them waits for ever
-    with Driver() as driver:
+def test_strangers_that_say_nothing_keep_nobody_waiting() -> None:
+    with Driver(hello_s=1000.0) as driver:  # who waits for one of them waits for ever
         strangers = [driver.stranger() for _ in range(200)]
         assert served(driver)
         for connection in strangers:
             connection.close()
 
 
-def test_a_stranger_that_says_nothing_is_hung_up_on_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lagom.wire.listener._HELLO_S", 0.1)
-    with Driver() as driver, driver.stranger() as connection:
+def test_a_stranger_that_says_nothing_is_hung_up_on_in_time() -> None:
+    with Driver(hello_s=0.1) as driver, driver.stranger() as connection:
         assert ended(connection)
 
 
-def test_one_that_sends_a_byte_now_and_then_is_hung_up_on_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lagom.wire.listener._HELLO_S", 0.3)
-    with Driver() as driver, driver.stranger() as connection:
+def test_one_that_sends_a_byte_now_and_then_is_hung_up_on_in_time() -> None:
+    with Driver(hello_s=0.3) as driver, driver.stranger() as connection:
         exactly(connection, NONCE)
         connection.settimeout(0.02)
         sent = 0

@@ -27,11 +27,16 @@ WORD = "a word that nobody else is to read"
 @contextmanager
 def channel(
     payload_fd: int | None = None,
+    hello_s: float = 5.0,
 ) -> Iterator[tuple[DriverServer, tuple[str, int], str, list[tuple[int, Message]]]]:
     """An encrypted one that takes down what it is told."""
     messages: list[tuple[int, Message]] = []
     tls, certificate = certificate_of_a_run()
-    with DriverServer(lambda task, message: messages.append((task, message)), lambda _: None, payload_fd) as made:
+
+    def take(task: int, message: Message) -> None:
+        messages.append((task, message))
+
+    with DriverServer(take, lambda _: None, payload_fd, hello_s=hello_s) as made:
         yield made, made.listen("127.0.0.1", tls=tls), certificate, messages
 
 
@@ -126,15 +131,13 @@ def test_a_driver_with_another_certificate_is_not_believed() -> None:
     assert messages == []
 
 
-def test_strangers_that_begin_no_encryption_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lagom.wire.listener._HELLO_S", 0.2)
-    with channel() as (made, address, certificate, messages):
+def test_strangers_that_begin_no_encryption_are_hung_up_on() -> None:
+    with channel(hello_s=1.0) as (made, address, certificate, messages):
         for says in (b"", b"x" * 100, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00"):
             with socket.create_connection(address, timeout=5.0) as stranger:
                 stranger.sendall(says)
                 while stranger.recv(100):  # an alert of TLS, then the end
                     pass
-        monkeypatch.undo()
         talk(address, made, certificate, messages)
 
 
