@@ -99,15 +99,13 @@ def test_weights_and_batches_are_those_under_torchrun_bit_for_bit(world_size: in
     split = run_ranks(world_size, by_hand(JOINS["backend"], num_workers=1))
     whole = run_ranks(world_size, by_hand(JOINS["backend"]), batches="whole", evaluation="gathered")
     for found in (split, whole):
-        for mine, theirs in zip(found, wanted, strict=True):
-            assert_same(mine, theirs)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("how", [how for how in JOINS if how != "backend"])
 def test_however_it_is_asked_for_it_is_lagoms_world(how: str) -> None:
     wanted = run_ranks(2, by_hand(torchrun), patches=False)
-    for mine, theirs in zip(run_ranks(2, by_hand(JOINS[how])), wanted, strict=True):
-        assert_same(mine, theirs)
+    torch.testing.assert_close(run_ranks(2, by_hand(JOINS[how])), wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -392,17 +390,6 @@ def test_torchs_fake_group_stays_ordinary() -> None:
         return dist.get_world_size(), session.has_joined
 
     assert run_ranks(2, program) == [(64, False)] * 2
-
-
-def assert_same(mine: Any, theirs: Any) -> None:
-    if isinstance(mine, dict):
-        assert mine.keys() == theirs.keys()
-        mine, theirs = list(mine.values()), list(theirs.values())
-    if isinstance(mine, torch.Tensor):
-        assert torch.equal(mine, theirs)
-        return
-    for one, other in zip(mine, theirs, strict=True):
-        assert_same(one, other)
 
 
 def test_files_are_those_of_all_ranks_once_they_are_joined(tmp_path: Path) -> None:
