@@ -75,15 +75,6 @@ def differ(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((a - other["weights"][name]).abs().max()) for name, a in one["weights"].items())
 
 
-def test_one_process_trains_as_without_them() -> None:
-    def train(session: Session) -> Any:
-        return trained(session, network(), mean_loss)
-
-    found = run_ranks(1, train, micro_batches=3)[0]
-    assert found["num"] == 3
-    assert differ(found, alone(train)) < 1e-12
-
-
 @pytest.mark.parametrize(
     ("world_size", "zero_lvl", "batches"),
     [(2, 0, "split"), (2, 1, "whole"), (2, 2, "split"), (2, 3, "whole"), (3, 0, "whole"), (3, 3, "split")],

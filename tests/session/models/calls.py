@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,39 +81,6 @@ def output_changed_in_place() -> Any:
         out[0] = 0
         other = net(noised(x)).clamp_(-1, 1)
         return F.mse_loss(out - other, y)
-
-    return trained(loss, net)
-
-
-@model
-def input_changed_in_place() -> Any:
-    def forward(self: Any, x: Tensor) -> Any:
-        x.mul_(0.5)
-        return self.body(x)
-
-    net = module(forward, body=normed())
-    return trained(lambda x, y: F.mse_loss(net(x), y) + x.square().mean() * net(x.clone()).mean(), net)
-
-
-@dataclass
-class Output:
-    """What a forward gives."""
-
-    logits: Tensor
-    hidden: Tensor
-
-
-@model
-def dataclass_of_outputs() -> Any:
-    def forward(self: Any, x: Tensor) -> Any:
-        hidden = self.body(x)
-        return Output(self.head(hidden), hidden)
-
-    net = module(forward, body=normed(last=4), head=nn.Linear(4, 1))
-
-    def loss(x: Tensor, y: Tensor) -> Any:
-        one, two = net(x), net(noised(x))
-        return F.mse_loss(one.logits, y) + F.mse_loss(one.hidden, two.hidden)
 
     return trained(loss, net)
 

@@ -98,23 +98,6 @@ def jacobian_in_the_forward() -> Any:
 
 
 @model
-def gradients_per_sample() -> Any:
-    net = network(nn.LayerNorm(12))
-
-    def loss(x: Tensor, y: Tensor) -> Any:
-        weights: dict[str, Tensor] = {name: p.detach() for name, p in net.named_parameters()}
-
-        def of_one(given: dict[str, Tensor], row: Tensor, target: Tensor) -> Tensor:
-            return F.mse_loss(torch.func.functional_call(net, given, (row[None],)), target[None])
-
-        slopes = torch.func.vmap(torch.func.grad(of_one), (None, 0, 0))(weights, x, y)
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in slopes.values()]).norm(dim=0)
-        return ((net(x) - y).square() / (1 + norms[:, None])).mean()
-
-    return trained(loss, net)
-
-
-@model
 def ensemble_by_vmap() -> Any:
     nets = [network() for _ in range(3)]
     params, buffers = torch.func.stack_module_state(nets)
@@ -135,19 +118,6 @@ def ensemble_by_vmap() -> Any:
         optimizer.step()
         losses.append(value.item())
     return [losses, *[p.detach().clone() for p in params.values()]]
-
-
-@model
-def hessian_vector_product() -> Any:
-    net = network()
-
-    def loss(x: Tensor, y: Tensor) -> Any:
-        value = F.mse_loss(net(x), y)
-        slopes = torch.autograd.grad(value, list(net.parameters()), create_graph=True)
-        product = sum((g * torch.ones_like(g)).sum() for g in slopes)
-        return value + 0.01 * product
-
-    return trained(loss, net)
 
 
 @model
@@ -255,18 +225,3 @@ def input_that_is_trained() -> Any:
     optimizer = torch.optim.SGD([latent, *net.parameters()], lr=0.05)
     losses = [take_step(optimizer, (net(latent) - 1).square().sum() + net(latent[:5]).mean()) for _ in range(6)]
     return [losses, latent.detach().clone(), *state_of(net)]
-
-
-@model
-def gradients_of_hidden_values_are_kept() -> Any:
-    net, head = normed(last=4), nn.Linear(4, 1).double()
-    kept: list[Any] = []
-
-    def loss(x: Tensor, y: Tensor) -> Any:
-        hidden = net(x)
-        hidden.retain_grad()
-        hidden.register_hook(lambda g: kept.append(g.norm().item()))
-        kept.append(hidden.detach().abs().max().item())
-        return F.mse_loss(head(hidden), y)
-
-    return [*trained(loss, net, head), kept]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import (
     DataLoader,
@@ -46,47 +45,6 @@ def pseudo_labels() -> Any:
     sure = out.softmax(1).amax(1) > 0.4
     data = TensorDataset(samples(50).tensors[0][sure], out.argmax(1)[sure])
     return [*found, int(sure.sum()), *fitted(net, loader=DataLoader(data, 8, shuffle=True), epochs=1)]
-
-
-@model
-def wasserstein_with_noise() -> Any:
-    maker = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5)).double()
-    critic = nn.Sequential(nn.Linear(5, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)).double()
-    of_maker, of_critic = (torch.optim.SGD(net.parameters(), lr=0.02) for net in (maker, critic))
-    losses = []
-    for step, (x, _) in enumerate(DataLoader(samples(), 8, shuffle=True)):
-        fake = maker(torch.randn(len(x), 4, dtype=x.dtype))
-        mixed = torch.lerp(x, fake.detach(), torch.rand(len(x), 1, dtype=x.dtype)).requires_grad_()
-        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-        loss = critic(fake.detach()).mean() - critic(x).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
-        of_critic.zero_grad()
-        loss.backward()
-        of_critic.step()
-        losses.append(loss.item())
-        if step % 2:
-            of_maker.zero_grad()
-            (-critic(maker(torch.randn(len(x), 4, dtype=x.dtype))).mean()).backward()
-            of_maker.step()
-    return [losses, *state_of(maker, critic)]
-
-
-@model
-def rates_are_searched() -> Any:
-    net = classifier()
-    rates: list[float] = []
-    losses: list[float] = []
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    for x, y in DataLoader(samples(), 8, shuffle=True):
-        loss = F.cross_entropy(net(x), y)
-        if losses and loss.item() > 4 * min(losses):
-            break
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] *= 1.5
-        rates.append(optimizer.param_groups[0]["lr"])
-    return [rates, losses, *state_of(net)]
 
 
 @model
