@@ -77,8 +77,8 @@ def step_meta_copy(optimizer: Optimizer | Make, parameters: Sequence[torch.Tenso
         kept, whole = [KeptState(0, 0)] * len(graded), _of_lbfgs(original, graded)
     else:
         kept, whole = _kept(original, graded)
-    nature = probe_optimizer(_clone(original, _hollow), _step_of(original), closure=_wants_closure(original))
-    return SteppedOptimizer(type(original).__name__, nature.kind, [origin[id(p)] for p in graded], kept, whole)
+    finding = probe_optimizer(_clone(original, _hollow), _step_of(original), closure=_wants_closure(original))
+    return SteppedOptimizer(type(original).__name__, finding.kind, [origin[id(p)] for p in graded], kept, whole)
 
 
 def _made(make: Make, twins: list[torch.Tensor]) -> Optimizer:

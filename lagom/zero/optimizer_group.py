@@ -17,7 +17,7 @@ from lagom.gradients.checksum import checksums
 from lagom.gradients.divergence import INTERVAL
 from lagom.run_state.memory_layout import is_dense, overlapping
 from lagom.zero.gradient_shards import ASK
-from lagom.zero.optimizer_probe import Kind, OptimizerNature, probe_optimizer
+from lagom.zero.optimizer_probe import Kind, OptimizerFinding, probe_optimizer
 from lagom.zero.parameters.shards import WEIGHTS
 from lagom.zero.sharded_optimizer import ShardedOptimizer, ShardedParameter, refuse
 from lagom.zero.step_mismatch import StepSignature, refuse_step, settings_of
@@ -41,10 +41,10 @@ _CLOSURE = "a closure of optimizer.step()"
 
 
 class _Found(NamedTuple):
-    """The finding about an optimizer."""
+    """An optimizer that was probed."""
 
     number: int
-    nature: OptimizerNature
+    finding: OptimizerFinding
     parameters: tuple[int, ...]
     """Ids of its parameters at the time of the finding."""
 
@@ -175,7 +175,7 @@ class OptimizerGroup:
                 self.state(optimizer)  # gather the state, to shard it anew
             found = self._find(optimizer, every, inner, args, kwargs, found)
             sharded = None
-        if found.nature.kind is Kind.COUPLED:
+        if found.finding.kind is Kind.COUPLED:
             return None
         if (
             sharded is None
@@ -210,30 +210,30 @@ class OptimizerGroup:
         number = self._num if before is None else before.number
         self._num += before is None
         known = not (set(kwargs) - {"closure"} or len(args) > 1) and "state" in vars(optimizer)
-        nature = OptimizerNature(Kind.COUPLED, False)
+        finding = OptimizerFinding(Kind.COUPLED, False)
         if known and len(set(every)) == len(every):
             closure = args[0] if args else kwargs.get("closure")
             with self._stepping():
-                nature = probe_optimizer(optimizer, inner, closure=closure is not None)
-        if not self._frame.exchange(signature(f"{_FIRST} {number} {nature}".encode())):
+                finding = probe_optimizer(optimizer, inner, closure=closure is not None)
+        if not self._frame.exchange(signature(f"{_FIRST} {number} {finding}".encode())):
             self._apart(_FIRST)
-        self._tell(type(optimizer).__name__, nature)
-        found = self._found[optimizer] = _Found(number, nature, every)
+        self._tell(type(optimizer).__name__, finding)
+        found = self._found[optimizer] = _Found(number, finding, every)
         return found
 
-    def _tell(self, name: str, nature: OptimizerNature) -> None:
+    def _tell(self, name: str, finding: OptimizerFinding) -> None:
         """Log how an optimizer is stepped, unless it is stepped element by element."""
-        if nature.kind is Kind.COUPLED:
+        if finding.kind is Kind.COUPLED:
             self._say(
                 f"{name} is not shared out over the ranks, but stepped whole on each: what it makes of a parameter "
                 "depends on others, on random numbers, or could not be found out. That is right, and saves no memory"
             )
-        elif nature.kind is Kind.BY_PARAMETER and self._weights is not None:
+        elif finding.kind is Kind.BY_PARAMETER and self._weights is not None:
             raise LagomError(
                 f"{name} steps by whole parameters (it factors them, or uses their norms), but with zero_lvl=3 each "
                 "rank has a part of every parameter; use zero_lvl=2, or an optimizer that steps element by element"
             )
-        elif nature.kind is Kind.BY_PARAMETER:
+        elif finding.kind is Kind.BY_PARAMETER:
             self._say(f"{name} steps by whole parameters; each rank steps some, and holds their state")
 
     def _can_be(self, p: torch.Tensor) -> bool:
@@ -253,7 +253,7 @@ class OptimizerGroup:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         able = [p for p in every if self._can_be(p) and (self._has_gradient(p) or before is not None or p in state)]
         sharded = ShardedOptimizer(
-            self._group, self._frame, found.number, found.nature, optimizer, able, self._gradients, weights
+            self._group, self._frame, found.number, found.finding, optimizer, able, self._gradients, weights
         )
         # A parameter that no backward has reached has not yet been compared with the other ranks'.
         sums = repr([(checksums if weights is None else weights.sums)(dict(enumerate(able))), sharded.identity])

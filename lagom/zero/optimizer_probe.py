@@ -37,7 +37,7 @@ class Kind(Enum):
     COUPLED = "not at all"
 
 
-class OptimizerNature(NamedTuple):
+class OptimizerFinding(NamedTuple):
     """The finding of a probe."""
 
     kind: Kind
@@ -47,10 +47,10 @@ class OptimizerNature(NamedTuple):
     """
 
 
-_COUPLED = OptimizerNature(Kind.COUPLED, False)
+_COUPLED = OptimizerFinding(Kind.COUPLED, False)
 
 
-def probe_optimizer(optimizer: Optimizer, step: Callable[..., Any], *, closure: bool) -> OptimizerNature:
+def probe_optimizer(optimizer: Optimizer, step: Callable[..., Any], *, closure: bool) -> OptimizerFinding:
     """Find out whether halves of parameters, or else whole parameters, can be stepped apart with the same result.
 
     See Note [Optimizer probe]. The optimizer, its parameters and all random states stay as they are.
@@ -69,7 +69,9 @@ def probe_optimizer(optimizer: Optimizer, step: Callable[..., Any], *, closure: 
                 probe = _Probe(optimizer, step, dtype, closure=closure)
                 kind = probe.kind()
                 same = equal_random_states(states, random_states())
-                return OptimizerNature(kind, probe.changes_gradients) if same and kind is not Kind.COUPLED else _COUPLED
+                return (
+                    OptimizerFinding(kind, probe.changes_gradients) if same and kind is not Kind.COUPLED else _COUPLED
+                )
             set_random_states(states)
     finally:
         set_random_states(states)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lagom.collectives.agreement_exchange import AgreedExchange
     from lagom.collectives.group import Group
     from lagom.zero.gradient_shards import GradientShards
-    from lagom.zero.optimizer_probe import OptimizerNature
+    from lagom.zero.optimizer_probe import OptimizerFinding
     from lagom.zero.parameters.shards import ParameterShards
     from lagom.zero.partition import ParameterPiece
 
@@ -60,7 +60,7 @@ class ShardedOptimizer:
 
     Args:
         number: number of the optimizer, equal on all ranks.
-        nature: how it can be stepped in parts, never ``Kind.COUPLED``.
+        finding: how it can be stepped in parts, never ``Kind.COUPLED``.
         parameters: the sharded parameters; the others are stepped whole on every rank.
         gradients: has shards of gradients; None if they are whole.
         weights: has shards of parameters; None if they are whole.
@@ -71,7 +71,7 @@ class ShardedOptimizer:
         group: Group,
         frame: AgreedExchange,
         number: int,
-        nature: OptimizerNature,
+        finding: OptimizerFinding,
         optimizer: Optimizer,
         parameters: list[torch.Tensor],
         gradients: GradientShards | None = None,
@@ -88,7 +88,7 @@ class ShardedOptimizer:
         self._weights = weights
         self._given = {} if weights is None else {i: x for i, p in enumerate(parameters) if (x := weights.parts(p))}
         """Parts of parameters that are themselves sharded, by index."""
-        self._stand_ins = OptimizerShards(optimizer, parameters, self._given, nature, group)
+        self._stand_ins = OptimizerShards(optimizer, parameters, self._given, finding, group)
         self.pieces = self._stand_ins.pieces
         """Pieces of each rank."""
         self.idle = self._stand_ins.idle
@@ -96,7 +96,7 @@ class ShardedOptimizer:
         self._whole: list[list[torch.Tensor]] = []
         """The parameters of each group, while the optimizer steps."""
         shapes = [(tuple(p.shape), p.dtype) for p in parameters]
-        self.identity = repr((number, nature, shapes)).encode()
+        self.identity = repr((number, finding, shapes)).encode()
         """Equal on ranks that have the same parts of the same parameters."""
         self._order: list[int] = []
         """Ids of the parameters in the order in which they got state; a state_dict() shows this order."""
@@ -104,7 +104,7 @@ class ShardedOptimizer:
         self._gradients = gradients
         self._lent: list[torch.Tensor] = []
         """Parameters that this rank steps whole, whose gradient is its shard during the step."""
-        self._changes_gradients = nature.changes_gradients
+        self._changes_gradients = finding.changes_gradients
         self._published: dict[str, bytes] = {}
 
     @property

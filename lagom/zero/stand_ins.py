@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lagom.run_state.memory_layout import flat
-from lagom.zero.optimizer_probe import Kind, OptimizerNature
+from lagom.zero.optimizer_probe import Kind, OptimizerFinding
 from lagom.zero.partition import ParameterPiece, by_element, by_parameter
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class OptimizerShards:
     Args:
         parameters: the sharded parameters of the optimizer.
         given: first and last element of each rank's part of the parameters that are themselves sharded, by index.
-        nature: whether parameters are cut, or assigned whole.
+        finding: whether parameters are cut, or assigned whole.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class OptimizerShards:
         optimizer: Optimizer,
         parameters: Sequence[torch.Tensor],
         given: Mapping[int, Sequence[tuple[int, int]]],
-        nature: OptimizerNature,
+        finding: OptimizerFinding,
         group: Group,
     ) -> None:
-        deal = by_element if nature.kind is Kind.ELEMENTWISE else by_parameter
+        deal = by_element if finding.kind is Kind.ELEMENTWISE else by_parameter
         sizes = [0 if i in given else p.numel() for i, p in enumerate(parameters)]
         self.dealt = deal(sizes, group.world_size)
         """Each rank's pieces of the parameters that are not themselves sharded."""
