@@ -39,7 +39,7 @@ def or_alone(folder: str) -> float:
 
 
 def spawning(folder: str) -> None:
-    """Its own launcher, for one machine."""
+    """Start ranks itself, on one machine."""
     mp.spawn(spawned, args=(2, folder), nprocs=2, join=True)
 
 

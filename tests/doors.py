@@ -1,4 +1,4 @@
-"""What processes of this machine listen at, by the kernel's lists."""
+"""Lists the addresses at which processes of this machine listen, from the kernel."""
 
 from __future__ import annotations
 

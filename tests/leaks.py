@@ -1,4 +1,4 @@
-"""What a test must leave as it found it, taken down before and compared after."""
+"""Records the state that a test must leave unchanged, before the test, and compares it afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def state() -> State:
 
 
 def leaked(before: State, patience_s: float = 15.0) -> list[str]:
-    """What differs now, a line each; threads and processes on their way out are waited for."""
+    """Return the differences, a line each, after waiting for threads and processes that are ending."""
     deadline = time.monotonic() + patience_s
     while leaks := _differences(before, state()):
         if time.monotonic() > deadline or not any(name in _GROWING for name in leaks):
@@ -49,7 +49,7 @@ def rng_state() -> tuple[bytes, str, str]:
 
 
 def shared_memory_files() -> set[str]:
-    """What has a name in /dev/shm, but for what Python and torch put there for other tests at the same time."""
+    """Return the names in /dev/shm, without those that Python and torch make for other tests."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "psm_", "torch_"))}
 
 
@@ -193,7 +193,7 @@ _WARM = (
 )
 """Command lines of what may stay: Spark's JVM, its Python daemon and workers, Python's and lagom's fork servers."""
 _GROWING = {"thread", "child process", "Dataset initializer"}
-"""Where only what is added counts."""
+"""Kinds of state of which a test may remove items, but not add any."""
 _PROBES: dict[str, Callable[[], Mapping[Any, Any]]] = {
     "environment variable": _environment,
     "thread": _threads,

@@ -171,4 +171,4 @@ KEPT: dict[str, Callable[[float], Any]] = {
     "class": lambda x: Plain if x > 1.5 else Slotted,
     "types": lambda x: [1.0] if x > 1.5 else (1.0,),
 }
-"""Of which rank 0's is taken."""
+"""Functions of which only rank 0's result is returned."""

@@ -60,7 +60,7 @@ def train_field(module: Any, hparams: Mapping[str, Any], train_set: Any, test_se
 
 
 def config(world_size: int, **fields: Any) -> TorchDistributedConfig:
-    """Of a run on this machine."""
+    """Return the config of a run on this machine."""
     return TorchDistributedConfig(launcher="local", world_size=world_size, **fields)
 
 

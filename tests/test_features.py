@@ -37,7 +37,7 @@ def test_faults_are_found(tmp_path: Path) -> None:
 
 
 def faults(number: int, proof: str, root: Path) -> list[str]:
-    """What is wrong with the last column of row ``number``."""
+    """Return the faults in the last column of row ``number``."""
     if proof == NOT_YET:
         return []
     names = re.findall(r"`([^`]+)`", proof)

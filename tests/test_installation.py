@@ -1,4 +1,4 @@
-"""What ``pip install "lagom-spark[spark]"`` brings is enough, alone, to run on Spark."""
+"""``pip install "lagom-spark[spark]"`` alone is enough to run on Spark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def requirements(extra: str) -> list[Requirement]:
-    """What the project asks for with ``extra``, as its file says now."""
+    """Return the project's requirements for ``extra``, from its file."""
     tomllib: Any = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"][extra])]

@@ -31,7 +31,7 @@ from tests.ranks import alone, run_ranks
 LEVELS = (0, 1, 2, 3)
 WORLDS = (1, 2, 3)
 WIDTH = 72
-"""Its square is a parameter that level 3 shares out."""
+"""Width of the layers; its square is a parameter that level 3 shards."""
 Cell = tuple[int, str, torch.dtype]
 """Level, optimizer and type of numbers."""
 

@@ -258,7 +258,7 @@ CHECKS: dict[str, dict[str, Check | str]] = {
         "`DeepspeedTorchDistributor(deepspeedConfig=...)`": ("tests/test_levels.py::test_on_deepspeed"),
     },
 }
-"""By page and first cell of a line: what is run here, or the test that shows it."""
+"""For each page and first cell of a row, the check that runs here, or the name of the test that shows it."""
 
 
 EVERY = dict.fromkeys(check for checks in CHECKS.values() for check in checks.values())

@@ -1,4 +1,4 @@
-"""Where lagom reads a pickle, kept by reading the source: a pickle runs whatever its sender wants."""
+"""Lists the places where lagom reads a pickle, by reading the source: a pickle can run any code of its sender."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALLOWED = {
     "rank",
     "compat/horovod/broadcasting.py::allgather_object": "the same",
 }
-"""By file and function, why what is read there is not a stranger's."""
+"""For each file and function, why its pickles cannot come from a stranger."""
 _READS = {"loads", "load", "Unpickler"}
 _MODULES = {"pickle", "cloudpickle", "dill", "torch", "_Unpickler", "untyped"}
 

@@ -1,4 +1,4 @@
-"""What a program prints is shown once, as plain python shows it."""
+"""A program's output is shown once, as plain Python shows it."""
 
 from __future__ import annotations
 

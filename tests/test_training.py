@@ -124,7 +124,7 @@ def test_metrics_of_a_test_set_are_those_of_one_process(world_size: int) -> None
 
 
 def test_a_loader_and_a_model_of_the_notebook_are_shared_out_and_synchronised() -> None:
-    """Both exist before the call and reach the function as globals would: inside it, by pickle."""
+    """They exist before the call, and reach the function by pickle, as its globals do."""
     model = network()
     loader = DataLoader(DATA, batch_size=7, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -35,7 +35,7 @@ TYPES = (
     torch.int8,
     torch.uint8,
 )
-"""Those that gloo reduces."""
+"""Types that gloo can reduce."""
 OPERATIONS = ("SUM", "MIN", "MAX", "PRODUCT")
 KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "reduce", "gather", "scatter")
 COUNTS = (0, 1, 7, 1000, 150_001)
@@ -68,7 +68,7 @@ def laid_out(one: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """So small that all types have their sums and products exactly."""
+    """Return numbers so small that sums and products are exact in all types."""
     generator = torch.Generator().manual_seed(31 * rank + count)
     return torch.randint(0 if dtype == torch.uint8 else -1, 3, (count,), generator=generator).to(dtype)
 

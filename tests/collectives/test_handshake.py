@@ -34,7 +34,7 @@ def dial(listener: socket.socket) -> socket.socket:
 
 
 def first(listener: socket.socket, timeout_s: float = 30.0) -> tuple[int, socket.socket]:
-    """Who is let in."""
+    """Return the first rank that is let in, and its socket."""
     ranks = admit([listener], KEY, timeout_s)
     try:
         return next(ranks)

@@ -50,7 +50,7 @@ def table(tmp_path: Path) -> Path:
 
 
 def trained(table: Path, **switches: str) -> Any:
-    """What each rank has: its weights, and whether it loaded the compiled part, and decodes pages with it."""
+    """Train; return the weights, and whether the rank loaded the compiled part and decodes pages with it."""
     command = [sys.executable, "-c", PROGRAM, str(table)]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | switches
     ended = subprocess.run(command, capture_output=True, check=False, timeout=120, env=env, cwd=ROOT, text=True)

@@ -32,7 +32,7 @@ def program(function: Callable[[], Any]) -> Callable[[Session], Any]:
 
 
 def run_checks(checks: Sequence[Check], world_size: int) -> Mapping[str, str]:
-    """What went wrong in each check, by its name: a traceback, "" for nothing."""
+    """Run all checks, and return the traceback of each by its name, or ""."""
 
     def everything() -> dict[str, str]:
         hvd.init()
@@ -51,7 +51,7 @@ def _outcome(check: Check) -> str:
 
 
 def checked(checks: Sequence[Check]) -> Callable[[str, int], None]:
-    """What a parametrized test calls with the name of a check and a world size."""
+    """Make the function that a parametrized test calls with the name of a check and a world size."""
     outcomes = functools.cache(functools.partial(run_checks, tuple(checks)))
 
     def test(name: str, world_size: int) -> None:

@@ -25,7 +25,7 @@ class Line(nn.Module):
         self.unused = nn.Parameter(torch.tensor(7.0, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of ``x`` (2,): weights' gradients are x, the bias's is 1."""
+        """Compute for ``x`` of shape (2,); the weights' gradients are x, the bias's is 1."""
         return (self.weight * x).sum() + self.bias
 
 

@@ -29,7 +29,7 @@ Y = X.sum(1, keepdim=True)
 
 @pytest.fixture(autouse=True)
 def finders() -> Iterator[None]:
-    """What tests do to imports is undone, also for those that come after."""
+    """Undo a test's changes to imports."""
     lagom.compat.horovod.install()
     yield
     lagom.compat.horovod.remove()

@@ -35,14 +35,14 @@ def served() -> Iterator[None]:
 
 
 class Line(torch.nn.Module):
-    """From points (B, 2) to numbers (B,)."""
+    """Maps points of shape (B, 2) to numbers of shape (B,)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(2, 1, dtype=torch.float64)
 
     def forward(self, points: Any) -> Any:
-        """Of shape (B,)."""
+        """Return numbers of shape (B,)."""
         return self.layer(points).squeeze(1)
 
 

@@ -1,4 +1,4 @@
-"""What is in ``csrc/tests``: ranks as threads, and damaged pages, under AddressSanitizer and ThreadSanitizer."""
+"""Runs ``csrc/tests``: ranks as threads, and damaged pages, under AddressSanitizer and ThreadSanitizer."""
 
 from __future__ import annotations
 

@@ -16,26 +16,26 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 Fault = Callable[[str, int], str | None]
-"""Of a key and how often it was asked for: "500", "slow", "reset" (in the body), "cut" (too short), or None."""
+"""Chooses a fault by key and number of requests: "500", "slow", "reset" (in the body), "cut" (too short), or None."""
 
 
 @dataclass
 class Store:
-    """What is served, and what has been."""
+    """Serves a folder, and counts the requests."""
 
     folder: Path
     port: int = 0
     fault: Fault = lambda key, number: None
     is_open: bool = True
-    """Else nobody has the right to anything."""
+    """Whether requests are allowed; if not, all are refused."""
     gets: dict[str, int] = field(default_factory=dict)
     """Requests for the contents of each key, failed ones among them."""
     num_bytes: int = 0
-    """Of contents that were sent."""
+    """Bytes of contents that were sent."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def url(self, key: str = "") -> str:
-        """For pyarrow, with all it has to know."""
+        """Return the URL of ``key`` for pyarrow, with endpoint and credentials."""
         endpoint = urllib.parse.quote(f"http://127.0.0.1:{self.port}", safe="")
         return f"s3://key:secret@bucket/{key}?region=us-east-1&scheme=http&endpoint_override={endpoint}"
 

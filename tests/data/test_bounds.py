@@ -1,4 +1,4 @@
-"""What reading costs: bytes from storage over all ranks, and memory in each."""
+"""Limits of reading: bytes from storage over all ranks, and memory in each rank."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_process_needs_the_window_and_what_allocators_keep(tmp_path: Path) -> 
 
 
 def memory(name: str) -> int:
-    """Of this process, in MB."""
+    """Return the memory of this process in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) >> 10
 

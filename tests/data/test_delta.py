@@ -20,7 +20,7 @@ from lagom.errors import DataError, LagomError
 
 WRITTEN = Path(__file__).parent / "delta_1_6"
 IDS = [0, 2, 4, 16, 18, 19, 20, 22, 24, 26, 28, 29]
-"""What deltalake reads of it."""
+"""Values that deltalake reads from the table."""
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_the_current_rows_come_with_the_types_of_the_schema(table: Path) -> None
 
 @pytest.mark.parametrize("has_hint", [True, False])
 def test_a_table_in_any_file_system_is_read(table: Path, has_hint: bool) -> None:
-    """Its log is copied to where deltalake reads it, from the last checkpoint on where something says which that is."""
+    """lagom copies the log to a local folder, from the last checkpoint on if the table names it."""
     if not has_hint:
         (table / "_delta_log" / "_last_checkpoint").unlink()
     memory = MemoryFileSystem()

@@ -59,7 +59,7 @@ def test_a_table_in_a_store_is_read_here_and_in_workers(store: Store, num_worker
 
 
 def test_an_object_that_is_written_over_with_as_many_bytes_is_an_error(store: Store, tmp_path: Path) -> None:
-    """Also where the data set has travelled; the time of writing is what tells."""
+    """The time of writing shows it, also after the data set was pickled."""
     dataset = pickle.loads(pickle.dumps(ParquetDataset(store.url("table"))))
     assert rows(dataset) == list(range(900))
     path = tmp_path / "table" / "part-002.parquet"

@@ -173,7 +173,7 @@ def alike(folder: Path, field: UnischemaField, **options: Any) -> int:
 ARRAYS = [np.arange(6, dtype=np.int16).reshape(2, 3) + n for n in range(40)]
 CELLS = [cell(array) for array in ARRAYS]
 SECOND = b"\x93NUMPY\x02\x00" + (len(CELLS[33]) - 22).to_bytes(4, "little") + CELLS[33][10:]
-"""With a header of numpy's second format."""
+"""A cell with a header in version 2 of numpy's format."""
 
 
 @pytest.mark.parametrize(

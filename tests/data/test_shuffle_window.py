@@ -48,7 +48,7 @@ def test_wide_narrow_and_text_columns_stay_together(tmp_path: Path) -> None:
 
 
 def test_rows_that_lie_apart_are_put_in_place() -> None:
-    """As cells do that are viewed in what Arrow read, behind a header each."""
+    """Cells that are views of Arrow's memory have gaps, since each follows a header."""
     read = np.arange(6 * 200, dtype=np.uint8).reshape(6, 200)
     made = ShuffleWindow(np.array([5, 0, 3, 1, 4, 2]), ReusedArrays())
     for first in (4, 0, 2):

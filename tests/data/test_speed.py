@@ -1,4 +1,4 @@
-"""What reading takes of the processor, beside what pyarrow takes for the same rows."""
+"""Processor time of reading, compared with pyarrow's for the same rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 400_000
 @pytest.mark.soak
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_pass_takes_little_more_than_a_scan(tmp_path: Path, shuffle: bool) -> None:
-    """Of processor time over all threads, which others on the machine change less than the time of day."""
+    """Compare processor time over all threads, which other load changes less than wall time."""
     random = np.random.default_rng(0)
     columns = {f"c{n}": random.standard_normal(ROWS).astype(np.float32) for n in range(20)}
     path = tmp_path / "part-0.parquet"

@@ -40,7 +40,7 @@ def schema() -> Any:
 
 
 def row(number: int) -> dict[str, Any]:
-    """What is in row ``number``."""
+    """Return row ``number``."""
     random = np.random.RandomState(number)
     return {
         "id": number,

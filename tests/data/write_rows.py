@@ -26,7 +26,7 @@ def schema() -> Any:
 
 
 def image(number: int) -> Any:
-    """What is in row ``number``."""
+    """Return the image in row ``number``."""
     return np.sin(np.arange(6.0) + number).reshape(2, 3)
 
 

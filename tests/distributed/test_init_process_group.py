@@ -29,7 +29,7 @@ WORLDS = (1, 2, 3)
 
 
 def torchrun(session: Session) -> None:
-    """What torchrun does: the judge's ranks have no patches, so need an address."""
+    """Set an address as torchrun does, since the judge's ranks have no patches."""
     if session.store is not None:
         store = dist.PrefixStore("judge", session.store)
         dist.init_process_group("gloo", store=store, rank=session.rank, world_size=session.world_size)

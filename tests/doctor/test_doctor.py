@@ -17,7 +17,7 @@ from lagom.launchers import choose
 
 
 def fact(rank: int, **more: Any) -> dict[str, Any]:
-    """What a rank of a healthy cluster finds."""
+    """Return the facts that a rank of a healthy cluster finds."""
     return {
         "rank": rank,
         "local_rank": rank,

@@ -10,7 +10,7 @@ from lagom.host.executor_survey import _dial_all, _others
 
 
 def task(number: int, host: str = "a", **more: Any) -> dict[str, Any]:
-    """What a task of a healthy cluster tells."""
+    """Return the answer of a task in a healthy cluster."""
     seen = {"task": number, "host": host, "python": "3.11.7", "executable": "/usr/bin/python3", "torch": "2.13.0+cpu"}
     return seen | {"ip": "10.0.0.1", "no_address": "", "unreached": []} | more
 

@@ -18,7 +18,7 @@ NAMES = ["a", "b", "old", "old/x", "old/y", "old/deep/z", "new", "new/c", "new/d
 
 
 def tree(folder: Path) -> dict[str, Any]:
-    """What is in ``folder``: contents of files, targets of links, None for directories."""
+    """Return the entries of ``folder``: contents of files, targets of links, None for directories."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show. Skipped where there is none."""
+"""Tests that need a CUDA device; skipped without one."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_gradients_on_the_gpu_are_averaged_by_nccl() -> None:
 
 
 def test_parameters_on_the_gpu_are_let_go_of_and_gathered_by_nccl() -> None:
-    """With ``zero_lvl=3``, on the one rank that there is: their memory is the device's again while nothing needs it."""
+    """At ``zero_lvl=3`` with one rank: their memory is the device's again while nothing needs it."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), 0, 1, timedelta(seconds=60))
     nccl: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), 0, 1, dist.ProcessGroupNCCL.Options())

@@ -21,13 +21,13 @@ SHAPES = ((120, 400), (10, 20), (50,), ())
 
 
 def constants(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """What the gradients of a rank are to be, in a step."""
+    """Return the gradients that a rank shall have in a step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
 def averaged(session: Session, own: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:
-    """What becomes of gradients that are ``own`` on this rank."""
+    """Run a backward whose gradients are ``own`` on this rank; return the averages."""
     for one in parameters:
         one.grad = None
     torch.stack([(p * c).sum() for p, c in zip(parameters, own, strict=True)]).sum().backward()
@@ -43,7 +43,7 @@ def steps(number: int = 1, dtype: torch.dtype = torch.float32) -> Callable[[Sess
 
 
 def the_same(results: list[Any]) -> Any:
-    """What all ranks returned, bit for bit."""
+    """Check that all ranks returned the same bits, and return rank 0's result."""
     for other in results[1:]:
         for mine, theirs in zip(results[0], other, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
@@ -68,7 +68,7 @@ def test_halves_are_added_as_single_precision(compression: str, dtype: torch.dty
 
 
 def adasum(a: Tensor, b: Tensor) -> Tensor:
-    """Of two gradients, by the published formula."""
+    """Combine two gradients by the published formula."""
     dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
     return (1 - dot / (2 * aa)) * a + (1 - dot / (2 * bb)) * b
 
@@ -89,7 +89,7 @@ def test_adasum_is_the_published_formula_over_a_tree(world_size: int) -> None:
 
 @pytest.mark.parametrize("zero_lvl", [0, 2])
 def test_every_backward_of_a_loop_that_accumulates_is_combined_by_itself(zero_lvl: int) -> None:
-    """From the first step to the last: what Adasum makes of a sum is not the sum of what it makes."""
+    """Adasum is not linear, so no backward may be postponed, from the first step to the last."""
     num_steps = 6  # an ordinary average is put off from the third or so on
 
     def run(session: Session) -> Any:
@@ -215,7 +215,7 @@ def test_halves_are_half_of_what_is_sent_and_thin_matrices_much_less() -> None:
 
 
 class Network(nn.Module):
-    """With BatchNorm, a matrix that is worth compressing, and one that is too large for the signature's message."""
+    """A model with BatchNorm, a matrix worth compressing, and one too large for the signature's message."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ class Host:
     command: tuple[str, ...]
     """Put before a command, runs it there."""
     device: str
-    """Its end of the wire on this side."""
+    """Name of its network device on this side."""
 
     def cut_off(self) -> None:
         """Take it off the network, for good or until ``reconnect``: nothing that it or others send arrives."""

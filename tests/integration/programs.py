@@ -1,4 +1,4 @@
-"""What the tests run on ranks, and what they need around it."""
+"""Programs that integration tests run on ranks, and functions to run them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(function: Any, world_size: int | None = None, **config: Any) -> Result:
 
 
 def place() -> tuple[int, int]:
-    """Where this rank stands."""
+    """Return this rank's place."""
     return lagom.rank(), lagom.world_size()
 
 
@@ -165,7 +165,7 @@ def leave() -> None:
 
 
 def return_a_lock() -> Any:
-    """Something that nobody can pickle, from rank 1."""
+    """Return a lock from rank 1, which cannot be pickled."""
     return {"lock": threading.Lock()} if lagom.rank() == 1 else {"lock": None}
 
 
@@ -202,7 +202,7 @@ def same_weights(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
 
 
 def plain_weights() -> dict[str, Any]:
-    """What ``train`` gives in a plain call."""
+    """Return the weights that ``train`` gives in a plain call."""
     torch.manual_seed(0)
     return train(Net, points())
 

@@ -100,7 +100,7 @@ def test_processes_of_the_ranks_meet_at_the_masters_port() -> None:
 
 
 def run(folder: Path, form: str, *python: str) -> str:
-    """What the script prints, which must end well."""
+    """Run the script, check that it succeeds, and return its output."""
     folder.mkdir()
     script = str(Path(programs.__file__))
     done = subprocess.run(

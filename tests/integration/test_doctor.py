@@ -21,7 +21,7 @@ def on(kind: str, soak: bool = False) -> pytest.MarkDecorator:
 
 
 def found_on(world_size: int) -> dict[str, Finding]:
-    """What ``visit`` finds, by what it is about."""
+    """Return the findings of ``visit``, by subject."""
     found = visit(TorchDistributedConfig(launcher="spark", world_size=world_size))
     print(print_findings(found))
     return {one.what: one for one in found}

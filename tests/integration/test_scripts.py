@@ -175,7 +175,7 @@ def test_ctrl_c_in_a_terminal_leaves_the_session_usable(tmp_path: Path) -> None:
 
 
 def run_script(folder: Path, session: str, text: str, *, activated: bool = True) -> str:
-    """What the script prints."""
+    """Run the script, and return its output."""
     process = start_script(folder, session, text, activated=activated)
     try:
         output, _ = process.communicate(timeout=120)

@@ -27,7 +27,7 @@ _WORD = "a word that nobody else is to read"
 
 @pytest.fixture
 def secret(monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """That of the next run."""
+    """Set the secret of the next run, and return it."""
     known = secrets.token_bytes(32)
     begin = DriverServer.__init__
 

@@ -106,7 +106,7 @@ def test_another_user_of_the_machine_gets_at_nothing_of_a_run() -> None:
 
 
 def as_nobody(host_process: int) -> list[str]:
-    """What a process of another user, beside the ranks that ``host_process`` holds, can do to them."""
+    """Try, as a process of another user, to reach the ranks of ``host_process``."""
     ranks = Path(f"/proc/{host_process}/task/{host_process}/children").read_text().split()
     pids = [host_process, *map(int, ranks)]
     doors = listening(pids)

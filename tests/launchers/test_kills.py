@@ -82,7 +82,7 @@ class Runs:
         self.server = int(self.heard(60.0).split()[1])
 
     def wait(self) -> None:
-        """Until both ranks have all that they start."""
+        """Wait until both ranks have started all their processes."""
         assert within(60.0, lambda: len(self.pids_with("sleep")) >= 4 and len(self.shared()) >= 2)
         time.sleep(0.5)
 
@@ -91,7 +91,7 @@ class Runs:
         return children(self.server)[0]
 
     def ranks(self) -> list[int]:
-        """Its ranks."""
+        """Return the process ids of the ranks."""
         return children(self.host())
 
     def victims(self) -> list[int]:
@@ -100,7 +100,7 @@ class Runs:
         return [self.process.pid, self.server, *sorted(pids)]
 
     def heard(self, seconds: float = GONE_S) -> str:
-        """What the driver says next; empty where it says nothing in time."""
+        """Return the driver's next line of output; "" if none comes in time."""
         assert self.process.stdout is not None
         there, _, _ = select.select([self.process.stdout], [], [], seconds)
         return self.process.stdout.readline().strip() if there else ""
@@ -112,7 +112,7 @@ class Runs:
         return [pid for pid in found if pid not in kept and self.marker.encode() in read(f"/proc/{pid}/environ")]
 
     def pids_with(self, name: str) -> list[int]:
-        """Those that run that program."""
+        """Return the processes of the run that execute the program ``name``."""
         return [pid for pid in self.pids() if read(f"/proc/{pid}/comm") == f"{name}\n".encode()]
 
     def shared(self) -> list[str]:
@@ -120,7 +120,7 @@ class Runs:
         return [name for name in os.listdir("/dev/shm") if name.startswith(f"psm_{self.folder.name}")]
 
     def left(self) -> list[str]:
-        """What there is of the run."""
+        """List the processes, files and shared memory that the run has left."""
         processes = [f"{pid} {read(f'/proc/{pid}/cmdline').decode()[:80]}" for pid in self.pids()]
         base = str(self.folder / f"lagom-{os.getuid()}")
         files = [f"{top}/{name}" for top, folders, names in os.walk(self.folder) for name in (*folders, *names)]

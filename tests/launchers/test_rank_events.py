@@ -1,4 +1,4 @@
-"""What waits to be shown takes no more memory than it may."""
+"""Output that waits to be shown stays within its memory limit."""
 
 from __future__ import annotations
 

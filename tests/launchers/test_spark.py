@@ -1,4 +1,4 @@
-"""What becomes of Spark's own failures; what needs a cluster is in tests/integration."""
+"""Failures of Spark itself; tests that need a cluster are in tests/integration."""
 
 from __future__ import annotations
 

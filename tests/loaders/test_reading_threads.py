@@ -130,7 +130,7 @@ def test_batches_read_in_a_thread_are_those_of_one_process(batches: Batches, wor
 
 
 def test_ranks_agree_on_batches_while_the_main_thread_draws_as_well() -> None:
-    """What one process does there is up to its threads; each sample is used once all the same."""
+    """The order depends on the threads, as in one process; but each sample is used once."""
 
     def run(session: Session) -> Any:
         drop, model, seen = torch.nn.Dropout(0.5), torch.nn.Linear(1, 1), []
@@ -256,7 +256,7 @@ def _waits_in_vain(hparams: dict[str, Any]) -> None:
 
 
 def _leaves_a_thread_reading() -> int:
-    """Its thread has more batches for a program that has ended."""
+    """Return while its thread still has batches to read."""
     ready: queue.Queue[Any] = queue.Queue(1)
 
     def read() -> None:

@@ -1,4 +1,4 @@
-"""What plan_memory says, against what ranks hold."""
+"""Compares ``plan_memory`` with the memory that ranks hold."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _PATIENCE_S = 50.0
 
 @dataclass
 class Cell:
-    """What came of a cell so far."""
+    """The output of a cell so far."""
 
     id: str
     streams: dict[str, str] = field(default_factory=lambda: {"stdout": "", "stderr": ""})
@@ -33,12 +33,12 @@ class Cell:
 
     @property
     def out(self) -> str:
-        """What it wrote to standard output."""
+        """Text that the cell wrote to standard output."""
         return self.streams["stdout"]
 
     @property
     def err(self) -> str:
-        """What it wrote to standard error."""
+        """Text that the cell wrote to standard error."""
         return self.streams["stderr"]
 
 
@@ -95,7 +95,7 @@ class Notebook:
             raise TimeoutError(f"the cell is not done after {patience_s:.0f} s:\n{cell.out}\n{cell.err}") from None
 
     def interrupt(self) -> None:
-        """What the square button does."""
+        """Interrupt the kernel, as the notebook's stop button does."""
         self._kernel.interrupt_kernel()
 
     def _take(self, cell: Cell, message: dict[str, Any]) -> None:

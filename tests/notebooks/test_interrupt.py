@@ -52,7 +52,7 @@ while tracker.getActiveJobsIds():
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """With the program's cell run, in a folder of its own."""
+    """A notebook in a folder of its own, after the program's cell."""
     folder = tmp_path_factory.mktemp("notebook")
     (folder / "pids").mkdir()
     with Notebook(folder) as found:

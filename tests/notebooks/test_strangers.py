@@ -1,4 +1,4 @@
-"""What people do in notebooks, beside training: each is a cell in a real kernel."""
+"""Things that people do in notebooks beside training, each in a cell of a real kernel."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def go(function, **more):
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """With the program's cell run."""
+    """A notebook after the program's cell."""
     with Notebook(tmp_path_factory.mktemp("notebook")) as found:
         assert found.run(PROGRAM).error == ""
         yield found
 
 
 def value(notebook: Notebook, text: str) -> str:
-    """That of the cell's last line."""
+    """Return the value of the cell's last line."""
     cell = notebook.run(text)
     assert cell.error == "", cell.traceback
     return cell.value["text/plain"]

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run, executed in a real kernel and drawn by a real browser."""
+"""The display of a run in a notebook, executed in a real kernel and drawn by a real browser."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config(**hparams):
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """With the program's cell run."""
+    """A notebook after the program's cell."""
     with Notebook(tmp_path_factory.mktemp("notebook")) as found:
         assert found.run(PROGRAM).error == ""
         yield found
@@ -73,7 +73,7 @@ def test_the_table_of_a_run_that_failed_says_so(notebook: Notebook) -> None:
 
 
 def test_a_front_end_that_renews_nothing_has_the_lines_and_the_result(notebook: Notebook) -> None:
-    """Of the table it keeps the first state; all else is said on standard error, and by the result."""
+    """It keeps the table's first state; standard error and the result show everything else."""
     cell = notebook.run("result = experiment.lagom(train, config()); print(result)")
     assert "lagom: train: 2 ranks on this machine" in cell.err
     assert "Result of train: 2 ranks on this machine" in cell.out

@@ -25,7 +25,7 @@ class Around(Optimizer):
         super().__init__(inner.param_groups, {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """It does nothing."""
+        """Do nothing."""
 
 
 @pytest.mark.parametrize(("world_size", "zero_lvl"), [(1, 0), (3, 0), (2, 2)])

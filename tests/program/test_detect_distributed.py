@@ -50,7 +50,7 @@ def by_mesh() -> Any:
 
 
 class Trainer:
-    """Its method is looked up by the caller."""
+    """A class whose method the caller looks up."""
 
     def fit(self) -> None:
         """Train."""

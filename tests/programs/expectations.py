@@ -1,4 +1,4 @@
-"""What is expected of each program under ``batches="split"``; under "whole", all equal the plain run."""
+"""Expected results of each program with ``batches="split"``; with "whole", all equal the plain run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Case:
     ``error``: the ranks cannot go on, and say why.
     """
     why: str = ""
-    """Of what is not equal: the reason; of an error or a warning what its text has."""
+    """Reason for a difference; for an error or a warning, a part of its text."""
     prints: Literal["equal", "own"] = "equal"
     """``own``: rank 0 prints numbers of its own share, such as a running loss, in the same words."""
     says: Literal["", "a mean with weights of its own", "a sum over a batch"] = ""
-    """What a line says of the loss."""
+    """Part of the warning about the loss."""
     shared: bool = True
     """Whether there is a loader to share out; without one every rank does all of the work, and all is equal."""
 

@@ -1,4 +1,4 @@
-"""Only the hardest half of each batch counts."""
+"""Trains on the hardest half of each batch only."""
 
 from __future__ import annotations
 

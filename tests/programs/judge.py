@@ -30,9 +30,9 @@ from tests.ranks import alone, run_ranks
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-12
-"""Of weights and returned numbers, relative to the larger of 1 and the number."""
+"""Tolerance for weights and returned numbers, relative to the larger of 1 and the number."""
 PRINTED = 1e-9
-"""Of printed numbers, which are rounded."""
+"""Tolerance for printed numbers, which are rounded."""
 PROGRAMS = {
     path.stem: importlib.import_module(f"tests.programs.{path.stem}")
     for path in sorted(HERE.glob("*.py"))
@@ -47,12 +47,12 @@ class Pass(NamedTuple):
 
     with_gradients: bool
     batches: list[list[int]]
-    """Of each, the indices fetched."""
+    """For each batch, the indices that were fetched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one rank did."""
+    """Everything that one rank did and printed."""
 
     value: Any
     text: str
@@ -60,14 +60,14 @@ class Seen:
     left: list[str]
     """Processes that it left running."""
     said: str
-    """What lagom logged."""
+    """Text that lagom logged."""
     num_gathered: int
     """Outputs of sliced forwards that were made whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run did: its ranks, and the files that were there when it ended."""
+    """The ranks of a run, and the files that exist at its end."""
 
     ranks: list[Seen]
     files: dict[str, bytes]
@@ -195,7 +195,7 @@ def _counted_gathers() -> Iterator[list[None]]:
 
 
 def differences(found: Any, wanted: Any, where: str = "value", tolerance: float = TOLERANCE) -> list[str]:
-    """How ``found`` differs from ``wanted``, a line each: numbers by more than ``tolerance``, the rest at all."""
+    """List how ``found`` differs from ``wanted``: numbers by more than ``tolerance``, other values at all."""
     if type(found) is not type(wanted):
         return [f"{where} is a {type(found).__name__}, not a {type(wanted).__name__}"]
     if isinstance(wanted, nn.Module):
@@ -230,7 +230,7 @@ def _tensor_differences(found: torch.Tensor, wanted: torch.Tensor, where: str, t
 
 
 def text_differences(found: str, wanted: str) -> list[str]:
-    """How a printed text differs: numbers by more than ``PRINTED``, the rest at all."""
+    """List the differences of printed texts: numbers by more than ``PRINTED``, other text at all."""
     if words(found) != words(wanted):
         return [f"the text is {found!r}, not {wanted!r}"]
     pairs = zip(_NUMBER.findall(found), _NUMBER.findall(wanted), strict=True)
@@ -243,7 +243,7 @@ def words(text: str) -> str:
 
 
 def file_differences(found: Mapping[str, bytes], wanted: Mapping[str, bytes]) -> list[str]:
-    """How files differ, by name and content."""
+    """List the differences of files, by name and content."""
     if found.keys() != wanted.keys():
         return [f"the files are {sorted(found)}, not {sorted(wanted)}"]
     return [line for name in wanted for line in _content_differences(name, found[name], wanted[name])]
@@ -259,7 +259,7 @@ def _content_differences(name: str, found: bytes, wanted: bytes) -> list[str]:
 
 
 def sharing(ranks: list[Seen], plain: list[Pass], *, same_order: bool = True) -> list[str]:
-    """For each pass over a loader with gradients, whether it was "shared" out or "replicated"; the others are this.
+    """Return for each training pass whether it was "shared" or "replicated"; other passes are replicated.
 
     Raises:
         AssertionError: when in any batch (in any pass, without ``same_order``) samples are not those of the plain run,
@@ -286,7 +286,7 @@ def sharing(ranks: list[Seen], plain: list[Pass], *, same_order: bool = True) ->
 
 
 def by_share(criterion: Callable[..., torch.Tensor], world_size: int) -> Callable[..., torch.Tensor]:
-    """What "split" makes of a criterion: the mean of its values on the ranks' shares, weighted by their samples."""
+    """Compute a criterion as "split" does: the mean of its values on the ranks' shares, weighted by samples."""
 
     def of_shares(*batch: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
@@ -299,7 +299,7 @@ def by_share(criterion: Callable[..., torch.Tensor], world_size: int) -> Callabl
 
 
 def as_script(program: str, arguments: list[str]) -> tuple[str, dict[str, bytes]]:
-    """What ``python program.py arguments...`` prints and writes, in a process forked for it."""
+    """Run ``python program.py arguments...`` in a forked process; return what it prints and writes."""
     import runpy
 
     def body(_: object) -> str:

@@ -38,7 +38,7 @@ SAID = {
 TOLERANCE = 2e-5
 """Relative, of float32, which keras and transformers compute in; the programs round what they print."""
 _TIMES = re.compile(r'^.*(runtime|per_second|real_accelerator).*\n?|"dur": [^,}]*', re.MULTILINE)
-"""What no two runs have in common."""
+"""Matches lines that differ between any two runs."""
 _LOSS = re.compile(r"""(['"])(train_loss|loss|total_flos)\1: ['"]?[\d.]+""")
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 
 class Run(NamedTuple):
-    """What came of a program."""
+    """The result of a program."""
 
     code: int
     out: str
@@ -102,7 +102,7 @@ def without_running_losses(run: Run) -> Run:
 
 
 def differences(found: Run, wanted: Run) -> list[str]:
-    """How a run differs, in what it prints and in its files, which have to be read to be compared."""
+    """List the differences of a run in its output and in the contents of its files."""
     lines = _of_text("the output", found.out, wanted.out)
     if found.files.keys() != wanted.files.keys():
         return [*lines, f"the files are {sorted(found.files)}, not {sorted(wanted.files)}"]
@@ -127,7 +127,7 @@ def _of_content(name: str, found: bytes, wanted: bytes) -> list[str]:
 
 
 def _of_tensors(name: str, found: bytes, wanted: bytes) -> list[str]:
-    """Of safetensors: 8 bytes of length, as much of JSON, and numbers."""
+    """Read a safetensors file: 8 bytes with the length of the JSON, the JSON, and numbers."""
     size = int.from_bytes(wanted[:8], "little") + 8
     if found[:size] != wanted[:size] or len(found) != len(wanted):
         return [f"{name} holds other tensors"]

@@ -21,7 +21,7 @@ FIRST = {case.program: case for case in reversed(CASES)}
     [pytest.param(case, id=name, marks=() if name in AS_SCRIPTS else pytest.mark.soak) for name, case in FIRST.items()],
 )
 def test_a_script_on_two_ranks(case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """With the setting that is right for it: "whole" where "split" does not give the numbers of one process."""
+    """Use the right setting: "whole" if "split" does not give the numbers of one process."""
     whole = case.split != "equal"
     text, files = judge.as_script(case.program, [])
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -52,7 +52,7 @@ def test_a_script_that_cannot_be_split_exits_with_its_error(
 
 
 def test_one_rank_is_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both in processes of their own, as typed: the same text and the same bytes."""
+    """Run both as a user would, in processes of their own: text and bytes are equal."""
     found = []
     for python in ([], ["-m", "lagom.cli", "run", "-n", "1"]):
         with judge.scratch() as folder:

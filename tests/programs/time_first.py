@@ -26,7 +26,7 @@ class Last(nn.Module):
 
 
 class Each(nn.Module):
-    """Its outputs are laid out like its inputs, time first."""
+    """A module with time as the first dimension of inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()

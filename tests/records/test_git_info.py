@@ -1,4 +1,4 @@
-"""What is kept of the program's state in git."""
+"""The record of the program's state in git."""
 
 from __future__ import annotations
 

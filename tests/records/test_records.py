@@ -1,4 +1,4 @@
-"""What is kept of a run: its folder, what stands in it, and the page made from it."""
+"""The records of a run: its folder, the files in it, and the page made from them."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_a_long_run_does_not_keep_every_report(tmp_path: Path, monkeypatch: pyte
 
 
 class Page(HTMLParser):
-    """What a page would load from elsewhere, and whether its elements are closed."""
+    """Finds what a page would load from elsewhere, and whether its elements are closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ from lagom.result import Result
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """Of a folder in fsspec's memory."""
+    """Return the URL of a folder in fsspec's memory."""
     place = f"memory://lagom-{uuid.uuid4().hex}/runs"
     yield place
     system, path = fsspec.core.url_to_fs(place)

@@ -272,7 +272,7 @@ def test_modules_are_changed_when_they_are_imported(tmp_path: Path, monkeypatch:
 
 
 class Server(BaseHTTPRequestHandler):
-    """As much of MLflow's tracking server as a small program asks for; counts what comes."""
+    """A small part of MLflow's tracking server, which counts requests."""
 
     counts: ClassVar[Counter[str]] = Counter()
     lock = threading.Lock()
@@ -308,7 +308,7 @@ class Server(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PATCH = answer
 
     def log_message(self, *args: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ class Counted(LocalFileSystem):  # type: ignore[misc]
 
 
 def log(_: Session) -> tuple[bool, str]:
-    """As a program that knows of no rank; whether anything was written at the URL, and what the writer says of it."""
+    """Log as a single-process program does; return whether the URL has files, and the writer's folder."""
     store = Counted()
     register_filesystem("counted", store)
     with SummaryWriter(URL) as writer:

@@ -46,7 +46,7 @@ def rehearsed_apart(function: Any, **settings: Any) -> Record:
 
 
 def told(record: Record) -> list[object]:
-    """What it returned, without kinds and places."""
+    """Return the recorded value, without kinds and places."""
     return [part for part in record.value if not isinstance(part, bytes)]
 
 

@@ -87,7 +87,7 @@ def exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def introduced(driver: Driver, connection: socket.socket, **hello: Any) -> tuple[bytes, FrameSeals]:
-    """What one of ours sends first, and the seals of what it sends then."""
+    """Return a rank's first message, and the seals of its next ones."""
     nonce = secrets.token_bytes(NONCE)
     keys = FrameKeys(driver.channel.secret, exactly(connection, NONCE), nonce)
     seals = FrameSeals(keys.from_rank)
@@ -282,7 +282,7 @@ def test_one_that_sends_a_byte_now_and_then_is_hung_up_on_in_time() -> None:
 
 
 def test_ten_thousand_connections_harm_nobody(driver: Driver) -> None:
-    """From another process, which keeps 2000 open at a time; this one may open few files more meanwhile."""
+    """Connect from another process, 2000 at a time, since this one may open only few more files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = len(os.listdir("/proc/self/fd"))
     lasting = driver.rank(1)

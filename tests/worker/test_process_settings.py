@@ -59,7 +59,7 @@ def set_here() -> Iterator[None]:
 
 
 def found(asked: Any) -> dict[str, Any]:
-    """What a function sees of them."""
+    """Return the settings that a function sees."""
     warnings.warn("of no interest", stacklevel=1)
     warnings.warn("this is", stacklevel=1)
     if lagom.rank() == 0:
