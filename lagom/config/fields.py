@@ -47,7 +47,7 @@ def explain_fields(cls: type[_Config]) -> type[_Config]:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """The string below each field in the source of ``cls``; empty where there is no source."""
+    """Return the docstring below each field in the source of ``cls``, by name; empty if the source is missing."""
     texts: dict[str, str] = {}
     with contextlib.suppress(OSError, TypeError):
         with open(sys.modules[cls.__module__].__file__ or "", encoding="utf-8") as file:
@@ -60,7 +60,7 @@ def field_texts(cls: type) -> dict[str, str]:
 
 
 def nearest(name: str, names: Sequence[str], similarity: float = 0.6) -> str:
-    """``; did you mean 'x'?`` where one of the ``names`` is close to ``name``, else nothing."""
+    """Return the text ``; did you mean 'x'?`` if one of ``names`` is similar to ``name``, else ""."""
     import difflib
 
     found = difflib.get_close_matches(name, names, 1, similarity)

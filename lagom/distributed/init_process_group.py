@@ -38,7 +38,7 @@ _kept: list[Any] = []
 def own_init_process_group(session: Session) -> Iterator[None]:
     """Have ``init_process_group`` make a group of lagom's ranks and turn the patches off. See Note [Joining].
 
-    What the program leaves initialised is destroyed, and what torch has set with it put back.
+    If the program leaves the group initialized, destroy it at the end, and restore the hooks that torch has set.
     """
     original = distributed_c10d.init_process_group
     was_initialized = dist.is_initialized()
@@ -47,7 +47,7 @@ def own_init_process_group(session: Session) -> Iterator[None]:
         joining = _Joining(session, original, stack)
         patched = joining.patched()
         for module in list(sys.modules.values()):
-            # Also modules that imported it by its name.
+            # Also in modules that imported the function by name.
             if getattr(module, "__dict__", {}).get("init_process_group") is original:
                 stack.enter_context(replaced(module, "init_process_group", patched))
         if session.world_size > 1:
@@ -58,8 +58,8 @@ def own_init_process_group(session: Session) -> Iterator[None]:
             succeeded = True
         finally:
             joining.over = True
-            # Where a rank failed, the others may be in the middle of an exchange, for which NCCL's destruction waits:
-            # the failure would be told late. These processes end anyway.
+            # After a failure do not destroy the group: NCCL would wait for exchanges of other ranks, which would delay
+            # the report of the failure. These processes end anyway.
             if dist.is_initialized() and not was_initialized and (succeeded or session.world_size == 1):
                 if session.world_size > 1:
                     _kept.extend(distributed_c10d._world.pg_map)

@@ -202,7 +202,7 @@ class Journal:
                 copy(kept, target)
 
     def _part(self, key: str, keep_content: bool) -> None:
-        """Give ``key`` its own file, if it is still another name of one that was put aside."""
+        """Give ``key`` a file of its own, if it is still a hard link to a file that was put aside."""
         with suppress(OSError):
             info = os.lstat(key)
             if info.st_nlink > 1 and os.path.lexists(self._inode(info)):

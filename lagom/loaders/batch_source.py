@@ -74,9 +74,9 @@ class _Dealt:
 
 
 class _Recounted:
-    """Batches of a data set with indices whose attribute ``lagom_resizes`` says that it changes the number of rows.
+    """Batches of a data set that may change the number of rows, as its attribute ``lagom_resizes`` says.
 
-    One exchange for each batch, as for a data set that shards itself, sums the rows of all ranks.
+    One exchange for each batch sums the rows of all ranks, so that shares have the right weights.
     """
 
     def __init__(self, session: Session, current: LoaderPass) -> None:

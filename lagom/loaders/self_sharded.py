@@ -100,10 +100,14 @@ class SelfShardedSource:
         return data, share
 
     def recounted(self, data: Any, share: BatchShare) -> BatchShare:
-        """Return the share of a batch by the rows that ``data`` has on all ranks, where ``share`` counts samples.
+        """Return the share of a batch whose transform has changed the number of rows; a collective.
+
+        Args:
+            data: this rank's rows, after the transform.
+            share: the share before the transform.
 
         Raises:
-            DivergenceError: when other ranks are elsewhere.
+            DivergenceError: on all ranks, if they are at different places of the program.
         """
         if not self._session.may_meet:
             self._session.say_once(_NOT_COUNTED)

@@ -91,7 +91,7 @@ class Progress:
             self.warn(f"rank 0 showed a picture; {kept}")
 
     def unheard(self) -> None:
-        """Tell that nothing will be shown of this run until it ends."""
+        """Print that executors cannot reach the driver, so that output appears only at the end of the run."""
         self._say(
             f"lagom: {self._name}: the executors of {self._where} cannot reach this process: "
             "no live output or progress; what rank 0 prints is shown at the end"

@@ -11,9 +11,10 @@ _WORTH = 0.1
 
 
 def held_up(ranks: Mapping[int, Message]) -> dict[int, float]:
-    """Return by rank the share of their time that the others wait for it, on average.
+    """Return for each rank the share of time (0 to 1) for which the other ranks wait for it, on average.
 
-    Each message has in ``waits_for`` the shares of its rank's time that it waits for others, by rank.
+    Args:
+        ranks: each rank's last message; its ``waits_for`` has the shares of time that it waits for other ranks.
     """
     others = max(len(ranks) - 1, 1)
     found = dict.fromkeys(ranks, 0.0)

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def replaced_steps(
     step_for: Callable[[type, Callable[..., Any]], Callable[..., Any]], *, existing: bool
 ) -> Iterator[None]:
-    """Have classes step otherwise from the next instance on that is made of one. Hooks stay outermost.
+    """Replace the ``step`` of each optimizer class when its next instance is made; torch's hooks still run around it.
 
     Args:
-        step_for: of a class and its own step, without torch's wrapper for hooks: the one in its place.
-        existing: those that there are at once.
+        step_for: takes a class and its original ``step`` (without torch's wrapper for hooks), and returns the new one.
+        existing: whether to replace the steps of all existing classes at once.
     """
     wrap = vars(Optimizer)["_patch_step_function"]
     ours: set[object] = set()
@@ -50,7 +50,7 @@ def replaced_steps(
 
 
 def _hooked(current: Callable[..., Any], step_for: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    # Not by hasattr: decorators of torch's copy a function's attributes, but not what they wrapped.
+    # hasattr would be wrong: some decorators of torch copy a function's attributes, but do not keep ``__wrapped__``.
     hooked = vars(current).get("hooked", False)
     inner: Callable[..., Any] = vars(current)["__wrapped__"] if hooked else current
     found: Any = Optimizer.profile_hook_step(torch._disable_dynamo(functools.wraps(inner)(step_for(inner))))

@@ -108,12 +108,12 @@ class OwnStreams:
         self._random = random.Random(self._seed).getstate()
 
     def in_forward(self) -> _InForward:
-        """Swap torch's generators, including the device's."""
+        """Return a context in which torch's generators, also the device's, draw from the rank's own stream."""
         return _InForward(self)
 
     @contextmanager
     def in_fetch(self) -> Iterator[None]:
-        """Swap the generators of torch, numpy and random."""
+        """Let torch, numpy and ``random`` draw from the rank's own streams in a block."""
         with DRAWING:
             if self._torch is None:
                 self._start()

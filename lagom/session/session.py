@@ -247,13 +247,13 @@ class Session:
             )
 
     def find_share(self, data: Any) -> BatchShare | None:
-        """Return the share of the batch that a model's input ``data`` comes from; it holds until the next batch.
+        """Return the share of the batch from which a model's input ``data`` comes, and use it from now on.
 
-        None if no such batch is known: ``data`` comes from one neither directly, nor as a view, nor through another
-        model.
+        Return None if ``data`` is not known to come from a batch: as one of its tensors, as a view of one, or as the
+        output of another model.
 
         Raises:
-            LagomError: when it has as many rows as another batch with another weight.
+            LagomError: if the batch is unknown, and several batches of this size have different weights.
         """
         self.ticks += 1
         found = self.batch_tracker.share(data)

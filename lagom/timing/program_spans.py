@@ -73,7 +73,7 @@ def _backward(spans: Spans) -> Callable[..., Any]:
 
 @contextmanager
 def _recorded_steps(spans: Spans) -> Iterator[None]:
-    """Record steps by torch's hooks of all optimizers, which leave nothing on the optimizers."""
+    """Record steps of all optimizers, with torch's global hooks, so that the optimizers themselves do not change."""
     begun: dict[int, int] = {}
 
     def begin(optimizer: Any, *_: Any) -> None:

@@ -51,7 +51,10 @@ class Answers:
         self._lock = threading.Lock()
 
     def key(self, method: str) -> str:
-        """Name the call of ``method`` that the program makes now: equal on all ranks that make it here."""
+        """Return a key for the program's present call of ``method``.
+
+        The key is equal on all ranks that make the call from the same place, for the same time.
+        """
         lines = (
             f"{os.path.basename(frame.f_code.co_filename)}:{line}"
             for frame, line in traceback.walk_stack(sys._getframe())
@@ -84,10 +87,10 @@ class Answers:
         self._notes.set(_OVER, "")
 
     def receive(self, key: str) -> Answer | None:
-        """Return rank 0's answer; None when it cannot be encoded, or rank 0 does not make the call.
+        """Return rank 0's answer to the call ``key``; None if it cannot be encoded, or rank 0 does not make the call.
 
         Raises:
-            LagomError: when rank 0 neither makes it nor ends for as long as ranks wait for each other.
+            LagomError: if rank 0 neither makes the call nor ends its program for ``TIMEOUT_S`` seconds.
         """
         timeout_s = _ALONE_S if files.has_asked() else TIMEOUT_S
         try:

@@ -74,7 +74,7 @@ _WIDTH = 118
 
 
 def _wrapped(cells: list[str]) -> Iterator[list[str]]:
-    """Yield the line, and further lines for text that does not fit the last column."""
+    """Yield the row ``cells``; if its last cell is too long, wrap that text onto further rows."""
     parts = textwrap.wrap(cells[3], 56, break_long_words=False) or [""]
     yield [*cells[:3], parts[0]]
     for part in parts[1:]:
@@ -90,7 +90,7 @@ _SIGNS = {
 
 
 def show(verification: Verification) -> None:
-    """Show it as a table in a notebook; else on standard error, with the progress of the run."""
+    """Show ``verification`` as a table in a notebook, else as text on standard error."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None and hasattr(shell, "kernel"):

@@ -145,7 +145,7 @@ def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) 
 
 
 def _levels(num_ranks: int) -> list[Level]:
-    """Compute from shapes how much of the living optimizers a rank would hold at each level."""
+    """Compute for each ``zero_lvl`` the bytes that a rank would hold, for all optimizers that exist in this process."""
     alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
     optimizers = [one for one in alive if isinstance(one, Optimizer)]
     if not optimizers:

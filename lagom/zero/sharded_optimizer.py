@@ -297,7 +297,11 @@ def _shaped(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def refuse(group: Group) -> NoReturn:
-    """Take part in another rank's ``whole`` without any state to give, and raise."""
+    """Answer another rank that gathers an optimizer's state, and raise: this rank has no such optimizer.
+
+    Raises:
+        LagomError: always.
+    """
     all_gather_values(group, None)
     raise LagomError("another rank asked for the state of an optimizer that this one does not have")
 

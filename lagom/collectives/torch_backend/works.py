@@ -141,7 +141,7 @@ class WorkThread:
         return work
 
     def prepare(self, run: Callable[[], object], result: Sequence[Tensor], source: int = -1) -> SharedWork:
-        """Return a work for ``start``."""
+        """Return a work that runs ``run``; pass it to ``start``."""
         return SharedWork(run, result, source)
 
     def start(self, work: SharedWork) -> None:

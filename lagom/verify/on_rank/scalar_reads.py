@@ -153,5 +153,5 @@ def _place() -> str | None:
 
 
 def _is_scheduler(name: str) -> bool:
-    """Return whether the file is torch's scheduler that compares a metric, which it converts to float first."""
+    """Return whether ``name`` is torch's ``lr_scheduler.py``, where ReduceLROnPlateau compares a metric."""
     return name.startswith(_TORCH) and name.endswith("lr_scheduler.py")

@@ -81,7 +81,7 @@ class ParameterStorage:
         return int.from_bytes(digest(self.bytes(self.num_bytes)), "little")
 
     def cut(self, rank: int) -> None:
-        """Update this rank's part from the whole."""
+        """Copy this rank's part out of the whole parameters into ``shard``."""
         whole, total = self.bytes(self.num_bytes), self.total()
         if self.shard is None:
             self.shard = torch.zeros(self.chunk, dtype=torch.uint8, device=whole.device)
