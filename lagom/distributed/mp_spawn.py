@@ -84,9 +84,10 @@ def _refusal(session: Session, what: str, count: int = 0) -> str:
 
 # Note [Own ranks]
 #
-# A program for one machine with several GPUs is often its own launcher: it spawns a process per GPU, and these make a
-# process group at an address that is written in the code. Each of lagom's ranks would start such a world, all at one
-# address: the first gets it, and the others' processes join it by mistake or fail. But the program says what it needs:
-# f on a number of ranks. If lagom has as many, each of its ranks calls f itself, and an error of f is raised with its
-# own type. Any other number is an error. So are processes started one by one, whose ranks nobody knows. Processes that
-# start no process group (to prepare data, say) are started as written, on every rank.
+# A program for one machine with several GPUs often starts its own ranks: it spawns a process per GPU, and these make a
+# process group at an address that is written in the code. Each of lagom's ranks would start such a group, all at the
+# same address: the first rank gets the address, and the processes of the others join its group by mistake or fail. But
+# the call shows what the program needs: f on a number of ranks. If lagom has as many ranks, each of them calls f
+# itself, and an error of f keeps its type. Any other number is an error. It is also an error to start such processes
+# one by one, since their ranks are unknown. Processes that start no process group (for example to prepare data) are
+# started as written, on every rank.

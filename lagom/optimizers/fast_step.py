@@ -1,4 +1,4 @@
-"""``fast_steps``: optimizers and loaders tell a profiler what they do only where one looks."""
+"""``fast_steps``: lets optimizers and loaders skip their profiler ranges while no profiler runs."""
 
 from __future__ import annotations
 

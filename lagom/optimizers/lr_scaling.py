@@ -72,7 +72,7 @@ def _scale(session: Session, optimizer: Optimizer) -> None:
 
 # Note [Scaled rates]
 #
-# Goyal et al., "Accurate, Large Minibatch SGD", 2017 (arXiv:1706.02677): with a batch k times as large, a rate k times
-# as high. The rate is scaled where a group is added, which is before a scheduler looks at it: all that the program
-# makes of it later, by schedulers or in proportion, is scaled with it. A rate that it sets outright is what it says, as
-# is one that a checkpoint brings.
+# Goyal et al., "Accurate, Large Minibatch SGD", 2017 (arXiv:1706.02677): if the batch is k times as large, the rate is
+# multiplied by k. lagom scales the rate when a parameter group is added, before a scheduler reads it. So rates that the
+# program later computes from it (with a scheduler, or in proportion) are scaled as well. A rate that the program sets
+# to a fixed value, or loads from a checkpoint, is not scaled.

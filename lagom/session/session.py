@@ -253,7 +253,7 @@ class Session:
         output of another model.
 
         Raises:
-            LagomError: if the batch is unknown, and several batches of this size have different weights.
+            LagomError: if the origin is unknown, and ``data`` has as many rows as a batch with another weight.
         """
         self.ticks += 1
         found = self.batch_tracker.share(data)

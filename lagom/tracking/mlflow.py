@@ -104,7 +104,7 @@ class _Tracker:
         return get_store
 
     def _direct(self, call: Callable[[], Any]) -> Any:
-        """Call what uses stores as they are; the files that rank 0 writes there are seen by all ranks of its host."""
+        """Run ``call`` with the real stores; all ranks of rank 0's host see the files that rank 0 writes there."""
         token = _is_direct.set(True)
         try:
             with files.downloading() if self._session.rank == 0 else nullcontext():
@@ -172,21 +172,20 @@ class _Store:
 
 
 _is_direct = ContextVar("_is_direct", default=False)
-"""Set while stores are used as they are."""
+"""True while code uses the real stores."""
 
 
 # Note [Stores]
 #
-# Whatever a program calls of MLflow (fluent functions, a client, a flavour's log_model, an integration of another
-# library), it comes to a store: of runs, of registered models, of artifacts. Each of these is had from a registry,
-# which makes the kind that an address asks for: files, a database, a server. So the registries are the one place that
-# holds for all of them.
+# All calls of MLflow (fluent functions, a client, a flavour's log_model, an integration of another library) end in a
+# store: of runs, of registered models, or of artifacts. MLflow gets each store from a registry, which makes the kind
+# that an address needs: files, a database, a server. So patching the registries covers all calls.
 #
-# Every rank gets a _Store. On rank 0 its calls reach the real one, and what they return goes to the other ranks (Note
-# [Answers]). On those, what logs is skipped and waits for nobody; other calls wait for rank 0's answer, so that a run's
-# id is the same everywhere, and a read is of the same moment. A rank reads the real store only to fetch artifacts, or
-# where it asks what rank 0 does not. What rank 0 writes as files (./mlruns) is not its disk's alone: the other ranks of
-# its host see it at once, as they see downloads. A method that MLflow adds later is answered by rank 0 until it is
-# named above.
+# Every rank gets a _Store. On rank 0 its calls reach the real store, and the results go to the other ranks (Note
+# [Answers]). Other ranks skip calls that log, without waiting. All their other calls wait for rank 0's answer, so that
+# a run has the same id on all ranks, and reads give the state of the same moment. Another rank reads the real store
+# only to fetch artifacts, or for a call that rank 0 does not make. Files that rank 0 writes (./mlruns) are not part of
+# its own disk only: the other ranks of its host see them at once, as they see downloads. If MLflow adds a method, rank
+# 0 answers it until it is listed above.
 #
-# What only another rank logs, after asking for its rank, is not kept either: that would need that rank's word for it.
+# If only another rank logs something, after the program has asked for its rank, it is not recorded either.

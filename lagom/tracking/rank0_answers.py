@@ -37,10 +37,10 @@ class Answer(NamedTuple):
 
 
 class Answers:
-    """Rank 0 sends them as it goes, and waits for nobody; the others wait for them. See Note [Answers].
+    """Sends rank 0's answers to the other ranks, which wait for them; rank 0 does not wait. See Note [Answers].
 
     Args:
-        package: the service's, whose own frames do not tell calls of the program apart.
+        package: the service's package, whose frames are ignored when calls of the program are identified.
     """
 
     def __init__(self, notes: SealedStore, num_readers: int, package: str) -> None:
@@ -67,7 +67,7 @@ class Answers:
         return f"answers/{hashlib.sha256(f'{place}{number}'.encode()).hexdigest()[:24]}"
 
     def give(self, key: str, arguments: str, call: Callable[[], Any]) -> Any:
-        """Call on rank 0, and send what comes of it; no more than that it was called where that cannot be encoded."""
+        """Call on rank 0, and send the result or error; if it cannot be encoded, send only that the call was made."""
         value, error = None, None
         try:
             value = call()
@@ -107,15 +107,15 @@ class Answers:
 
 # Note [Answers]
 #
-# All ranks run the same program, so all of them ask a service the same: for a new run, for the best one so far. To ask
-# once, rank 0 asks and sends what it gets, an error too, to the others. It waits for nobody: a program may well
-# guard what it asks by the rank, and then nobody comes for the answer.
+# All ranks run the same program, so all of them send the same requests to a service: for a new run, or for the best run
+# so far. lagom sends each request once: rank 0 calls the service, and sends the result or error to the other ranks.
+# Rank 0 does not wait: the program may make the call on rank 0 only, and then no other rank reads the answer.
 #
-# Which answer is whose goes by the place in the program (the lines of the innermost frames that are neither lagom's nor
-# the service's) and how often a rank has come by there. Counting alone would give a rank the answer to another question
-# where only some ranks ask. For the same reason the arguments are compared where a call only reads; where it makes
-# something, they may differ (a name with the time in it), and rank 0's hold.
+# An answer is identified by the place in the program (the lines of the innermost frames that belong neither to lagom
+# nor to the service) and by the number of earlier calls from there. A number alone would give a rank the answer to
+# another request if only some ranks make a call. For the same reason, the arguments of calls that only read are
+# compared. Arguments of calls that create something may differ (a name may contain the time); rank 0's are used.
 #
-# A rank that rank 0 never answers has gone another way. It waits as long as for an exchange, and is named by the
-# watchdog as one that stands there; or until rank 0 is at its end. Once the program has asked for its rank, it waits
-# for some seconds only, as it may have meant to ask alone.
+# A rank that gets no answer has taken another path than rank 0. It waits as long as for an exchange, and the watchdog
+# reports it; or until rank 0's program ends. Once the program has asked for its rank, a rank waits for some seconds
+# only, since the program may make the call on this rank alone.

@@ -1,4 +1,4 @@
-"""TensorBoard's events whose folder is a URL, which no disk of a rank's own keeps apart: written once, by rank 0."""
+"""``write_events_once``: lets only rank 0 write TensorBoard's events to a URL, since ranks' own disks hold no URLs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 @contextmanager
 def write_events_once(session: Session) -> Iterator[None]:
-    """Have the writers of other ranks than 0 write to a folder that goes with the run, where theirs is a URL.
+    """Patch TensorBoard's writers: on ranks other than 0, events for a URL go to a temporary folder instead.
 
-    Those that a program makes after it has asked for its rank write where it says: it may mean the ranks apart.
+    Writers that are made after the program has asked for its rank keep their URL, which may differ between ranks.
     """
     with ExitStack() as stack:
 
