@@ -106,7 +106,12 @@ class HostExchanges:
                     rows[rank, i * width : i * width + len(one)] = blocks[home, place]
 
     def _gathered(self, part: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Begin to gather a piece of each rank, by host and place there; leaders have it when the work is done."""
+        """Begin to gather ``part`` of all ranks on each host's first rank.
+
+        Returns:
+            A tensor of shape (hosts, ranks of a host, bytes), complete on first ranks when the work is done; and the
+            work, None on other ranks.
+        """
         blocks = torch.empty((len(self._homes), self._most, len(part)), dtype=torch.uint8)
         mine = torch.empty(blocks.shape[1:], dtype=torch.uint8)
         if self.near is None:

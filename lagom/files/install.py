@@ -173,6 +173,6 @@ def _kept_in_classes(calls: FileCalls, new: dict[str, Any]) -> Iterator[tuple[ob
 # tells them what rank 0 has changed there since the start.
 
 # Note [Order of a directory]
-# The order of os.listdir is the file system's. A data set made of a directory's files must have the same order on all
-# ranks. So the order is by name where ranks look at different directories: those that the program has changed, or all
-# of them when ranks are on several hosts.
+# The file system decides the order of os.listdir. A data set of a directory's files must have the same order on all
+# ranks. So lagom sorts by name if ranks may see different directories: a directory that the program has changed, or any
+# directory if ranks are on several hosts.

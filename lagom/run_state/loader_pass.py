@@ -67,7 +67,11 @@ class LoaderPass:
     """The program's use of the rows, where they are sharded because the pass seems to be training."""
 
     def publication(self) -> Publication:
-        """Return ``published``, which a pass in a thread must have."""
+        """Return ``published``, for a pass in a thread of the program.
+
+        Raises:
+            LagomError: if the pass has none.
+        """
         if self.published is None:
             raise LagomError(_NO_NAME)
         return self.published

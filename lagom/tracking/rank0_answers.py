@@ -53,7 +53,7 @@ class Answers:
     def key(self, method: str) -> str:
         """Return a key for the program's present call of ``method``.
 
-        The key is equal on all ranks that make the call from the same place, for the same time.
+        The key is equal on all ranks that make the call from the same place, after as many calls from there.
         """
         lines = (
             f"{os.path.basename(frame.f_code.co_filename)}:{line}"

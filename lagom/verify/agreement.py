@@ -135,7 +135,10 @@ def _parameters(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Com
 
 
 def _is_noise(number: int, leaf: RecordedLeaf, one: Record) -> bool:
-    """Return whether its gradients are rounding errors, as of a bias before BatchNorm; Adam makes steps of them."""
+    """Return whether the leaf's gradients are only rounding errors, like those of a bias before BatchNorm.
+
+    Adam makes full steps even from such gradients.
+    """
     found = False
     for step in one.steps:
         if number in step.gradients:

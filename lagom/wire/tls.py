@@ -82,7 +82,7 @@ def _by_program() -> str:
 
 # Note [Encryption]
 #
-# Where Spark encrypts its traffic, the channel is encrypted too: TLS, with a key and a certificate made for the run.
-# The certificate goes to the ranks inside Spark's job, which Spark encrypts, beside the secret; they trust this
-# certificate and no authority, so there is no name to check. The key stays in the driver's memory. Python's own PSK,
-# which would need no certificate, comes only with 3.13.
+# If Spark encrypts its traffic, the channel is encrypted too, by TLS with a key and a certificate made for the run. The
+# certificate travels to the ranks with the secret, inside Spark's job, which Spark encrypts. Ranks trust only this
+# certificate and no authority, so there is no host name to check. The key stays in the driver's memory. Pre-shared
+# keys, which need no certificate, are in Python's ssl only from 3.13 on.
