@@ -173,7 +173,16 @@ class View:
 
     def names(self, key: str) -> list[str]:
         """Return the names in the directory ``key``, sorted; see Note [Order of a directory] in install.py."""
-        return self.read(key, lambda place: self._names(key, place))
+
+        def look(place: str) -> list[str]:
+            found = set(os.listdir(place))
+            self.journal.log.fresh()  # A record precedes its change, so every new name seen above is recorded by now.
+            in_doubt = self.log.children.get(key, set()) | self.journal.log.children.get(key, set())
+            return sorted(
+                child for child in found | in_doubt if child not in in_doubt or self.mode(os.path.join(key, child))
+            )
+
+        return self.read(key, look)
 
     def listed(self, key: str) -> str:
         """Return a directory for C code to list: that at ``key``, or a copy with the names that the rank sees."""
@@ -196,19 +205,3 @@ class View:
                 os.mkdir(f"{top}{key}/{name}")
             elif mode:
                 os.symlink(place, f"{top}{key}/{name}")
-
-    def _names(self, key: str, place: str) -> list[str]:
-        found = set(os.listdir(place))
-        self.journal.log.fresh()  # A record precedes its change, so every new name seen above is recorded by now.
-        own, theirs = self.log, self.journal.log
-        covered = own.nearest(key) is not None
-        for child in list(theirs.children.get(key, ())):
-            kind = theirs.entries[os.path.join(key, child)].kind
-            if kind == "shared" or (kind == "aside" and not covered):
-                found.add(child)
-            elif kind == "absent" and not covered:
-                found.discard(child)
-        for child in list(own.children.get(key, ())):
-            found.add(child)
-        in_doubt = theirs.children.get(key, set()) | own.children.get(key, set())
-        return sorted(child for child in found if child not in in_doubt or self.mode(os.path.join(key, child)))
