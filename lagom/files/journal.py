@@ -193,13 +193,16 @@ class Journal:
         return f"{self._aside}inode.{info.st_dev}.{info.st_ino}"
 
     def _copy_kept(self, source: str, target: str) -> None:
-        """Keep the file ``source`` of a directory as ``target``; pipes and sockets are left out."""
-        if stat.S_ISREG(os.lstat(source).st_mode):
-            kept = self._kept(source)
-            try:
-                os.link(kept, target)
-            except OSError:
-                copy(kept, target)
+        """Keep the file ``source`` of a directory as ``target``."""
+        mode = os.lstat(source).st_mode
+        if not stat.S_ISREG(mode):
+            os.mknod(target, mode)  # a pipe or a socket
+            return
+        kept = self._kept(source)
+        try:
+            os.link(kept, target)
+        except OSError:
+            copy(kept, target)
 
     def _part(self, key: str, keep_content: bool) -> None:
         """Give ``key`` a file of its own, if it is still a hard link to a file that was put aside."""

@@ -147,6 +147,8 @@ class Overlay(View):
         partial = f"{self.folder}/partial.{os.getpid()}.{threading.get_ident()}"
         if stat.S_ISLNK(mode):
             os.symlink(self.read(key, os.readlink), partial)
+        elif not stat.S_ISREG(mode):
+            os.mknod(partial, mode)  # opening a pipe would wait for its writer
         elif keep_content:
             self.read(key, lambda place: copy(place, partial))
         else:

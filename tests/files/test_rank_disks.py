@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,24 @@ def test_any_calls_give_what_they_give_to_one_process(seed: int, first: int | No
             assert (number, repr(other).replace(text, str(plain))) == (number, repr(one)), f"rank {rank}"
         assert view == tree(plain), rank
     assert tree(shared) == tree(plain)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["rank 0 is ahead", "rank 0 is behind"])
+def test_a_folder_with_a_pipe_is_renamed(first: int, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "x").write_text("before")
+    os.mkfifo(tmp_path / "old" / "pipe")
+
+    def run(session: Session) -> Any:
+        assert session.group is not None
+        for turn in (first, 1 - first):
+            if session.rank == turn:
+                os.chdir(tmp_path)
+                os.rename("old", "new")
+                Path("new/x").write_text("after")
+                found = sorted(os.listdir()), sorted(os.listdir("new")), stat.S_ISFIFO(os.stat("new/pipe").st_mode)
+            session.group.barrier()
+        return found
+
+    assert run_ranks(2, run) == [(["new"], ["pipe", "x"], True)] * 2
+    assert Path(tmp_path, "new", "x").read_text() == "after"
