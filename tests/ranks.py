@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -107,6 +108,16 @@ def check_against_one_process(
     wanted = alone(function)
     for found in run_ranks(world_size, function, **config):
         torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
+
+
+def lagom_log(level: int = logging.NOTSET) -> list[str]:
+    """Return a list that gets what lagom logs in this process from now on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lagom").addHandler(handler)
+    logging.getLogger("lagom").setLevel(level)
+    return said
 
 
 def session_alone(host_dir: Path, device: str = "cpu", mixed_precision: MixedPrecision = False) -> Session:

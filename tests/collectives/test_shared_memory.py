@@ -24,7 +24,7 @@ from lagom.collectives.shared_memory import shared
 from lagom.errors import CollectiveError
 from lagom.session.session import Session
 from tests.leaks import shared_memory_files
-from tests.ranks import RankFailedError, run_ranks
+from tests.ranks import RankFailedError, lagom_log, run_ranks
 
 if native() is None:
     pytest.skip("lagom was installed without its compiled part: no compiler, or no Linux", allow_module_level=True)
@@ -392,11 +392,7 @@ def test_ranks_without_the_compiled_part_or_on_other_hosts_fall_back_together(
     def fallen_back(session: Session) -> Any:
         group = session.group
         assert group is not None
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("lagom").addHandler(handler)
-        logging.getLogger("lagom").setLevel(logging.INFO)
+        said = lagom_log(logging.INFO)
         one = torch.ones(5)
         group.all_reduce(one)
         rows = [bytes(row) for row in group.exchange(b"x")]

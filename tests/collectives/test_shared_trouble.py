@@ -22,7 +22,7 @@ from lagom.errors import CollectiveError
 from lagom.session.session import Session
 from tests.collectives.test_shared_memory import communicator
 from tests.leaks import shared_memory_files
-from tests.ranks import run_ranks
+from tests.ranks import lagom_log, run_ranks
 
 if native() is None:
     pytest.skip("lagom was installed without its compiled part: no compiler, or no Linux", allow_module_level=True)
@@ -74,11 +74,7 @@ def test_a_system_that_does_not_name_its_host_gets_gloo(monkeypatch: pytest.Monk
         assert group is not None
         if session.rank == 1:
             monkeypatch.setattr(handing, "home", unknown)
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("lagom").addHandler(handler)
-        logging.getLogger("lagom").setLevel(logging.INFO)
+        said = lagom_log(logging.INFO)
         one = torch.ones(2)
         group.all_reduce(one)
         return one.tolist(), said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from lagom.errors import LagomError
 from lagom.session.session import Session
-from tests.ranks import run_ranks
+from tests.ranks import lagom_log, run_ranks
 
 
 class Around(Optimizer):
@@ -56,10 +55,7 @@ def test_rates_are_times_the_number_of_ranks_wherever_they_are_given(world_size:
 
 def test_it_is_said_and_off_otherwise() -> None:
     def run(session: Session) -> Any:
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("lagom").addHandler(handler)
+        said = lagom_log()
         return SGD([nn.Parameter(torch.ones(1))], lr=0.25).param_groups[0]["lr"], said
 
     ((rate, said), _) = run_ranks(2, run, lr_scaling="linear", batches="per_rank")
@@ -72,10 +68,7 @@ def test_it_is_said_and_off_otherwise() -> None:
 
 def test_a_program_that_is_distributed_by_itself_is_told_that_it_has_none_of_this() -> None:
     def run(session: Session) -> Any:
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("lagom").addHandler(handler)
+        said = lagom_log()
         torch.distributed.init_process_group("gloo")
         rate = SGD([nn.Parameter(torch.ones(1))], lr=0.25).param_groups[0]["lr"]
         torch.distributed.destroy_process_group()
