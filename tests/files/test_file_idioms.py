@@ -31,7 +31,7 @@ from torch.utils.tensorboard import SummaryWriter
 from lagom import files
 from lagom.session.session import Session
 from tests.files.test_rank_disks import tree
-from tests.ranks import RankFailedError, alone, run_ranks
+from tests.ranks import RankFailedError, alone, lagom_log, run_ranks
 
 
 def folders() -> Any:
@@ -387,10 +387,7 @@ def test_nothing_is_patched_in_a_world_of_one(tmp_path: Path) -> None:
 def test_a_program_that_every_rank_starts_is_told_of_once(knows: bool, tmp_path: Path) -> None:
     def run(session: Session) -> list[str]:
         os.chdir(tmp_path)
-        said = list[str]()
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("lagom").addHandler(handler)
+        said = lagom_log()
         if knows:
             files.asked_for_rank()
         os.system("true")
