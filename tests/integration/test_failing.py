@@ -27,10 +27,15 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def the_next_call_works(spark: Any) -> Iterator[None]:
-    """Begin each test on a cluster that has its workers, and end it with a run that succeeds."""
+@pytest.fixture(scope="session")
+def workers(spark: Any) -> None:
+    """Begin the first test on a cluster that has its workers; the others begin after a run that succeeded."""
     programs.run(programs.nothing, 2)
+
+
+@pytest.fixture(autouse=True)
+def the_next_call_works(workers: None) -> Iterator[None]:
+    """End each test with a run that succeeds."""
     yield
     assert programs.run(programs.place, 2).per_rank == ((0, 2), (1, 2))
 
