@@ -28,7 +28,7 @@ import torch.distributed as dist
 from benchmarks import shm_op
 from lagom.collectives.native import native
 from lagom.collectives.torch_backend.registration import register
-from lagom.collectives.torch_backend.shared_group import SharedProcessGroup
+from lagom.collectives.torch_backend.shared_group import SharedProcessGroup, whole_groups
 
 SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 100_000_000, 256 << 20]
 ROUNDS = 5
@@ -122,10 +122,11 @@ def _rank(
 def _calls(data: torch.Tensor, number: int, near: SharedProcessGroup) -> dict[str, dict[str, Callable[[], object]]]:
     """Return the calls to time, by collective and contender; gathered tensors are as large as ``data``."""
     near_data, copied = data.clone(), torch.empty_like(data)
+    (memory,) = whole_groups(number)
     address, count = near_data.data_ptr(), near_data.numel()
     found: dict[str, dict[str, Callable[[], object]]] = {
         "all_reduce": {
-            "lagom": lambda: near._moves.near.all_reduce(address, count, 1, 0),
+            "lagom": lambda: memory.all_reduce(address, count, 1, 0),
             "dist lagom": lambda: dist.all_reduce(near_data, group=near),
             "dist gloo": lambda: dist.all_reduce(data),
             "copy": lambda: copied.copy_(near_data),

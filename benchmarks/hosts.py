@@ -90,7 +90,7 @@ def rank(address: str, port: int, number: int, world_size: int, per_host: int, i
                     results.append(exchange(group, one))
                     times[name].append(time.perf_counter() - start)
                 assert torch.equal(*results), f"the results of {what} differ"
-            assert ours._ways.hosts is not None, "no shared memory"
+            assert ours.has_memory, "no shared memory"
             if number == 0:
                 mine, theirs = (statistics.median(times[name]) * 1e3 for name in ("ours", "flat"))
                 say = f"{what} of {size >> 10} KB on {world_size // per_host} x {per_host} ranks: {mine:.2f} ms"
@@ -116,10 +116,7 @@ def _gathered(group: Group, one: torch.Tensor) -> torch.Tensor:
 
 def _reduce_scattered(group: Group, one: torch.Tensor) -> torch.Tensor:
     out = torch.empty(len(one) // group.world_size)
-    if group._ways.hosts is not None:
-        group._ways.hosts.reduce_scatter(out, one)
-    else:
-        group._serving(one)._reduce_scatter_base(out, one, dist.ReduceScatterOptions()).wait()
+    group._transports.choose("reduce_scatter", one, "sum").reduce_scatter(out, one).wait()
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ import lagom.gradients.reduction.sliced  # noqa: F401  # a session imports both,
 from lagom.collectives.group import Group
 from lagom.collectives.native import native
 from lagom.collectives.run_store import SealedStore, all_gather_by
+from lagom.collectives.shared_memory import shared
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches, Collectives, MixedPrecision
 from lagom.errors import CollectiveError
@@ -40,6 +42,7 @@ from lagom.run_state.random_streams import seed_everything
 from lagom.session.patched import patched
 from lagom.session.session import Session
 
+_gathers = itertools.count()
 _CONTEXT = multiprocessing.get_context("fork")
 _TIMEOUT_S = 120.0
 _KEY = b"known to these ranks"
@@ -256,6 +259,26 @@ def _run(
     if group is not None:
         group.barrier()  # a rank that has ended would break what the others are still in
     return value
+
+
+def text_gather(session: Session) -> Callable[[bytes], list[bytes]]:
+    """An exchange of texts among all ranks, through the store, with which they can set up another one."""
+    assert session.store is not None
+    name = f"gather {next(_gathers)}"
+    return all_gather_by(SealedStore(session.store, _KEY), name, session.rank, session.world_size, _TIMEOUT_S)
+
+
+def gloo_of(session: Session) -> Any:
+    """A gloo group of all ranks, to compare with."""
+    assert session.store is not None
+    return gloo(PrefixStore(f"gloo {next(_gathers)}", session.store), session.rank, session.world_size)
+
+
+def communicator(session: Session, timeout_s: float = 60.0) -> Any:
+    """A communicator of all ranks, which are on one host."""
+    found = shared(session.rank, text_gather(session), timeout_s)
+    assert not isinstance(found, str), found
+    return found[1][0]
 
 
 def gloo(store: Store, rank: int, world_size: int) -> Any:

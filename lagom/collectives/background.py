@@ -31,6 +31,9 @@ class Done:
         return True
 
 
+DONE = Done()
+
+
 class BackgroundExchanges:
     """Runs calls in one thread, one after the other."""
 

@@ -1,4 +1,4 @@
-"""``HostExchanges``: exchanges over several hosts, by shared memory in a host and one rank per host between them."""
+"""``HostTransport``: exchanges over several hosts, by shared memory in a host and one rank per host between them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.collectives.background import DONE
 from lagom.collectives.native import OPERATIONS, TYPES
-from lagom.collectives.shared_memory import shared_by_host
-from lagom.collectives.tensor_ops import bytes_of
+from lagom.collectives.transport import Transport, bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from lagom.collectives.background import Done
     from lagom.collectives.native import Communicator
 
 _PIECE = 4 << 20
@@ -22,16 +23,23 @@ _PIECE = 4 << 20
 _SUM = OPERATIONS["sum"]
 _TAG = 7
 _BETWEEN = "the exchange between hosts failed"
+_SUMMED = frozenset(TYPES) - {torch.int16, torch.bool}
+"""Types that both gloo and shared memory sum."""
+_AVERAGED = frozenset(dtype for dtype in _SUMMED if dtype.is_floating_point)
 
 
-class HostExchanges:
+class HostTransport(Transport):
     """Exchanges between the ranks of this host, and between the first ranks of all hosts. See Note [Several hosts].
+
+    An exchange is done when its method returns.
 
     Args:
         near: communicator of the ranks of this host; None if this is the only one.
         leaders: a process group of the first ranks of all hosts; None on other ranks.
         homes: the ranks of each host.
     """
+
+    operations = frozenset({"all_reduce", "broadcast", "all_gather", "reduce_scatter"})
 
     def __init__(self, near: Communicator | None, leaders: Any, homes: Sequence[Sequence[int]], rank: int) -> None:
         self.near = near
@@ -41,12 +49,12 @@ class HostExchanges:
         self._home, self._place = self._where[rank]
         self._most = max(map(len, homes))
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum a contiguous ``tensor`` over the ranks of all hosts, in place, to the same bits on all.
+    def carries(self, operation: str, tensors: Sequence[torch.Tensor], reduction: str | None = "") -> bool:
+        """Return whether the reduction, if any, is a sum or an average of types that gloo sums too."""
+        types = _SUMMED if reduction == "sum" else _AVERAGED if reduction == "avg" else frozenset()
+        return super().carries(operation, tensors) and (reduction == "" or types.issuperset([t.dtype for t in tensors]))
 
-        Raises:
-            RuntimeError: when a rank is gone, or ranks differ.
-        """
+    def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> Done:
         parts = tensor.view(-1).split(max(_PIECE // tensor.element_size(), 1)) if tensor.numel() else [tensor]
         with self._together():
             works = []
@@ -59,15 +67,11 @@ class HostExchanges:
                     work.wait()
                 if self.near is not None:
                     self.near.broadcast(part.data_ptr(), part.nbytes, 0)
+        return self._averaged(tensor, reduction)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Overwrite a contiguous ``tensor`` with the one of rank ``root``.
-
-        Raises:
-            RuntimeError: as ``all_reduce``.
-        """
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Done:
         if not tensor.numel():
-            return
+            return DONE
         home, place = self._where[root]
         parts = bytes_of(tensor).split(_PIECE)
         with self._together():
@@ -81,15 +85,11 @@ class HostExchanges:
                     work.wait()
                 if self.near is not None and home != self._home:
                     self.near.broadcast(part.data_ptr(), part.nbytes, 0)
+        return DONE
 
-    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Gather the ``part`` of every rank into ``whole``, one behind the other; contiguous, and all of one size.
-
-        Raises:
-            RuntimeError: as ``all_reduce``.
-        """
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Done:
         if not part.numel():
-            return
+            return DONE
         rows = bytes_of(whole).view(len(self._where), -1)
         width = max(_PIECE // (len(self._homes) * self._most), 1)
         parts = bytes_of(part).split(width)
@@ -104,6 +104,7 @@ class HostExchanges:
                     self.near.broadcast(blocks.data_ptr(), blocks.nbytes, 0)
                 for rank, (home, place) in self._where.items():
                     rows[rank, i * width : i * width + len(one)] = blocks[home, place]
+        return DONE
 
     def _gathered(self, part: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Begin to gather ``part`` of all ranks on each host's first rank.
@@ -122,14 +123,9 @@ class HostExchanges:
             return blocks, None
         return blocks, self.leaders._allgather_base(blocks.view(-1), mine.view(-1))
 
-    def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor) -> None:
-        """Fill ``out`` with this rank's part of the sums of all ranks' ``given``; contiguous.
-
-        Raises:
-            RuntimeError: as ``all_reduce``.
-        """
+    def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor, reduction: str = "sum") -> Done:
         if not out.numel():
-            return
+            return DONE
         flat = out.view(-1)
         rows = given.view(len(self._where), -1)
         order = [rank for home in self._homes for rank in home]
@@ -138,6 +134,13 @@ class HostExchanges:
             for start in range(0, len(flat), width):
                 piece = torch.cat([rows[rank, start : start + width] for rank in order])
                 self._scattered(flat[start : start + width], piece)
+        return self._averaged(out, reduction)
+
+    def _averaged(self, total: torch.Tensor, reduction: str) -> Done:
+        """Divide a sum by the number of ranks if the reduction is an average."""
+        if reduction == "avg":
+            total.detach().div_(len(self._where))
+        return DONE
 
     def _scattered(self, out: torch.Tensor, piece: torch.Tensor) -> None:
         """Fill ``out`` with this rank's part of the sums of ``piece``, in which ranks are ordered by host."""
@@ -186,46 +189,38 @@ class HostExchanges:
         known = {str(place): rank for place, rank in enumerate(self._homes[self._home])}
         return re.sub(r"\brank (\d+)\b", lambda found: f"rank {known.get(found[1], found[1])}", text)
 
-    def abort(self) -> None:
-        """Fail the exchanges under way on this host's ranks."""
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how long ranks of this host wait for each other."""
+        if self.near is not None:
+            self.near.set_timeout(timeout_s)
+
+    def abort(self, rank: int) -> None:
+        """Fail the exchanges under way on this host's ranks, which count from 0 on."""
         if self.near is not None:
             self.near.abort(f"rank {self._place} aborted its process group")
 
     def close(self) -> None:
-        """Close the connections."""
         if self.near is not None:
             self.near.close()
 
 
-def hosts(
+def connect_hosts(
     rank: int,
-    all_gather: Callable[[bytes], list[bytes]],
-    among: Callable[[str, int, int], Any],
-    timeout_s: float,
-    number: int = 1,
-    key: bytes = b"",
-) -> list[HostExchanges] | str:
-    """Return ``number`` exchanges over the hosts, or on all ranks the reason why there are none; a collective.
+    homes: Sequence[Sequence[int]],
+    near: Sequence[Communicator],
+    gloo: Callable[[str, int, int], Any],
+    number: int,
+) -> list[HostTransport]:
+    """Return ``number`` transports over the hosts; a collective of their first ranks.
 
     Args:
-        all_gather: an exchange of all ranks that works already.
-        among: makes a process group from a name, a rank and a world size.
-        timeout_s: how long an exchange will wait for a rank.
-        key: secret of the run's ranks.
-
-    Raises:
-        OSError: when a rank is gone meanwhile.
-        RuntimeError: when the hosts do not connect.
+        homes: the ranks of each host.
+        near: as many communicators of the ranks of this host; none if this rank is alone there.
+        gloo: makes a process group from a name, a rank and a world size.
     """
-    found = shared_by_host(rank, all_gather, timeout_s, number, key)
-    if isinstance(found, str):
-        return found
-    homes, near = found
-    if not 1 < len(homes) < sum(map(len, homes)):
-        return "each rank is on a host of its own"
     first = next((i for i, home in enumerate(homes) if home[0] == rank), None)
-    leaders = [among(f"hosts/{i}", first, len(homes)) if first is not None else None for i in range(number)]
-    return [HostExchanges(near[i] if near else None, leaders[i], homes, rank) for i in range(number)]
+    leaders = [gloo(f"hosts/{i}", first, len(homes)) if first is not None else None for i in range(number)]
+    return [HostTransport(near[i] if near else None, leaders[i], homes, rank) for i in range(number)]
 
 
 # Note [Several hosts]

@@ -33,8 +33,7 @@ class Mesh:
         self._num = 0
         self._size = 0
         self._waits_for: int | None = None
-        self.waited = [0] * len(self._peers)
-        """Nanoseconds that this rank has waited for each other rank."""
+        self._waited_ns = [0] * len(self._peers)
         for peer in self._peers:
             if peer is not None:
                 peer.setblocking(True)
@@ -72,6 +71,10 @@ class Mesh:
             self._num, self._size = self._num + 1, sum(map(len, bodies))
             return self._exchange([[_LENGTH.pack(len(body)), body] for body in bodies], b"")
 
+    def waited(self) -> list[int]:
+        """Return the nanoseconds that this rank has waited for each other rank. Any thread may call this."""
+        return list(self._waited_ns)
+
     def standing(self) -> tuple[str, int, list[int]]:
         """Return the exchange in which this rank waits, its number, and the ranks that have not come.
 
@@ -100,7 +103,7 @@ class Mesh:
             self._waits_for = number
             start = time.monotonic_ns()
             received.append(self._receive(number, peer))
-            self.waited[number] += time.monotonic_ns() - start
+            self._waited_ns[number] += time.monotonic_ns() - start
         self._waits_for = None
         for sender in senders:
             sender.join()

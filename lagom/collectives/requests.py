@@ -5,9 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from lagom.collectives.native import TYPES, native
+from lagom.collectives.operation import RANKS, named
+from lagom.monitor.spans import COLLECTIVE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
+    from lagom.collectives.native import Communicator
     from lagom.monitor.spans import Spans
 
 _ASK = b"lagom asks for:\0"
@@ -27,6 +34,10 @@ class RequestExchange(ABC):
     def _exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
         """Return the messages of all ranks, requests included."""
 
+    @abstractmethod
+    def _with_room(self, size: int) -> Communicator | None:
+        """Return the communicator of all ranks if its messages have room for ``size`` bytes; None if there is none."""
+
     def exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
         """Return the messages of all ranks, ``head`` and ``body`` in one, in rank order; lengths may differ.
 
@@ -36,6 +47,39 @@ class RequestExchange(ABC):
         while self._served(rows):
             rows = self._exchange(head, body)
         return rows
+
+    def averaging(
+        self, size: int, sections: Sequence[tuple[int, int, torch.dtype]]
+    ) -> Callable[[bytes, Sequence[int], Sequence[int]], bool] | None:
+        """Prepare an average of numbers in ``sections`` of ``size`` bytes; return None if no compiled code can do it.
+
+        The returned function takes a signature, the address of each section's numbers and the address for each
+        section's average, which may be the same one. It averages if all ranks call it with the same signature, and
+        returns whether they did. For the other ranks a call is an ``exchange`` of the signature and these bytes, in
+        which a rank may request something else first. It takes one call of compiled code.
+
+        Args:
+            sections: for each the first byte, how many numbers, and their type.
+        """
+        near = self._with_room(size)
+        if near is None:
+            return None
+        prepared = native().Sections([(start, count, TYPES[dtype]) for start, count, dtype in sections], size)
+        call = near.average
+        if self.spans is not None:
+            call = self.spans.timed(COLLECTIVE, "average", call, size, RANKS)
+
+        def average(signed: bytes, given: Sequence[int], averages: Sequence[int]) -> bool:
+            while True:
+                try:
+                    if call(signed, given, averages, prepared):
+                        return True
+                except (RuntimeError, OSError) as error:
+                    raise named("exchange", error) from error
+                if not self._served(near.rows()):
+                    return False
+
+        return average
 
     def ask(self, what: bytes) -> bool:
         """Have all ranks ``serve`` the request ``what``, each in its next exchange. See Note [Asking].

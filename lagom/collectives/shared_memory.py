@@ -38,48 +38,31 @@ def shared(
     all_gather: Callable[[bytes], list[bytes]],
     timeout_s: float,
     number: int = 1,
-    wanted: bool = True,
     key: bytes = b"",
-) -> list[Communicator] | str:
-    """Return ``number`` communicators of all ranks, or on all ranks the reason why there are none; a collective.
+) -> tuple[list[list[int]], list[Communicator]] | str:
+    """Return the ranks of each host, and ``number`` communicators of this host's ranks; a collective.
 
-    See Note [Handing round].
+    Return the reason on all ranks if no ranks share memory. A communicator counts the ranks of its host from 0 on.
+    Where there are several hosts, a rank alone on its host has no communicator. See Note [Handing round].
 
     Args:
         all_gather: an exchange that works already.
         timeout_s: how long an exchange will wait for a rank.
-        wanted: whether this rank wants to share memory.
         key: secret of the run's ranks.
 
     Raises:
         OSError: when a rank is gone meanwhile.
     """
-    answers = [json.loads(part) for part in all_gather(json.dumps(_answer(wanted)).encode())]
+    answers = [json.loads(part) for part in all_gather(json.dumps(_answer()).encode())]
     homes = _homes(answers)
     if isinstance(homes, str):
         return homes
-    if len(homes) > 1:
-        return SEVERAL_HOSTS
-    return _joined(rank, homes[0], answers, all_gather, timeout_s, number, key)
-
-
-def shared_by_host(
-    rank: int, all_gather: Callable[[bytes], list[bytes]], timeout_s: float, number: int = 1, key: bytes = b""
-) -> tuple[list[list[int]], list[Communicator]] | str:
-    """Return the ranks of each host, and communicators of this host's ranks only; else as ``shared``.
-
-    A communicator counts the ranks of its host from 0 on. A rank alone on its host has none.
-    """
-    answers = [json.loads(part) for part in all_gather(json.dumps(_answer(wanted=True)).encode())]
-    homes = _homes(answers)
-    if isinstance(homes, str):
-        return homes
+    if 1 < len(homes) == len(answers):
+        return "each rank is on a host of its own"
     peers = next(home for home in homes if rank in home)
-    made = _joined(rank, peers, answers, all_gather, timeout_s, number if len(peers) > 1 else 0, key)
+    number = number if len(homes) == 1 or len(peers) > 1 else 0
+    made = _joined(rank, peers, answers, all_gather, timeout_s, number, key)
     return made if isinstance(made, str) else (homes, made)
-
-
-SEVERAL_HOSTS = "the ranks are on several hosts"
 
 
 def _homes(answers: list[dict[str, Any]]) -> list[list[int]] | str:
@@ -122,9 +105,7 @@ def _joined(
     return made
 
 
-def _answer(wanted: bool) -> dict[str, Any]:
-    if not wanted:
-        return {"reason": "it is not asked for"}
+def _answer() -> dict[str, Any]:
     if native() is None:
         return {"reason": "lagom was installed without its compiled part"}
     try:

@@ -1,102 +1,193 @@
-"""``Transports``: the transports for CPU tensors between ranks, found in the first exchange."""
+"""``Transports``: chooses the transport for each exchange of a run's ranks, and connects it when it is first needed."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from lagom.collectives.hosts import hosts
-from lagom.collectives.shared_memory import SEVERAL_HOSTS, shared
+from lagom.collectives.connect import connect_mesh
+from lagom.collectives.hosts import connect_hosts
+from lagom.collectives.memory_transport import MemoryTransport
+from lagom.collectives.mesh_transport import MeshTransport
+from lagom.collectives.shared_memory import shared
+from lagom.collectives.torch_transport import TorchTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    import torch
     import torch.distributed as dist
 
-    from lagom.collectives.hosts import HostExchanges
+    from lagom.collectives.mesh import Mesh
     from lagom.collectives.native import Communicator
+    from lagom.collectives.transport import Messages, Transport
 
-KEPT: list[dist.ProcessGroup] = []
+_KEPT: list[dist.ProcessGroup] = []
 """Groups that are never destroyed: gloo's threads may still hold their tensors, and destroying then can deadlock."""
 
 log = logging.getLogger("lagom")
 
 
 class Transports:
-    """Shared memory of the ranks of a host, and exchanges between hosts. See Note [Shared memory].
+    """The transports between the ranks of a run. Every method that returns one is a collective when it connects it.
 
     Args:
         all_gather: an exchange that works already.
-        among: makes a process group for CPU tensors, of one rank per host, from a name, a rank and a world size.
+        gloo: makes a process group for any tensors, from a name, a rank and a world size.
         timeout_s: how long a rank waits for another.
+        nccl: serves CUDA tensors; None if ranks have no GPU, or share one.
         key: secret of the run's ranks.
+        ip: address at which ranks on other hosts reach this one.
         shares_memory: whether ranks may share memory.
-        tells: whether to log why there is no shared memory.
     """
 
     def __init__(
         self,
         rank: int,
+        world_size: int,
         all_gather: Callable[[bytes], list[bytes]],
-        among: Callable[[str, int, int], dist.ProcessGroup],
+        gloo: Callable[[str, int, int], dist.ProcessGroup],
         timeout_s: float,
         *,
+        nccl: dist.ProcessGroup | None,
         key: bytes,
+        ip: str,
         shares_memory: bool,
-        tells: bool,
     ) -> None:
         self._rank = rank
+        self._world_size = world_size
         self._all_gather = all_gather
-        self._among = among
+        self._make_gloo = gloo
         self._timeout_s = timeout_s
+        self._nccl = TorchTransport(nccl) if nccl is not None else None
         self._key = key
+        self._ip = ip
         self._shares_memory = shares_memory
-        self._tells = tells
-        self.near: Communicator | Literal[False] | None = None
-        """Communicator of this host; False if not all ranks are on this host, None before that is known."""
-        self.near_aside: Communicator | None = None
-        """Communicator for exchanges in an independent order."""
-        self.hosts: HostExchanges | None = None
-        """Exchanges between hosts, if there are several and some have several ranks."""
-        self.hosts_aside: HostExchanges | None = None
+        self._fast: Sequence[Transport] | None = None
+        self._mesh: Mesh | None = None
+        self._gloo: dict[str, TorchTransport] = {}
+        self._opened: list[Transport] = []
+        self.memory: Communicator | None = None
+        """Memory that all ranks share, if any; unknown before the first exchange."""
 
-    def connected(self) -> Communicator | Literal[False]:
-        """Return the communicator of this host if all ranks are on it, else False; the first call is a collective."""
-        if self.near is None:
-            self.near = False
+    @property
+    def has_fast(self) -> bool:
+        """Whether any ranks share memory; unknown before the first exchange, equal on all ranks."""
+        return bool(self._fast)
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether every rank has a GPU to itself."""
+        return self._nccl is not None
+
+    @property
+    def connected_messages(self) -> Messages | None:
+        """The exchange of messages, if it is connected."""
+        return self._mesh if self.memory is None else self.memory
+
+    def choose(self, operation: str, tensor: torch.Tensor, reduction: str = "") -> Transport:
+        """Return the transport that carries ``tensor`` in ``operation``."""
+        if tensor.is_cpu:
+            if (fast := self.connect()) and fast[0].carries(operation, (tensor,), reduction):
+                return fast[0]
+            if self._is_of_one_host():
+                return MeshTransport(self._connect_messages(), self._rank, self._world_size)
+        elif self._nccl is not None:
+            return self._nccl
+        return self._connect_gloo("gloo")
+
+    def connect(self) -> Sequence[Transport]:
+        """Return a transport by shared memory and another one for an independent order; none if no ranks share memory.
+
+        See Note [Shared memory].
+        """
+        if self._fast is None:
+            self._fast = ()
             if self._shares_memory:
-                found = shared(self._rank, self._all_gather, self._timeout_s, 2, key=self._key)
-                if found == SEVERAL_HOSTS:
-                    found = self._spread()
+                found = connect_memory(self._rank, self._all_gather, self._keep_gloo, self._timeout_s, 2, self._key)
                 if not isinstance(found, str):
-                    self.near, self.near_aside = found
-                elif self.hosts is None and self._rank == 0 and self._tells:
+                    self._fast, self.memory = found, found[0].memory
+                    self._opened += found
+                elif self._rank == 0 and not self.has_gpus:
                     log.info("CPU tensors are not exchanged through shared memory: %s", found)
-        return self.near
+        return self._fast
 
-    def _spread(self) -> str:
-        """Set ``hosts`` if possible; return the reason why not all ranks share memory."""
-        found = hosts(self._rank, self._all_gather, self._among, self._timeout_s, 2, self._key)
-        if isinstance(found, str):
-            return found
-        self.hosts, self.hosts_aside = found
-        KEPT.extend(one.leaders for one in found if one.leaders is not None)
-        return SEVERAL_HOSTS
+    def messages(self) -> Messages:
+        """Return the exchange of messages: shared memory of all ranks, or sockets."""
+        if self._fast is None:
+            self.connect()
+        return self._connect_messages() if self.memory is None else self.memory
+
+    def connect_aside(self) -> Transport:
+        """Return a transport for CPU tensors, whose exchanges have an order of their own."""
+        if fast := self.connect():
+            return fast[1]
+        if not self._is_of_one_host():
+            return self._connect_gloo("aside")
+        self._opened.append(MeshTransport(self._make_mesh(), self._rank, self._world_size))
+        return self._opened[-1]
 
     def close(self) -> None:
         """Close the connections to the other ranks."""
-        if self.near:
-            self.near.close()
-        if self.near_aside is not None:
-            self.near_aside.close()
-        for one in (self.hosts, self.hosts_aside):
-            if one is not None:
-                one.close()
+        if self._mesh is not None:
+            self._mesh.close()
+        for transport in self._opened:
+            transport.close()
+
+    def _connect_messages(self) -> Mesh:
+        if self._mesh is None:
+            self._mesh = self._make_mesh()
+        return self._mesh
+
+    def _make_mesh(self) -> Mesh:
+        return connect_mesh(self._rank, self._world_size, self._ip, self._all_gather, self._key, self._timeout_s)
+
+    def _is_of_one_host(self) -> bool:
+        """Return whether tensors may go through Unix sockets when memory does not carry them. See Note [Gloo]."""
+        if not self._shares_memory or (self._fast and self.memory is None):
+            return False
+        return self._connect_messages().is_of_one_host
+
+    def _connect_gloo(self, name: str) -> TorchTransport:
+        """Return the transport of this name over gloo. See Note [Gloo]."""
+        if name not in self._gloo:
+            self._gloo[name] = TorchTransport(self._keep_gloo(name, self._rank, self._world_size))
+        return self._gloo[name]
+
+    def _keep_gloo(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
+        _KEPT.append(self._make_gloo(name, rank, size))
+        return _KEPT[-1]
 
 
-# Note [Shared memory]
+def connect_memory(
+    rank: int,
+    all_gather: Callable[[bytes], list[bytes]],
+    gloo: Callable[[str, int, int], dist.ProcessGroup],
+    timeout_s: float,
+    number: int = 1,
+    key: bytes = b"",
+) -> Sequence[Transport] | str:
+    """Return ``number`` transports through the memory of one host or of several, or why there are none; a collective.
+
+    Args:
+        all_gather: an exchange that works already.
+        gloo: makes a process group of one rank per host, from a name, a rank and a world size.
+        timeout_s: how long an exchange will wait for a rank.
+        key: secret of the run's ranks.
+    """
+    found = shared(rank, all_gather, timeout_s, number, key)
+    if isinstance(found, str):
+        return found
+    homes, near = found
+    if len(homes) > 1:
+        return connect_hosts(rank, homes, near, gloo, number)
+    return [MemoryTransport(one) for one in near]
+
+
+# Note [Gloo]
 #
-# When all ranks are processes of one host, CPU tensors go through memory that they share; see csrc/communicator.hpp.
-# The first exchange finds out, on all ranks together, whether this is possible: one rank without the compiled part
-# means none for all. When ranks are on several hosts, only sums use shared memory, and then travel between hosts; see
-# Note [Several hosts]. Exchanges in an independent order have their own memory and a thread.
+# gloo listens at a port for as long as it lives, accepts every connection without proof, and adds up whatever arrives.
+# So a gloo group is made only for tensors that nothing else serves. Between hosts that is nearly everything large. On
+# one host there are two cases: the program asks for gloo (collectives="gloo"), and CUDA tensors of ranks that share a
+# GPU. Tensors that shared memory does not carry go through Unix sockets: types that csrc/arithmetic.hpp does not have,
+# or all tensors if lagom was installed without its compiled part.

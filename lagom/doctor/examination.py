@@ -53,8 +53,8 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
         "compiler": shutil.which("g++") or shutil.which("clang++") or shutil.which("c++"),
         "shared": _free("/dev/shm"),
         "scratch": _free(tempfile.gettempdir()),
-        "ip": session.group._ip if session.group is not None else None,
-        "interface": interface_of(session.group._ip) if session.group is not None else None,
+        "ip": session.group.ip if session.group is not None else None,
+        "interface": interface_of(session.group.ip) if session.group is not None else None,
         "reaches_driver": None if address is None else _reaches(address),
         **_exchanges(session),
     }

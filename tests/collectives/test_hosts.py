@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lagom.collectives import shared_memory as handing
 from lagom.collectives.native import native
 from lagom.collectives.torch_backend.registration import register
+from lagom.collectives.transports import connect_memory
 from lagom.errors import CollectiveError
 from lagom.session.session import Session
-from tests.ranks import RankFailedError, alone, run_ranks
+from tests.ranks import RankFailedError, alone, gloo, gloo_of, run_ranks, text_gather
 
 if native() is None:
     pytest.skip("lagom was installed without its compiled part: no compiler, or no Linux", allow_module_level=True)
@@ -33,18 +36,24 @@ def joined(session: Session, monkeypatch: pytest.MonkeyPatch, where: list[int]) 
     return session.group
 
 
+def gloo_between(session: Session, name: str, rank: int, world_size: int) -> Any:
+    """A gloo group of one rank for each host."""
+    assert session.store is not None
+    return gloo(PrefixStore(f"between {name}", session.store), rank, world_size)
+
+
 @pytest.mark.parametrize("where", [[0, 0, 1], [0, 1, 0, 1], [0, 1, 1, 1], [0, 0, 1, 1, 2]])
 def test_sums_over_hosts_are_those_of_gloo(where: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def run(session: Session) -> Any:
         group = joined(session, monkeypatch, where)
-        wrong = []
+        wrong, judge = [], gloo_of(session)
         group.open_aside()
         for dtype in TYPES:
             for count in (0, 1, 77, 3_000_001 if dtype == torch.float32 else 10_001):
                 generator = torch.Generator().manual_seed(session.rank)
                 mine = torch.randint(-9, 9, (count,), generator=generator).to(dtype)  # whose sums are exact
                 wanted = mine.clone()
-                group._group_of("gloo").allreduce([wanted]).wait()
+                judge.allreduce([wanted]).wait()
                 beside = mine.clone()
                 work = group.all_reduce_aside(beside)
                 group.all_reduce(mine)
@@ -53,12 +62,12 @@ def test_sums_over_hosts_are_those_of_gloo(where: list[int], monkeypatch: pytest
                     wrong.append((dtype, count))
         one = torch.ones(1000) / (session.rank + 3)
         group.all_reduce(one)
-        near = group._ways.hosts.near
-        return wrong, near is not None, [bytes(row) for row in group.exchange(one.numpy().tobytes())]
+        assert (group.has_memory, group.shares_memory) == (True, False)
+        return wrong, [bytes(row) for row in group.exchange(one.numpy().tobytes())]
 
     found = run_ranks(len(where), run, patches=False, collectives="auto")
-    assert [(wrong, near) for wrong, near, _ in found] == [([], where.count(host) > 1) for host in where]
-    assert len({row for _, _, rows in found for row in rows}) == 1  # the same bits everywhere
+    assert [wrong for wrong, _ in found] == [[]] * len(where)
+    assert len({row for _, rows in found for row in rows}) == 1  # the same bits everywhere
 
 
 @pytest.mark.parametrize("where", [[0, 0, 1], [0, 1, 0, 1], [0, 0, 1, 1, 2]])
@@ -67,9 +76,10 @@ def test_what_is_broadcast_gathered_and_dealt_over_hosts_is_what_gloo_gives(
 ) -> None:
     def run(session: Session) -> Any:
         group = joined(session, monkeypatch, where)
-        group.barrier()
-        rank, size, hosts = session.rank, session.world_size, group._ways.hosts
+        rank, size, judge = session.rank, session.world_size, gloo_of(session)
         wrong: list[tuple[object, ...]] = []
+        between = connect_memory(rank, text_gather(session), partial(gloo_between, session), 60.0)
+        assert not isinstance(between, str)
         for dtype in (*TYPES, torch.bool):
             for count in (0, 1, 77, 2_000_003 if dtype == torch.float32 else 10_001):
                 generator = torch.Generator().manual_seed(rank)
@@ -77,19 +87,19 @@ def test_what_is_broadcast_gathered_and_dealt_over_hosts_is_what_gloo_gives(
                 for root in range(size):
                     found, wanted = mine.clone(), mine.clone()
                     group.broadcast(found, root)
-                    group._group_of("gloo").broadcast(wanted, root).wait()
+                    judge.broadcast(wanted, root).wait()
                     if not torch.equal(found, wanted):
                         wrong.append(("broadcast", dtype, count, root))
                 theirs = [torch.empty_like(mine) for _ in range(size)]
                 if count:
-                    group._group_of("gloo").allgather([theirs], [mine]).wait()
+                    judge.allgather([theirs], [mine]).wait()
                 if not torch.equal(torch.stack(group.all_gather(mine)), torch.stack(theirs)):
                     wrong.append(("all_gather", dtype, count))
                 if dtype != torch.bool:
                     given = torch.randint(-9, 9, (size, count), generator=generator).to(dtype)
                     out, wanted = torch.empty_like(mine), given.clone()
-                    hosts.reduce_scatter(out, given)
-                    group._group_of("gloo").allreduce([wanted]).wait()
+                    between[0].reduce_scatter(out, given)
+                    judge.allreduce([wanted]).wait()
                     if not torch.equal(out, wanted[rank]):
                         wrong.append(("reduce_scatter", dtype, count))
         return wrong
@@ -111,7 +121,7 @@ def test_large_gradients_over_hosts_are_those_of_one_machine(monkeypatch: pytest
 
     def run(session: Session) -> Any:
         group = joined(session, monkeypatch, [0, 1, 0, 1])
-        return weights(), group._ways.hosts is not None
+        return weights(), group.has_memory and not group.shares_memory
 
     wanted = alone(lambda _: weights())
     for found, spread in run_ranks(4, run, collectives="auto"):
@@ -176,7 +186,7 @@ def test_what_hosts_have_not_is_gloos_and_averages_are_divided_sums(monkeypatch:
         for backend in ("lagom", "gloo")
     )
     for (found, kind), (wanted, _) in zip(ours, theirs, strict=True):
-        assert kind == "SpreadProcessGroup"
+        assert kind == "SharedProcessGroup"
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -221,6 +231,6 @@ def test_ddp_over_hosts_ends_with_gloos_weights(monkeypatch: pytest.MonkeyPatch)
         for backend in ("lagom", "gloo")
     )
     for rank, ((mine, others, kinds), (wanted, as_wanted, _)) in enumerate(zip(ours, theirs, strict=True)):
-        assert kinds == ("SpreadProcessGroup", "SharedProcessGroup" if rank in (0, 2) else "int")
+        assert kinds == ("SharedProcessGroup", "SharedProcessGroup" if rank in (0, 2) else "int")
         assert others == as_wanted
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)

@@ -24,7 +24,7 @@ from lagom.collectives.shared_memory import shared
 from lagom.errors import CollectiveError
 from lagom.session.session import Session
 from tests.leaks import shared_memory_files
-from tests.ranks import RankFailedError, lagom_log, run_ranks
+from tests.ranks import RankFailedError, communicator, gloo_of, lagom_log, run_ranks
 
 if native() is None:
     pytest.skip("lagom was installed without its compiled part: no compiler, or no Linux", allow_module_level=True)
@@ -39,13 +39,6 @@ def error_of(call: Callable[[], object]) -> str:
 
 SIZES = (0, 1, 7, 1000, 20_000, 300_001)
 """Elements: none, few, up to those that go in several pieces."""
-
-
-def communicator(session: Session, timeout_s: float = 60.0) -> Any:
-    assert session.group is not None
-    found = shared(session.rank, session.group._first_gather, timeout_s)
-    assert not isinstance(found, str), found
-    return found[0]
 
 
 def given(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -290,7 +283,7 @@ def test_an_interrupt_ends_an_exchange_on_all_ranks() -> None:
             threading.Timer(0.2, _thread.interrupt_main).start()
             with pytest.raises(KeyboardInterrupt):
                 near.all_reduce(one.data_ptr(), 3, 1, 0)
-        session.group._group_of("gloo").barrier().wait()  # type: ignore[union-attr]
+        gloo_of(session).barrier().wait()
         with pytest.raises(RuntimeError) as caught:
             near.barrier()
         return str(caught.value)
@@ -396,7 +389,7 @@ def test_ranks_without_the_compiled_part_or_on_other_hosts_fall_back_together(
         one = torch.ones(5)
         group.all_reduce(one)
         rows = [bytes(row) for row in group.exchange(b"x")]
-        return one.sum().item(), rows, said, bool(group._ways.near)
+        return one.sum().item(), rows, said, group.shares_memory
 
     for run, reason in (
         (without, "lagom was installed without its compiled part (rank 1)"),
@@ -425,7 +418,7 @@ def test_both_ways_of_exchanging_are_taken_as_configured(collectives: Any) -> No
         group.broadcast(one, 1)
         for work in works:
             group.wait(work)
-        return bool(group._ways.near), one.tolist(), [part.sum().item() for part in moving]
+        return group.shares_memory, one.tolist(), [part.sum().item() for part in moving]
 
     wanted = (collectives == "auto", [3.0] * 3, [3e6, 3.0])
     assert run_ranks(2, run, collectives=collectives) == [wanted] * 2

@@ -20,9 +20,8 @@ from lagom.collectives import shared_memory as handing
 from lagom.collectives.native import native
 from lagom.errors import CollectiveError
 from lagom.session.session import Session
-from tests.collectives.test_shared_memory import communicator
 from tests.leaks import shared_memory_files
-from tests.ranks import lagom_log, run_ranks
+from tests.ranks import communicator, lagom_log, run_ranks, text_gather
 
 if native() is None:
     pytest.skip("lagom was installed without its compiled part: no compiler, or no Linux", allow_module_level=True)
@@ -88,7 +87,7 @@ def test_a_rank_that_is_stopped_in_an_exchange_is_named_after_the_timeout() -> N
     def run(session: Session) -> Any:
         near = communicator(session, 0.5)
         done = communicator(session)
-        pids = session.group._first_gather(str(os.getpid()).encode())  # type: ignore[union-attr]
+        pids = text_gather(session)(str(os.getpid()).encode())
         one = torch.zeros(3_000_000)
         said = ""
         if session.rank == 0:

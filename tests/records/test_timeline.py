@@ -173,8 +173,7 @@ def test_a_program_that_is_distributed_already_shows_its_exchanges(tmp_path: Pat
     assert result.run_dir is not None
     found = events(result.run_dir / "timeline.json")
     assert list(faults(found)) == []
-    name = "all_reduce" if backend == "gloo" else "allreduce"
-    sizes = [event["args"]["bytes"] for event in found if event["name"] == name and event["pid"] == 1]
+    sizes = [event["args"]["bytes"] for event in found if event["name"] == "all_reduce" and event["pid"] == 1]
     assert sizes.count(1000) == 5
     if backend is None:  # gloo's are C++, within the backward
         assert len(sizes) > 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +31,15 @@ def nested(lists: Any) -> list[list[Tensor]]:
     return [lists] if lists and isinstance(lists[0], Tensor) else [list(one) for one in lists]
 
 
+def flattened(tensors: Iterable[Iterable[Tensor | list[Tensor]]]) -> list[Tensor]:
+    """Return all tensors, also those in inner lists."""
+    found: list[Tensor] = []
+    for given in tensors:
+        for one in given:
+            found.extend(one) if isinstance(one, list) else found.append(one)
+    return found
+
+
 def handed_on(opts: Any) -> tuple[Any, ...]:
     """Return the options as arguments for another call: none if there are none."""
     return () if opts is None else (opts,)
@@ -45,4 +55,7 @@ def reduction_of(opts: Any) -> str | None:
     found = getattr(opts, "reduceOp", opts)
     if found is None:
         return "sum"
-    return next((name for op, name in _REDUCTIONS.items() if found == op), None)
+    for op, name in _REDUCTIONS.items():
+        if found == op:
+            return name
+    return None

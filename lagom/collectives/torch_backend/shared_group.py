@@ -1,4 +1,4 @@
-"""``SharedProcessGroup``: the backend "lagom" for ranks on one host, which exchange through shared memory."""
+"""``SharedProcessGroup``: the backend "lagom", a process group of torch over one of lagom's transports."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import chain
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lagom.collectives.tensor_ops import TensorCollectives, ordered, put_back
-from lagom.collectives.torch_backend.arguments import handed_on, listed, nested, reduction_of, root_of
+from lagom.collectives.torch_backend.arguments import flattened, handed_on, listed, nested, reduction_of, root_of
+from lagom.collectives.torch_backend.gloo_fallback import run_by_gloo
+from lagom.collectives.torch_backend.tensor_ops import TensorCollectives
 from lagom.collectives.torch_backend.works import SharedWork, WorkThread, finished
 from lagom.monitor.spans import COLLECTIVE, current_spans
 
 if TYPE_CHECKING:
     from lagom.collectives.native import Communicator
+    from lagom.collectives.transport import Transport
 
 BACKEND = "lagom"
 """Name of the backend in torch."""
@@ -28,7 +30,7 @@ _Base: Any = dist.ProcessGroup  # its methods have overloads of many kinds
 
 
 class SharedProcessGroup(_Base):  # type: ignore[misc]
-    """Exchanges dense CPU tensors through shared memory; other tensors and other reductions go through gloo.
+    """Exchanges tensors over ``transport``; gloo serves the tensors and reductions that the transport does not carry.
 
     See Note [Order of collectives].
 
@@ -36,10 +38,11 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         RuntimeError: from every method or its work, when the exchange fails; all later ones fail as well.
     """
 
-    def __init__(self, gloo: Any, moves: TensorCollectives, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, gloo: Any, transport: Transport, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = gloo
-        self._moves = moves
+        self._transport = transport
+        self._moves = TensorCollectives(transport, rank, size)
         self._rank = rank
         self._timeout = timeout
         self._name = ""
@@ -76,16 +79,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce each tensor by itself, in place."""
-        moves, given, reduction = self._moves, listed(tensors), reduction_of(opts)
-        if reduction is None or not moves.reduces(given, reduction):
-            gloos = self._gloo.allreduce
-            return self._by_gloo("all_reduce", lambda one: gloos([one], *handed_on(opts)), opts, given)
-
-        def run() -> None:
-            for tensor in given:
-                moves.all_reduce(tensor, reduction)
-
-        return self._collective(run, opts, given)
+        return self._collective("all_reduce", [listed(tensors)], opts, reduction=reduction_of(opts))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce as ``allreduce``."""
@@ -97,175 +91,98 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Broadcast in place; ``opts`` has the root, or is the root."""
-        moves, given, root = self._moves, listed(tensors), root_of(opts)
-        if not moves.carries(given):
-            gloos = self._gloo.broadcast
-            return self._by_gloo("broadcast", lambda one: gloos([one], *handed_on(opts)), opts, given)
-
-        def run() -> None:
-            for tensor in given:
-                moves.broadcast(tensor, root)
-
-        return self._collective(run, opts, given)
+        return self._collective("broadcast", [listed(tensors)], opts, root=root_of(opts))
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         """Reduce into the root's tensors."""
-        moves, given, root = self._moves, listed(tensors), root_of(opts)
         reduction = reduction_of(op if isinstance(opts, int) else opts)
-        if reduction is None or not moves.reduces(given, reduction):
-            others = (*handed_on(opts), *handed_on(op))
-            return self._by_gloo("reduce", lambda one: self._gloo.reduce([one], *others), opts, given)
-
-        def run() -> None:
-            for tensor in given:
-                moves.reduce(tensor, reduction, root)
-
-        return self._collective(run, opts, given)
+        return self._collective(
+            "reduce", [listed(tensors)], opts, *handed_on(op), reduction=reduction, root=root_of(opts)
+        )
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather each input into one list of outputs."""
-        outs, given = nested(output_lists), listed(inputs)
-        moves = self._moves
-        if not moves.carries([*given, *chain.from_iterable(outs)]):
-            gloos = self._gloo.allgather
-            return self._by_gloo(
-                "all_gather", lambda out, one: gloos([out], [one], *handed_on(opts)), opts, outs, given
-            )
-
-        def run() -> None:
-            for out, tensor in zip(outs, given, strict=True):
-                moves.all_gather_list(out, tensor)
-
-        return self._collective(run, opts, outs[0])
+        return self._collective("all_gather_list", [nested(output_lists), listed(inputs)], opts)
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather into ``output_lists``, which has a list for each rank, with an output for each input."""
-        outs = nested(output_lists)
-        return self.allgather([list(one) for one in zip(*outs, strict=True)], inputs, opts)
+        return self.allgather([list(one) for one in zip(*nested(output_lists), strict=True)], inputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Fill ``output`` with all inputs, one behind the other."""
-        return self.all_gather_single_coalesced([output], [input], opts)
+        return self._collective("all_gather", [[output], [input]], opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather several tensors, each as ``all_gather_single``."""
-        moves = self._moves
-        outs, given = listed(outputs), listed(inputs)
-        if not moves.carries([*given, *outs]):
-            gloos = self._gloo._allgather_base
-            return self._by_gloo("all_gather", lambda out, one: gloos(out, one, *handed_on(opts)), opts, outs, given)
-
-        def run() -> None:
-            for out, tensor in zip(outs, given, strict=True):
-                moves.all_gather(out, tensor)
-
-        return self._collective(run, opts, outs)
+        return self._collective("all_gather", [listed(outputs), listed(inputs)], opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """Reduce one list of inputs into each output."""
-        moves, outs, given, reduction = self._moves, listed(outputs), nested(input_lists), reduction_of(opts)
-        if reduction is None or not moves.reduces([*outs, *chain.from_iterable(given)], reduction):
-            gloos = self._gloo.reduce_scatter
-            return self._by_gloo(
-                "reduce_scatter", lambda out, one: gloos([out], [one], *handed_on(opts)), opts, outs, given
-            )
-
-        def run() -> None:
-            for out, parts in zip(outs, given, strict=True):
-                moves.reduce_scatter_list(out, parts, reduction)
-
-        return self._collective(run, opts, outs)
+        tensors: list[list[Any]] = [listed(outputs), nested(input_lists)]
+        return self._collective("reduce_scatter_list", tensors, opts, reduction=reduction_of(opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Fill ``output`` with this rank's part of the reduced ``input``."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        return self._collective("reduce_scatter", [[output], [input]], opts, reduction=reduction_of(opts))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Reduce several tensors, each as ``reduce_scatter_single``."""
-        moves, outs, given, reduction = self._moves, listed(outputs), listed(inputs), reduction_of(opts)
-        if reduction is None or not moves.reduces([*outs, *given], reduction):
-            gloos = self._gloo._reduce_scatter_base
-            return self._by_gloo(
-                "reduce_scatter", lambda out, one: gloos(out, one, *handed_on(opts)), opts, outs, given
-            )
-
-        def run() -> None:
-            for out, tensor in zip(outs, given, strict=True):
-                moves.reduce_scatter(out, tensor, reduction)
-
-        return self._collective(run, opts, outs)
+        tensors = [listed(outputs), listed(inputs)]
+        return self._collective("reduce_scatter", tensors, opts, reduction=reduction_of(opts))
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather the inputs of all ranks into the root's lists."""
-        moves, outs, given, root = self._moves, nested(output_lists), listed(inputs), root_of(opts)
-        if not moves.carries([*given, *chain.from_iterable(outs)]):
-            gloos, rows = self._gloo.gather, outs[:1] or [[]]
-            return self._by_gloo(
-                "gather", lambda to, one: gloos([to][: len(outs)], [one], *handed_on(opts)), opts, rows, given
-            )
-        return self._collective(lambda: moves.gather(outs[0] if outs else [], given[0], root), opts, given)
+        return self._collective("gather", [nested(output_lists) or [[]], listed(inputs)], opts, root=root_of(opts))
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """Fill each rank's output from its place in the root's list."""
-        moves, outs, given, root = self._moves, listed(outputs), nested(input_lists), root_of(opts)
-        if not moves.carries([*outs, *chain.from_iterable(given)]):
-            gloos, rows = self._gloo.scatter, given[:1] or [[]]
-            return self._by_gloo(
-                "scatter", lambda to, one: gloos([to], [one][: len(given)], *handed_on(opts)), opts, outs, rows
-            )
-        return self._collective(lambda: moves.scatter(outs[0], given[0] if given else [], root), opts, outs)
+        return self._collective("scatter", [listed(outputs), nested(input_lists) or [[]]], opts, root=root_of(opts))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Send one tensor to each rank and receive one from each, of any shapes."""
-        moves, outs, given = self._moves, listed(outputs), listed(inputs)
-        if not moves.carries([*outs, *given]):
-            gloos = self._gloo.alltoall
-            return self._by_gloo("all_to_all", lambda to, one: gloos(to, one, *handed_on(opts)), opts, [outs], [given])
-        return self._collective(lambda: moves.all_to_all(outs, given), opts, outs)
+        return self._collective("all_to_all", [[listed(outputs)], [listed(inputs)]], opts)
 
     def all_to_all_single(self, output: Tensor, input: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
         """Send rows of ``input`` to each rank, in equal parts unless sizes are given."""
-        moves = self._moves
-        if not moves.carries([output, input]):
-            others = (out_sizes, in_sizes, *handed_on(opts))
-            gloos = self._gloo.alltoall_base
-            return self._by_gloo("all_to_all_single", lambda to, one: gloos(to, one, *others), opts, [output], [input])
-        return self._collective(lambda: moves.all_to_all_single(output, input, out_sizes, in_sizes), opts, [output])
+        return self._collective("all_to_all_single", [[output], [input]], opts, to_here=out_sizes, to_all=in_sizes)
 
     def barrier(self, opts: Any = None) -> Any:
         """Begin a barrier; all ranks have come when the work is done."""
-        moves = self._moves
-        return self._collective(moves.barrier, opts, [])
+        memory = self._transport.memory
+        return self._gloo.barrier(*handed_on(opts)) if memory is None else self._start("barrier", memory.barrier, opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks within ``timeout``; the error names a rank that did not come."""
-        moves = self._moves
+        """Wait for all ranks within ``timeout``; the error names ranks that did not come: one, or all over gloo."""
+        memory, limit, usual = self._transport.memory, timeout or self._timeout, self._timeout
+        if memory is None:
+            self._gloo.monitored_barrier(limit, wait_all_ranks)
+            return
 
         def run() -> None:
-            moves.near.set_timeout((timeout or self._timeout).total_seconds())
-            moves.barrier()
-            moves.near.set_timeout(self._timeout.total_seconds())
+            memory.set_timeout(limit.total_seconds())
+            memory.barrier()
+            memory.set_timeout(usual.total_seconds())
 
-        self._collective(run, None, []).wait()
+        self._start("barrier", run, None).wait()
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send to one rank. Messages arrive in the order of their sends, and must be received with their tags."""
-        moves, (tensor,) = self._moves, listed(tensors)
-        if not moves.carries([tensor]):
+        (tensor,) = listed(tensors)
+        if not self._transport.carries("send", [tensor]):
             return self._gloo.send([tensor], dst, tag)
-        return self._lane(("send", dst)).later(lambda: moves.send(tensor, dst, tag), [tensor])
+        return self._lane(("send", dst)).later(partial(self._moves.send, tensor, dst, tag), [tensor])
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Receive from one rank; see ``send``."""
-        moves, (tensor,) = self._moves, listed(tensors)
-        if not moves.carries([tensor]):
+        (tensor,) = listed(tensors)
+        if not self._transport.carries("receive", [tensor]):
             return self._gloo.recv([tensor], src, tag)
-        return self._lane(("receive", src)).later(lambda: moves.receive(tensor, src, tag), [tensor], source=src)
+        return self._lane(("receive", src)).later(partial(self._moves.receive, tensor, src, tag), [tensor], source=src)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive from the rank that sends next. No other receive may be under way."""
         moves, (tensor,) = self._moves, listed(tensors)
-        if not moves.carries([tensor]):
+        if not self._transport.carries("receive", [tensor]):
             return self._gloo.recv_anysource([tensor], tag)
         work: SharedWork
 
@@ -280,12 +197,12 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long exchanges wait for a rank from now on."""
         self._timeout = timeout
-        self._moves.near.set_timeout(timeout.total_seconds())
+        self._transport.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
         """Close the connections, after the collectives that were called are done or have failed."""
         self._close_lanes()
-        self._moves.near.close()
+        self._transport.close()
 
     def _close_lanes(self, *, waits: bool = True) -> None:
         for lane in self._lanes.values():
@@ -295,19 +212,37 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         self._lanes.clear()
 
     def abort(self) -> None:
-        """Fail the exchanges under way, on all ranks."""
-        self._moves.near.abort(f"rank {self._rank} aborted its process group")
-        self.shutdown()
+        """Fail the exchanges under way: on all ranks, or between hosts on this host's ranks."""
+        self._transport.abort(self._rank)
+        self._close_lanes(waits=self._transport.memory is not None)  # an exchange between hosts may go on
+        self._transport.close()
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: exchanges are numbered anyway."""
 
-    def _collective(self, run: Callable[[], object], opts: Any, result: Sequence[Tensor]) -> Any:
+    def _collective(self, name: str, tensors: Sequence[Sequence[Any]], opts: Any, *others: Any, **asked: Any) -> Any:
+        """Run a collective over the transport if it carries ``tensors``, else over gloo.
+
+        Args:
+            name: the method of ``TensorCollectives``.
+            tensors: the results, and what else the method takes, for one call or several.
+            others: further arguments of gloo's method.
+            asked: further arguments of the method, such as the root.
+        """
+        every = tensors[0] if len(tensors) == 1 else flattened(tensors)
+        if self._transport.carries(name, every, asked.get("reduction", "")):
+            run = partial(_run, getattr(self._moves, name), tensors, asked)
+        else:
+            others = (*asked.values(), *handed_on(opts)) if name == "all_to_all_single" else (*handed_on(opts), *others)
+            run = partial(run_by_gloo, self._gloo, self._moves, name, tensors, others)
+        result = tensors[0]
+        return self._start(name, run, opts, result[0] if result and isinstance(result[0], list) else result)
+
+    def _start(self, name: str, run: Callable[[], object], opts: Any, result: Sequence[Tensor] = ()) -> Any:
+        """Run the exchange ``name`` in its turn: here if the caller waits and no other is under way."""
         if (spans := current_spans()) is not None:
-            # The name of the method that made it.
-            name = getattr(run, "__qualname__", "").partition(".<locals>")[0].rpartition(".")[2]
             run = spans.timed(COLLECTIVE, name, run, sum(one.nbytes for one in result), f"group {self._name}")
-        lane = self._lane("collective")
+        lane = self._lanes.get("collective") or self._lane("collective")
         if getattr(opts, "asyncOp", True):
             return lane.later(run, result)
         if lane.is_idle:
@@ -316,24 +251,6 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         work = lane.later(run, result)
         work.wait()
         return work
-
-    def _by_gloo(self, name: str, call: Callable[..., Any], opts: Any, *tensors: Sequence[Any]) -> Any:
-        """Run a collective that memory does not carry over gloo, for one of each of ``tensors`` at a time.
-
-        gloo would add up tensors that are given together. Ranks agree first: a rank whose tensors memory carries would
-        wait there for the others, in vain.
-        """
-        moves = self._moves
-
-        def run() -> None:
-            moves.agree(f"{name} over gloo")
-            for given in zip(*tensors, strict=True):
-                in_order = [ordered(one) for one in given]  # gloo takes memory as it lies, gaps included
-                call(*in_order).wait()
-                put_back(given[0], in_order[0])
-
-        result = tensors[0]
-        return self._collective(run, opts, result[0] if result and isinstance(result[0], list) else result)
 
     def _lane(self, key: object) -> WorkThread:
         with self._lock:
@@ -349,12 +266,18 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
 
+def _run(call: Callable[..., object], tensors: Sequence[Sequence[Any]], asked: dict[str, Any]) -> None:
+    for given in zip(*tensors, strict=True):
+        call(*given, **asked)
+
+
 _all: weakref.WeakSet[SharedProcessGroup] = weakref.WeakSet()
 
 
 def whole_groups(world_size: int) -> list[Communicator]:
     """Return the communicators of groups of all ranks."""
-    return [one._moves.near for one in list(_all) if one.size() == world_size and type(one._moves) is TensorCollectives]
+    found = [one._transport.memory for one in list(_all) if one.size() == world_size]
+    return [memory for memory in found if memory is not None]
 
 
 def _forget() -> None:

@@ -1,4 +1,4 @@
-"""``lagom.collectives.mesh_group``: tensors by messages, where ranks of one host share no memory."""
+"""``lagom.collectives.mesh_transport``: tensors by messages, where ranks of one host share no memory."""
 
 from __future__ import annotations
 

@@ -1,0 +1,85 @@
+"""``MemoryTransport``: exchanges through memory that all ranks share. See Note [Shared memory]."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from lagom.collectives.background import DONE
+from lagom.collectives.native import OPERATIONS, TYPES, native
+from lagom.collectives.transport import Transport, are_dense
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lagom.collectives.background import Done
+    from lagom.collectives.native import Communicator
+
+_U8 = TYPES[torch.uint8]
+
+
+class MemoryTransport(Transport):
+    """Exchanges by addresses over ``memory``; each is done when its method returns."""
+
+    memory: Communicator
+
+    def __init__(self, memory: Communicator) -> None:
+        self.memory = memory
+
+    def carries(self, operation: str, tensors: Sequence[torch.Tensor], reduction: str | None = "") -> bool:
+        """Return whether the tensors are dense, on the CPU, and of types that C++ reduces; every operation is there."""
+        return are_dense(tensors) and (reduction == "" or _reduced(reduction).issuperset([t.dtype for t in tensors]))
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> Done:
+        self.memory.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], OPERATIONS[reduction])
+        return DONE
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Done:
+        self.memory.broadcast(tensor.data_ptr(), tensor.nbytes, root, type_code(tensor))
+        return DONE
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Done:
+        self.memory.all_gather(part.data_ptr(), whole.data_ptr(), part.nbytes, type_code(part))
+        return DONE
+
+    def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor, reduction: str = "sum") -> Done:
+        code, operation = TYPES[out.dtype], OPERATIONS[reduction]
+        self.memory.reduce_scatter(given.data_ptr(), out.data_ptr(), out.numel(), code, operation)
+        return DONE
+
+    def all_to_all_rows(self, out: torch.Tensor, given: torch.Tensor) -> Done:
+        sizes = [given.nbytes // len(given)] * len(given)
+        self.memory.all_to_all(given.data_ptr(), sizes, out.data_ptr(), sizes, type_code(given))
+        return DONE
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self.memory.set_timeout(timeout_s)
+
+    def abort(self, rank: int) -> None:
+        self.memory.abort(f"rank {rank} aborted its process group")
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def type_code(tensor: torch.Tensor) -> int:
+    """Return the code of the tensor's type, which the ranks compare; uint8 for types without one."""
+    return TYPES.get(tensor.dtype, _U8)
+
+
+@functools.cache
+def _reduced(reduction: str | None) -> frozenset[torch.dtype]:
+    """Return the types that C++ reduces so."""
+    if reduction is None:
+        return frozenset()
+    return frozenset(dtype for dtype, code in TYPES.items() if native().has(code, OPERATIONS[reduction]))
+
+
+# Note [Shared memory]
+#
+# When all ranks are processes of one host, CPU tensors go through memory that they share; see csrc/communicator.hpp.
+# The first exchange finds out, on all ranks together, whether this is possible: one rank without the compiled part
+# means none for all. When ranks are on several hosts, only sums, broadcasts and gathers use shared memory, and then
+# travel between hosts; see Note [Several hosts]. Exchanges in an independent order have their own memory and a thread.
