@@ -17,7 +17,7 @@ from lagom.memory_plan.needs import MemoryPlan
 from lagom.memory_plan.optimizer_state_bytes import SteppedOptimizer, step_meta_copy
 from lagom.plan import plan
 from lagom.world import world_size as ranks_of_run
-from lagom.zero.optimizer_probe import Kind
+from lagom.zero.optimizer_probe import ShardingKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +65,7 @@ def plan_memory(
     parameters = list({id(p): p for p in the_module.parameters()}.values())
     num_ranks = world_size or _ranks()
     found = (
-        SteppedOptimizer("no optimizer", Kind.ELEMENTWISE, [], [], 0)
+        SteppedOptimizer("no optimizer", ShardingKind.ELEMENTWISE, [], [], 0)
         if optimizer is None
         else step_meta_copy(optimizer, parameters)
     )

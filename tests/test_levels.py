@@ -25,7 +25,7 @@ from lagom.deepspeed.loading import load
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.patched import patched
 from lagom.session.session import Session
-from lagom.zero.parameters.shards import LEAST
+from lagom.zero.parameters.shards import MIN_ELEMENTS
 from tests.ranks import alone, run_ranks
 
 LEVELS = (0, 1, 2, 3)
@@ -135,7 +135,7 @@ def _turn(level: int, world_size: int) -> str:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_on_torch(world_size: int, level: int) -> None:
-    assert WIDTH**2 > LEAST
+    assert WIDTH**2 > MIN_ELEMENTS
     table = [(level, name, torch.float64) for name in OPTIMIZERS]
     judged(world_size, [*table, (level, _turn(level, world_size), torch.float32)], "torch")
 

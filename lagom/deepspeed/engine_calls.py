@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from lagom.deepspeed.engine import refuse_parts
 from lagom.errors import LagomError
-from lagom.optimizers.step_patches import replaced_steps
+from lagom.optimizers.step_patches import replace_steps
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def step_engine(driver: Driver) -> Iterator[None]:
     """Patch ``step``, ``zero_grad`` and the state of optimizers: those that an engine drives use the engine."""
     with ExitStack() as stack:
-        stack.enter_context(replaced_steps(partial(_step, driver), existing=False))
+        stack.enter_context(replace_steps(partial(_step, driver), existing=False))
         wrap = vars(Optimizer)["_patch_step_function"]
 
         def patched_wrap(self: Optimizer) -> None:

@@ -23,10 +23,10 @@ from lagom.deepspeed.engine_calls import (
 from lagom.deepspeed.engines import Engines
 from lagom.deepspeed.loading import settings
 from lagom.errors import LagomError
-from lagom.forward.precision import dtype_of
+from lagom.forward.precision import autocast_dtype
 from lagom.gradients.autograd_grad import is_averaged
 from lagom.patching.replace import replaced
-from lagom.run_state.leaves import reached_leaves
+from lagom.run_state.leaves import find_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,7 @@ def driven_by_deepspeed(session: Session) -> Iterator[None]:
         LagomError: if DeepSpeed is not installed, or ``mixed_precision`` asks lagom for fp16 loss scaling.
     """
     plan = session.plan
-    if plan.config.mixed_precision and dtype_of(plan.config.mixed_precision, session.device) is torch.float16:
+    if plan.config.mixed_precision and autocast_dtype(plan.config.mixed_precision, session.device) is torch.float16:
         raise LagomError(
             "mixed_precision=True is fp16 on this device, whose scale DeepSpeed keeps itself; set "
             "deepspeed_config={'fp16': {'enabled': True}}"
@@ -122,7 +122,7 @@ class Driver:
     def _whole(self, optimizer: Optimizer) -> nn.Module:
         """Return the smallest module of the program that holds all parameters of ``optimizer``."""
         wanted = {id(p) for p in _parameters(optimizer)}
-        made: list[nn.Module] = list(self.session.modules.made())
+        made: list[nn.Module] = list(self.session.modules.finished_modules())
         able = [module for module in made if wanted <= {id(p) for p in module.parameters()}]
         if not able:
             raise LagomError(
@@ -149,7 +149,7 @@ class Driver:
                 ):
                     self._refuse_grad(bool(args[2]))
                 return original(outputs, *args, **options)
-            leaves = reached_leaves(outputs, args[3])
+            leaves = find_leaves(outputs, args[3])
             engine = self.engines.backward(leaves)
             self._refuse_undriven(leaves)
             if engine is None:
@@ -157,7 +157,7 @@ class Driver:
             session.check_place("backward()")
             session.distributed_part = session.distributed_part or "a backward ran"
             session.begin_backward(outputs, leaves)
-            gradients, hooks = session.loss_weights.weighted(outputs, args[0], session.weight)
+            gradients, hooks = session.loss_weights.weight_gradients(outputs, args[0], session.weight)
             scale = engine.scale()
             if scale != 1.0:
                 gradients = tuple(None if one is None else one * scale for one in gradients)
@@ -170,10 +170,10 @@ class Driver:
                 for hook in hooks:
                     hook.remove()
             if session.divergence is not None:
-                session.divergence.step()
+                session.divergence.count_step()
                 if self.engines.keeps_parameters:
                     numbers = [session.leaves.known(leaf) for leaf in leaves]
-                    session.divergence.trained(number for number in numbers if number is not None)
+                    session.divergence.add_trained(number for number in numbers if number is not None)
             session.record_backward()
             return result
 

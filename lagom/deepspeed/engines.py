@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.deepspeed.engine import Engine
 from lagom.deepspeed.loading import as_imported, check_nvme, environment, load, variable
 from lagom.errors import LagomError
-from lagom.zero.optimizer_probe import Kind, probe_optimizer
+from lagom.zero.optimizer_probe import ShardingKind, probe_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -140,7 +140,7 @@ class Engines:
                 f"the {name} has state already, which DeepSpeed would drop: at zero_lvl={self.stage} it cannot be "
                 "loaded into backend='deepspeed'; use backend='torch', which loads it at any level"
             )
-        if probe_optimizer(optimizer, step, closure=False).kind is not Kind.ELEMENTWISE:
+        if probe_optimizer(optimizer, step, closure=False).kind is not ShardingKind.ELEMENTWISE:
             raise LagomError(
                 f"{name} does not step each element by itself, and DeepSpeed would cut parameters anywhere: other "
                 "weights would come of it. Use backend='torch', which shares it out as it can be, or zero_lvl=0"

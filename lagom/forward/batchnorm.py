@@ -13,7 +13,7 @@ from torch.overrides import has_torch_function_unary
 
 from lagom.collectives.agreement_exchange import AgreedExchange, signature
 from lagom.errors import DivergenceError
-from lagom.forward.batchnorm_arithmetic import BatchNormCall, Normalise, combine_moments, moments
+from lagom.forward.batchnorm_arithmetic import BatchNormCall, NormaliseFunction, combine_moments, local_moments
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def whole_batch_statistics(session: Session) -> Iterator[None]:
+def synchronise_batchnorm(session: Session) -> Iterator[None]:
     """Have ``F.batch_norm``, which every BatchNorm layer calls, see the whole batch. See Note [BatchNorm].
 
     TorchScript modules, and a ``batch_norm`` imported by name before the run, are out of reach.
@@ -89,7 +89,7 @@ class WholeBatchStatistics:
     ) -> Tensor:
         """Run ``F.batch_norm(training=True)`` of the whole batch; update the running statistics."""
         if self._session.probe_statistics is not None:
-            return self._probed(self._session.probe_statistics, input, running, weight, bias, eps)
+            return self._run_in_probe(self._session.probe_statistics, input, running, weight, bias, eps)
         share = self._session.share_in_forward
         if share is None or input.dim() < 2 or has_torch_function_unary(input):
             running_mean, running_var, momentum = running
@@ -98,20 +98,20 @@ class WholeBatchStatistics:
         identity = (number, input.shape[1], input.dtype)
         if input.shape[0] < share.num_mine:
             if self._part == (id(share), identity):
-                self._session.say_once(_OF_PARTS)
+                self._session.say_once(_UNEQUAL_PARTS)
             self._part = id(share), identity
         with torch.no_grad():
-            gathered = self._gathered(input.detach(), share, identity)
+            gathered = self._gather_statistics(input.detach(), share, identity)
             counts, mean, var, real_count = combine_moments(gathered)
-            _check(input, real_count, share)
-            self._update(running, mean, var, real_count)
+            _check_sizes(input, real_count, share)
+            self._update_running_values(running, mean, var, real_count)
         kind = torch.promote_types(input.dtype, torch.float32)
         backward = partial(self.sum, identity=("backward", *identity))
         call = BatchNormCall(backward, eps, share.num_mine > 0, counts)
-        output: Tensor = Normalise.apply(input, weight, bias, mean.to(kind), var.to(kind), call)  # type: ignore[no-untyped-call]
+        output: Tensor = NormaliseFunction.apply(input, weight, bias, mean.to(kind), var.to(kind), call)  # type: ignore[no-untyped-call]
         return output
 
-    def _probed(
+    def _run_in_probe(
         self,
         probed: BatchStatistics,
         input: Tensor,
@@ -125,7 +125,7 @@ class WholeBatchStatistics:
             return self._original(input, mean, var, weight, bias, False, 0.0, eps)
         running_mean, running_var, momentum = running
         with torch.no_grad():
-            probed.noted.append(moments(input.detach()))
+            probed.noted.append(local_moments(input.detach()))
             probed.running += [buffer for buffer in (running_mean, running_var) if buffer is not None]
         return self._original(input, running_mean, running_var, weight, bias, True, momentum, eps)
 
@@ -135,24 +135,24 @@ class WholeBatchStatistics:
         if signed is None:
             signed = self._signatures[identity] = signature(repr(identity).encode())
         if not self._frame.sum(numbers, signed):
-            self._apart(*identity)
+            self._raise_mismatch(*identity)
 
-    def _apart(self, direction: object, number: object, channels: object, _: object) -> NoReturn:
+    def _raise_mismatch(self, direction: object, number: object, channels: object, _: object) -> NoReturn:
         layer = f"a BatchNorm of {channels} channels"
         if isinstance(number, int):
             layer += f" with {self._session.modules.name_of(self._session.leaves.tensor(number))}"
         assert self._session.divergence is not None
-        self._session.divergence.meet(f"the {direction} of {layer}")
+        self._session.divergence.find_divergence(f"the {direction} of {layer}")
         raise DivergenceError(f"other ranks ran another layer in place of {layer}")
 
-    def _gathered(self, input: Tensor, share: BatchShare, identity: tuple[object, ...]) -> Tensor:
+    def _gather_statistics(self, input: Tensor, share: BatchShare, identity: tuple[object, ...]) -> Tensor:
         """Gather a row per rank: elements, those that count, whether the share is complete, means, deviations."""
         channels = input.shape[1]
         size = self._group.world_size
         rows = torch.zeros(size, 3 + 2 * channels, dtype=torch.float64, device=input.device)
         count = input.numel() // channels if channels else 0
         if count:
-            mean, var = moments(input)
+            mean, var = local_moments(input)
             mine = rows[self._group.rank]
             # One by one: copying a list to a GPU would wait for all its running work.
             mine[0] = count
@@ -163,7 +163,7 @@ class WholeBatchStatistics:
         self.sum(rows, ("forward", *identity))
         return rows
 
-    def _update(self, running: Running, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    def _update_running_values(self, running: Running, mean: Tensor, var: Tensor, count: Tensor) -> None:
         running_mean, running_var, momentum = running
         for buffer, new in ((running_mean, mean), (running_var, var * (count / (count - 1).clamp(min=1)))):
             if buffer is not None:
@@ -173,14 +173,14 @@ class WholeBatchStatistics:
                 buffer.data.mul_(1 - momentum).add_((new * momentum).to(buffer.dtype))
 
 
-_OF_PARTS = (
+_UNEQUAL_PARTS = (
     "a BatchNorm is called several times with parts of a batch (a ghost batch norm): with batches='split' these are "
     "parts of a rank's share, and its statistics those of one such part of each rank together, not those of a part in "
     "one process; batches='whole' makes them so"
 )
 
 
-def _check(input: Tensor, count: Tensor, share: BatchShare) -> None:
+def _check_sizes(input: Tensor, count: Tensor, share: BatchShare) -> None:
     alone = input.numel() == input.shape[1] and share.num_all == 1
     # On a GPU, reading the count would wait for all its running work.
     if alone or (count.device.type == "cpu" and count.item() == 1):

@@ -32,7 +32,7 @@ class BatchNormCall:
         return total
 
 
-def moments(input: Tensor) -> tuple[Tensor, Tensor]:
+def local_moments(input: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance per channel."""
     x = input.to(torch.promote_types(input.dtype, torch.float32))
     if x.device.type == "cpu":  # torch's own kernel is 3 times as fast as var_mean
@@ -60,7 +60,7 @@ def combine_moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return count, mean, deviation / count, torch.where(replicated, rows[0, 0], count)
 
 
-class Normalise(Function):
+class NormaliseFunction(Function):
     """Normalises by given statistics, with gradients as if these were computed from the inputs of all ranks.
 
     See Note [BatchNorm] for the formula.
@@ -81,7 +81,7 @@ class Normalise(Function):
         if weight is not None or bias is not None:
             weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
             bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
-        return _fixed(input, mean, var, weight, bias, call.eps)
+        return _normalise_fixed(input, mean, var, weight, bias, call.eps)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,13 +92,13 @@ class Normalise(Function):
         kind = mean.dtype
         scale = torch.ones_like(mean) if weight is None else weight.to(kind)
         own_kind, x, dy = x.dtype, x.to(kind), dy.to(kind)
-        dx, weight_gradient, bias_gradient = _of_fixed(dy, x, scale, mean, var, call.eps)
+        dx, weight_gradient, bias_gradient = _fixed_gradients(dy, x, scale, mean, var, call.eps)
         if ctx.needs_input_grad[0]:
             sums = torch.stack([bias_gradient, weight_gradient])
             total = call.sum(sums if call.counted else torch.zeros_like(sums)) / call.count
             if call.counted:
                 total = total.to(kind) * (scale * torch.rsqrt(var + call.eps))
-                dx = dx.sub_(_fixed(x, mean, var, total[1], total[0], call.eps))
+                dx = dx.sub_(_normalise_fixed(x, mean, var, total[1], total[0], call.eps))
         return (
             dx.to(own_kind) if ctx.needs_input_grad[0] else None,
             weight_gradient.to(weight.dtype) if ctx.needs_input_grad[1] else None,
@@ -109,13 +109,15 @@ class Normalise(Function):
         )
 
 
-def _fixed(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _normalise_fixed(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
     if x.numel() == 0:  # torch's kernels divide by the number of elements, and kill the process
         return torch.empty_like(x)
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
 
 
-def _of_fixed(
+def _fixed_gradients(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return w / s dy, sum(dy x') and sum(dy) of this rank, computed in one pass."""
@@ -135,7 +137,7 @@ def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     shape = [-1 if i == 1 else 1 for i in range(x.dim())]
 
     def average(numbers: Tensor) -> Tensor:
-        summed: Tensor = _Sum.apply(numbers.sum(dims) * call.counted, call)  # type: ignore[no-untyped-call]
+        summed: Tensor = _SumFunction.apply(numbers.sum(dims) * call.counted, call)  # type: ignore[no-untyped-call]
         result = summed.div(call.count.to(mean.dtype)).view(shape)
         # A copy's influence on the statistics counts nowhere, but its rank takes part in the exchange.
         return result if call.counted else result.detach() + 0 * result
@@ -151,7 +153,7 @@ def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     return [next(gradients) if needs else None for needs in needed[:3]]
 
 
-class _Sum(Function):
+class _SumFunction(Function):
     """Sum over the ranks, whose gradient is the sum of the gradients."""
 
     @staticmethod
@@ -161,7 +163,7 @@ class _Sum(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        summed: Tensor = _Sum.apply(gradient, ctx.call)  # type: ignore[no-untyped-call]
+        summed: Tensor = _SumFunction.apply(gradient, ctx.call)  # type: ignore[no-untyped-call]
         return summed, None
 
 

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from lagom.micro_batches.split_forward import MicroBatches
 from lagom.monitor.spans import FORWARD
 from lagom.patching.replace import replaced
-from lagom.row_split.slicer import Slicer, slices
+from lagom.row_split.slicer import Slicer, is_splittable
 from lagom.run_state.cuda_device import follow_input
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def tracked_modules(session: Session) -> Iterator[None]:
+def track_modules(session: Session) -> Iterator[None]:
     """Record modules and parameters as they are created: constructed, unpickled or copied."""
     init, setstate = vars(nn.Module)["__init__"], vars(nn.Module)["__setstate__"]
 
@@ -41,14 +41,14 @@ def tracked_modules(session: Session) -> Iterator[None]:
         stack.enter_context(replaced(nn.Module, "__init__", patched_init))
         stack.enter_context(replaced(nn.Module, "__setstate__", patched_setstate))
         for kind in (nn.Parameter, UninitializedParameter):
-            stack.enter_context(replaced(kind, "__new__", staticmethod(_numbered(session, kind.__new__))))
+            stack.enter_context(replaced(kind, "__new__", staticmethod(_make_new(session, kind.__new__))))
         yield
 
 
-def _numbered(session: Session, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _make_new(session: Session, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def patched_new(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
         parameter = make(cls, *args, **kwargs)
-        session.leaves.created(parameter)
+        session.leaves.add_leaf(parameter)
         if session.weights is not None:
             session.weights.adopt(parameter)
         return parameter
@@ -57,25 +57,25 @@ def _numbered(session: Session, make: Callable[..., torch.Tensor]) -> Callable[.
 
 
 @contextmanager
-def own_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
+def prepare_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
     """Patch outermost forwards: move the module to its input's device, and use the rank's own random stream.
 
     The own stream serves where ranks have different samples of a batch: dropout must differ there. It does not serve in
     a module's first call, which may create parameters, nor in a backward, where checkpoints repeat a forward.
     """
-    forwards = _Forwards(session, streams)
+    forwards = _ForwardState(session, streams)
     with ExitStack() as stack:
-        stack.enter_context(replaced(nn.Module, "__call__", _called(forwards)))
+        stack.enter_context(replaced(nn.Module, "__call__", _make_call(forwards)))
         if session.world_size > 1:
-            stack.enter_context(replaced(torch.utils.checkpoint, _CHECKPOINT, _checkpointed(forwards)))
-            stack.enter_context(reentrant_checkpoints(session))
+            stack.enter_context(replaced(torch.utils.checkpoint, _CHECKPOINT, _make_checkpoint_generator(forwards)))
+            stack.enter_context(patch_reentrant_checkpoints(session))
         yield
 
 
 _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 
 
-class _Forwards:
+class _ForwardState:
     """Tracks whether a forward is running, and which modules have been called before."""
 
     def __init__(self, session: Session, streams: OwnStreams) -> None:
@@ -130,7 +130,7 @@ class _Forwards:
         return False
 
 
-def _called(forwards: _Forwards) -> Callable[..., Any]:
+def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
     original = vars(nn.Module)["__call__"]
     session, streams = forwards.session, forwards.streams
     on_cuda = session.device.type == "cuda"
@@ -161,9 +161,9 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
                 data = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
                 share = session.find_share(data)
                 trains = getattr(module, "training", True)
-            if slicer is not None and (slices_training or not trains) and slices(session, module):
+            if slicer is not None and (slices_training or not trains) and is_splittable(session, module):
                 return slicer.call(module, args, kwargs)
-            seen = session.running_values.before(module) if trains and session.passes.share is not None else None
+            seen = session.running_values.snapshot(module) if trains and session.passes.share is not None else None
             if trains and forwards.trains_own(module):
                 common = streams.swap()
                 try:
@@ -173,11 +173,11 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
             else:
                 outputs = run(module, *args, **kwargs)
             if seen is not None:
-                session.running_values.after(module, seen)
+                session.running_values.warn_about_changes(module, seen)
             if share is not None:
-                session.loss_weights.note(outputs, share)
+                session.loss_weights.record_outputs(outputs, share)
             if several:
-                session.evaluation_passes.forward((args, kwargs), outputs)
+                session.evaluation_passes.record_forward((args, kwargs), outputs)
             return outputs
         finally:
             forwards.inside = False
@@ -187,11 +187,11 @@ def _called(forwards: _Forwards) -> Callable[..., Any]:
     return call
 
 
-def _checkpointed(forwards: _Forwards) -> Callable[..., Iterator[None]]:
+def _make_checkpoint_generator(forwards: _ForwardState) -> Callable[..., Iterator[None]]:
     original = vars(torch.utils.checkpoint)[_CHECKPOINT]
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        function = _as_in_forward(forwards.session, function)
+        function = _repeat_in_region(forwards.session, function)
         # It records the generators' states before it calls the function, to restore them in the backward.
         if forwards.inside or forwards.session.depth:
             yield from original(function, *args, **kwargs)
@@ -207,13 +207,13 @@ def _checkpointed(forwards: _Forwards) -> Callable[..., Iterator[None]]:
 
 
 @contextmanager
-def reentrant_checkpoints(session: Session) -> Iterator[None]:
+def patch_reentrant_checkpoints(session: Session) -> Iterator[None]:
     """Record the inputs of forwards that a backward repeats, and have the repetition see the whole batch again."""
     function = torch.utils.checkpoint.CheckpointFunction
     apply, detach = function.apply, torch.utils.checkpoint.detach_variable
 
     def patched_apply(run: Any, *args: Any) -> Any:
-        return apply(_as_in_forward(session, run), *args)  # type: ignore[no-untyped-call]
+        return apply(_repeat_in_region(session, run), *args)  # type: ignore[no-untyped-call]
 
     def patched_detach(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         detached: tuple[Any, ...] = detach(inputs)
@@ -229,14 +229,14 @@ def reentrant_checkpoints(session: Session) -> Iterator[None]:
         yield
 
 
-def _as_in_forward(session: Session, function: Callable[..., Any]) -> Callable[..., Any]:
+def _repeat_in_region(session: Session, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a checkpoint's ``function`` that sees the whole batch again when the backward repeats it."""
     region = session.sliced_forward
     if region is None:
         return function
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        with region.entered(session):
+        with region.enter(session):
             return function(*args, **kwargs)
 
     return again

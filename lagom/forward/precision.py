@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.object_reference import ObjectReference
 from lagom.patching.replace import replaced
-from lagom.run_state.leaves import reached_leaves
+from lagom.run_state.leaves import find_leaves
 from lagom.zero.gradient_access import exchange_numbers
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ GROWTH_INTERVAL = 2000
 _FACTOR = 2.0
 
 
-def dtype_of(asked: Literal[True, "bf16", "fp16"], device: torch.device) -> torch.dtype:
+def autocast_dtype(asked: Literal[True, "bf16", "fp16"], device: torch.device) -> torch.dtype:
     """Return the type that ``mixed_precision`` means on ``device``."""
     if asked is True:
         has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -45,7 +45,7 @@ class Precision:
     def __init__(self, session: Session, asked: Literal[True, "bf16", "fp16"]) -> None:
         self._session = session
         self._device = session.device.type
-        self.dtype = dtype_of(asked, session.device)
+        self.dtype = autocast_dtype(asked, session.device)
         self._off = False
         self._active = False
         """An outermost forward is running in lagom's autocast."""
@@ -59,7 +59,7 @@ class Precision:
         """For each module, whether it has parameters, all of them in float32."""
 
     @contextmanager
-    def outputs(self) -> Iterator[None]:
+    def convert_outputs(self) -> Iterator[None]:
         """Convert the outermost module's outputs to float32; enter this before the patches that split forwards."""
         original = vars(nn.Module)["__call__"]
 
@@ -68,7 +68,7 @@ class Precision:
                 return original(module, *args, **kwargs)
             self._converts = True
             try:
-                return tree_map_only(Tensor, self._full, original(module, *args, **kwargs))
+                return tree_map_only(Tensor, self._to_float32, original(module, *args, **kwargs))
             finally:
                 self._converts = False
 
@@ -76,7 +76,7 @@ class Precision:
             yield
 
     @contextmanager
-    def forwards(self) -> Iterator[None]:
+    def autocast_forwards(self) -> Iterator[None]:
         """Run outermost forwards under autocast; enter this after the patches that split forwards."""
         original = vars(nn.Module)["__call__"]
         enter = vars(torch.autocast)["__enter__"]
@@ -95,13 +95,13 @@ class Precision:
 
         def patched_enter(context: Any) -> Any:
             if not (self._entering or self._active or self._depth or torch.compiler.is_dynamo_compiling()):
-                self._leave("autocast")
+                self._switch_off("autocast")
             return enter(context)
 
         def patched_init(scaler: Any, *args: Any, **kwargs: Any) -> None:
             init(scaler, *args, **kwargs)
             if scaler.is_enabled():
-                self._leave("a GradScaler")
+                self._switch_off("a GradScaler")
 
         with (
             replaced(nn.Module, "__call__", call),
@@ -111,39 +111,39 @@ class Precision:
             yield
 
     @contextmanager
-    def backwards(self) -> Iterator[None]:
+    def scale_backwards(self) -> Iterator[None]:
         """Patch backwards for fp16: scale gradients inside. Enter this before the patches that average gradients."""
         original = torch.autograd._engine_run_backward
-        scaling = _Scaling(self._session) if self.dtype is torch.float16 else None
+        scaling = _GradientScaler(self._session) if self.dtype is torch.float16 else None
 
         def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
             self._depth += 1
             try:
                 if scaling is None or self._off or not (self._session.live and options.get("accumulate_grad", False)):
                     return original(outputs, *args, **options)
-                return self._scaled(scaling, original, outputs, args, options)
+                return self._scale_backward(scaling, original, outputs, args, options)
             finally:
                 self._depth -= 1
 
         with ExitStack() as stack:
             stack.enter_context(replaced(torch.autograd, "_engine_run_backward", run_backward))
             if scaling is not None:
-                before = register_optimizer_step_pre_hook(self._unless_off(scaling.before))
-                after = register_optimizer_step_post_hook(self._unless_off(scaling.after))
+                before = register_optimizer_step_pre_hook(self._skip_if_disabled(scaling.drop_overflow))
+                after = register_optimizer_step_post_hook(self._skip_if_disabled(scaling.restore_gradients))
                 stack.callback(before.remove)
                 stack.callback(after.remove)
             yield
 
-    def _scaled(
+    def _scale_backward(
         self,
-        scaling: _Scaling,
+        scaling: _GradientScaler,
         original: Callable[..., Any],
         outputs: Sequence[Any],
         args: tuple[Any, ...],
         options: dict[str, Any],
     ) -> Any:
         repeated = self._session.repeated_inputs
-        found = {id(leaf): leaf for leaf in reached_leaves(outputs, args[3]) if leaf not in repeated}
+        found = {id(leaf): leaf for leaf in find_leaves(outputs, args[3]) if leaf not in repeated}
         leaves = [leaf for key, leaf in found.items() if key not in self._scaled_leaves]
         # A nested backward is given gradients that are scaled already.
         roots = args[0]
@@ -158,14 +158,14 @@ class Precision:
             for handle in handles:
                 handle.remove()
 
-    def _unless_off(self, hook: Callable[[Optimizer], None]) -> Callable[..., None]:
+    def _skip_if_disabled(self, hook: Callable[[Optimizer], None]) -> Callable[..., None]:
         def called(optimizer: Optimizer, *_: Any) -> None:
             if not self._off and self._session.live:
                 hook(optimizer)
 
         return called
 
-    def _leave(self, what: str) -> None:
+    def _switch_off(self, what: str) -> None:
         if not self._off:
             self._session.say_once(f"the program uses {what} itself, so mixed_precision changes nothing")
         self._off = True
@@ -181,11 +181,11 @@ class Precision:
             own = self._own[module] = dtypes == {torch.float32}
         return own
 
-    def _full(self, tensor: Tensor) -> Tensor:
+    def _to_float32(self, tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype == self.dtype else tensor
 
 
-class _Scaling:
+class _GradientScaler:
     """Keeps the factor that losses are multiplied by, and skips steps when gradients have overflowed."""
 
     def __init__(self, session: Session) -> None:
@@ -205,13 +205,13 @@ class _Scaling:
             hooks[key] = hook
         return handle
 
-    def before(self, optimizer: Optimizer) -> None:
+    def drop_overflow(self, optimizer: Optimizer) -> None:
         """Remove the gradients before a step if some are not finite, so that the step changes nothing."""
         every = [p for group in optimizer.param_groups for p in group["params"]]
         if self._session.gradients is None:
             graded = [p for p in every if p.grad is not None]
         else:
-            graded = [p for p in every if self._session.gradients.is_there(p)]
+            graded = [p for p in every if self._session.gradients.has_gradient(p)]
         if not graded:
             return
         if self._is_finite(graded):
@@ -229,14 +229,14 @@ class _Scaling:
 
     def _is_finite(self, graded: Sequence[Tensor]) -> bool:
         gradients = self._session.gradients
-        if gradients is None or not any(gradients.part(p)[0] for p in graded):
+        if gradients is None or not any(gradients.find_shard(p)[0] for p in graded):
             return _are_finite(p.grad for p in graded)
-        with gradients.parted():
+        with gradients.expose_shards():
             mine = _are_finite(p.grad for p in graded)
         rows = exchange_numbers(self._session, "optimizer.step() in fp16", [float(mine)])
         return all(row[0] for row in rows)
 
-    def after(self, optimizer: Optimizer) -> None:
+    def restore_gradients(self, optimizer: Optimizer) -> None:
         """Restore the removed gradients after the step."""
         for p, gradient in self._held.pop(optimizer, ()):
             p.grad = gradient

@@ -29,24 +29,24 @@ class RunningValueDetector:
         self._say_once = say_once
         self._num_calls: dict[int, int] = {}
 
-    def before(self, module: nn.Module) -> list[tuple[str, Tensor, int]] | None:
+    def snapshot(self, module: nn.Module) -> list[tuple[str, Tensor, int]] | None:
         """Return name, value and version of each tensor that ``module`` might change; None if it is not examined."""
         calls = self._num_calls.get(id(module), 0)
         if calls > 1:
             return None
         self._num_calls[id(module)] = calls + 1
-        return [(name, one, one._version) for name, one in _values(module)] if calls else None
+        return [(name, one, one._version) for name, one in _named_tensors(module)] if calls else None
 
-    def after(self, module: nn.Module, seen: list[tuple[str, Tensor, int]]) -> None:
+    def warn_about_changes(self, module: nn.Module, seen: list[tuple[str, Tensor, int]]) -> None:
         """Warn about values that a forward of ``module`` has changed."""
         changed = [name for name, one, version in seen if one._version != version and one not in self._synchronised]
         if changed:
             self._say_once(_CHANGED.format(kind=type(module).__name__, name=changed[0]))
 
 
-def _values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield buffers and frozen parameters of layers that are not torch's own, by name."""
-    for path, part in _parts(module):
+    for path, part in _named_modules(module):
         if type(part).__module__.startswith("torch.") and type(part).__module__ != _CONTAINERS:
             continue
         frozen = {name: one for name, one in part._parameters.items() if one is not None and not one.requires_grad}
@@ -55,7 +55,7 @@ def _values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, one
 
 
-def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the module and those inside it, by name; torch's own walk hashes modules, and a class may forbid that."""
     met, left = {id(module)}, [("", module)]
     while left:

@@ -17,7 +17,7 @@ from lagom.patching.replace import replaced
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from lagom.gradients.replicate import Replicate
+    from lagom.gradients.gradient_averager import GradientAverager
     from lagom.session.session import Session
 
 _MAX_VAIN = 8
@@ -30,11 +30,11 @@ class Accumulation:
     A cycle begins with a backward before which no parameter has a gradient. It ends when the program reads a gradient.
     """
 
-    def __init__(self, session: Session, replicate: Replicate) -> None:
+    def __init__(self, session: Session, replicate: GradientAverager) -> None:
         self._session = session
-        self._replicate = replicate
+        self._gradient_averager = replicate
         self._patches = ExitStack()
-        self._watches = False
+        self._is_patched = False
         self._over = False
         """Whether each backward is averaged at once from now on."""
         self._is_busy = False
@@ -55,21 +55,21 @@ class Accumulation:
         self._owed: dict[int, nn.Parameter] = {}
         """Parameters whose gradients are sums of this rank's shares, still to be averaged; by id."""
 
-    def keeps(self, leaves: Sequence[Tensor], *, create_graph: bool) -> bool:
+    def begin_backward(self, leaves: Sequence[Tensor], *, create_graph: bool) -> bool:
         """Return whether the averaging of the backward that is about to reach ``leaves`` can be postponed.
 
         If it cannot, average earlier postponed sums first: then this is a collective.
         """
-        with self.busy():
-            if self._over or not self._watches:
+        with self.mark_busy():
+            if self._over or not self._is_patched:
                 if not self._over and any(leaf.grad is not None for leaf in leaves):
-                    self._watch()
+                    self._patch_grad()
                 self.flush()
                 return False
-            fits = not create_graph and all(self._fits(leaf) for leaf in leaves)
+            fits = not create_graph and all(self._can_wait(leaf) for leaf in leaves)
             if self._count == 0:
-                if not (fits and self._starts()):
-                    self._in_vain()
+                if not (fits and self._can_start()):
+                    self._count_vain_cycle()
                     return False
                 self._goal = max(self._agreed)
             elif not fits:
@@ -84,25 +84,25 @@ class Accumulation:
     @property
     def is_idle(self) -> bool:
         """Whether accumulation has no state: no watch on ``grad``, no postponed sums, no failed backwards."""
-        return not (self._watches or self._owed or self._batches or self._num_failed)
+        return not (self._is_patched or self._owed or self._batches or self._num_failed)
 
-    def keep(self, leaves: Iterable[Tensor]) -> None:
+    def add_owed(self, leaves: Iterable[Tensor]) -> None:
         """Record that a backward adds this rank's own gradients to ``leaves``, to be averaged later."""
         self._owed.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
 
-    def keep_inside(self, leaves: Iterable[Tensor]) -> None:
+    def add_owed_inside(self, leaves: Iterable[Tensor]) -> None:
         """Record leaves that a backward reaches inside a postponed one, and stop postponing for good."""
-        self.keep(leaves)
+        self.add_owed(leaves)
         self._over = True  # such leaves are unknown before the outer backward runs
 
-    def pending(self, *, runs: bool = True) -> BackwardGradients:
+    def take_pending(self, *, runs: bool = True) -> BackwardGradients:
         """Return the postponed sums as the start of the next reduction, and forget them here.
 
         Args:
             runs: whether a backward follows whose gradients join the reduction.
         """
         pending = BackwardGradients(list(self._owed.values()), self._count if self._owed else 1)
-        if self._watches and not self._over:
+        if self._is_patched and not self._over:
             pending.habits = repr(tuple(self._lengths)).encode()
         self._owed = {}
         pending.batches = [*self._batches, self._session.position] if runs else self._batches
@@ -110,11 +110,11 @@ class Accumulation:
         pending.num_failed, self._num_failed = self._num_failed, 0
         return pending
 
-    def failed(self, number: int = 1) -> None:
+    def record_failures(self, number: int = 1) -> None:
         """Count ``number`` failed backwards, for the signature of the next exchange."""
         self._num_failed += number
 
-    def reduced(self, pending: BackwardGradients) -> None:
+    def record_reduction(self, pending: BackwardGradients) -> None:
         """Record the reduction of ``pending``: use the cycle lengths if ranks agreed on them, else stop postponing."""
         if pending.accord:
             self._agreed = tuple(self._lengths)
@@ -124,14 +124,14 @@ class Accumulation:
     def flush(self) -> None:
         """Average the postponed sums; a collective if there are any."""
         if self._owed:
-            with self.busy():
-                pending = self.pending(runs=False)
-                pending.ran()
-                self._replicate.reduce(pending)
-                self.reduced(pending)
+            with self.mark_busy():
+                pending = self.take_pending(runs=False)
+                pending.restore_hooks()
+                self._gradient_averager.reduce(pending)
+                self.record_reduction(pending)
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
+    def mark_busy(self) -> Iterator[None]:
         """Ignore reads and writes of gradients in a block: they are lagom's own."""
         before, self._is_busy = self._is_busy, True
         try:
@@ -140,7 +140,7 @@ class Accumulation:
             self._is_busy = before
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def mark_running(self) -> Iterator[None]:
         """Mark a block in which autograd runs, so that a read of a gradient comes from a hook."""
         before, self._is_busy, self._runs = self._is_busy, False, True
         try:
@@ -150,10 +150,10 @@ class Accumulation:
 
     def close(self) -> None:
         """Stop postponing, and give ``Tensor.grad`` back to torch."""
-        self._over, self._watches = True, False
+        self._over, self._is_patched = True, False
         self._patches.close()
 
-    def _fits(self, leaf: Tensor) -> bool:
+    def _can_wait(self, leaf: Tensor) -> bool:
         return (
             isinstance(leaf, nn.Parameter)
             and not leaf._backward_hooks
@@ -161,11 +161,11 @@ class Accumulation:
             and (leaf.grad is None or id(leaf) in self._owed)
         )
 
-    def _starts(self) -> bool:
+    def _can_start(self) -> bool:
         # Asks all parameters, and not only the reached ones: the answer must be the same on all ranks.
-        return all(self._fits(leaf) for leaf in self._session.leaves.parameters().values())
+        return all(self._can_wait(leaf) for leaf in self._session.leaves.parameters().values())
 
-    def _in_vain(self) -> None:
+    def _count_vain_cycle(self) -> None:
         self._num_vain += 1
         self._over = self._over or self._num_vain > _MAX_VAIN
         self._close_if_over()
@@ -174,7 +174,7 @@ class Accumulation:
         if self._over and not self._owed:
             self.close()
 
-    def _read(self) -> None:
+    def _end_cycle(self) -> None:
         """Average the postponed sums, since the program is about to read a gradient; this ends the cycle."""
         if self._runs:
             self._over = True  # a hook reads gradients during the backward, so no sums may be postponed
@@ -190,55 +190,55 @@ class Accumulation:
         length, self._count = self._count, 0
         self._lengths.append(length)
         if length == 1:
-            self._in_vain()
+            self._count_vain_cycle()
         else:
             self._num_vain = 0
 
-    def _watch(self) -> None:
+    def _patch_grad(self) -> None:
         if _is_compiled():
             self._over = True  # compiled code can read gradients without the attribute
             return
-        self._watches = True
+        self._is_patched = True
         for name in ("grad", "_grad"):
-            self._patches.enter_context(replaced(Tensor, name, self._property(vars(torch._C.TensorBase)[name])))
+            self._patches.enter_context(replaced(Tensor, name, self._make_property(vars(torch._C.TensorBase)[name])))
         from torch._dynamo.callback import callback_handler  # slow to import
 
-        callback_handler.register_start_callback(self._compiles)
-        self._patches.callback(callback_handler.remove_start_callback, self._compiles)
+        callback_handler.register_start_callback(self._stop_at_compilation)
+        self._patches.callback(callback_handler.remove_start_callback, self._stop_at_compilation)
 
-    def _compiles(self, _: object) -> None:
+    def _stop_at_compilation(self, _: object) -> None:
         if self._session.may_meet:
             self.flush()
             self._over = True
 
-    def _property(self, original: Any) -> property:
-        overlap = self._replicate.overlap
+    def _make_property(self, original: Any) -> property:
+        overlap = self._gradient_averager.overlap
 
         def is_used(tensor: Tensor) -> bool:
             return not (self._is_busy or overlap.is_launching) and isinstance(tensor, nn.Parameter)
 
         def read(tensor: Tensor) -> Tensor | None:
             if self._count and is_used(tensor):
-                self._read()
+                self._end_cycle()
             found: Tensor | None = original.__get__(tensor)
             return found
 
         def write(tensor: Tensor, value: Tensor | None) -> None:
             if id(tensor) in self._owed and is_used(tensor):
                 if value is None:
-                    self._drop(tensor)
+                    self._drop_gradient(tensor)
                 else:
-                    self._read()
+                    self._end_cycle()
             original.__set__(tensor, value)
 
         def delete(tensor: Tensor) -> None:
             if id(tensor) in self._owed and is_used(tensor):
-                self._drop(tensor)
+                self._drop_gradient(tensor)
             original.__delete__(tensor)
 
         return property(read, write, delete, original.__doc__)
 
-    def _drop(self, leaf: Tensor) -> None:
+    def _drop_gradient(self, leaf: Tensor) -> None:
         """Forget the postponed sum of ``leaf``, since the program deletes its gradient."""
         del self._owed[id(leaf)]
         if not self._owed:

@@ -10,10 +10,10 @@ from torch.autograd import Function
 
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
-from lagom.gradients.averaging import real
-from lagom.gradients.checksum import digest
-from lagom.gradients.replicate import ReachedLeaves
-from lagom.run_state.leaves import ACCUMULATE, variable
+from lagom.gradients.checksum import hash_values
+from lagom.gradients.gradient_averager import ReachedLeaves
+from lagom.gradients.tensor_averager import view_as_real
+from lagom.run_state.leaves import ACCUMULATE, leaf_of_node
 from lagom.run_state.plain_leaves import Likeness
 
 if TYPE_CHECKING:
@@ -25,23 +25,25 @@ if TYPE_CHECKING:
     from lagom.collectives.group import Group
     from lagom.gradients.backward_gradients import BackwardGradients
     from lagom.gradients.divergence import DivergenceMonitor
-    from lagom.gradients.replicate import Replicate
+    from lagom.gradients.gradient_averager import GradientAverager
     from lagom.run_state.leaves import Leaves
 
 PLACE = "torch.autograd.grad"
-_AGAIN = "a backward through gradients"
+_BACKWARD = "a backward through gradients"
 
 
 class AutogradGradAverager:
     """Averages gradients over the ranks in a differentiable way. See Note [Gradients of gradients]."""
 
-    def __init__(self, group: Group, leaves: Leaves, watch: DivergenceMonitor, replicate: Replicate) -> None:
+    def __init__(
+        self, group: Group, leaves: Leaves, divergence: DivergenceMonitor, replicate: GradientAverager
+    ) -> None:
         self._group = group
         self._leaves = leaves
-        self._watch = watch
-        self._replicate = replicate
+        self._divergence = divergence
+        self._gradient_averager = replicate
 
-    def returned(
+    def average_returned(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], weight: float = 1.0
     ) -> list[Tensor | None]:
         """Return the averages of ``gradients``, which ``torch.autograd.grad`` computed for ``inputs``; a collective.
@@ -56,26 +58,26 @@ class AutogradGradAverager:
         Raises:
             DivergenceError: on all ranks, if they ask for gradients of different parameters.
         """
-        self._watch.step()
-        numbers = [self._number(i, one) for i, one in enumerate(inputs)]
-        plain = [digest(one) if _is_plain_leaf(one) else b"" for one in inputs]
-        found = self._averaged(PLACE, numbers, gradients, b"".join(plain))
+        self._divergence.count_step()
+        numbers = [self._number_input(i, one) for i, one in enumerate(inputs)]
+        plain = [hash_values(one) if _is_plain_leaf(one) else b"" for one in inputs]
+        found = self._average(PLACE, numbers, gradients, b"".join(plain))
         if found is None:
-            filled, local = self._agreed(inputs, gradients, numbers, plain)
-            found = self._averaged(PLACE, numbers, [None if i in local else g for i, g in enumerate(filled)])
+            filled, local = self._agree_on_gradients(inputs, gradients, numbers, plain)
+            found = self._average(PLACE, numbers, [None if i in local else g for i, g in enumerate(filled)])
             assert found is not None, "ranks have just agreed"
             for i in local:
                 own = gradients[i]
                 found[i] = own if own is None or weight in (0, 1) else own / weight
         return found
 
-    def accumulated(self, pending: BackwardGradients) -> None:
-        """Average gradients of a backward with ``create_graph=True``, in place of ``Replicate.reduce``.
+    def average_accumulated(self, pending: BackwardGradients) -> None:
+        """Average gradients of a backward with ``create_graph=True``, in place of ``GradientAverager.reduce``.
 
         Raises:
             LagomError: if the run uses PowerSGD or Adasum, which cannot be differentiated.
         """
-        if not self._replicate.reduction.is_linear:
+        if not self._gradient_averager.reduction.is_linear:
             raise LagomError(
                 "a backward with create_graph=True needs averages of gradients, which can be differentiated: with "
                 "gradient_compression='powersgd' or reduction='adasum' use torch.autograd.grad, whose gradients are"
@@ -84,46 +86,46 @@ class AutogradGradAverager:
         with torch.no_grad():
             for leaf in pending.leaves:
                 leaf.grad = None if leaf.grad is None else leaf.grad.detach().clone()
-        self._replicate.reduce(pending)
-        leaves = [leaf for leaf in pending.leaves if id(leaf) in own and not self._replicate.keeps_own(leaf)]
+        self._gradient_averager.reduce(pending)
+        leaves = [leaf for leaf in pending.leaves if id(leaf) in own and not self._gradient_averager.keeps_own(leaf)]
         averages = [leaf.grad for leaf in leaves]
-        results: Any = Averaged.apply(self, averages, *[own[id(leaf)] for leaf in leaves])  # type: ignore[no-untyped-call]
+        results: Any = AverageFunction.apply(self, averages, *[own[id(leaf)] for leaf in leaves])  # type: ignore[no-untyped-call]
         for leaf, result in zip(leaves, results, strict=True):
             leaf.grad = result
 
-    def again(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    def average_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the averages of the gradients with respect to averages; a collective in a backward.
 
         Raises:
             DivergenceError: on all ranks, if they differentiate different gradients.
         """
-        found = self._averaged(_AGAIN, [-1 - i for i in range(len(gradients))], gradients)
+        found = self._average(_BACKWARD, [-1 - i for i in range(len(gradients))], gradients)
         if found is None:
-            self._watch.meet(_AGAIN)
+            self._divergence.find_divergence(_BACKWARD)
             raise DivergenceError("other ranks differentiate other gradients than this one")
         return found
 
-    def _averaged(
-        self, kind: str, numbers: Sequence[int], gradients: Sequence[Tensor | None], besides: bytes = b""
+    def _average(
+        self, kind: str, numbers: Sequence[int], gradients: Sequence[Tensor | None], identity: bytes = b""
     ) -> list[Tensor | None] | None:
         present = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
         with torch.no_grad():
             averages = [gradient.detach().clone() for _, gradient in present]
-            reached = ReachedLeaves([numbers[i] for i, _ in present], [real(average) for average in averages])
-            if not self._replicate.average(kind, reached, besides, averages=True):
+            reached = ReachedLeaves([numbers[i] for i, _ in present], [view_as_real(average) for average in averages])
+            if not self._gradient_averager.average(kind, reached, identity, averages=True):
                 return None
         results: Any = averages
         if torch.is_grad_enabled() and any(gradient.requires_grad for _, gradient in present):
-            results = Averaged.apply(self, averages, *[gradient for _, gradient in present])  # type: ignore[no-untyped-call]
+            results = AverageFunction.apply(self, averages, *[gradient for _, gradient in present])  # type: ignore[no-untyped-call]
         found: list[Tensor | None] = [None] * len(gradients)
         for (i, _), result in zip(present, results, strict=True):
             found[i] = result
         return found
 
-    def _number(self, place: int, one: Tensor) -> int:
+    def _number_input(self, place: int, one: Tensor) -> int:
         return self._leaves.number(one) if isinstance(one, nn.Parameter) else -1 - place
 
-    def _agreed(
+    def _agree_on_gradients(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], numbers: list[int], plain: list[bytes]
     ) -> tuple[list[Tensor | None], set[int]]:
         """Compare the inputs of all ranks; a collective.
@@ -132,7 +134,7 @@ class AutogradGradAverager:
             ``gradients``, with zeros for inputs that have gradients on other ranks only; and the indices of inputs
             whose gradients stay this rank's own.
         """
-        self._watch.meet(PLACE)
+        self._divergence.find_divergence(PLACE)
         kinds = [None if g is None else (g.dtype, tuple(g.shape), g.is_sparse) for g in gradients]
         mine = list(zip(numbers, plain, kinds, strict=True))
         rows = all_gather_values(self._group, mine)
@@ -141,7 +143,7 @@ class AutogradGradAverager:
                 "torch.autograd.grad is asked for gradients of different parameters on different ranks; ask for the "
                 "same ones, in the same order, on every rank"
             )
-        self._replicate.verify(numbers)
+        self._gradient_averager.verify_initial_values(numbers)
         filled, local = list(gradients), set()
         for i, held in enumerate(zip(*rows, strict=True)):
             present = [kind for _, _, kind in held if kind is not None]
@@ -156,7 +158,7 @@ class AutogradGradAverager:
         return filled, local
 
 
-class Averaged(Function):
+class AverageFunction(Function):
     """Replaces this rank's gradients by averages; its backward averages the incoming gradients over the ranks."""
 
     @staticmethod
@@ -166,7 +168,7 @@ class Averaged(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.grads.again(gradients))
+        return (None, None, *ctx.grads.average_backward(gradients))
 
 
 def is_averaged(one: Tensor, likeness: Likeness, *, shared_out: bool) -> bool:
@@ -191,7 +193,7 @@ def _is_plain_leaf(one: Tensor) -> bool:
 
 _ELEMENTWISE = {
     f"{name}Backward{suffix}"
-    for name in ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "Alias", "Addcmul", "Addcdiv", "Averaged")
+    for name in ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "Alias", "Addcmul", "Addcdiv", "AverageFunction")
     for suffix in ("", "0", "1")
 }
 
@@ -205,13 +207,13 @@ def _is_made_of_parameters(one: Tensor) -> bool:
     while pending:
         node = pending.pop()
         if type(node) is ACCUMULATE:
-            leaf = variable(node)
+            leaf = leaf_of_node(node)
             if not isinstance(leaf, nn.Parameter):
                 return False
             shapes.add(leaf.shape)
         elif node.name() not in _ELEMENTWISE:
             return False
-        elif node.name() != "AveragedBackward":
+        elif node.name() != "AverageFunctionBackward":
             following = [next_node for next_node, _ in node.next_functions if next_node is not None]
             pending += [next_node for next_node in following if next_node not in seen]
             seen.update(following)

@@ -12,12 +12,12 @@ from torch import Tensor
 from lagom.errors import DivergenceError
 from lagom.gradients.accumulation import Accumulation
 from lagom.gradients.autograd_grad import AutogradGradAverager, is_averaged
-from lagom.gradients.backward_gradients import Hooks, beside_one, run_hooks
-from lagom.gradients.cached_backward import Steady
+from lagom.gradients.backward_gradients import DelayedHooks, encode_batch, run_hooks
+from lagom.gradients.cached_backward import BackwardCache
 from lagom.patching.replace import replaced
 from lagom.row_split.recorder import NotByRowsError
 from lagom.row_split.whole_batch import passes_gather
-from lagom.run_state.leaves import reached_leaves
+from lagom.run_state.leaves import find_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lagom.gradients.backward_gradients import BackwardGradients
-    from lagom.gradients.cached_backward import Course
+    from lagom.gradients.cached_backward import CachedBackward
     from lagom.session.session import Session
 
 
 @contextmanager
-def synchronised_backward(session: Session) -> Iterator[None]:
+def synchronise_backward(session: Session) -> Iterator[None]:
     """Patch autograd so that ``Tensor.backward`` and ``torch.autograd.backward`` average gradients over the ranks.
 
     Both call ``_engine_run_backward`` with arguments in one form. Patching this function works however the program
@@ -42,11 +42,11 @@ def synchronised_backward(session: Session) -> Iterator[None]:
     def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
         if not session.live:
             return original(outputs, *args, **options)
-        run = backwards.accumulate if options.get("accumulate_grad", False) else backwards.returned
+        run = backwards.run_backward if options.get("accumulate_grad", False) else backwards.run_grad
         try:
             return run(outputs, args, options)
         except DivergenceError as error:
-            backwards.watch.told(error)
+            backwards.divergence.record_error(error)
             raise
 
     with replaced(torch.autograd, "_engine_run_backward", run_backward):
@@ -62,109 +62,109 @@ class _Backwards:
     def __init__(self, session: Session, original: Callable[..., Any]) -> None:
         assert session.group is not None
         assert session.divergence is not None
-        assert session.replicate is not None
+        assert session.gradient_averager is not None
         self._session = session
         self._original = original
-        self.watch = session.divergence
-        self._replicate = session.replicate
-        self._grads = AutogradGradAverager(session.group, session.leaves, session.divergence, session.replicate)
+        self.divergence = session.divergence
+        self._gradient_averager = session.gradient_averager
+        self._grads = AutogradGradAverager(session.group, session.leaves, session.divergence, session.gradient_averager)
         self._pending: BackwardGradients | None = None
         self._keeps = False
-        self._steady = Steady()
+        self._cache = BackwardCache()
         self._running: Sequence[Tensor] = ()
         """Leaves of the steady backward that runs now; empty if none runs."""
-        self.accumulation = Accumulation(session, self._replicate)
-        if session.config.zero_lvl > 1 or not self._replicate.reduction.is_linear:
+        self.accumulation = Accumulation(session, self._gradient_averager)
+        if session.config.zero_lvl > 1 or not self._gradient_averager.reduction.is_linear:
             # These levels exist to avoid keeping whole gradients. And if a reduction is not linear, its result must not
             # depend on the moment at which lagom notices that the program accumulates.
             self.accumulation.close()
 
-    def accumulate(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def run_backward(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run ``backward``, and average gradients when the outermost one ends."""
         if self._session.is_probing:
             raise NotByRowsError("runs a backward")
         # Before the backward, which frees the graph.
-        leaves = reached_leaves(outputs, args[3])
-        if not args[2] and self._may_be_steady() and (course := self._steady.begun(leaves)) is not None:
-            return self._again(course, leaves, outputs, args, options)
+        leaves = find_leaves(outputs, args[3])
+        if not args[2] and self._may_use_cache() and (cached := self._cache.find(leaves)) is not None:
+            return self._run_cached(cached, leaves, outputs, args, options)
         leaves = [leaf for leaf in leaves if leaf not in self._session.repeated_inputs]
         if self._session.depth:
-            with self.accumulation.busy():
+            with self.accumulation.mark_busy():
                 if self._running:
-                    self._pending, self._running = self._began(self._running), ()
+                    self._pending, self._running = self._take_pending(self._running), ()
                 if self._pending is not None:
-                    self._replicate.overlap.accumulates_inside(leaves)
+                    self._gradient_averager.overlap.delay_leaves(leaves)
                     self._pending.expect(leaves)
                 elif self._keeps:
-                    self.accumulation.keep_inside(leaves)
-            with self._inside():
+                    self.accumulation.add_owed_inside(leaves)
+            with self._enter_backward():
                 return self._original(outputs, *args, **options)
         self._session.begin_backward(outputs, leaves)
         if self._session.weights is not None:
             for leaf in leaves:
                 self._session.weights.adopt(leaf)
             self._session.weights.resident.begin()
-        if self.accumulation.keeps(leaves, create_graph=bool(args[2])):
-            return self._kept(leaves, outputs, args, options)
+        if self.accumulation.begin_backward(leaves, create_graph=bool(args[2])):
+            return self._run_without_averaging(leaves, outputs, args, options)
         if (gradients := self._session.gradients) is None:
-            with self.accumulation.busy():
-                return self._averaged(leaves, outputs, args, options)
-        gradients.show(leaf for leaf in leaves if leaf._post_accumulate_grad_hooks)
-        with gradients.raw():
-            return self._averaged(leaves, outputs, args, options)
+            with self.accumulation.mark_busy():
+                return self._run_and_average(leaves, outputs, args, options)
+        gradients.gather(leaf for leaf in leaves if leaf._post_accumulate_grad_hooks)
+        with gradients.hide_shards():
+            return self._run_and_average(leaves, outputs, args, options)
 
-    def _kept(
+    def _run_without_averaging(
         self, leaves: list[Tensor], outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
         """Run a backward whose averaging is postponed: afterwards gradients are this rank's own."""
-        gradients, hooks = self._session.loss_weights.weighted(outputs, args[0], self._session.weight)
-        self.accumulation.keep(leaves)
+        gradients, hooks = self._session.loss_weights.weight_gradients(outputs, args[0], self._session.weight)
+        self.accumulation.add_owed(leaves)
         self._keeps = True
         try:
-            with self._inside(), self.accumulation.running():
+            with self._enter_backward(), self.accumulation.mark_running():
                 result = self._original(outputs, gradients, *args[1:], **options)
         except BaseException:
-            self.accumulation.failed()
+            self.accumulation.record_failures()
             raise
         finally:
             self._keeps = False
             for hook in hooks:
                 hook.remove()
-        self.watch.step()
+        self.divergence.count_step()
         self._session.record_backward()
         return result
 
-    def _may_be_steady(self) -> bool:
+    def _may_use_cache(self) -> bool:
         session = self._session
-        if session.depth or session.gradients is not None or self._replicate.overlap.may_start:
+        if session.depth or session.gradients is not None or self._gradient_averager.overlap.may_start:
             return False
         return self.accumulation.is_idle
 
-    def _again(
+    def _run_cached(
         self,
-        course: Course,
+        cached: CachedBackward,
         leaves: Sequence[Tensor],
         outputs: Sequence[Any],
         args: tuple[Any, ...],
         options: dict[str, Any],
     ) -> Any:
-        """Run a backward that repeats an earlier one, in place of ``_averaged``. See Note [Steady backwards]."""
+        """Run a backward that repeats an earlier one, as ``_run_and_average`` does. See Note [Cached backwards]."""
         session = self._session
         session.record_loss(outputs)
         hooks: list[RemovableHandle] = []
         gradients, weight = args[0], session.weight
         if weight != 1.0 or session.loss_weights.may_be_uneven:
-            gradients, hooks = session.loss_weights.weighted(outputs, gradients, weight)
+            gradients, hooks = session.loss_weights.weight_gradients(outputs, gradients, weight)
         self._running = leaves
         session.depth += 1
         try:
             result = self._original(outputs, gradients, *args[1:], **options)
         except BaseException:
-            pending = self._pending or self._began(leaves)
+            pending = self._pending or self._take_pending(leaves)
             self._pending = None
             pending.undo()
-            pending.ran()
-            self.accumulation.failed()
+            pending.restore_hooks()
+            self.accumulation.record_failures()
             raise
         finally:
             session.depth -= 1
@@ -172,97 +172,104 @@ class _Backwards:
             for hook in hooks:
                 hook.remove()
         inner, self._pending = self._pending, None
-        found = course.gradients(leaves) if inner is None else None
+        found = cached.collect_gradients(leaves) if inner is None else None
         differs = found is not None
-        if found is not None and self._replicate.reduce_again(course.layout, found, beside_one(session.position)):
+        if found is not None and self._gradient_averager.reduce_cached(
+            cached.layout, found, encode_batch(session.position)
+        ):
             session.distributed_part = session.distributed_part or "a backward ran"
             session.record_backward()
             return result
-        pending = inner or self._began(leaves)
-        pending.ran()
+        pending = inner or self._take_pending(leaves)
+        pending.restore_hooks()
         self._finish(pending, create_graph=False, differs=differs)
         return result
 
-    def _began(self, leaves: Sequence[Tensor]) -> BackwardGradients:
-        pending = self.accumulation.pending()
-        pending.began(leaves)
+    def _take_pending(self, leaves: Sequence[Tensor]) -> BackwardGradients:
+        pending = self.accumulation.take_pending()
+        pending.add_running(leaves)
         return pending
 
-    def _averaged(
+    def _run_and_average(
         self, leaves: list[Tensor], outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
         """Run a backward, and average its gradients and postponed sums when it ends."""
-        pending = self._pending = self.accumulation.pending()
+        pending = self._pending = self.accumulation.take_pending()
         hooks: list[RemovableHandle] = []
         try:
             pending.expect(leaves)
-            gradients, hooks = self._session.loss_weights.weighted(outputs, args[0], self._session.weight)
+            gradients, hooks = self._session.loss_weights.weight_gradients(outputs, args[0], self._session.weight)
             if leaves and not args[2]:
-                self._replicate.start(pending)
-            with self._inside(), self.accumulation.running():
+                self._gradient_averager.begin_backward(pending)
+            with self._enter_backward(), self.accumulation.mark_running():
                 result = self._original(outputs, gradients, *args[1:], **options)
         except BaseException:
-            self._replicate.overlap.abandon()
+            self._gradient_averager.overlap.abandon()
             pending.undo()
-            self.accumulation.keep(pending.owed)
-            self.accumulation.failed(1 + pending.num_failed)
+            self.accumulation.add_owed(pending.owed)
+            self.accumulation.record_failures(1 + pending.num_failed)
             raise
         finally:
             for hook in hooks:
                 hook.remove()
             self._pending = None
-            pending.ran()
+            pending.restore_hooks()
         if not pending.leaves:
-            self.accumulation.failed(pending.num_failed)
+            self.accumulation.record_failures(pending.num_failed)
             return result
         self._finish(pending, create_graph=bool(args[2]))
-        if self._replicate.settled is not None and pending.is_plain and self._may_be_steady() and not args[2]:
-            self._steady.note(pending.leaves, self._replicate.settled)
+        if (
+            self._gradient_averager.agreed_layout is not None
+            and pending.is_plain
+            and self._may_use_cache()
+            and not args[2]
+        ):
+            self._cache.add(pending.leaves, self._gradient_averager.agreed_layout)
         return result
 
     def _finish(self, pending: BackwardGradients, *, create_graph: bool, differs: bool = False) -> None:
         self._session.distributed_part = self._session.distributed_part or "a backward ran"
         with torch.set_grad_enabled(create_graph):
             if any(leaf.grad is not None and leaf.grad.requires_grad for leaf in pending.leaves):
-                self._grads.accumulated(pending)
+                self._grads.average_accumulated(pending)
             else:
-                self._replicate.reduce(pending, differs=differs)
-            self.accumulation.reduced(pending)
+                self._gradient_averager.reduce(pending, differs=differs)
+            self.accumulation.record_reduction(pending)
             pending.finish()
             if self._session.gradients is not None:
-                self._session.gradients.keep_parts(pending.fresh)
+                self._session.gradients.keep_shards(pending.without_gradient)
         if self._session.weights is not None:
-            self._session.weights.rest()
+            self._session.weights.free_idle()
         self._session.record_backward()
 
-    def returned(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def run_grad(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run ``torch.autograd.grad``, and average the gradients of parameters, unless it runs inside a backward."""
         inputs: Sequence[Any] = args[3]
         if self._session.depth:
-            with self._inside():
+            with self._enter_backward():
                 return self._original(outputs, *args, **options)
-        shared = self._shared(outputs, inputs, args[0])
+        shared = self._find_averaged_inputs(outputs, inputs, args[0])
         if not shared:
-            with self._inside():
+            with self._enter_backward():
                 return self._original(outputs, *args, **options)
         self._session.distributed_part = self._session.distributed_part or "torch.autograd.grad was called"
-        hooks = Hooks()
+        hooks = DelayedHooks()
         weight = self._session.weight
         try:
             for i in shared:
-                hooks.keep_back(inputs[i])
-            with self._inside():
-                found = list(self._original(outputs, *_weighted(args, weight), **options))
+                hooks.delay(inputs[i])
+            with self._enter_backward():
+                found = list(self._original(outputs, *_weight_roots(args, weight), **options))
         finally:
-            hooks.put_back()
+            hooks.restore()
         if weight not in (0, 1):
             found = [g if g is None or i in shared else g / weight for i, g in enumerate(found)]
-        averages = self._grads.returned([inputs[i] for i in shared], [found[i] for i in shared], weight)
+        averages = self._grads.average_returned([inputs[i] for i in shared], [found[i] for i in shared], weight)
         for i, average in zip(shared, averages, strict=True):
             found[i] = None if average is None else run_hooks(inputs[i], average)
         return tuple(found)
 
-    def _shared(self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Any]) -> list[int]:
+    def _find_averaged_inputs(self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Any]) -> list[int]:
         """Return the indices of the ``inputs`` whose gradients are averaged."""
         if self._session.sliced_forward is not None or self._session.is_probing:
             # In a forward that computes a block of rows, an input that a later backward reaches is this rank's own.
@@ -271,8 +278,8 @@ class _Backwards:
             return []
         if any(_is_batched(one) for one in (*inputs, *roots) if isinstance(one, Tensor)):
             # Batched calls (torch.func, is_grads_batched) usually compute gradients per sample, which are not averaged.
-            plain = [_unwrapped(one) for one in inputs if isinstance(one, Tensor)]
-            self.watch.differentiated([one for one in plain if isinstance(one, torch.nn.Parameter)])
+            plain = [_unwrap(one) for one in inputs if isinstance(one, Tensor)]
+            self.divergence.add_differentiated([one for one in plain if isinstance(one, torch.nn.Parameter)])
             return []
         if passes_gather(outputs):  # then averages give the whole batch's gradients for all inputs
             return [i for i, one in enumerate(inputs) if isinstance(one, Tensor)]
@@ -286,7 +293,7 @@ class _Backwards:
         ]
 
     @contextmanager
-    def _inside(self) -> Iterator[None]:
+    def _enter_backward(self) -> Iterator[None]:
         self._session.depth += 1
         try:
             yield
@@ -298,14 +305,14 @@ def _is_batched(one: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(one) or "Batched" in str(torch._C._dispatch_keys(one))
 
 
-def _unwrapped(one: Tensor) -> Tensor:
+def _unwrap(one: Tensor) -> Tensor:
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(one):
         one = functorch.get_unwrapped(one)
     return one
 
 
-def _weighted(args: tuple[Any, ...], weight: float) -> tuple[Any, ...]:
+def _weight_roots(args: tuple[Any, ...], weight: float) -> tuple[Any, ...]:
     if weight == 1.0:
         return args
     roots: Sequence[Tensor | None] = args[0]

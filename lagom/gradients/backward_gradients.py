@@ -34,7 +34,7 @@ class BackwardGradients:
         self._owed = {id(leaf) for leaf in self.owed}
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._before.update((id(leaf), (leaf, None)) for leaf in self.owed)
-        self._hooks = Hooks()
+        self._hooks = DelayedHooks()
         self._over = False
 
     def expect(self, leaves: Iterable[torch.Tensor]) -> None:
@@ -46,16 +46,16 @@ class BackwardGradients:
                 if before is not None:
                     leaf.grad = None
                 if not self._over:
-                    self._hooks.keep_back(leaf)
+                    self._hooks.delay(leaf)
 
-    def began(self, leaves: Iterable[torch.Tensor]) -> None:
+    def add_running(self, leaves: Iterable[torch.Tensor]) -> None:
         """Add ``leaves`` of a backward that already runs; they had no gradients and no hooks before."""
         self._before.update((id(leaf), (leaf, None)) for leaf in leaves)
 
     @property
     def is_plain(self) -> bool:
         """Whether no leaf had a gradient, a hook or a postponed sum before."""
-        return not (self._owed or self._hooks.any) and all(before is None for _, before in self._before.values())
+        return not (self._owed or self._hooks.has_hooks) and all(before is None for _, before in self._before.values())
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -63,28 +63,28 @@ class BackwardGradients:
         return [leaf for leaf, _ in self._before.values()]
 
     @property
-    def fresh(self) -> list[torch.Tensor]:
+    def without_gradient(self) -> list[torch.Tensor]:
         """The leaves that had no gradient before this backward."""
         return [leaf for leaf, before in self._before.values() if before is None]
 
     @property
-    def besides(self) -> bytes:
+    def identity(self) -> bytes:
         """Bytes for the signature: batches and habits, which must be equal on all ranks."""
-        return beside(self.batches, self.habits)
+        return encode_batches(self.batches, self.habits)
 
-    def differed(self) -> None:
+    def record_disagreement(self) -> None:
         """Record that the ranks have different habits."""
         self.accord, self.habits = False, b""
 
-    def agreed(self) -> None:
+    def record_agreement(self) -> None:
         """Record that the ranks had equal signatures, and so equal habits."""
         if self.habits:
             self.accord = True
 
-    def ran(self) -> None:
+    def restore_hooks(self) -> None:
         """Restore the hooks, after the backward has ended or failed."""
         self._over = True
-        self._hooks.put_back()
+        self._hooks.restore()
 
     def finish(self) -> None:
         """Call the hooks with the averages, and add the averages to the earlier gradients.
@@ -93,7 +93,7 @@ class BackwardGradients:
         """
         try:
             # The order matters only for hooks.
-            for leaf in sorted(self.leaves, key=self._hooks.place) if self._hooks.any else self.leaves:
+            for leaf in sorted(self.leaves, key=self._hooks.call_order) if self._hooks.has_hooks else self.leaves:
                 self._finish(leaf)
         except BaseException:
             self.undo()
@@ -119,17 +119,17 @@ class BackwardGradients:
                 leaf.grad = before
 
 
-def beside(batches: Sequence[int | None], habits: bytes = b"") -> bytes:
+def encode_batches(batches: Sequence[int | None], habits: bytes = b"") -> bytes:
     """Return bytes for a signature of ``batches`` and ``habits``, which must be equal on all ranks."""
     return habits if not any(batches) else b"%s %s" % (habits, repr(batches).encode())
 
 
-def beside_one(batch: int | None) -> bytes:
-    """Return ``beside([batch])``, in less time."""
+def encode_batch(batch: int | None) -> bytes:
+    """Return ``encode_batches([batch])``, in less time."""
     return b" [%d]" % batch if batch else b""
 
 
-class Hooks:
+class DelayedHooks:
     """Holds back the hooks of leaves: a stand-in for each hook records the order of calls."""
 
     def __init__(self) -> None:
@@ -137,28 +137,28 @@ class Hooks:
         self._order: dict[int, int] = {}
 
     @property
-    def any(self) -> bool:
+    def has_hooks(self) -> bool:
         """Whether any hook is held back."""
         return bool(self._kept)
 
-    def keep_back(self, leaf: torch.Tensor) -> None:
+    def delay(self, leaf: torch.Tensor) -> None:
         """Replace ``leaf``'s hooks by stand-ins that only record the call."""
         for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks):
             for key, hook in list((hooks or {}).items()):
                 self._kept.append((hooks, key, hook))  # type: ignore[arg-type]
-                hooks[key] = self._note(id(leaf))  # type: ignore[index]
+                hooks[key] = self._make_note(id(leaf))  # type: ignore[index]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore all hooks, except those that the program has removed meanwhile."""
         for hooks, key, hook in self._kept:
             if key in hooks:
                 hooks[key] = hook
 
-    def place(self, leaf: torch.Tensor) -> int:
+    def call_order(self, leaf: torch.Tensor) -> int:
         """Return the place of ``leaf`` in the order in which hooks were called; leaves without a call come last."""
         return self._order.get(id(leaf), len(self._order))
 
-    def _note(self, key: int) -> Callable[[object], None]:
+    def _make_note(self, key: int) -> Callable[[object], None]:
         def note(_: object) -> None:
             self._order.setdefault(key, len(self._order))
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lagom.errors import LagomError
-from lagom.gradients.averaging import real
 from lagom.gradients.reduction.buckets import (
     AllReduceBucket,
     ReduceScatterBucket,
@@ -17,6 +16,7 @@ from lagom.gradients.reduction.buckets import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from lagom.gradients.tensor_averager import view_as_real
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,13 +35,13 @@ _NAP_S = 2e-4
 class ScatterParts(Protocol):
     """Stores this rank's parts of averages, and removes the leaves' gradients; for ``zero_lvl=2``."""
 
-    def dealt(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
+    def find_shard_map(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
         """Return which rank needs which part of the averages; None if a rank needs a whole average."""
 
-    def keep_part_early(self, leaf: torch.Tensor) -> None:
+    def keep_shard_early(self, leaf: torch.Tensor) -> None:
         """Store this rank's part of the whole average in ``leaf.grad``, while the backward may still fail."""
 
-    def take_part_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
+    def take_shard_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
         """Store ``part``, this rank's part of the average; None if this rank needs nothing of the leaf."""
 
 
@@ -60,7 +60,7 @@ class BucketPipeline:
         self.is_launching = False
         self._early: set[int] = set()
         self._parts: ScatterParts | None = None
-        self._deals: Mapping[int, ShardMap] = {}
+        self._shard_maps: Mapping[int, ShardMap] = {}
         self._num_landed = 0
         self._patience_s = _PATIENCE_S
         self._group = group
@@ -69,14 +69,14 @@ class BucketPipeline:
         self._place = {id(leaf): i for i, bucket in enumerate(self._buckets) for leaf in bucket}
         self._num_left = [len(bucket) for bucket in self._buckets]
         self._handles: list[Any] = [
-            leaf.register_post_accumulate_grad_hook(self._ready) for bucket in self._buckets for leaf in bucket
+            leaf.register_post_accumulate_grad_hook(self._count_gradient) for bucket in self._buckets for leaf in bucket
         ]
 
-    def has(self, leaf: torch.Tensor) -> bool:
+    def contains(self, leaf: torch.Tensor) -> bool:
         """Return whether ``leaf``'s gradient travels in a bucket."""
         return id(leaf) in self._place
 
-    def hold_back(self, leaves: Sequence[torch.Tensor]) -> None:
+    def delay_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
         """Send the buckets of ``leaves`` only when the backward ends, since a backward inside it adds to them.
 
         Raises:
@@ -92,22 +92,22 @@ class BucketPipeline:
                     )
                 self._num_left[place] = len(self._place) + 1
 
-    def part_early(self, plain: set[int], parts: ScatterParts, deals: Mapping[int, ShardMap]) -> None:
+    def scatter_early(self, plain: set[int], parts: ScatterParts, deals: Mapping[int, ShardMap]) -> None:
         """Have ``parts`` store averages while the backward still runs.
 
         Args:
             plain: ids of leaves for which this is allowed.
             deals: for each bucket of which ranks get parts only, which rank gets which part.
         """
-        self._early, self._parts, self._deals = plain, parts, deals
+        self._early, self._parts, self._shard_maps = plain, parts, deals
 
-    def finish(self) -> None:
+    def launch_rest(self) -> None:
         """Send the remaining buckets, at the end of the backward."""
         for handle in self._handles:
             handle.remove()
         self._launch(len(self._buckets))
 
-    def land(self, without: set[int]) -> None:
+    def wait_for_all(self, without: set[int]) -> None:
         """Wait for all buckets, and store the averages.
 
         Args:
@@ -115,12 +115,12 @@ class BucketPipeline:
         """
         for moving, bucket in zip(self.moving, self._buckets, strict=True):
             if moving is not None:
-                self._land(moving, bucket, without)
+                self._wait_for(moving, bucket, without)
         for leaf in self.missing:
             if id(leaf) in without:
                 leaf.grad = None
 
-    def _land(
+    def _wait_for(
         self, moving: AllReduceBucket | ReduceScatterBucket, bucket: Sequence[torch.Tensor], without: set[int]
     ) -> None:
         if isinstance(moving, AllReduceBucket):
@@ -129,31 +129,31 @@ class BucketPipeline:
         assert self._parts is not None
         for leaf, part in zip(bucket, finish_reduce_scatter(moving, self._group.wait, len(bucket)), strict=True):
             if id(leaf) not in without:
-                self._parts.take_part_early(leaf, part)
+                self._parts.take_shard_early(leaf, part)
 
-    def _ready(self, leaf: torch.Tensor) -> None:
+    def _count_gradient(self, leaf: torch.Tensor) -> None:
         self._num_left[self._place[id(leaf)]] -= 1
         ready = len(self.moving)
         while ready < len(self._buckets) and self._num_left[ready] <= 0:
             ready += 1
         self._launch(ready)
-        self._land_what_is_there()
+        self._take_completed()
 
     @torch.no_grad()
-    def _land_what_is_there(self) -> None:
+    def _take_completed(self) -> None:
         while self._parts is not None and self._num_landed < len(self.moving):
             moving, bucket = self.moving[self._num_landed], self._buckets[self._num_landed]
             if moving is None or not all(id(leaf) in self._early for leaf in bucket):
                 return
-            if not moving.work.is_completed() and not self._may_wait(moving):
+            if not moving.work.is_completed() and not self._wait_shortly(moving):
                 return
-            self._land(moving, bucket, set())
+            self._wait_for(moving, bucket, set())
             for leaf in bucket if isinstance(moving, AllReduceBucket) else ():
-                self._parts.keep_part_early(leaf)
+                self._parts.keep_shard_early(leaf)
             self.moving[self._num_landed] = moving = None
             self._num_landed += 1
 
-    def _may_wait(self, moving: AllReduceBucket | ReduceScatterBucket) -> bool:
+    def _wait_shortly(self, moving: AllReduceBucket | ReduceScatterBucket) -> bool:
         """Wait a moment for ``moving`` if too many buckets travel; return whether it has arrived."""
         if len(self.moving) - self._num_landed <= _MAX_MOVING:
             return False
@@ -174,8 +174,8 @@ class BucketPipeline:
                 if leaf.grad is None:
                     leaf.grad = torch.zeros_like(leaf)
                     self.missing.append(leaf)
-            gradients = [real(leaf.grad) for leaf in bucket if leaf.grad is not None]
-            deal = self._deals.get(len(self.moving))
+            gradients = [view_as_real(leaf.grad) for leaf in bucket if leaf.grad is not None]
+            deal = self._shard_maps.get(len(self.moving))
             if deal is None:
                 self.moving.append(start_all_reduce(gradients, self._group.all_reduce_aside, self._group.world_size))
             else:

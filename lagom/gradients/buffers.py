@@ -49,11 +49,11 @@ class BufferSync:
         self._restless: set[Key] = set()
         self._agreed: list[Key] | None = None
 
-    def find(self, trained: set[int]) -> None:
+    def find_buffers(self, trained: set[int]) -> None:
         """Find the buffers of outermost modules with a trained parameter; ``trained`` has parameters' numbers."""
         self._owners.clear()
         self.strict.clear()
-        for inside, number in self._roots(trained):
+        for inside, number in self._outermost_modules(trained):
             for path, module in inside:
                 owned = module.__dict__.get("_buffers") or {}
                 strict = any(b is not None and b in self._synchronised for b in owned.values())
@@ -64,21 +64,21 @@ class BufferSync:
                         self.strict[key] = f"{type(inside[0][1]).__name__}.{key[1]}"
         self._followers = {key: owner for key, owner in self._owners.items() if key not in self.strict}
 
-    def values(self, everything: bool = False) -> dict[Key, tuple[str, int]]:
+    def checksums(self, everything: bool = False) -> dict[Key, tuple[str, int]]:
         """Return kind and checksum of buffers.
 
         Args:
             everything: whether to include buffers that have changed and do not follow rank 0 yet.
         """
-        skipped = set() if everything else set(self.changed())
-        return checksums({key: b for key, b in _alive(self._owners) if key not in skipped})
+        skipped = set() if everything else set(self.find_changed())
+        return checksums({key: b for key, b in _living_buffers(self._owners) if key not in skipped})
 
-    def changed(self) -> list[Key]:
+    def find_changed(self) -> list[Key]:
         """Return the buffers to copy from rank 0: those that have changed since the last copy."""
         if self._agreed is not None or not self._followers:
             return self._agreed or []
         found = []
-        for key, buffer in _alive(self._followers):
+        for key, buffer in _living_buffers(self._followers):
             seen = self._seen.get(key)
             if seen is None or seen[0]() is not buffer or seen[1] != buffer._version or key in self._restless:
                 found.append(key)
@@ -101,16 +101,16 @@ class BufferSync:
             different = {key for key in common if len({held[key][1] for held, _ in rows}) > 1}
             self._restless |= different - changed
         self._agreed = sorted(common & ({key for _, row in rows for key in row} | self._restless))
-        for key, buffer in _alive(self._followers):
+        for key, buffer in _living_buffers(self._followers):
             self._seen[key] = (weakref.ref(buffer), buffer._version)
 
-    def follow(self) -> None:
+    def broadcast_changed(self) -> None:
         """Broadcast the changed buffers from rank 0. All ranks must have agreed on these; a collective."""
-        keys = set(self.changed()) if self._followers else None
+        keys = set(self.find_changed()) if self._followers else None
         self._agreed = None
         if not keys:
             return
-        found = [(key, buffer) for key, buffer in _alive(self._followers) if key in keys]
+        found = [(key, buffer) for key, buffer in _living_buffers(self._followers) if key in keys]
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for key, buffer in sorted(found, key=lambda pair: pair[0]):
             self._seen[key] = (weakref.ref(buffer), buffer._version)
@@ -128,21 +128,21 @@ class BufferSync:
             # .data keeps the version: a graph that is retained for another backward may have saved the buffer.
             buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
-    def _roots(self, trained: set[int]) -> Iterator[tuple[list[tuple[str, nn.Module]], int]]:
+    def _outermost_modules(self, trained: set[int]) -> Iterator[tuple[list[tuple[str, nn.Module]], int]]:
         """Yield for each outermost module its inner modules with their paths, and the least number of a parameter."""
         modules = [module for module in self._modules() if module.__dict__.get("_modules") is not None]
         inner = {id(child) for module in modules for child in module.__dict__["_modules"].values()}
         for module in modules:
             if id(module) in inner:
                 continue
-            inside = list(_walk(module))
+            inside = list(_walk_modules(module))
             parameters = [p for _, part in inside for p in part.__dict__.get("_parameters", {}).values()]
             numbers = [number for p in parameters if p is not None and (number := self._leaves.known(p)) is not None]
             if not trained.isdisjoint(numbers):
                 yield inside, min(numbers)
 
 
-def _walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield paths and modules as ``named_modules`` does, also for modules that cannot be hashed."""
     seen = set()
     pending = [("", root)]
@@ -155,7 +155,7 @@ def _walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             pending += [(f"{path}.{name}" if path else name, c) for name, c in children.items() if c is not None]
 
 
-def _alive(owners: Mapping[Key, tuple[weakref.ref[nn.Module], str]]) -> Iterator[tuple[Key, torch.Tensor]]:
+def _living_buffers(owners: Mapping[Key, tuple[weakref.ref[nn.Module], str]]) -> Iterator[tuple[Key, torch.Tensor]]:
     for key, (ref, name) in owners.items():
         module = ref()
         buffer = module.__dict__["_buffers"].get(name) if module is not None else None

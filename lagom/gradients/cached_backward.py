@@ -1,4 +1,4 @@
-"""``Steady``: recognizes a backward that repeats an earlier one, so that little work is left around autograd."""
+"""``BackwardCache``: recognizes a backward that repeats an earlier one, so that little work is left around autograd."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lagom.collectives.agreement_exchange import lies_plainly
-from lagom.gradients.overlap import WORTH
+from lagom.gradients.overlap import MIN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 _MAX_KNOWN = 64
 
 
-class Course(NamedTuple):
-    """The leaves of a backward, and the layout of their gradients; see Note [Steady backwards]."""
+class CachedBackward(NamedTuple):
+    """The leaves of a backward, and the layout of their gradients; see Note [Cached backwards]."""
 
     leaves: list[weakref.ref[torch.Tensor]]
     kinds: list[tuple[torch.dtype, torch.Size]]
     """Types and shapes of the gradients."""
     layout: Layout
 
-    def begins(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Return whether ``leaves`` are the course's leaves, without gradients and without hooks.
+    def matches(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Return whether ``leaves`` are the cached's leaves, without gradients and without hooks.
 
         Args:
-            leaves: as many leaves as the course has.
+            leaves: as many leaves as the cached has.
         """
         for leaf, ref in zip(leaves, self.leaves):  # noqa: B905  (strict takes longer)
             if ref() is not leaf or leaf.grad is not None:
@@ -40,8 +40,8 @@ class Course(NamedTuple):
                 return False
         return True
 
-    def gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return the gradients of ``leaves`` if their types and shapes are the course's and they are contiguous."""
+    def collect_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return the gradients of ``leaves`` if their types and shapes are the cached's and they are contiguous."""
         found = []
         for leaf, (dtype, shape) in zip(leaves, self.kinds):  # noqa: B905
             one = leaf.grad
@@ -53,25 +53,25 @@ class Course(NamedTuple):
         return found
 
 
-class Steady:
+class BackwardCache:
     """Remembers the courses of earlier backwards."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], Course] = {}
+        self._known: dict[tuple[int, ...], CachedBackward] = {}
 
-    def begun(self, leaves: Sequence[torch.Tensor]) -> Course | None:
-        """Return the known course of a backward that is about to reach ``leaves``; None if there is none."""
-        course = self._known.get(tuple(map(id, leaves)))
-        return course if course is not None and course.begins(leaves) else None
+    def find(self, leaves: Sequence[torch.Tensor]) -> CachedBackward | None:
+        """Return the known cached of a backward that is about to reach ``leaves``; None if there is none."""
+        cached = self._known.get(tuple(map(id, leaves)))
+        return cached if cached is not None and cached.matches(leaves) else None
 
-    def note(self, leaves: Sequence[torch.Tensor], layout: Layout) -> None:
+    def add(self, leaves: Sequence[torch.Tensor], layout: Layout) -> None:
         """Remember a backward on which all ranks have agreed, if later ones can repeat it.
 
         Args:
             leaves: the leaves that it reached, which had no gradients before.
             layout: the layout of their gradients.
         """
-        if layout.sparse or layout.on_cpu >= WORTH or len(layout.numbers) != len(leaves):
+        if layout.sparse or layout.on_cpu >= MIN_BYTES or len(layout.numbers) != len(leaves):
             return
         found = [leaf.grad for leaf in leaves if isinstance(leaf, nn.Parameter)]
         kinds = [(one.dtype, one.shape) for one in found if one is not None and lies_plainly(one)]
@@ -79,13 +79,13 @@ class Steady:
             return
         if len(self._known) == _MAX_KNOWN:
             self._known.clear()
-        self._known[tuple(map(id, leaves))] = Course([weakref.ref(leaf) for leaf in leaves], kinds, layout)
+        self._known[tuple(map(id, leaves))] = CachedBackward([weakref.ref(leaf) for leaf in leaves], kinds, layout)
 
 
-# Note [Steady backwards]
+# Note [Cached backwards]
 #
 # Nearly all backwards of a program reach the same parameters as an earlier one, which have no gradients and no hooks
 # before, and they are not part of an accumulation. For these, agreeing and averaging is enough: the leaves need no
-# `BackwardGradients`, and `Replicate` need not look them up. Other ranks see no difference: there is the same single
-# exchange with the same signature, also for the comparisons of Note [Divergence]. If anything has changed, before the
-# backward or after, or if the ranks do not agree, the backward is finished in the ordinary way.
+# `BackwardGradients`, and `GradientAverager` need not look them up. Other ranks see no difference: there is the same
+# single exchange with the same signature, also for the comparisons of Note [Divergence]. If anything has changed,
+# before the backward or after, or if the ranks do not agree, the backward is finished in the ordinary way.

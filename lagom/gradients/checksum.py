@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def digest(leaf: torch.Tensor) -> bytes:
+def hash_values(leaf: torch.Tensor) -> bytes:
     """Return a hash of ``leaf``'s values, of 8 bytes."""
     dense = leaf.detach().cpu().contiguous()
     raw = (ctypes.c_char * (dense.numel() * dense.element_size())).from_address(

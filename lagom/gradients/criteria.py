@@ -1,11 +1,11 @@
-"""``caveats``: finds losses that are not a plain mean over samples, so that averages over shares are not exact."""
+"""``find_caveats``: finds losses that are not a plain mean over samples, so that averages over shares are not exact."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from lagom.run_state.loss_terms import is_of_batch, nodes_below, nodes_of
+from lagom.run_state.loss_terms import find_nodes, is_of_batch, root_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -18,16 +18,16 @@ _TRANSPARENT = ("AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0"
 """Nodes between a backward's root and a sum that do not scale it."""
 
 
-def caveats(roots: Sequence[Any]) -> list[str]:
+def find_caveats(roots: Sequence[Any]) -> list[str]:
     """Return a warning for each kind of loss in the graph of ``roots`` whose average over shares is not exact.
 
     Losses that compare samples with each other, or that the program weights by hand, cannot be found in a graph.
     """
-    nodes = nodes_of(roots)
+    nodes = root_nodes(roots)
     found = []
-    if any(_is_weighted(node) for node in nodes_below(nodes) if node.name().startswith("NllLoss")):
+    if any(_is_weighted(node) for node in find_nodes(nodes) if node.name().startswith("NllLoss")):
         found.append(WEIGHTED)
-    if any(map(_is_sum, _unscaled(nodes))):
+    if any(map(_is_sum, _first_scaling_nodes(nodes))):
         found.append(SUMMED)
     return found
 
@@ -48,7 +48,7 @@ def _has_hook(saved: Any) -> bool:
     return getattr(saved, "unpack_hook", "older torch does not tell") is not None
 
 
-def _unscaled(nodes: Iterable[Node | None]) -> list[Node]:
+def _first_scaling_nodes(nodes: Iterable[Node | None]) -> list[Node]:
     """Return the first nodes below ``nodes`` that do more than add, stack or reshape."""
     found, pending = [], [node for node in nodes if node is not None]
     while pending:
@@ -63,7 +63,7 @@ def _unscaled(nodes: Iterable[Node | None]) -> list[Node]:
 def _is_sum(node: Node) -> bool:
     """Return whether ``node`` is a sum over a batch of outputs of a model."""
     sums = node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM
-    return sums and any(map(is_of_batch, nodes_below([node])))
+    return sums and any(map(is_of_batch, find_nodes([node])))
 
 
 WEIGHTED = (

@@ -28,7 +28,7 @@ INTERVAL = 100
 log = logging.getLogger("lagom")
 
 
-class Row(NamedTuple):
+class RankState(NamedTuple):
     """The facts that a rank sends to the others after signatures differed."""
 
     at: str
@@ -58,7 +58,7 @@ class DivergenceMonitor:
         synchronised: Mapping[Any, None],
         name: Callable[[torch.Tensor | None], str],
     ) -> None:
-        self.sums: Callable[[Mapping[Any, torch.Tensor]], dict[Any, tuple[str, int]]] = checksums
+        self.checksums: Callable[[Mapping[Any, torch.Tensor]], dict[Any, tuple[str, int]]] = checksums
         """Function that computes the checksums of parameters."""
         self.reached: set[int] = set()
         """Numbers of the leaves that backwards of this run have reached."""
@@ -76,27 +76,27 @@ class DivergenceMonitor:
         self._next_batch = 2
         self._steps_before = 0
         self._last: list[torch.Tensor] = []
-        self._told: DivergenceError | None = None
+        self._error: DivergenceError | None = None
 
-    def trained(self, numbers: Iterable[int]) -> None:
+    def add_trained(self, numbers: Iterable[int]) -> None:
         """Record leaves that a backward reached, and that were equal on all ranks."""
         self.reached.update(numbers)
 
-    def differentiated(self, parameters: list[torch.Tensor]) -> None:
+    def add_differentiated(self, parameters: list[torch.Tensor]) -> None:
         """Record parameters for which the program got gradients that are not averaged."""
         numbers = [self._leaves.known(parameter) for parameter in parameters]
         self._differentiated.update(number for number in numbers if number is not None)
         if numbers:
             self._last = parameters  # keeps them alive for the check at the end of the program
 
-    def step(self) -> None:
+    def count_step(self) -> None:
         """Count a backward that is about to be averaged on all ranks, and make a check due now and then."""
         self._num_steps += 1
         if self._num_steps >= self._next_step:
             self._next_step += min(self._num_steps, INTERVAL)
             self._due = self._is_stale = True
 
-    def batch(self, frame: AgreedExchange) -> None:
+    def count_batch(self, frame: AgreedExchange) -> None:
         """Count a training batch, on all ranks; check now and then if no backward runs between batches."""
         self._num_batches += 1
         if self._num_batches < self._next_batch:
@@ -104,19 +104,19 @@ class DivergenceMonitor:
         self._next_batch += min(self._num_batches, INTERVAL)
         quiet, self._steps_before = self._num_steps == self._steps_before, self._num_steps
         if quiet:
-            self._changed()
-            self._check(frame, "the next batch of a data loader")
+            self._track_changes()
+            self._check_ranks(frame, "the next batch of a data loader")
 
-    def at(self, frame: AgreedExchange, place: str) -> None:
+    def check_place(self, frame: AgreedExchange, place: str) -> None:
         """Check that all ranks are at ``place``, before an exchange that does not check this itself.
 
         Raises:
             DivergenceError: on all ranks, if one is elsewhere.
         """
         if not frame.exchange(signature(place.encode())):
-            self.meet(place)
+            self.find_divergence(place)
 
-    def end(self, frame: AgreedExchange) -> None:
+    def check_end(self, frame: AgreedExchange) -> None:
         """Check once more at the end of the program, on all ranks.
 
         If gradients were averaged in the run, a difference is only a warning: a rank may have changed its model after
@@ -126,12 +126,12 @@ class DivergenceMonitor:
             DivergenceError: if parameters differ in a run without averages; or if the program caught an earlier
                 DivergenceError and continued.
         """
-        if self._told is not None:
-            raise DivergenceError(f"the program caught this error and went on, with wrong numbers: {self._told}")
+        if self._error is not None:
+            raise DivergenceError(f"the program caught this error and went on, with wrong numbers: {self._error}")
         try:
             if self._seen:
-                self._changed()
-            self._check(frame, "the end of the program")
+                self._track_changes()
+            self._check_ranks(frame, "the end of the program")
         except DivergenceError as error:
             if not self._num_steps:
                 raise
@@ -145,38 +145,38 @@ class DivergenceMonitor:
             new: whether no backward before reached exactly these leaves.
         """
         if new or self._is_stale:
-            self._buffers.find(self.reached | self._differentiated | set(numbers))
+            self._buffers.find_buffers(self.reached | self._differentiated | set(numbers))
             self._is_stale = False
-        changed = self._buffers.changed()
+        changed = self._buffers.find_changed()
         if not (changed or self._due):
             return b""
-        return repr((changed, self._values(), self._buffers.values() if self._due else None)).encode()
+        return repr((changed, self._trained_values(), self._buffers.checksums() if self._due else None)).encode()
 
-    def agreed(self) -> None:
+    def record_agreement(self) -> None:
         """Finish an exchange with equal signatures: broadcast the buffers that forwards have changed from rank 0."""
         self._due = False
-        self._buffers.follow()
+        self._buffers.broadcast_changed()
 
-    def meet(self, at: str) -> None:
+    def find_divergence(self, at: str) -> None:
         """Compare places, parameters and buffers after signatures differed; a collective.
 
         Raises:
             DivergenceError: on all ranks, if places, parameters or synchronised buffers differ.
         """
         try:
-            self._meet(at)
+            self._exchange_states(at)
         except DivergenceError as error:
-            self.told(error)
+            self.record_error(error)
             raise
 
-    def told(self, error: DivergenceError) -> None:
+    def record_error(self, error: DivergenceError) -> None:
         """Remember ``error``, which the program may catch, for the check at the end."""
-        self._told = error.with_traceback(None)
+        self._error = error.with_traceback(None)
 
-    def _meet(self, at: str) -> None:
-        buffers = self._buffers.values(everything=True)
-        mine = Row(at, self._values(), buffers, self._buffers.changed())
-        rows = [Row(*row) for row in all_gather_values(self._group, mine)]
+    def _exchange_states(self, at: str) -> None:
+        buffers = self._buffers.checksums(everything=True)
+        mine = RankState(at, self._trained_values(), buffers, self._buffers.find_changed())
+        rows = [RankState(*row) for row in all_gather_values(self._group, mine)]
         places = [row.at for row in rows]
         if len(set(places)) > 1:
             told = ", ".join(f"rank {rank} at {place}" for rank, place in enumerate(places))
@@ -188,23 +188,23 @@ class DivergenceMonitor:
             )
         if mine.values is not None:
             self._due = False
-            self._compare(rows)
+            self._compare_rows(rows)
         self._buffers.agree([(row.buffers, row.changed) for row in rows], compare=mine.values is not None)
 
-    def _changed(self) -> None:
+    def _track_changes(self) -> None:
         """Add parameters that have changed without a backward, as with torch.func's gradients, to those checked."""
-        now = self.sums(self._leaves.parameters())
+        now = self.checksums(self._leaves.parameters())
         self._differentiated.update(number for number in now if self._seen.get(number, now[number]) != now[number])
         self._seen = now
 
-    def _check(self, frame: AgreedExchange, at: str) -> None:
+    def _check_ranks(self, frame: AgreedExchange, at: str) -> None:
         self._due = self._is_stale = True
         if frame.exchange(signature(at.encode() + self.identity())):
-            self.agreed()
+            self.record_agreement()
         else:
-            self.meet(at)
+            self.find_divergence(at)
 
-    def _values(self) -> dict[int, tuple[str, int]] | None:
+    def _trained_values(self) -> dict[int, tuple[str, int]] | None:
         """Return the checksums of trained parameters that are alive, by number; None if no check is due."""
         if not self._due:
             return None
@@ -213,20 +213,20 @@ class DivergenceMonitor:
             leaf = self._leaves.tensor(number)
             if leaf is not None:
                 found[number] = leaf
-        return self.sums(found)
+        return self.checksums(found)
 
-    def _compare(self, rows: list[Row]) -> None:
+    def _compare_rows(self, rows: list[RankState]) -> None:
         values = [row.values or {} for row in rows]
         for number in sorted(set.intersection(*(set(held) for held in values))):
             if len({held[number] for held in values}) > 1:
-                raise DivergenceError(_difference(self._name(self._leaves.tensor(number))))
+                raise DivergenceError(_describe_difference(self._name(self._leaves.tensor(number))))
         strict = self._buffers.strict
         for key in [key for key in strict if all(key in row.buffers for row in rows)]:
             if len({row.buffers[key] for row in rows}) > 1:
-                raise DivergenceError(_difference(f"the buffer {strict[key]}"))
+                raise DivergenceError(_describe_difference(f"the buffer {strict[key]}"))
 
 
-def _difference(name: str) -> str:
+def _describe_difference(name: str) -> str:
     return (
         f"{name} no longer has the same values on all ranks; gradients are averaged in backward() and "
         "torch.autograd.grad, so update parameters from these, not from torch.func.grad, and not from this rank's own "

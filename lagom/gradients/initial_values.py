@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError
-from lagom.gradients.checksum import digest
+from lagom.gradients.checksum import hash_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ class InitialValueCheck:
     """
 
     def __init__(self, group: Group, leaves: Leaves, name: Callable[[torch.Tensor | None], str]) -> None:
-        self.digest: Callable[[torch.Tensor], bytes] = digest
+        self.digest: Callable[[torch.Tensor], bytes] = hash_values
         """Function that returns a hash of a leaf's values."""
         self.local: set[int] = set()
         """Numbers of leaves that are data and differ between ranks; their gradients are not averaged."""
@@ -34,11 +34,11 @@ class InitialValueCheck:
         self._name = name
         self._equal: set[int] = set()
 
-    def without(self, numbers: Iterable[int]) -> list[int]:
+    def find_unseen(self, numbers: Iterable[int]) -> list[int]:
         """Return those of ``numbers`` that have not been compared; negative numbers do not belong to leaves."""
         return [number for number in numbers if number >= 0 and number not in self._equal]
 
-    def add(self, numbers: Iterable[int]) -> None:
+    def add_verified(self, numbers: Iterable[int]) -> None:
         """Record leaves that are equal on all ranks."""
         self._equal.update(numbers)
 
@@ -65,9 +65,9 @@ class InitialValueCheck:
             elif number in maybe_local:
                 self.local.add(number)
             else:
-                raise DivergenceError(self._difference(number, held))
+                raise DivergenceError(self._describe_difference(number, held))
 
-    def _difference(self, number: int, held: list[tuple[tuple[int, ...], str, bytes] | None]) -> str:
+    def _describe_difference(self, number: int, held: list[tuple[tuple[int, ...], str, bytes] | None]) -> str:
         name = self._name(self._leaves.tensor(number))
         if missing := [rank for rank, one in enumerate(held) if one is None]:
             return (

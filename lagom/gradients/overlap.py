@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lagom.gradients.reduction.layout import Layout
     from lagom.run_state.leaves import Leaves
 
-WORTH = 4 << 20
+MIN_BYTES = 4 << 20
 """Bytes of large gradients on the CPU from which overlap pays for its additional exchange; measured."""
 _PLACE = "the start of a backward"
 _MAX_KNOWN = 64
@@ -39,12 +39,18 @@ class OverlappedBackward:
     """
 
     def __init__(
-        self, group: Group, leaves: Leaves, watch: DivergenceMonitor, frame: AgreedExchange, *, allowed: bool = True
+        self,
+        group: Group,
+        leaves: Leaves,
+        divergence: DivergenceMonitor,
+        frame: AgreedExchange,
+        *,
+        allowed: bool = True,
     ) -> None:
         self._group = group
         self._allowed = allowed
         self._leaves = leaves
-        self._watch = watch
+        self._divergence = divergence
         self._frame = frame
         self._known: dict[Key, tuple[bytes, list[list[int]]]] = {}
         """Signature and buckets of each set of leaves that a backward has reached on all ranks."""
@@ -64,18 +70,18 @@ class OverlappedBackward:
         """Whether the next backward may begin with an exchange."""
         return bool(self._known)
 
-    def agreed(self, layout: Layout) -> None:
+    def record_layout(self, layout: Layout) -> None:
         """Remember ``layout``, on which all ranks have agreed, if it is large enough to overlap next time."""
-        if layout.on_cpu < WORTH or not self._allowed:
+        if layout.on_cpu < MIN_BYTES or not self._allowed:
             return
         leaves = [self._leaves.tensor(number) for number in layout.numbers]
-        key = _key(layout.numbers, [leaf for leaf in leaves if leaf is not None])
+        key = _backward_key(layout.numbers, [leaf for leaf in leaves if leaf is not None])
         if len(self._known) == _MAX_KNOWN:
             self._known.clear()
         buckets = [[layout.numbers[i] for i in bucket.indices] for bucket in layout.buckets]
-        self._known[key] = _signed(key), buckets
+        self._known[key] = _sign(key), buckets
 
-    def start(self, numbers: Sequence[int], leaves: Sequence[torch.Tensor], plain: Iterable[torch.Tensor] = ()) -> None:
+    def begin(self, numbers: Sequence[int], leaves: Sequence[torch.Tensor], plain: Iterable[torch.Tensor] = ()) -> None:
         """Agree with the other ranks whether the backward that will reach ``leaves`` overlaps.
 
         A collective, unless no backward has been large enough, or overlap pauses.
@@ -92,42 +98,42 @@ class OverlappedBackward:
         if self._pause:
             self._pause -= 1
             return
-        key = _key(numbers, leaves)
-        mine, buckets = self._known.get(key) or (_signed(key), [])
+        key = _backward_key(numbers, leaves)
+        mine, buckets = self._known.get(key) or (_sign(key), [])
         early = set(map(id, plain))
-        deals = self._deals(buckets, early)
+        deals = self._find_shard_maps(buckets, early)
         if deals:  # all ranks must deal the parts in the same way
             mine = signature(mine + repr([(i, deal.counts, deal.pieces) for i, deal in deals.items()]).encode())
         if not self._frame.exchange(mine):
-            self._watch.meet(_PLACE)
+            self._divergence.find_divergence(_PLACE)
             self._pause, self._patience = self._patience, min(2 * self._patience, _MAX_PATIENCE)
         elif buckets:
             self._group.open_aside()
             self._running = BucketPipeline(self._group, self._leaves, buckets)
             if self.parts is not None:
-                self._running.part_early(early, self.parts, deals)
+                self._running.scatter_early(early, self.parts, deals)
 
-    def _deals(self, buckets: Sequence[Sequence[int]], early: set[int]) -> dict[int, ShardMap]:
+    def _find_shard_maps(self, buckets: Sequence[Sequence[int]], early: set[int]) -> dict[int, ShardMap]:
         """Return, for each bucket of which ranks need parts only, which rank needs which part."""
         found: dict[int, ShardMap] = {}
         if self.parts is None or not self._group.reduces_parts:
             return found
         for i, bucket in enumerate(buckets):
             leaves = [leaf for number in bucket if (leaf := self._leaves.tensor(number)) is not None]
-            if all(id(leaf) in early for leaf in leaves) and (deal := self.parts.dealt(leaves)) is not None:
+            if all(id(leaf) in early for leaf in leaves) and (deal := self.parts.find_shard_map(leaves)) is not None:
                 found[i] = deal
         return found
 
-    def accumulates_inside(self, leaves: Sequence[torch.Tensor]) -> None:
+    def delay_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
         """Hold back the buckets of ``leaves``, to which a backward inside the running one will add."""
         if self._running is not None:
-            self._running.hold_back(leaves)
+            self._running.delay_leaves(leaves)
 
     def end(self) -> BucketPipeline | None:
         """Send the remaining buckets after the backward, and return the pipeline; None if it did not overlap."""
         running, self._running = self._running, None
         if running is not None:
-            running.finish()
+            running.launch_rest()
         return running
 
     def abandon(self) -> None:
@@ -135,17 +141,17 @@ class OverlappedBackward:
         running, self._running = self._running, None
         if running is not None:
             with suppress(CollectiveError):  # the backward's own error says more
-                running.finish()
+                running.launch_rest()
             self._abandoned = running.moving  # keeps the memory alive until the sums have been written
 
 
-def _key(numbers: Sequence[int], leaves: Sequence[torch.Tensor]) -> Key:
+def _backward_key(numbers: Sequence[int], leaves: Sequence[torch.Tensor]) -> Key:
     """Return a key that is equal for backwards that reach the same leaves."""
     entries = [(n, leaf.dtype, leaf.shape) for n, leaf in zip(numbers, leaves, strict=True)]
     return tuple(sorted(entries, key=itemgetter(0)))
 
 
-def _signed(key: Key) -> bytes:
+def _sign(key: Key) -> bytes:
     return signature(_PLACE.encode() + repr(key).encode())
 
 

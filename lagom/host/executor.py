@@ -19,7 +19,7 @@ from lagom.errors import PlanError, RankError
 from lagom.host.descendants import adopt_orphans, end_descendants, fork_host
 from lagom.host.rank_host import run_task_ranks
 from lagom.host.workspace import host_workspace, pack_files, remove_leftovers
-from lagom.monitor.stalls import ranks_of
+from lagom.monitor.stalls import rank_names
 from lagom.wire.client import DriverClient, Message, deliver, dial
 from lagom.wire.failure_text import failure_text
 from lagom.wire.rendezvous import Stopped
@@ -56,7 +56,7 @@ def run_task(spec: RunSpec) -> Iterator[Any]:
         if isinstance(told, BaseException):
             raise told
         if told is None:  # the host process was killed; a driver with a link to it sees that
-            raise RankError(f"the process that held {ranks_of(ranks)} on {platform.node()} {ended}", ranks[0])
+            raise RankError(f"the process that held {rank_names(ranks)} on {platform.node()} {ended}", ranks[0])
         parts = [_Part(rank, name, fds[file], report) for rank, name, file, report in told]
         return _rows(parts, files.pop_all())
 

@@ -7,11 +7,12 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lagom.host import oom_kills
 from lagom.host.descendants import end_rank, reap_adopted
+from lagom.host.end_reports import death_report, stop_report
 from lagom.monitor import stalls
 from lagom.monitor.stalls import Pulse
 from lagom.plan import Plan
@@ -90,7 +91,7 @@ class RankSupervisor:
                 if rank.report is None:
                     self._check_stall(rank)
         self.end_all()
-        return [rank.report or _stop_report(rank.rank) for rank in self._ranks]
+        return [rank.report or stop_report(rank.rank) for rank in self._ranks]
 
     def with_unsaid(self, reports: Sequence[Message]) -> list[Message]:
         """Add rank 0's output and each rank's timeline to ``reports`` if no link has carried them."""
@@ -169,7 +170,7 @@ class RankSupervisor:
             else:
                 self.say(f"[lagom] {stalls.stall_text({rank.rank: now}, self._plan.world_size)}\n")
         if over:
-            rank.report = _stall_report(rank, now)
+            rank.report = stalls.stall_report(rank.rank, now)
             self._tell_failure(rank)
 
     def _current_work(self, rank: ForkedRank) -> Message:
@@ -229,7 +230,7 @@ class RankSupervisor:
             self._selector.unregister(rank.pidfd)
         self._drain(rank)
         if rank.report is None:
-            rank.report = _death_report(rank, status, self._kills)
+            rank.report = death_report(rank.rank, status, bytes(rank.tail), self._kills)
             self._tell_failure(rank)
         self._kill(rank)  # end the processes that the rank left behind
 
@@ -283,50 +284,3 @@ class RankSupervisor:
 def _called_exit(report: Message | None) -> bool:
     """Return whether the rank called ``sys.exit``."""
     return report is not None and "exit" in report
-
-
-def _stop_report(rank: int) -> Message:
-    return {"type": "outcome", "rank": rank, "ok": False, "stopped": True, "consequence": True}
-
-
-def _stall_report(rank: ForkedRank, now: Message) -> Message:
-    """Return the report of a rank without progress for too long; it may only have waited for another rank."""
-    what = "waited for other ranks" if now["waits"] else "made no progress"
-    state = f"; {now['state']}" if now.get("state") else ""
-    at = f", at {now['line']}" if now["line"] else ""
-    if place := stalls.exchange(now):
-        missing = now.get("missing") or []
-        come = "have" if len(missing) > 1 else "has"
-        at = f" in {place}" + (f", to which {stalls.ranks_of(missing)} {come} not come" if missing else "") + at
-    return {
-        "type": "outcome",
-        "rank": rank.rank,
-        "ok": False,
-        "consequence": bool(now["waits"]),
-        "error": "StallError",
-        "message": f"rank {rank.rank} {what} for {now['quiet_s']:.0f} s{at}{state}",
-        "traceback": stalls.stack(now),
-    }
-
-
-def _death_report(rank: ForkedRank, status: int, kills: Mapping[str, int]) -> Message:
-    """Return the report of a rank that ended without one."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        named = number in set(signal.Signals)  # real-time signals have no names
-        how = f"was killed by {signal.Signals(number).name if named else f'signal {number}'}"
-        if number == signal.SIGKILL:
-            how += oom_kills.oom_kill_text(kills, oom_kills.num_kills())
-    else:
-        how = f"ended by itself with exit status {os.WEXITSTATUS(status)} before the function returned"
-    tail = rank.tail.decode(errors="replace")
-    return {
-        "type": "outcome",
-        "rank": rank.rank,
-        "ok": False,
-        "consequence": False,
-        "died": how,
-        "error": "RankError",
-        "message": f"rank {rank.rank} {how}",
-        "traceback": f"its last output:\n{tail}" if tail.strip() else "it wrote nothing before",
-    }

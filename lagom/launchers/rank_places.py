@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lagom.errors import LagomError, RankError
-from lagom.monitor.stalls import ranks_of
+from lagom.monitor.stalls import rank_names
 from lagom.wire.client import Message
 
 _SILENT_S = 3.5  # of silence, after which a machine is named; checked once a second
@@ -52,4 +52,4 @@ class RankPlaces:
 
     def _place(self, task: int) -> str:
         join = self._joins[task]
-        return f"{ranks_of(join['ranks'])} on {str(join['host']).split('|')[0]}"
+        return f"{rank_names(join['ranks'])} on {str(join['host']).split('|')[0]}"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lagom.data.parquet.shard import Positions
-from lagom.loaders.sampler_sync import common_order, resumable
+from lagom.loaders.sampler_sync import iterate_in_common_order, keep_state
 from lagom.run_state.loader_pass import BatchShare, LoaderPass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from lagom.session.session import Session
 
@@ -32,7 +29,9 @@ def split_batch(batch: Any, rank: int, world_size: int) -> tuple[Any, BatchShare
     return (mine if len(mine) else batch[:1]), BatchShare(len(mine), len(batch), even)
 
 
-def per_rank(batches: list[Any], rank: int, world_size: int, *, drop_last: bool) -> tuple[Any, BatchShare] | None:
+def split_batch_group(
+    batches: list[Any], rank: int, world_size: int, *, drop_last: bool
+) -> tuple[Any, BatchShare] | None:
     """Return the share of ``rank`` in ``world_size`` batches that make one global batch.
 
     The share is one whole batch. A tail with fewer batches is split by positions, or dropped: then the result is None.
@@ -48,37 +47,12 @@ def per_rank(batches: list[Any], rank: int, world_size: int, *, drop_last: bool)
     return split_batch(list(chain.from_iterable(batches)), rank, world_size)
 
 
-def num_samples(data: Any) -> int:
-    """Return the number of rows of the first tensor or array in ``data`` that has rows; 1 without one."""
-    count = num_rows(data)
-    return 1 if count is None else count
-
-
-def num_rows(data: Any) -> int | None:
-    """Return the number of rows of the first tensor or array in ``data`` that has rows; None without one."""
-    if isinstance(data, torch.Tensor):
-        return len(data) if data.dim() else None
-    if isinstance(data, Mapping):
-        parts: Iterable[Any] = data.values()
-    elif isinstance(data, (list, tuple)):
-        # A list of texts has as many texts as rows, and none of them has rows.
-        parts = () if data and isinstance(data[0], (str, bytes)) and type(data) is list else data
-    else:
-        shape = getattr(data, "shape", None)
-        return int(shape[0]) if isinstance(shape, tuple) and shape else None
-    for part in parts:
-        count = num_rows(part)
-        if count is not None:
-            return count
-    return None
-
-
 class ShardedIndexSampler:
     """Stands for a loader's batch sampler, or its sampler, and yields this rank's share.
 
     Args:
         start: returns the pass that an iteration belongs to.
-        wide: returns how many of the loader's batches make one of the next pass, for its length.
+        group_size: returns how many of the loader's batches make one of the next pass, for its length.
     """
 
     def __init__(
@@ -86,20 +60,20 @@ class ShardedIndexSampler:
         session: Session,
         source: Any,
         start: Callable[[], LoaderPass],
-        wide: Callable[[], int],
+        group_size: Callable[[], int],
         *,
         drop_last: bool,
     ) -> None:
         self._session = session
         self._source = source
         self._start = start
-        self._wide = wide
+        self._group_size = group_size
         self._drop_last = drop_last
         self._current: LoaderPass | None = None
 
     def __len__(self) -> int:
-        length, wide = len(self._source), self._wide()
-        return length // wide if self._drop_last else -(-length // wide)
+        length, group_size = len(self._source), self._group_size()
+        return length // group_size if self._drop_last else -(-length // group_size)
 
     def __iter__(self) -> Iterator[Any]:
         # A loader that resumes begins its sampler anew within its pass.
@@ -107,32 +81,32 @@ class ShardedIndexSampler:
         if not (current.training or current.sharded or self._session.plan.config.evaluation == "gathered"):
             return iter(self._source)
         # At once, not when the first batch is drawn: iter() of a sampler may draw random numbers.
-        batches = common_order(self._session, self._source, current)
+        batches = iterate_in_common_order(self._session, self._source, current)
         if not current.sharded:
             return batches
         current.shares.clear()
         if not current.training:
-            return resumable(self._dealt_for_evaluation(batches), batches)
+            return keep_state(self._split_for_evaluation(batches), batches)
         if self._session.plan.config.batches == "per_rank":
-            return resumable(self._dealt_per_rank(batches, current), batches)
-        return resumable(self._dealt(batches, current), batches)
+            return keep_state(self._split_batch_groups(batches, current), batches)
+        return keep_state(self._split_batches(batches, current), batches)
 
-    def _dealt(self, batches: Iterator[Any], current: LoaderPass) -> Iterator[Any]:
+    def _split_batches(self, batches: Iterator[Any], current: LoaderPass) -> Iterator[Any]:
         for batch in batches:
             mine, share = split_batch(batch, self._session.rank, self._session.world_size)
             current.shares.append(share)
             yield mine
 
-    def _dealt_per_rank(self, batches: Iterator[Any], current: LoaderPass) -> Iterator[Any]:
+    def _split_batch_groups(self, batches: Iterator[Any], current: LoaderPass) -> Iterator[Any]:
         rank, world_size = self._session.rank, self._session.world_size
         while group := list(islice(batches, world_size)):
-            dealt = per_rank(group, rank, world_size, drop_last=self._drop_last)
-            if dealt is None:
+            found = split_batch_group(group, rank, world_size, drop_last=self._drop_last)
+            if found is None:
                 return
-            current.shares.append(dealt[1])
-            yield dealt[0]
+            current.shares.append(found[1])
+            yield found[0]
 
-    def _dealt_for_evaluation(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _split_for_evaluation(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             mine, share = split_batch(batch, self._session.rank, self._session.world_size)
             if share.num_mine:

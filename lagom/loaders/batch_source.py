@@ -1,4 +1,4 @@
-"""``batch_source``: the next batch of a loader pass and this rank's share of it, for each kind of sharding."""
+"""``choose_batch_source``: the next batch of a loader pass and this rank's share of it, for each kind of sharding."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class BatchSource(Protocol):
         """
 
 
-def batch_source(session: Session, loader: DataLoader[Any], current: LoaderPass) -> BatchSource:
+def choose_batch_source(session: Session, loader: DataLoader[Any], current: LoaderPass) -> BatchSource:
     """Choose the source for the pass ``current`` over ``loader``."""
     if current.own and current.training:
         return SelfShardedSource(session)
     if is_iterable(loader) and current.sharded:
-        return _Streamed(session, current)
+        return _StreamedBatches(session, current)
     if current.sharded:
         resizes = current.training and getattr(loader.dataset, "lagom_resizes", False)
-        return _Recounted(session, current) if resizes else _Dealt(current)
+        return _ResizedBatches(session, current) if resizes else _IndexedBatches(current)
     if is_iterable(loader) and session.distributed and not current.own and _must_be_equal(session, current):
-        return _Compared(session, current)
-    return _Whole()
+        return _ComparedBatches(session, current)
+    return _WholeBatches()
 
 
 def _must_be_equal(session: Session, current: LoaderPass) -> bool:
@@ -50,12 +50,12 @@ def _must_be_equal(session: Session, current: LoaderPass) -> bool:
     return session.config.batches == "whole" if current.training else session.config.evaluation == "gathered"
 
 
-class _Whole:
+class _WholeBatches:
     def take(self, fetch: Fetch, source: Any) -> tuple[Any, None]:
         return fetch(source), None
 
 
-class _Dealt:
+class _IndexedBatches:
     """Batches of a data set with indices: the sampler has put their shares into a queue, ahead of the batches."""
 
     def __init__(self, current: LoaderPass) -> None:
@@ -73,22 +73,22 @@ class _Dealt:
         return data, self._shares.popleft()
 
 
-class _Recounted:
+class _ResizedBatches:
     """Batches of a data set that may change the number of rows, as its attribute ``lagom_resizes`` says.
 
     One exchange for each batch sums the rows of all ranks, so that shares have the right weights.
     """
 
     def __init__(self, session: Session, current: LoaderPass) -> None:
-        self._dealt = _Dealt(current)
+        self._indexed = _IndexedBatches(current)
         self._sharded = SelfShardedSource(session)
 
     def take(self, fetch: Fetch, source: Any) -> tuple[Any, BatchShare | None]:
-        data, share = self._dealt.take(fetch, source)
-        return data, share and self._sharded.recounted(data, share)
+        data, share = self._indexed.take(fetch, source)
+        return data, share and self._sharded.recount(data, share)
 
 
-class _Streamed:
+class _StreamedBatches:
     """Batches of an iterable data set: the share comes with the batch."""
 
     def __init__(self, session: Session, current: LoaderPass) -> None:
@@ -102,17 +102,17 @@ class _Streamed:
                 dealt: ShardedBatch = fetch(source)
             except StopIteration:
                 if self._compares:
-                    self._comparison.end()
+                    self._comparison.finish()
                 raise
             if self._compares:
-                self._comparison.batch(dealt.digest)
+                self._comparison.add_batch(dealt.digest)
                 # An evaluation may end sooner on some ranks than on others; it meets once, at its start.
                 self._compares = self._training
             if self._training or dealt.share.num_mine:
                 return dealt.data, dealt.share
 
 
-class _Compared:
+class _ComparedBatches:
     """Whole batches of an iterable data set, which must be the same on all ranks."""
 
     def __init__(self, session: Session, current: LoaderPass) -> None:
@@ -122,7 +122,7 @@ class _Compared:
         try:
             data = fetch(source)
         except StopIteration:
-            self._comparison.end()
+            self._comparison.finish()
             raise
-        self._comparison.batch(digest(data))
+        self._comparison.add_batch(digest(data))
         return data, None

@@ -15,66 +15,67 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Sing
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
-from lagom.loaders.batch_shares import ResumableIndexSampler, ShardedIndexSampler, num_samples
-from lagom.loaders.batch_source import batch_source
-from lagom.loaders.evaluation_passes import first_use
-from lagom.loaders.fetching import PASS, fetching, make_fetcher
+from lagom.loaders.batch_shares import ResumableIndexSampler, ShardedIndexSampler
+from lagom.loaders.batch_source import choose_batch_source
+from lagom.loaders.evaluation_passes import classify_pass
+from lagom.loaders.fetching import PASS, make_create_fetcher, make_iterator_init
 from lagom.loaders.iterable import GroupedBatchSampler, ShardedCollate, is_iterable
-from lagom.loaders.permutation import shuffle_order
-from lagom.loaders.reading_threads import PassNames, Publication, Readers
-from lagom.loaders.sampler_sync import has_state, synchronise
-from lagom.loaders.self_sharded import PlacedDataset, shards_itself
+from lagom.loaders.permutation import make_sampler_iter
+from lagom.loaders.reading_threads import PassNames, Publication, ReaderThreads
+from lagom.loaders.sampler_sync import has_state, synchronise_generators
+from lagom.loaders.self_sharded import RankCollate, shards_itself
 from lagom.monitor.spans import COPY
 from lagom.patching.object_reference import ObjectReference
 from lagom.patching.replace import replaced
 from lagom.run_state.cuda_device import move_to_device
-from lagom.run_state.loader_pass import LEFT_OUT, LoaderPass, leaves_out
+from lagom.run_state.loader_pass import FEWER_ROWS, LoaderPass, has_fewer_rows
 from lagom.run_state.random_streams import DRAWING, OwnStreams, derive_seed
+from lagom.run_state.row_count import count_samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lagom.session.session import Session
 
-_TAKER = "_lagom_taker"
+_BATCH_SOURCE = "_lagom_batch_source"
 
 
 @contextmanager
-def sharded_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
+def shard_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
     """Have loaders yield this rank's share, and count the batches and samples that they yield."""
-    loaders = _Loaders(session, streams)
+    loaders = _PassStarter(session, streams)
     with ExitStack() as stack:
-        stack.enter_context(replaced(_BaseDataLoaderIter, "__init__", _made(loaders)))
-        stack.enter_context(replaced(_BaseDataLoaderIter, "_reset", _begun_again(loaders)))
-        stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _yielding(session, loaders.readers)))
-        stack.enter_context(replaced(_SingleProcessDataLoaderIter, "__init__", fetching(session, streams)))
+        stack.enter_context(replaced(_BaseDataLoaderIter, "__init__", _make_iterator_init(loaders)))
+        stack.enter_context(replaced(_BaseDataLoaderIter, "_reset", _make_reset(loaders)))
+        stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _make_next(session, loaders.readers)))
+        stack.enter_context(replaced(_SingleProcessDataLoaderIter, "__init__", make_iterator_init(session, streams)))
         if session.world_size > 1:
-            index_sampler = property(_index_sampler(loaders))
+            index_sampler = property(_make_index_sampler(loaders))
             stack.enter_context(replaced(DataLoader, "_index_sampler", index_sampler))
-            stack.enter_context(replaced(DataLoader, "__len__", _counted(loaders)))
-            stack.enter_context(replaced(DataLoader, "__init__", _numbered(loaders)))
-            stack.enter_context(replaced(threading, "excepthook", loaders.readers.excepthook()))
-            stack.enter_context(replaced(RandomSampler, "__iter__", shuffle_order(session)))
-            fetcher = staticmethod(make_fetcher(session, streams))
+            stack.enter_context(replaced(DataLoader, "__len__", _make_len(loaders)))
+            stack.enter_context(replaced(DataLoader, "__init__", _make_loader_init(loaders)))
+            stack.enter_context(replaced(threading, "excepthook", loaders.readers.make_excepthook()))
+            stack.enter_context(replaced(RandomSampler, "__iter__", make_sampler_iter(session)))
+            fetcher = staticmethod(make_create_fetcher(session, streams))
             stack.enter_context(replaced(_DatasetKind, "create_fetcher", fetcher))
         yield
 
 
-class _Loaders:
+class _PassStarter:
     """Begins passes over loaders, and remembers the kinds of earlier passes."""
 
     def __init__(self, session: Session, streams: OwnStreams) -> None:
         self.session = session
         self.streams = streams
         self.names = PassNames()
-        self.readers = Readers(session)
-        self._were_dealt = WeakIdKeyDictionary(ref_type=ObjectReference)
+        self.readers = ReaderThreads(session)
+        self._kinds = WeakIdKeyDictionary(ref_type=ObjectReference)
 
     def begin(self, loader: DataLoader[Any]) -> LoaderPass:
         """Begin a pass over ``loader``."""
         session = self.session
         session.reseed_uneven()  # the iterator draws from the common stream
-        current = first_use(session, can_shard(session, loader), loader)
+        current = classify_pass(session, can_shard(session, loader), loader)
         current.own = session.distributed and shards_itself(loader.dataset)
         if current.own and session.config.batches == "whole":
             raise LagomError(_OWN_IN_WHOLE)
@@ -83,23 +84,23 @@ class _Loaders:
         gathered = session.config.evaluation == "gathered" and not current.own
         if session.distributed and (current.sharded or current.training or gathered):
             if session.may_meet:
-                synchronise(session, loader, own_order=current.own)
-                name = self.names.in_main()
+                synchronise_generators(session, loader, own_order=current.own)
+                name = self.names.name_in_main_thread()
             else:
-                name = self.names.in_thread(loader, current)
+                name = self.names.name_in_thread(loader, current)
             current.published, current.readers = Publication(session, name), self.readers
-            current.generator = None if session.may_meet else self.readers.generator(current)
-        self._were_dealt.setdefault(loader, set()).add(current.training and current.sharded)
+            current.generator = None if session.may_meet else self.readers.make_generator(current)
+        self._kinds.setdefault(loader, set()).add(current.training and current.sharded)
         if session.may_meet and session.config.backend == "torch":
-            is_dealt = current.training and current.sharded and session.config.evaluation != "sharded"
-            session.evaluation_passes.began(loader, current, follows=is_dealt)
+            is_split = current.training and current.sharded and session.config.evaluation != "sharded"
+            session.evaluation_passes.begin_pass(loader, current, follows=is_split)
         if current.training:
             if session.distributed and not (current.sharded or current.own or session.config.batches == "whole"):
-                session.say_once(_ALL_OF_IT)
-            current.steps = _steps(loader)
+                session.say_once(_NO_BATCHES)
+            current.steps = _num_steps(loader)
         return current
 
-    def wide(self, loader: DataLoader[Any] | None, can_share: bool) -> int:
+    def group_size(self, loader: DataLoader[Any] | None, can_share: bool) -> int:
         """Return how many of the loader's own batches make one batch of its next pass: above 1 only in ``per_rank``.
 
         The next pass is taken to be of the kind of the earlier ones, if all were of one kind; else as if it began now.
@@ -108,10 +109,10 @@ class _Loaders:
         session = self.session
         if not session.distributed or session.config.batches != "per_rank":
             return 1
-        kinds = self._were_dealt.get(loader, set()) if loader is not None else set()
+        kinds = self._kinds.get(loader, set()) if loader is not None else set()
         if session.starting_pass is None and len(kinds) == 1:
             return session.world_size if True in kinds else 1
-        current = session.starting_pass or first_use(session, can_share)
+        current = session.starting_pass or classify_pass(session, can_share)
         return session.world_size if current.training and current.sharded else 1
 
 
@@ -119,7 +120,7 @@ _OWN_IN_WHOLE = (
     'batches="whole" takes each batch to be the same on all ranks, but the data set of a loader shards itself '
     '(lagom_sharded); use batches="split" or "per_rank", or have it give all of its samples'
 )
-_ALL_OF_IT = (
+_NO_BATCHES = (
     "a data loader that makes no batches (batch_size=None) is not shared out: every rank trains on all of it, which is "
     'right but not faster; batches="whole" shares out what the model is called with'
 )
@@ -130,7 +131,7 @@ def can_shard(session: Session, loader: DataLoader[Any]) -> bool:
     return session.distributed and loader._auto_collation and not shards_itself(loader.dataset)
 
 
-def _index_sampler(loaders: _Loaders) -> Any:
+def _make_index_sampler(loaders: _PassStarter) -> Any:
     original = vars(DataLoader)["_index_sampler"].fget
     session = loaders.session
 
@@ -144,54 +145,54 @@ def _index_sampler(loaders: _Loaders) -> Any:
         # are dropped.
         ref, shared = weakref.ref(loader), can_shard(session, loader)
 
-        def wide() -> int:
-            return loaders.wide(ref(), shared)
+        def group_size() -> int:
+            return loaders.group_size(ref(), shared)
 
         if is_iterable(loader):
-            return GroupedBatchSampler(source, wide)
+            return GroupedBatchSampler(source, group_size)
         drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
         kind = ResumableIndexSampler if has_state(source) else ShardedIndexSampler
-        return kind(session, source, lambda: first_use(session, shared), wide, drop_last=drop_last)
+        return kind(session, source, lambda: classify_pass(session, shared), group_size, drop_last=drop_last)
 
     return index_sampler
 
 
-def _counted(loaders: _Loaders) -> Any:
+def _make_len(loaders: _PassStarter) -> Any:
     original = vars(DataLoader)["__len__"]
 
     def length(loader: DataLoader[Any]) -> int:
         found: int = original(loader)
         if not is_iterable(loader) or loader.batch_size is None:
             return found
-        wide = loaders.wide(loader, can_shard(loaders.session, loader))
-        count, size = loader._IterableDataset_len_called, loader.batch_size * wide
-        if wide == 1 or count is None:
+        group_size = loaders.group_size(loader, can_shard(loaders.session, loader))
+        count, size = loader._IterableDataset_len_called, loader.batch_size * group_size
+        if group_size == 1 or count is None:
             return found
         return count // size if loader.drop_last else -(-count // size)
 
     return length
 
 
-def _numbered(loaders: _Loaders) -> Any:
+def _make_loader_init(loaders: _PassStarter) -> Any:
     original = vars(DataLoader)["__init__"]
 
     @functools.wraps(original)
     def init(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
         original(loader, *args, **kwargs)
         if loaders.session.may_meet:
-            loaders.names.made(loader)
+            loaders.names.number_loader(loader)
 
     return init
 
 
-def _made(loaders: _Loaders) -> Any:
+def _make_iterator_init(loaders: _PassStarter) -> Any:
     original = vars(_BaseDataLoaderIter)["__init__"]
     session = loaders.session
 
     def begin(self: Any, loader: DataLoader[Any]) -> LoaderPass:
         current = session.starting_pass = loaders.begin(loader)
         self.__dict__[PASS] = current
-        self.__dict__[_TAKER] = batch_source(session, loader, current)
+        self.__dict__[_BATCH_SOURCE] = choose_batch_source(session, loader, current)
         generator = loader.generator or current.generator
         try:
             with ExitStack() as stack:
@@ -215,7 +216,7 @@ def _made(loaders: _Loaders) -> Any:
         if not session.distributed:
             return
         if shards_itself(loader.dataset):
-            self._collate_fn = PlacedDataset(session, self._collate_fn)
+            self._collate_fn = RankCollate(session, self._collate_fn)
             self._base_seed = derive_seed(self._base_seed, session.rank)
         elif is_iterable(loader):
             if can_shard(session, loader) and (current.sharded or loader.persistent_workers):
@@ -228,7 +229,7 @@ def _made(loaders: _Loaders) -> Any:
     return init
 
 
-def _begun_again(loaders: _Loaders) -> Any:
+def _make_reset(loaders: _PassStarter) -> Any:
     original = vars(_BaseDataLoaderIter)["_reset"]
     session = loaders.session
 
@@ -240,7 +241,7 @@ def _begun_again(loaders: _Loaders) -> Any:
         if not first_iter:
             session.end_pass(current)
             current = self.__dict__[PASS] = loaders.begin(loader)
-            self.__dict__[_TAKER] = batch_source(session, loader, current)
+            self.__dict__[_BATCH_SOURCE] = choose_batch_source(session, loader, current)
             if isinstance(self._collate_fn, ShardedCollate):
                 self._collate_fn.begin(current, session.config.batches)
         if current.sharded:
@@ -254,12 +255,12 @@ def _begun_again(loaders: _Loaders) -> Any:
     return reset
 
 
-def _yielding(session: Session, readers: Readers) -> Any:
+def _make_next(session: Session, readers: ReaderThreads) -> Any:
     original = vars(_BaseDataLoaderIter)["__next__"]
     on_cuda = session.device.type == "cuda"
     moved = move_to_device if session.spans is None else session.spans.timed(COPY, "to the device", move_to_device)
 
-    def following(self: Any) -> Any:
+    def next_batch(self: Any) -> Any:
         held = self.__dict__
         current = held.get(PASS)
         if current is None or not session.live:
@@ -271,13 +272,13 @@ def _yielding(session: Session, readers: Readers) -> Any:
         received = held.get("_rcvd_idx")
         start = perf_counter()
         try:
-            take = held[_TAKER].take
+            take = held[_BATCH_SOURCE].take
             session.reads_in_threads = session.reads_in_threads or session.is_in_thread
             data, share = readers.read(take, original, self) if session.is_in_thread else take(original, self)
         except StopIteration:
             session.end_pass(current)
             if session.may_meet:
-                session.evaluation_passes.ended(current)
+                session.evaluation_passes.end_pass(current)
             raise
         except Exception:
             # The batch is lost, unless workers timed out: then it is still to come.
@@ -294,17 +295,17 @@ def _yielding(session: Session, readers: Readers) -> Any:
                 if not current.own:
                     share.step = current.step + 1
                 if not torch.is_grad_enabled():
-                    session.say_once(_GOES_ON)
+                    session.say_once(_GRADIENTS_OFF)
                 session.batch_tracker.remember(data, share)
-                share.num_rows = 0 if data is None else num_samples(data)
-                if share.num_rows < share.num_mine and leaves_out(data, share):
-                    session.say_once(LEFT_OUT)
-            session.record_batch(current, share, num_samples(data) if share is None else share.num_mine)
+                share.num_rows = 0 if data is None else count_samples(data)
+                if share.num_rows < share.num_mine and has_fewer_rows(data, share):
+                    session.say_once(FEWER_ROWS)
+            session.record_batch(current, share, count_samples(data) if share is None else share.num_mine)
         else:
             session.record_evaluation(current)
         return data
 
-    return following
+    return next_batch
 
 
 _AFTER_FAILURE = (
@@ -313,13 +314,13 @@ _AFTER_FAILURE = (
 )
 
 
-_GOES_ON = (
+_GRADIENTS_OFF = (
     "an iteration over a data loader that began with gradients on goes on with gradients off: it still gives each rank "
     "its share of the batches; begin it (call iter()) under torch.no_grad() if it is an evaluation"
 )
 
 
-def _steps(loader: DataLoader[Any]) -> int | None:
+def _num_steps(loader: DataLoader[Any]) -> int | None:
     try:
         # An IterableDataset remembers that its length was asked for.
         return None if is_iterable(loader) else len(loader)

@@ -14,8 +14,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
-from lagom.run_state.loader_pass import BatchShare, LoaderPass, is_there
-from lagom.run_state.loss_terms import metadata, nodes_below, nodes_of
+from lagom.run_state.loader_pass import BatchShare, LoaderPass, is_alive
+from lagom.run_state.loss_terms import find_nodes, metadata, root_nodes
 from lagom.run_state.nested_tensors import tensors
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class _Mark:
     """A mark in the metadata of a node, which lives as long as the graph."""
 
 
-def first_use(session: Session, can_share: bool, loader: DataLoader[Any] | None = None) -> LoaderPass:
+def classify_pass(session: Session, can_share: bool, loader: DataLoader[Any] | None = None) -> LoaderPass:
     """Decide whether a pass over ``loader`` that begins now is training, and whether it is sharded."""
     grad = torch.is_grad_enabled()
     by_mode = grad and session.world_size > 1 and session.evaluates_by_mode()
@@ -51,7 +51,7 @@ def first_use(session: Session, can_share: bool, loader: DataLoader[Any] | None 
 
 
 @dataclass(eq=False)
-class Use:
+class PassUse:
     """The program's use of the rows of one pass."""
 
     reading: weakref.ref[LoaderPass]
@@ -82,9 +82,9 @@ class Use:
     @property
     def may_be_trained_on(self) -> bool:
         """Return whether a backward may still come: outputs or inputs of the model are alive."""
-        return self.mark is not None or any(map(is_there, self._inputs))
+        return self.mark is not None or any(map(is_alive, self._inputs))
 
-    def forward(self, data: Any, outputs: Any) -> None:
+    def record_forward(self, data: Any, outputs: Any) -> None:
         """Record that a model computed ``outputs`` for ``data`` of this pass."""
         if not self.has_forwards:
             self._inputs = [weakref.ref(tensor) for tensor in tensors(data)[:1]]
@@ -108,7 +108,7 @@ class EvaluationPassDetector:
     def __init__(self, share_of: Callable[[Any], BatchShare | None], say_once: Callable[[str], None]) -> None:
         self._share_of = share_of
         self._say_once = say_once
-        self._pending: list[Use] = []
+        self._pending: list[PassUse] = []
         """Passes without a backward so far."""
         self._last: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """For each data set, the last use in each place of the program that reads it (a hash of the call stack)."""
@@ -120,10 +120,10 @@ class EvaluationPassDetector:
 
         This is so if the last pass from the same place trained, and an evaluation in between has left the mode behind.
         """
-        use = self._last.get(_key(loader), {}).get(_stack()[0])
+        use = self._last.get(_dataset_key(loader), {}).get(_find_reader()[0])
         return use is not None and use.trains and use.serial < self._last_evaluation
 
-    def began(self, loader: DataLoader[Any], current: LoaderPass, *, follows: bool) -> None:
+    def begin_pass(self, loader: DataLoader[Any], current: LoaderPass, *, follows: bool) -> None:
         """Begin tracking the pass ``current`` over ``loader``; with ``follows`` its rows are sharded.
 
         Raises:
@@ -135,38 +135,38 @@ class EvaluationPassDetector:
             self._last_evaluation = self._num_passes
         if not follows:
             return
-        stack, place = _stack()
-        current.use = Use(weakref.ref(current), place, self._num_passes)
-        self._last.setdefault(_key(loader), {})[stack] = current.use
+        stack, place = _find_reader()
+        current.use = PassUse(weakref.ref(current), place, self._num_passes)
+        self._last.setdefault(_dataset_key(loader), {})[stack] = current.use
         self._pending.append(current.use)
 
-    def yielded(self, current: LoaderPass, share: BatchShare | None, num_rows: int) -> None:
+    def record_batch(self, current: LoaderPass, share: BatchShare | None, num_rows: int) -> None:
         """Record that the program sees a batch of ``current``."""
         if (use := current.use) is not None and share is not None:
             share.use = use
             use.num_batches += 1
             use.num_rows += num_rows
 
-    def forward(self, data: Any, outputs: Any) -> None:
+    def record_forward(self, data: Any, outputs: Any) -> None:
         """Record that a model computed ``outputs`` for ``data``."""
         if not self._pending or any(map(_is_wrapped, tensors(outputs))):  # torch.func wraps them; it has no backward
             return
         share = self._share_of(data)
         use = next((use for use in reversed(self._pending) if use.is_open), None) if share is None else share.use
         if use in self._pending and use is not None:
-            use.forward(data, outputs)
+            use.record_forward(data, outputs)
 
-    def backward(self, roots: Sequence[Any]) -> None:
+    def record_backward(self, roots: Sequence[Any]) -> None:
         """Record that a backward from ``roots`` is about to run."""
         if not self._pending:
             return
         marks = {id(mark) for use in self._pending if not use.is_open and (mark := use.mark) is not None}
-        found = {id(metadata(node).get(_KEY)) for node in nodes_below(nodes_of(roots))} if marks else set()
+        found = {id(metadata(node).get(_KEY)) for node in find_nodes(root_nodes(roots))} if marks else set()
         for use in self._pending:
             use.trains = use.is_open or not use.has_forwards or id(use.mark) in marks & found
         self._pending = [use for use in self._pending if not use.trains]
 
-    def ended(self, current: LoaderPass) -> None:
+    def end_pass(self, current: LoaderPass) -> None:
         """Record that the pass is exhausted.
 
         Raises:
@@ -197,7 +197,7 @@ class EvaluationPassDetector:
             if use.num_batches > 1:
                 self._say_once(_NO_BACKWARD.format(place=use.place))
 
-    def _refuse(self, use: Use) -> None:
+    def _refuse(self, use: PassUse) -> None:
         self._pending.remove(use)
         text = _NO_TRAINING.format(place=use.place, batches=use.num_batches, rows=use.num_rows)
         raise LagomError(text) from None
@@ -206,7 +206,7 @@ class EvaluationPassDetector:
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def _key(loader: DataLoader[Any]) -> Any:
+def _dataset_key(loader: DataLoader[Any]) -> Any:
     try:
         weakref.ref(loader.dataset)
     except TypeError:  # a list has no weak references
@@ -214,7 +214,7 @@ def _key(loader: DataLoader[Any]) -> Any:
     return loader.dataset
 
 
-def _stack() -> tuple[int, str]:
+def _find_reader() -> tuple[int, str]:
     """Return the place that reads the loader: a hash of the stack outside of torch and lagom, and its file and line."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "lagom"):

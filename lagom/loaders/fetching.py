@@ -10,7 +10,7 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 
 from lagom.loaders.iterable import is_iterable
 from lagom.loaders.self_sharded import shards_itself
-from lagom.loaders.tensor_dataset_fetch import fetch_at_once
+from lagom.loaders.tensor_dataset_fetch import choose_fetcher
 from lagom.run_state.random_streams import DRAWING
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ PASS = "_lagom_pass"
 """Attribute of a loader's iterator that holds its ``LoaderPass``."""
 
 
-def fetching(session: Session, streams: OwnStreams) -> Any:
+def make_iterator_init(session: Session, streams: OwnStreams) -> Any:
     """Return ``_SingleProcessDataLoaderIter.__init__`` that chooses a fetcher: at once, and with the right draws."""
     original = vars(_SingleProcessDataLoaderIter)["__init__"]
 
@@ -31,18 +31,18 @@ def fetching(session: Session, streams: OwnStreams) -> Any:
         original(self, loader)
         current = self.__dict__.get(PASS)
         if session.live and current is not None:
-            self._dataset_fetcher = fetch_at_once(self._dataset_fetcher)
+            self._dataset_fetcher = choose_fetcher(self._dataset_fetcher)
         if not session.live or current is None or _is_plain(loader.dataset):
             return
         if current.training and current.sharded and not is_iterable(loader):
-            self._dataset_fetcher = _Fetcher(self._dataset_fetcher, streams)
+            self._dataset_fetcher = _OwnRandomFetcher(self._dataset_fetcher, streams)
         elif session.distributed:
-            self._dataset_fetcher = _Waiting(self._dataset_fetcher, session)
+            self._dataset_fetcher = _LockedFetcher(self._dataset_fetcher, session)
 
     return patched_init
 
 
-def make_fetcher(session: Session, streams: OwnStreams) -> Any:
+def make_create_fetcher(session: Session, streams: OwnStreams) -> Any:
     """Return ``_DatasetKind.create_fetcher`` that has self-sharded data sets draw from the rank's own streams."""
     original: Any = _DatasetKind.create_fetcher
 
@@ -50,12 +50,12 @@ def make_fetcher(session: Session, streams: OwnStreams) -> Any:
         if not session.live or not shards_itself(dataset):
             return original(kind, dataset, *args)
         with streams.in_fetch():  # iter() of a data set may draw
-            return _Fetcher(original(kind, dataset, *args), streams)
+            return _OwnRandomFetcher(original(kind, dataset, *args), streams)
 
     return create_fetcher
 
 
-class _Fetcher:
+class _OwnRandomFetcher:
     """A loader's fetcher that draws from the rank's own random numbers."""
 
     def __init__(self, fetcher: Any, streams: OwnStreams) -> None:
@@ -67,7 +67,7 @@ class _Fetcher:
             return self._fetcher.fetch(index)
 
 
-class _Waiting:
+class _LockedFetcher:
     """A loader's fetcher that draws from the common random numbers, and locks them in the program's threads."""
 
     def __init__(self, fetcher: Any, session: Session) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from torch.utils.data.dataloader import _DatasetKind, default_collate
 
-from lagom.loaders.batch_shares import per_rank, split_batch
+from lagom.loaders.batch_shares import split_batch, split_batch_group
 from lagom.loaders.sample_digest import digest
 from lagom.run_state.loader_pass import BatchShare
 from lagom.run_state.random_streams import OwnStreams
@@ -66,24 +66,24 @@ class ShardedCollate:
         if how == _PER_RANK:
             step = self._batch_size
             groups = [samples[start : start + step] for start in range(0, len(samples), step)]
-            dealt = per_rank(groups, self._rank, self._world_size, drop_last=False)
-            assert dealt is not None
-            mine, share = dealt
+            found = split_batch_group(groups, self._rank, self._world_size, drop_last=False)
+            assert found is not None
+            mine, share = found
         else:
             mine, share = split_batch(samples, self._rank, self._world_size)
-        data = self._collated(mine) if training or share.num_mine else None
+        data = self._collate_share(mine) if training or share.num_mine else None
         # Three samples: a single one may match by chance where samples are few or simple, such as labels.
         some = samples[0], samples[len(samples) // 2], samples[-1]
         return ShardedBatch(data, share, digest((len(samples), *some)))
 
-    def _collated(self, samples: list[Any]) -> Any:
+    def _collate_share(self, samples: list[Any]) -> Any:
         if self._collate is default_collate:
             return self._collate(samples)
         # The samples differ between ranks: draws of collate_fn must not move the stream that orders samples.
-        with self._own().in_fetch():
+        with self._own_streams().in_fetch():
             return self._collate(samples)
 
-    def _own(self) -> OwnStreams:
+    def _own_streams(self) -> OwnStreams:
         worker = get_worker_info()
         if self._streams is None or (worker is not None and not self._is_in_worker):
             assert worker is not None
@@ -98,19 +98,19 @@ class ShardedCollate:
 class GroupedBatchSampler:
     """Stands for the batch sampler of an iterable data set's loader, which only says how many samples make a batch."""
 
-    def __init__(self, source: Any, wide: Callable[[], int]) -> None:
-        """``wide``: returns how many of the loader's batches make the next one."""
+    def __init__(self, source: Any, group_size: Callable[[], int]) -> None:
+        """``group_size``: returns how many of the loader's batches make the next one."""
         self._source = source
-        self._wide = wide
+        self._group_size = group_size
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
-        source, wide = self._source, self._wide()
-        if wide == 1:
+        source, group_size = self._source, self._group_size()
+        if group_size == 1:
             return iter(source)
-        return iter(BatchSampler(source.sampler, source.batch_size * wide, source.drop_last))
+        return iter(BatchSampler(source.sampler, source.batch_size * group_size, source.drop_last))
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:

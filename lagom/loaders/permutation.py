@@ -1,4 +1,4 @@
-"""``shuffle_order``: ``shuffle=True`` over very many samples, without storing the order."""
+"""``make_sampler_iter``: ``shuffle=True`` over very many samples, without storing the order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _ALL = (1 << 64) - 1
 
 
-def shuffle_order(session: Session) -> Any:
+def make_sampler_iter(session: Session) -> Any:
     """Return ``RandomSampler.__iter__`` that stores no order from ``MANY`` samples on; else it is torch's."""
     original = vars(RandomSampler)["__iter__"]
 
@@ -31,12 +31,12 @@ def shuffle_order(session: Session) -> Any:
         if not session.distributed or self.replacement or len(self.data_source) < MANY:
             found: Iterator[int] = original(self)
             return found
-        return _orders(self)
+        return _yield_orders(self)
 
     return iterate
 
 
-def _orders(sampler: RandomSampler) -> Iterator[int]:
+def _yield_orders(sampler: RandomSampler) -> Iterator[int]:
     """Yield the indices of successive orders until there are ``num_samples``, as torch's sampler does."""
     generator = sampler.generator
     if generator is None:
@@ -61,51 +61,51 @@ def permute(n: int, key: int, start: int, count: int) -> torch.Tensor:
     if not 0 <= start <= start + count <= n <= 1 << 62:
         raise ValueError(f"there are no places {start} to {start + count} in an order of {n}")
     if native() is None:
-        return permute_by_torch(n, key, start, count)
+        return permute_with_torch(n, key, start, count)
     found = torch.empty(count, dtype=torch.int64, device="cpu")
     native().permute(n, key & _ALL, start, found.data_ptr(), count)
     return found
 
 
-def permute_by_torch(n: int, key: int, start: int, count: int) -> torch.Tensor:
+def permute_with_torch(n: int, key: int, start: int, count: int) -> torch.Tensor:
     """Compute ``permute`` without the compiled extension."""
     bits = max((n - 1).bit_length(), 1)
     low = bits // 2
     low_mask, high_mask = (1 << low) - 1, (1 << (bits - low)) - 1
-    keys = [_signed(_mixed_number(key + (i + 1) * _GOLDEN & _ALL)) for i in range(_ROUNDS)]
+    keys = [_to_signed(_mix_number(key + (i + 1) * _GOLDEN & _ALL)) for i in range(_ROUNDS)]
     found = torch.arange(start, start + count, dtype=torch.int64, device="cpu")
     walking = torch.arange(count, dtype=torch.int64, device="cpu")
     while len(walking):
         place = found[walking]
         right, left = place & low_mask, place >> low
         for i in range(0, _ROUNDS, 2):
-            left ^= _mixed(right + keys[i]) & high_mask
-            right ^= _mixed(left + keys[i + 1]) & low_mask
+            left ^= _mix(right + keys[i]) & high_mask
+            right ^= _mix(left + keys[i + 1]) & low_mask
         place = left << low | right
         found[walking] = place
         walking = walking[place >= n]
     return found
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
+def _mix(x: torch.Tensor) -> torch.Tensor:
     """Apply the finalizer of splitmix64 (Steele, Lea and Flood, 2014) in wrapping int64."""
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shifted(x, 31)
+    x = (x ^ _shift_right(x, 30)) * _to_signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _to_signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
 
 
-def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift right and fill with zeros: ``>>`` keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mixed_number(x: int) -> int:
+def _mix_number(x: int) -> int:
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _ALL
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _ALL
     return x ^ x >> 31
 
 
-def _signed(x: int) -> int:
+def _to_signed(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 

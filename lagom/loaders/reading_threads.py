@@ -83,36 +83,36 @@ class PassNames:
         self._last: dict[str, tuple[weakref.ref[LoaderPass], threading.Thread]] = {}
         self._lock = threading.Lock()
 
-    def made(self, loader: DataLoader[object]) -> None:
+    def number_loader(self, loader: DataLoader[object]) -> None:
         """Number a ``loader`` that the main thread has made. All ranks make the same loaders in the same order."""
-        kind = _kind(loader)
+        kind = _describe_loader(loader)
         self._made[kind] = self._made.get(kind, 0) + 1
         self._loaders[loader] = f"{kind} {self._made[kind]}"
 
-    def in_main(self) -> str:
+    def name_in_main_thread(self) -> str:
         """Return the next name for a pass that begins in the main thread."""
         self._num_in_main += 1
         return str(self._num_in_main)
 
-    def in_thread(self, loader: DataLoader[object], current: LoaderPass) -> str:
+    def name_in_thread(self, loader: DataLoader[object], current: LoaderPass) -> str:
         """Return a name for the pass ``current``, which begins in another thread.
 
         Raises:
             LagomError: if another thread is still in a pass over a loader of that name.
         """
         with self._lock:
-            name = self._loaders.get(loader) or f"{_kind(loader)} of {_length(loader)}"
+            name = self._loaders.get(loader) or f"{_describe_loader(loader)} of {_dataset_length(loader)}"
             here = threading.current_thread()
             last, thread = self._last.get(name, (None, here))
             other = last() if last is not None else None
             if other is not None and not other.ended and thread is not here and thread.is_alive():
-                raise LagomError(_AT_ONCE.format(loader=name))
+                raise LagomError(_SAME_NAME.format(loader=name))
             self._last[name] = weakref.ref(current), here
             self._counts[name] = self._counts.get(name, 0) + 1
             return f"{name}/{self._counts[name]}"
 
 
-class Readers:
+class ReaderThreads:
     """Tracks which threads of the program read loaders, and whether other threads draw random numbers meanwhile."""
 
     def __init__(self, session: Session) -> None:
@@ -131,7 +131,7 @@ class Readers:
         finally:
             self._left[thread] = torch.default_generator.get_state()
 
-    def generator(self, current: LoaderPass) -> torch.Generator | None:
+    def make_generator(self, current: LoaderPass) -> torch.Generator | None:
         """Return a generator of its own for a pass in this thread, if other threads draw from the global one; or None.
 
         Rank 0 decides for all ranks. A thread's first pass gets None: usually the main thread then waits for its first
@@ -142,7 +142,7 @@ class Readers:
         seed = int(current.publication().agree(str(seed).encode()))
         return torch.Generator().manual_seed(seed) if seed else None
 
-    def excepthook(self) -> Callable[[threading.ExceptHookArgs], None]:
+    def make_excepthook(self) -> Callable[[threading.ExceptHookArgs], None]:
         """Return a ``threading.excepthook`` that fails the run if a reading thread dies.
 
         Without it the main thread would wait for the dead thread's batches for ever.
@@ -160,11 +160,11 @@ class Readers:
         return hook
 
 
-def _kind(loader: DataLoader[object]) -> str:
+def _describe_loader(loader: DataLoader[object]) -> str:
     return f"{type(loader).__name__} {type(loader.dataset).__name__} {loader.batch_size} {loader.num_workers}"
 
 
-def _length(loader: DataLoader[object]) -> int | None:
+def _dataset_length(loader: DataLoader[object]) -> int | None:
     try:
         return len(loader.dataset)  # type: ignore[arg-type]
     except Exception:  # a user's data set may have no length, or its __len__ may fail
@@ -175,7 +175,7 @@ _NOT_PUBLISHED = (
     "a thread reads a data loader ({name}) that no thread of rank 0 has read on for {seconds:.0f} s: have all ranks "
     "read the same loaders in threads"
 )
-_AT_ONCE = (
+_SAME_NAME = (
     "two threads read data loaders at the same time that cannot be told apart on other ranks ({loader}): make one for "
     "each thread, in the main thread and in the same order on all ranks, or call iter() on them in the main thread"
 )

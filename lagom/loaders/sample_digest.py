@@ -32,7 +32,7 @@ def digest(sample: Any) -> bytes:
     tensors.
     """
     found = hashlib.blake2b(digest_size=8)
-    _add(found, sample)
+    _add_value(found, sample)
     return found.digest()
 
 
@@ -46,7 +46,7 @@ class SampleComparison:
         self._count = 0
         self._next = 1
 
-    def batch(self, digest: bytes) -> None:
+    def add_batch(self, digest: bytes) -> None:
         """Add the digest of the next batch.
 
         Raises:
@@ -58,7 +58,7 @@ class SampleComparison:
             self._next += min(self._count, _INTERVAL)
             self._compare(self._seen.digest())
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Compare the ranks at the end of the pass.
 
         Raises:
@@ -76,7 +76,7 @@ class SampleComparison:
         assert session.agreement is not None
         assert session.divergence is not None
         if not session.agreement.exchange(signature(_PLACE.encode() + seen)):
-            session.divergence.meet(_PLACE)
+            session.divergence.find_divergence(_PLACE)
             raise DivergenceError(_DIFFERENT)
 
 
@@ -88,34 +88,34 @@ _DIFFERENT = (
 )
 
 
-def _add(found: Any, value: Any) -> None:
+def _add_value(found: Any, value: Any) -> None:
     found.update(type(value).__name__.encode())
     if isinstance(value, torch.Tensor):
         if value.layout == torch.strided and not value.is_quantized and value.device.type != "meta":
-            flat = _spread(value.detach().reshape(-1)).cpu()
+            flat = _take_some(value.detach().reshape(-1)).cpu()
             _add_numbers(
                 found, value.shape, (flat.double() if flat.is_floating_point() else flat.resolve_conj()).numpy()
             )
     elif isinstance(value, np.ndarray):
         if value.dtype.kind in "biufc":
-            _add_numbers(found, value.shape, _spread(value.reshape(-1)))
+            _add_numbers(found, value.shape, _take_some(value.reshape(-1)))
     elif isinstance(value, bool | int | str | bytes):
         found.update(repr(value).encode())
     elif isinstance(value, float | complex):
         found.update(f"{value:.3g}".encode())
     elif isinstance(value, np.generic):
-        _add(found, value.item())
+        _add_value(found, value.item())
     elif isinstance(value, dict):
         for key in list(value)[:_PARTS]:
-            _add(found, key)
-            _add(found, value[key])
+            _add_value(found, key)
+            _add_value(found, value[key])
     elif isinstance(value, tuple | list):
         found.update(str(len(value)).encode())
         for part in value[:_PARTS]:
-            _add(found, part)
+            _add_value(found, part)
 
 
-def _spread(flat: Any) -> Any:
+def _take_some(flat: Any) -> Any:
     return flat[:: len(flat) // _ELEMENTS] if len(flat) > _ELEMENTS else flat
 
 

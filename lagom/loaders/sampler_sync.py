@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from lagom.run_state.loader_pass import LoaderPass
     from lagom.session.session import Session
 
-_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _MADE_AHEAD: tuple[type, ...] = tuple(type(iter(kind())) for kind in (list, tuple, dict, set))
-_AHEAD = 64
+_NUM_AHEAD = 64
 
 
-def common_order(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
+def iterate_in_common_order(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
     """Iterate over ``source``, a sampler or a batch sampler, in the order that rank 0 draws in the pass ``current``.
 
     torch's own samplers draw from generators that are equal on all ranks, in the main thread. Rank 0 sends the order of
     any other sampler.
     """
-    if type(source) in _OWN or (type(source) is BatchSampler and type(source.sampler) in _OWN):
-        return _own(session, source, current)
+    if type(source) in _TORCH_SAMPLERS or (type(source) is BatchSampler and type(source.sampler) in _TORCH_SAMPLERS):
+        return _yield_from_torch_sampler(session, source, current)
     if getattr(source, "lagom_common", False):
-        return _same(session, source, current)
+        return _yield_from_equal_sampler(session, source, current)
     if type(source) is BatchSampler:
         following = RankZeroOrder(session, source.sampler, source.batch_size, current, eager=False)
         return iter(BatchSampler(following, source.batch_size, source.drop_last))
     following = RankZeroOrder(session, source, 1, current, eager=True)
-    return resumable(following, following.mine)
+    return keep_state(following, following.mine)
 
 
 def has_state(source: Any) -> bool:
@@ -55,12 +55,12 @@ def has_state(source: Any) -> bool:
     return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
 
 
-def resumable(items: Iterator[Any], source: Any) -> Iterator[Any]:
+def keep_state(items: Iterator[Any], source: Any) -> Iterator[Any]:
     """Return ``items``, which are made from ``source``, with the state of ``source`` if it has one."""
-    return _Resumable(items, source) if has_state(source) else items
+    return _StatefulIterator(items, source) if has_state(source) else items
 
 
-class _Resumable:
+class _StatefulIterator:
     def __init__(self, items: Iterator[Any], source: Any) -> None:
         self._items = items
         self._source = source
@@ -78,7 +78,7 @@ class _Resumable:
         self._source.load_state_dict(state)
 
 
-def synchronise(session: Session, loader: DataLoader[Any], *, own_order: bool = False) -> None:
+def synchronise_generators(session: Session, loader: DataLoader[Any], *, own_order: bool = False) -> None:
     """Set the generators of torch's samplers to their states on rank 0; a collective.
 
     With ``own_order`` only the global generator is set: the data set shards itself, and its order is its own.
@@ -99,28 +99,28 @@ def synchronise(session: Session, loader: DataLoader[Any], *, own_order: bool = 
         generator.set_state(state.clone())
 
 
-def _own(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
+def _yield_from_torch_sampler(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
     """Yield from one of torch's samplers; in another thread it gets a generator that the main thread does not use."""
     is_sequential = type(getattr(source, "sampler", source)) is SequentialSampler
     if is_sequential or session.may_meet:
         yield from source
     elif current.generator is not None:
-        yield from _drawing_from(source, current.generator)
+        yield from _copy_with_generator(source, current.generator)
     else:
         yield from RankZeroOrder(session, source, 1, current, eager=False)
 
 
-def _drawing_from(source: Any, generator: torch.Generator) -> Any:
+def _copy_with_generator(source: Any, generator: torch.Generator) -> Any:
     """Return a copy of a torch sampler that draws from ``generator``, unless it has a generator of its own."""
     found = copy.copy(source)
     if type(source) is BatchSampler:
-        found.sampler = _drawing_from(source.sampler, generator)
+        found.sampler = _copy_with_generator(source.sampler, generator)
     elif source.generator is None:
         found.generator = generator
     return found
 
 
-def _same(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
+def _yield_from_equal_sampler(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
     """Yield from ``source``, which is the same on all ranks: checked once, not batch by batch."""
     items = iter(source)
     place = f"a pass over the data set {items.fingerprint}"
@@ -149,7 +149,7 @@ class RankZeroOrder:
         self._items: deque[Any] = deque()
         self._end: Exception | None = None
         if eager:
-            self._start()
+            self._start_source()
 
     def __iter__(self) -> RankZeroOrder:
         return self
@@ -159,80 +159,80 @@ class RankZeroOrder:
 
     def __next__(self) -> Any:
         if not self._items and self._end is None:
-            self._fetch()
+            self._fetch_items()
         if self._items:
             return self._items.popleft()
         assert self._end is not None
         end, self._end = self._end, StopIteration()  # as from a generator that raised
         raise end
 
-    def _start(self) -> None:
+    def _start_source(self) -> None:
         try:
             self.mine = iter(self._source)
         except Exception as error:  # the user's; rank 0's is raised on all ranks
             self._failure = error
 
-    def _fetch(self) -> None:
+    def _fetch_items(self) -> None:
         session, meets = self._session, self._session.may_meet
         if self.mine is None and self._failure is None:
-            self._alone(self._start)
+            self._call_exclusively(self._start_source)
         if meets:
-            self._meet()
+            self._check_order()
         if session.rank == 0:
-            ahead = self._step * (_AHEAD if isinstance(self.mine, _MADE_AHEAD) else 1)
-            items, end = self._alone(self._draw, ahead)
+            ahead = self._step * (_NUM_AHEAD if isinstance(self.mine, _MADE_AHEAD) else 1)
+            items, end = self._call_exclusively(self._draw_items, ahead)
             try:
-                message = _message(items, end, meets)
+                message = _encode_items(items, end, meets)
             except TypeError as error:
                 items, end = [], LagomError(_NOT_PLAIN.format(error=error))
-                message = _message(items, end, meets)
-            self._tell(message, meets=meets)
+                message = _encode_items(items, end, meets)
+            self._send(message, meets=meets)
         else:
-            items, described, states = decode_value(self._hear(meets=meets))
-            drawn, mine = self._alone(self._draw, len(items) + (described is not None))
-            session.has_other_order |= meets and _is_dealt(session, self._current) and _differ(drawn, items)
-            end = _error_from_text(described, mine) if described is not None else None
+            items, described, states = decode_value(self._receive(meets=meets))
+            drawn, mine = self._call_exclusively(self._draw_items, len(items) + (described is not None))
+            session.has_other_order |= meets and _is_split(session, self._current) and _are_different(drawn, items)
+            end = _rebuild_error(described, mine) if described is not None else None
             if states is not None:
-                _set_states(states)
+                _set_generator_states(states)
         self._items.extend(items)
         self._end = end
 
-    def _meet(self) -> None:
+    def _check_order(self) -> None:
         """Check that all ranks are here, and warn if a rank's sampler would have drawn another order."""
         session = self._session
         assert session.group is not None
         assert session.divergence is not None
         place = "the next batch of a sampler"
         alike, otherwise = (signature(text.encode()) for text in (place, f"{place}, in another order"))
-        tells = session.has_other_order and _is_dealt(session, self._current)
+        tells = session.has_other_order and _is_split(session, self._current)
         rows = session.group.exchange(otherwise if tells else alike)
         if any(row not in (alike, otherwise) for row in rows):
-            session.divergence.meet(place)
+            session.divergence.find_divergence(place)
         elif otherwise in rows:
             session.has_other_order = False
-            session.say_once(_OTHERWISE.format(kind=type(self._source).__name__))
+            session.say_once(_OTHER_ORDER.format(kind=type(self._source).__name__))
 
-    def _tell(self, message: bytes, *, meets: bool) -> None:
+    def _send(self, message: bytes, *, meets: bool) -> None:
         if not meets:
             self._current.publication().publish(message)
             return
         assert self._session.group is not None
         self._session.group.broadcast_bytes(message)
 
-    def _hear(self, *, meets: bool) -> bytes:
+    def _receive(self, *, meets: bool) -> bytes:
         if not meets:
             return self._current.publication().read()
         assert self._session.group is not None
         return self._session.group.broadcast_bytes(b"")
 
-    def _alone(self, call: Callable[..., Result], *args: object) -> Result:
+    def _call_exclusively(self, call: Callable[..., Result], *args: object) -> Result:
         """Call a function that draws, while nothing else in a thread of the program may draw."""
         readers = self._current.readers
         with DRAWING:
             # With workers, the first batches are drawn outside of the loader calls that are watched.
             return readers.read(call, *args) if self._session.is_in_thread and readers is not None else call(*args)
 
-    def _draw(self, count: int) -> tuple[list[Any], Exception | None]:
+    def _draw_items(self, count: int) -> tuple[list[Any], Exception | None]:
         items: list[Any] = []
         if self.mine is None:
             return items, self._failure
@@ -244,33 +244,35 @@ class RankZeroOrder:
         return items, None
 
 
-def _differ(drawn: list[Any], items: list[Any]) -> bool:
+def _are_different(drawn: list[Any], items: list[Any]) -> bool:
     with contextlib.suppress(TypeError):  # values that cannot be sent are not compared
         return encode_value(drawn) != encode_value(items)
     return False
 
 
-def _is_dealt(session: Session, current: LoaderPass) -> bool:
+def _is_split(session: Session, current: LoaderPass) -> bool:
     return session.config.batches != "whole" and current.training and current.sharded
 
 
-_OTHERWISE = (
+_OTHER_ORDER = (
     "the order of {kind} is rank 0's; other ranks would have drawn another. That is right where it is random. Where it "
     "follows what the loop has seen (losses, scores), it follows rank 0's share of that, with batches='split'; with "
     "batches='whole' all ranks see all of it"
 )
 
 
-def _message(items: list[Any], end: Exception | None, with_states: bool) -> bytes:
-    return encode_value([items, _error_as_text(end) if end is not None else None, _states() if with_states else None])
+def _encode_items(items: list[Any], end: Exception | None, with_states: bool) -> bytes:
+    return encode_value(
+        [items, _describe_error(end) if end is not None else None, _generator_states() if with_states else None]
+    )
 
 
-def _error_as_text(error: Exception) -> list[str]:
+def _describe_error(error: Exception) -> list[str]:
     """Describe ``error`` by the name of its class, its text, and its class's module."""
     return [type(error).__name__, str(error.args[0]) if len(error.args) == 1 else str(error), type(error).__module__]
 
 
-def _error_from_text(described: list[str], mine: Exception | None) -> Exception:
+def _rebuild_error(described: list[str], mine: Exception | None) -> Exception:
     """Rebuild the error that another rank described: one of Python's own classes, else ``mine`` or a LagomError.
 
     Args:
@@ -288,13 +290,13 @@ def _error_from_text(described: list[str], mine: Exception | None) -> Exception:
     return LagomError(f"the sampler of a data loader raised {name} on rank 0: {text}")
 
 
-def _states() -> list[Any]:
+def _generator_states() -> list[Any]:
     version, numbers, gauss = random.getstate()
     found: list[Any] = [torch.default_generator.get_state(), version, array("I", numbers).tobytes(), gauss]
     return found + (list(sys.modules["numpy.random"].get_state()) if "numpy.random" in sys.modules else [])
 
 
-def _set_states(states: list[Any]) -> None:
+def _set_generator_states(states: list[Any]) -> None:
     torchs, version, numbers, gauss, *numpys = states
     torch.default_generator.set_state(torchs)
     random.setstate((version, tuple(array("I", numbers)), gauss))

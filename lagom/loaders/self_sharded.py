@@ -10,9 +10,9 @@ import torch
 
 from lagom.collectives.agreement_exchange import signature
 from lagom.errors import DivergenceError
-from lagom.loaders.batch_shares import num_rows, num_samples
 from lagom.run_state.loader_pass import BatchShare
 from lagom.run_state.nested_tensors import tensors
+from lagom.run_state.row_count import count_rows, count_samples
 from lagom.world import Place, place_set
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def shards_itself(dataset: object) -> bool:
     return bool(getattr(dataset, "lagom_sharded", False))
 
 
-class PlacedDataset:
+class RankCollate:
     """A loader's ``collate_fn`` that takes the rank along to spawned workers.
 
     A data set finds its part by ``lagom.rank()``, which is known in this process and in forked ones only.
@@ -44,14 +44,14 @@ class PlacedDataset:
         return self._collate(samples)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self._collate, self._place)
+        return _restore_collate, (self._collate, self._place)
 
 
-_standing = ExitStack()
+_worker_contexts = ExitStack()
 
 
-def _arrived(collate: Any, place: Place) -> Any:
-    _standing.enter_context(place_set(place))  # for the life of the worker
+def _restore_collate(collate: Any, place: Place) -> Any:
+    _worker_contexts.enter_context(place_set(place))  # for the life of the worker
     return collate
 
 
@@ -83,10 +83,10 @@ class SelfShardedSource:
         if not self._ended:
             try:
                 data = fetch(source)
-                num_mine = num_samples(data)
+                num_mine = count_samples(data)
             except StopIteration:
                 self._ended = True
-        share, num_without = self._agreed(num_mine)
+        share, num_without = self._agree_on_share(num_mine)
         if share is None:
             raise StopIteration
         if num_without:
@@ -96,10 +96,10 @@ class SelfShardedSource:
             )
         if self._ended:
             return self._last, share
-        self._last, self._has_last = first_sample(data, num_mine), True
+        self._last, self._has_last = cut_to_first_sample(data, num_mine), True
         return data, share
 
-    def recounted(self, data: Any, share: BatchShare) -> BatchShare:
+    def recount(self, data: Any, share: BatchShare) -> BatchShare:
         """Return the share of a batch whose transform has changed the number of rows; a collective.
 
         Args:
@@ -112,11 +112,11 @@ class SelfShardedSource:
         if not self._session.may_meet:
             self._session.say_once(_NOT_COUNTED)
             return share
-        count = num_rows(data) if share.num_mine else 0
-        found, _ = self._agreed(share.num_mine if count is None else count)
+        count = count_rows(data) if share.num_mine else 0
+        found, _ = self._agree_on_share(share.num_mine if count is None else count)
         return share if found is None or not found.num_all else found
 
-    def _agreed(self, num_mine: int) -> tuple[BatchShare | None, int]:
+    def _agree_on_share(self, num_mine: int) -> tuple[BatchShare | None, int]:
         """Agree on this rank's share, None if no rank has a batch; also return how many ranks never had one."""
         session = self._session
         assert session.agreement is not None
@@ -125,7 +125,7 @@ class SelfShardedSource:
         row = [num_mine, num_mine * num_mine, not self._ended, never]
         numbers = torch.tensor(row, dtype=torch.float64)
         if not session.agreement.sum(numbers, signature(_PLACE.encode())):
-            session.divergence.meet(_PLACE)
+            session.divergence.find_divergence(_PLACE)
             raise DivergenceError("other ranks were not at the next batch of a data set that shards itself")
         total, squares, num_alive, num_without = (int(number) for number in numbers.tolist())
         if not num_alive:
@@ -145,7 +145,7 @@ _NOT_COUNTED = (
 )
 
 
-def first_sample(data: Any, count: int) -> Any:
+def cut_to_first_sample(data: Any, count: int) -> Any:
     """Return ``data`` with its tensors cut to one row if all of them have ``count`` rows, else unchanged."""
     found = tensors(data)
     if not found or any(not tensor.dim() or len(tensor) != count for tensor in found):

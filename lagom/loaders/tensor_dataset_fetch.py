@@ -1,4 +1,4 @@
-"""``fetch_at_once``: fetch a batch of a ``TensorDataset`` by one indexing of each tensor, not sample by sample."""
+"""``choose_fetcher``: fetch a batch of a ``TensorDataset`` by one indexing of each tensor, not sample by sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INT = {int}
 _TORCHS = [vars(owner)[name] for owner, name in _METHODS]
 
 
-def fetch_at_once(fetcher: Any) -> Any:
+def choose_fetcher(fetcher: Any) -> Any:
     """Return ``fetcher``, or a faster one that gives the same batches, bit for bit."""
     if type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation:
         return fetcher
@@ -40,10 +40,10 @@ def fetch_at_once(fetcher: Any) -> Any:
         return fetcher
     if any("__getitems__" in vars(subset) for subset in subsets):
         return fetcher
-    return _AtOnce(fetcher, subsets, dataset) if all(map(_is_simple, dataset.tensors)) else fetcher
+    return _TensorFetcher(fetcher, subsets, dataset) if all(map(_is_simple, dataset.tensors)) else fetcher
 
 
-class _AtOnce:
+class _TensorFetcher:
     """A loader's fetcher that leaves all unusual cases, and errors, to the fetcher that it stands for."""
 
     def __init__(self, fetcher: Any, subsets: Sequence[Any], dataset: Any) -> None:
@@ -54,10 +54,10 @@ class _AtOnce:
 
     def fetch(self, index: Any) -> Any:
         """Return the batch of these samples."""
-        found = self._taken(index)
+        found = self._index_tensors(index)
         return self._fetcher.fetch(index) if found is None else found
 
-    def _taken(self, index: Any) -> list[torch.Tensor] | None:
+    def _index_tensors(self, index: Any) -> list[torch.Tensor] | None:
         tensors = self._tensors
         if type(index) is not list or self._dataset.tensors is not tensors:
             return None

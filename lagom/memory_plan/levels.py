@@ -8,9 +8,9 @@ import torch
 
 from lagom.memory_plan.needs import Level
 from lagom.memory_plan.optimizer_state_bytes import SteppedOptimizer
-from lagom.zero.optimizer_probe import Kind
-from lagom.zero.parameters.shards import LEAST
-from lagom.zero.partition import ParameterPiece, by_element, by_parameter
+from lagom.zero.optimizer_probe import ShardingKind
+from lagom.zero.parameters.shards import MIN_ELEMENTS
+from lagom.zero.partition import ParameterPiece, partition_by_element, partition_by_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,26 +48,26 @@ def _level(
         buffers=buffers,
         gradients=most[1],
         state=most[2],
-        possible=zero_lvl < 3 or all(one.kind is not Kind.BY_PARAMETER for one in found),
+        possible=zero_lvl < 3 or all(one.kind is not ShardingKind.BY_PARAMETER for one in found),
     )
 
 
 def _part(p: torch.Tensor, num_ranks: int) -> int:
-    return -(-p.numel() // num_ranks) * p.element_size() if p.numel() >= LEAST else p.nbytes
+    return -(-p.numel() // num_ranks) * p.element_size() if p.numel() >= MIN_ELEMENTS else p.nbytes
 
 
 def _dealt(one: SteppedOptimizer, zero_lvl: int, num_ranks: int) -> list[list[ParameterPiece]]:
     """Return for each rank the pieces of parameters that the rank steps."""
     sizes = [p.numel() for p in one.parameters]
-    if not zero_lvl or one.kind is Kind.COUPLED:
+    if not zero_lvl or one.kind is ShardingKind.COUPLED:
         return [[ParameterPiece(i, 0, size) for i, size in enumerate(sizes)]] * num_ranks
-    if one.kind is Kind.BY_PARAMETER:
-        return by_parameter(sizes, num_ranks)
+    if one.kind is ShardingKind.BY_PARAMETER:
+        return partition_by_parameter(sizes, num_ranks)
     if zero_lvl < 3:
-        return by_element(sizes, num_ranks)
-    dealt = by_element([0 if size >= LEAST else size for size in sizes], num_ranks)
+        return partition_by_element(sizes, num_ranks)
+    dealt = partition_by_element([0 if size >= MIN_ELEMENTS else size for size in sizes], num_ranks)
     for i, size in enumerate(sizes):
-        if size >= LEAST:  # at level 3 each large parameter is cut into equal chunks by itself
+        if size >= MIN_ELEMENTS:  # at level 3 each large parameter is cut into equal chunks by itself
             chunk = -(-size // num_ranks)
             for rank, mine in enumerate(dealt):
                 mine.append(ParameterPiece(i, min(rank * chunk, size), min((rank + 1) * chunk, size)))

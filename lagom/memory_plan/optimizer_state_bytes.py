@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lagom.memory_plan.meta_modules import like, on_meta
-from lagom.zero.optimizer_probe import Kind, probe_optimizer
+from lagom.zero.optimizer_probe import ShardingKind, probe_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class SteppedOptimizer(NamedTuple):
     """The parameters that an optimizer steps, and the state that it keeps for them."""
 
     name: str
-    kind: Kind
+    kind: ShardingKind
     """How finely the step can be sharded: by element, by whole parameter, or not at all."""
     parameters: list[torch.Tensor]
     """Its parameters that require gradients, in its order."""

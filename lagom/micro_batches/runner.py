@@ -15,7 +15,7 @@ from lagom.row_split.probe import BatchStatistics, silent
 from lagom.row_split.recorder import NotByRowsError
 from lagom.row_split.restore import restored_state
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch
-from lagom.row_split.whole_batch import Block
+from lagom.row_split.whole_batch import RowBlock
 from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class MicroBatchRunner:
         begun = random_states()
         parts: list[Sequence[Any]] = []
         end: dict[str, Any] = {}
-        for block in Block(0, num, candidate.rows).others:
+        for block in RowBlock(0, num, candidate.rows).others:
             run = self._part(candidate, finding, block, begun)
             leaves = [block.of(leaf) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
             if torch.is_grad_enabled():
@@ -60,7 +60,7 @@ class MicroBatchRunner:
         return tree_unflatten(_together(parts, finding, candidate), finding.spec)
 
     def _part(
-        self, candidate: SplitCandidate, finding: SplitFinding, block: Block, begun: dict[str, Any]
+        self, candidate: SplitCandidate, finding: SplitFinding, block: RowBlock, begun: dict[str, Any]
     ) -> Callable[..., tuple[Any, ...]]:
         """Return the function of a checkpoint: it runs one micro-batch, and in the backward once more.
 
@@ -107,12 +107,12 @@ class MicroBatchRunner:
 
         The space is for the outputs of all micro-batches and their gradients; the trial holds gradients of parameters.
         """
-        block = Block(0, num, candidate.rows)
+        block = RowBlock(0, num, candidate.rows)
         session = self._session
         kept = restored_state(candidate.module, candidate.inside, opens=False)
         try:
             with kept, session.probing(), session.statistics(BatchStatistics()), silent():
-                outputs = self._part(candidate, finding, block, random_states())(*candidate.block_of(block))
+                outputs = self._part(candidate, finding, block, random_states())(*candidate.cut_leaves(block))
                 tensors = [one for one in outputs if isinstance(one, torch.Tensor)]
                 size = 2 * num * sum(one.nbytes for one in tensors)
                 room = torch.empty(size, dtype=torch.uint8, device=candidate.device)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.micro_batches.runner import MicroBatchRunner
 from lagom.patching.object_reference import ObjectReference
 from lagom.random_states import random_states, set_random_states
-from lagom.row_split.module_tree import ModuleTree, kind_of
+from lagom.row_split.module_tree import ModuleTree, call_kind
 from lagom.row_split.probe import NO_MEMORY, UNIFORM, probe
 from lagom.row_split.recorder import NotByRowsError
 from lagom.row_split.restore import SMALL
@@ -102,7 +102,7 @@ class MicroBatches:
         if candidate.rows < 2 or _is_single_layer(candidate.module):
             return None
         known: dict[object, SplitFinding] = self._known.setdefault(candidate.module, {})
-        kind = kind_of(candidate, self._insides.surroundings(candidate.module))
+        kind = call_kind(candidate, self._insides.surroundings(candidate.module))
         found = known.get(kind)
         if found is None and len(known) < _MAX_KINDS:
             found = self._probe(candidate, min(num, candidate.rows))

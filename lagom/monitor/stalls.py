@@ -1,4 +1,4 @@
-"""Ranks that make no progress: since when, and the text that says so.
+"""Ranks that make no progress: since when, and the texts that say so.
 
 A rank notices by itself in ``worker/heartbeat.py``, its host process in ``host/supervisor.py``; ``launchers/run.py``
 shows the text.
@@ -57,33 +57,53 @@ def stall_text(stalled: Mapping[int, Message], world_size: int) -> str:
     waiting = [rank for rank in sorted(stalled) if rank not in stuck]
     seconds = max(one["quiet_s"] for one in stalled.values())
     parts = []
-    places = _by({rank: stalled[rank] for rank in waiting}, exchange)
+    places = _group_ranks({rank: stalled[rank] for rank in waiting}, exchange_text)
     where = f" in {next(iter(places))}" if len(places) == 1 and "" not in places else ""
     if stuck:
-        they = f"; {_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it{where}" if waiting else ""
-        parts.append(f"{_ranks(list(stuck))} made no progress for {seconds:.0f} s{they}")
+        they = f"; {rank_names(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it{where}" if waiting else ""
+        parts.append(f"{rank_names(list(stuck))} made no progress for {seconds:.0f} s{they}")
     else:
         missing = {rank for one in stalled.values() for rank in one.get("missing") or ()}
         others = sorted(missing - set(waiting)) or [rank for rank in range(world_size) if rank not in stalled]
-        they = f"; {_ranks(others)} did not come" if others else ", every one for others"
-        parts.append(f"{_ranks(waiting)} waited for other ranks for {seconds:.0f} s{where}{they}")
+        they = f"; {rank_names(others)} did not come" if others else ", every one for others"
+        parts.append(f"{rank_names(waiting)} waited for other ranks for {seconds:.0f} s{where}{they}")
     if not where:
-        parts += [f"{_ranks(ranks)} in {place}" for place, ranks in places.items() if place]
+        parts += [f"{rank_names(ranks)} in {place}" for place, ranks in places.items() if place]
     shown = stuck or {rank: stalled[rank] for rank in waiting}
-    lines = _by(stalled, lambda one: str(one.get("line") or ""))
-    parts += [f"{_ranks(ranks)} at {line}" for line, ranks in lines.items() if line]
+    lines = _group_ranks(stalled, lambda one: str(one.get("line") or ""))
+    parts += [f"{rank_names(ranks)} at {line}" for line, ranks in lines.items() if line]
     parts += [f"rank {rank}: {one['state']}" for rank, one in shown.items() if one.get("state")]
     rank, one = next(iter(shown.items()))
-    parts.append(f"the stack of rank {rank}:\n{stack(one)}".rstrip())
+    parts.append(f"the stack of rank {rank}:\n{stack_text(one)}".rstrip())
     return "\n".join(parts)
 
 
-def stack(one: Message) -> str:
+def stall_report(rank: int, now: Message) -> Message:
+    """Return the report of a rank without progress for too long; it may only have waited for another rank."""
+    what = "waited for other ranks" if now["waits"] else "made no progress"
+    state = f"; {now['state']}" if now.get("state") else ""
+    at = f", at {now['line']}" if now["line"] else ""
+    if place := exchange_text(now):
+        missing = now.get("missing") or []
+        come = "have" if len(missing) > 1 else "has"
+        at = f" in {place}" + (f", to which {rank_names(missing)} {come} not come" if missing else "") + at
+    return {
+        "type": "outcome",
+        "rank": rank,
+        "ok": False,
+        "consequence": bool(now["waits"]),
+        "error": "StallError",
+        "message": f"rank {rank} {what} for {now['quiet_s']:.0f} s{at}{state}",
+        "traceback": stack_text(now),
+    }
+
+
+def stack_text(one: Message) -> str:
     """Return the stacks in a message, as text."""
     return (str(one.get("stack") or "") or "(it did not say)\n") + str(one.get("children") or "")
 
 
-def exchange(one: Message) -> str:
+def exchange_text(one: Message) -> str:
     """Return the exchange in which a rank waits, as "exchange 47 of 1200 bytes (gradients)"; may be empty."""
     name, _, rest = str(one.get("exchange") or "").partition(" ")
     if not name:
@@ -92,19 +112,15 @@ def exchange(one: Message) -> str:
     return f"{name} {one.get('number')}{' ' * bool(rest)}{rest}{purpose}"
 
 
-def _by(stalled: Mapping[int, Message], what: Callable[[Message], str]) -> dict[str, list[int]]:
+def _group_ranks(stalled: Mapping[int, Message], what: Callable[[Message], str]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for rank, one in sorted(stalled.items()):
         found.setdefault(what(one), []).append(rank)
     return found
 
 
-def ranks_of(numbers: Sequence[int]) -> str:
-    """ "rank 0", "ranks 0-3", "ranks 0, 2"."""
-    return _ranks(numbers)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
+def rank_names(ranks: Sequence[int]) -> str:
+    """Return "rank 0", "ranks 0-3" or "ranks 0, 2"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:

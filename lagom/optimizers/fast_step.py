@@ -1,4 +1,4 @@
-"""``fast_steps``: lets optimizers and loaders skip their profiler ranges while no profiler runs."""
+"""``skip_profiler_ranges``: lets optimizers and loaders skip their profiler ranges while no profiler runs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def fast_steps() -> Iterator[None]:
+def skip_profiler_ranges() -> Iterator[None]:
     """Skip the range for profilers that torch opens in ``step``, ``zero_grad`` and a loader's ``next``.
 
     Each takes about 10 us, also where no profiler looks; a small model's step is ten times as long.
     """
-    with replaced(profiler, "record_function", _WhereAProfilerLooks):
+    with replaced(profiler, "record_function", _ProfiledRange):
         yield
 
 
-class _WhereAProfilerLooks(record_function):
+class _ProfiledRange(record_function):
     """Torch's ``record_function``, which does nothing while no profiler runs."""
 
     def __init__(self, name: str, args: str | None = None) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def scaled_rates(session: Session) -> Iterator[None]:
+def scale_learning_rates(session: Session) -> Iterator[None]:
     """Have every group of an optimizer begin with its ``lr`` times the number of ranks. See Note [Scaled rates]."""
     known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     add, take = Optimizer.add_param_group, vars(Optimizer)["__setstate__"]
@@ -35,7 +35,7 @@ def scaled_rates(session: Session) -> Iterator[None]:
         add(self, param_group)
         known.add(self)
         if session.distributed and not again:
-            _scale(session, self)
+            _scale_group(session, self)
 
     @functools.wraps(take)
     def patched_take(self: Optimizer, state: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ def scaled_rates(session: Session) -> Iterator[None]:
         yield
 
 
-def _scale(session: Session, optimizer: Optimizer) -> None:
+def _scale_group(session: Session, optimizer: Optimizer) -> None:
     group = optimizer.param_groups[-1]
     if "lr" not in group:
         return

@@ -1,4 +1,4 @@
-"""``replaced_steps``: the ``step`` that each class of optimizers has of its own."""
+"""``replace_steps``: the ``step`` that each class of optimizers has of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def replaced_steps(
+def replace_steps(
     step_for: Callable[[type, Callable[..., Any]], Callable[..., Any]], *, existing: bool
 ) -> Iterator[None]:
     """Replace the ``step`` of each optimizer class when its next instance is made; torch's hooks still run around it.
@@ -32,7 +32,7 @@ def replaced_steps(
         def patch(kind: type) -> None:
             current = vars(kind)["step"]
             if current not in ours:
-                patched = _hooked(current, functools.partial(step_for, kind))
+                patched = _wrap_with_hooks(current, functools.partial(step_for, kind))
                 ours.add(patched)
                 stack.enter_context(replaced(kind, "step", patched))
 
@@ -42,14 +42,14 @@ def replaced_steps(
                 if kind is not Optimizer and "step" in vars(kind):
                     patch(kind)
 
-        for kind in _classes_below(Optimizer) if existing else ():
+        for kind in _subclasses(Optimizer) if existing else ():
             if "step" in vars(kind):
                 patch(kind)
         stack.enter_context(replaced(Optimizer, "_patch_step_function", patched_wrap))
         yield
 
 
-def _hooked(current: Callable[..., Any], step_for: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+def _wrap_with_hooks(current: Callable[..., Any], step_for: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
     # hasattr would be wrong: some decorators of torch copy a function's attributes, but do not keep ``__wrapped__``.
     hooked = vars(current).get("hooked", False)
     inner: Callable[..., Any] = vars(current)["__wrapped__"] if hooked else current
@@ -58,7 +58,7 @@ def _hooked(current: Callable[..., Any], step_for: Callable[[Callable[..., Any]]
     return found
 
 
-def _classes_below(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
+def _subclasses(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
     for below in kind.__subclasses__():
         yield below
-        yield from _classes_below(below)
+        yield from _subclasses(below)

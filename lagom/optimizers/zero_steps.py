@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from lagom.optimizers.step_patches import replaced_steps
+from lagom.optimizers.step_patches import replace_steps
 from lagom.patching.replace import replaced
-from lagom.zero.gradient_access import sharded_gradients
+from lagom.zero.gradient_access import shard_gradients
 from lagom.zero.optimizer_group import OptimizerGroup
-from lagom.zero.parameters.sharded_parameters import sharded_parameters
+from lagom.zero.parameters.sharded_parameters import shard_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def sharded_steps(session: Session) -> Iterator[None]:
+def shard_steps(session: Session) -> Iterator[None]:
     """Have ``step`` of every optimizer class step this rank's part, and ``Optimizer.state`` be whole.
 
     Each class has a ``step`` of its own, which its first instance wraps for hooks. Hooks stay outermost.
@@ -28,42 +28,42 @@ def sharded_steps(session: Session) -> Iterator[None]:
     assert session.group is not None
     assert session.agreement is not None
     assert session.divergence is not None
-    assert session.replicate is not None
+    assert session.gradient_averager is not None
     with ExitStack() as stack:
         if session.config.zero_lvl > 1:
-            session.gradients = stack.enter_context(sharded_gradients(session))
-            session.replicate.overlap.parts = session.gradients
+            session.gradients = stack.enter_context(shard_gradients(session))
+            session.gradient_averager.overlap.parts = session.gradients
         if session.config.zero_lvl > 2:
             assert session.gradients is not None
-            weights = stack.enter_context(sharded_parameters(session))
-            session.gradients.parts_of = weights.parts
+            weights = stack.enter_context(shard_parameters(session))
+            session.gradients.parameter_parts = weights.parts
         optimizers = session.optimizers = OptimizerGroup(
             session.group,
             session.agreement,
             session.divergence,
             session.gradients,
             session.weights,
-            is_own=session.replicate.keeps_own,
+            is_own=session.gradient_averager.keeps_own,
             say=session.say_once,
             name=session.modules.name_of,
         )
 
         def step_for(_: type, inner: Callable[..., Any]) -> Callable[..., Any]:
             def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-                if not session.distributed or optimizers.passes:
+                if not session.distributed or optimizers.runs_unchanged:
                     return inner(self, *args, **kwargs)
                 return optimizers.step(self, inner, args, kwargs)
 
             return step
 
-        stack.enter_context(replaced_steps(step_for, existing=True))
-        stack.enter_context(replaced(Optimizer, "state", _state(session, optimizers)))
+        stack.enter_context(replace_steps(step_for, existing=True))
+        stack.enter_context(replaced(Optimizer, "state", _make_state_property(session, optimizers)))
         yield
         if not session.has_joined:
             optimizers.end()
 
 
-def _state(session: Session, optimizers: OptimizerGroup) -> property:
+def _make_state_property(session: Session, optimizers: OptimizerGroup) -> property:
     def get(self: Optimizer) -> Any:
         if "state" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute 'state'")

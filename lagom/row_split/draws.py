@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._ops import OpOverload
 
-    from lagom.row_split.whole_batch import Block
+    from lagom.row_split.whole_batch import RowBlock
 
-Kind = tuple[str, int]
+DrawKind = tuple[str, int]
 """Name of an operation that draws, and the number of dimensions of its result."""
 
 
@@ -35,8 +35,8 @@ class Draws(TorchDispatchMode):
 
     def __init__(
         self,
-        block: Block,
-        axes: Mapping[Kind, int | None],
+        block: RowBlock,
+        axes: Mapping[DrawKind, int | None],
         remedy: str = "use batches='split' and evaluation='replicated' for this program",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,10 +48,10 @@ class Draws(TorchDispatchMode):
         self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not draws(function, args, kwargs):
+        if not draws_random_numbers(function, args, kwargs):
             return function(*args, **kwargs)
         try:
-            return drawn(function, args, kwargs, self.block, self.axis)
+            return draw_block(function, args, kwargs, self.block, self.axis)
         except UnsupportedDrawError as error:
             raise LagomError(
                 f"a forward that is sliced {error}, which it did not at its first call; {self._remedy}"
@@ -67,7 +67,7 @@ class Draws(TorchDispatchMode):
         return rows[0] if rows else None
 
 
-def draws(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws_random_numbers(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether ``function`` draws random numbers; attention does if it has dropout."""
     if torch.Tag.nondeterministic_seeded not in function.tags or function.name() == "aten::dropout":
         return False
@@ -77,7 +77,7 @@ def draws(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return True
 
 
-def shape_of(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+def draw_shape(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """Return the shape of the random numbers of ``function``.
 
     Raises:
@@ -93,15 +93,15 @@ def shape_of(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     raise UnsupportedDrawError(f"draws numbers that depend on its input ({function})")
 
 
-def drawn(
+def draw_block(
     function: OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    block: Block,
+    block: RowBlock,
     find_axis: Callable[[OpOverload, tuple[int, ...]], int | None],
 ) -> Any:
     """Run ``function`` for the whole batch, and return this block's part of its draw."""
-    shape = shape_of(function, args, kwargs)
+    shape = draw_shape(function, args, kwargs)
     axis = find_axis(function, shape)
     if axis is None or shape[axis] % block.num_mine:
         return function(*args, **kwargs)
@@ -111,7 +111,7 @@ def drawn(
     index = _size_argument(function)
     if index is not None:
         return function(*args[:index], list(whole), *args[index + 1 :], **kwargs).narrow(*at).clone()
-    like = _empty(whole, args[0], axis)
+    like = _empty_longer(whole, args[0], axis)
     name = function.overloadpacket.__name__
     if name == "native_dropout":
         mask = function(like.fill_(1), *args[1:], **kwargs)[1].narrow(*at)
@@ -137,7 +137,7 @@ def _size_argument(function: OpOverload) -> int | None:
     return None
 
 
-def _empty(shape: tuple[int, ...], like: Tensor, axis: int) -> Tensor:
+def _empty_longer(shape: tuple[int, ...], like: Tensor, axis: int) -> Tensor:
     """Return an empty tensor like ``like``, longer along ``axis``, with its dimensions in the same memory order."""
     if not like.numel():
         return torch.empty(shape, dtype=like.dtype, device=like.device)

@@ -31,10 +31,10 @@ class ModuleTree:
         self._say = say
         self._found: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
 
-    def of(self, module: nn.Module, *, says: bool = True) -> list[nn.Module]:
+    def modules_in(self, module: nn.Module, *, says: bool = True) -> list[nn.Module]:
         """Return ``module`` and all modules inside it; an empty list if it has no parameters, or none yet."""
         found = self._found.get(module)
-        if found is None or found.structure != _structure([module, *found.others]):
+        if found is None or found.structure != _tree_fingerprint([module, *found.others]):
             state = [*module.parameters(), *module.buffers()]
             if any(is_lazy(tensor) for tensor in state):
                 return []  # the first call makes them
@@ -47,7 +47,9 @@ class ModuleTree:
                     f"{type(module).__name__} runs whole on every rank, which is right but not faster: it is "
                     "TorchScript, into which lagom does not look"
                 )
-            found = self._found[module] = _Inside(trained, modules[1:], _structure(modules), Surroundings(modules))
+            found = self._found[module] = _ModuleList(
+                trained, modules[1:], _tree_fingerprint(modules), Surroundings(modules)
+            )
         return [module, *found.others] if found.trained else []
 
     def candidate(
@@ -62,14 +64,14 @@ class ModuleTree:
     ) -> SplitCandidate:
         """Return ``call(module, *args, **kwargs)`` as one that might be split; without rows, there is none to split."""
         leaves, spec = tree_flatten((args, kwargs))
-        inside = self.of(module, says=says)
+        inside = self.modules_in(module, says=says)
         rows = next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
         run = _run_with(partial(call, module), args, kwargs, leaves, spec)
         return SplitCandidate(module, inside, run, leaves, spec, rows if inside else 0, device)
 
     def surroundings(self, module: nn.Module) -> Surroundings:
         """Return the values that forwards inside ``module`` can see; ``of`` must have been called for it before."""
-        found: _Inside = self._found[module]
+        found: _ModuleList = self._found[module]
         return found.surroundings
 
 
@@ -95,7 +97,7 @@ def _run_with(
     return run
 
 
-class _Inside(NamedTuple):
+class _ModuleList(NamedTuple):
     """The modules inside a module."""
 
     trained: bool
@@ -106,12 +108,12 @@ class _Inside(NamedTuple):
     surroundings: Surroundings
 
 
-def _structure(modules: list[nn.Module]) -> object:
+def _tree_fingerprint(modules: list[nn.Module]) -> object:
     """Return a fingerprint of the submodule tree; it changes when a child is added or replaced."""
     return [tuple(map(id, module.__dict__["_modules"].values())) for module in modules]
 
 
-def kind_of(candidate: SplitCandidate, surroundings: Surroundings) -> object:
+def call_kind(candidate: SplitCandidate, surroundings: Surroundings) -> object:
     """Return a key that is equal for calls to which the same finding applies."""
     leaves = tuple(
         (leaf.dim(), leaf.dtype, leaf.requires_grad, is_batch(leaf, candidate.rows))
@@ -119,7 +121,7 @@ def kind_of(candidate: SplitCandidate, surroundings: Surroundings) -> object:
         else (leaf if isinstance(leaf, (bool, int, str, type(None))) else (type(leaf), _sign(leaf)))
         for leaf in candidate.leaves
     )
-    states = tuple(map(_state, candidate.inside))
+    states = tuple(map(_module_state, candidate.inside))
     modes = torch.is_grad_enabled(), torch.is_autocast_enabled(candidate.device.type)
     return candidate.spec, leaves, states, surroundings.flags(), modes
 
@@ -129,7 +131,7 @@ def _sign(leaf: object) -> int:
     return (leaf > 0) - (leaf < 0) if isinstance(leaf, float) else 0
 
 
-def _state(module: nn.Module) -> object:
+def _module_state(module: nn.Module) -> object:
     """Return the state of ``module`` that may change its forward's way: modes, hooks, and its own attributes."""
     state = module.__dict__
     hooked = [name for name in _HOOKS if state.get(name)]
@@ -144,7 +146,7 @@ def _state(module: nn.Module) -> object:
     return type(module), module.training, tuple(hooked), tuple(own), tuple(watched), tuple(parts)
 
 
-def numbers_of(modules: Sequence[nn.Module]) -> object:
+def attribute_numbers(modules: Sequence[nn.Module]) -> object:
     """Return the numbers among the attributes of ``modules``."""
     return [
         {name: value for name, value in module.__dict__.items() if type(value) in (int, float)} for module in modules

@@ -20,9 +20,9 @@ from lagom.random_states import equal_random_states, random_states
 from lagom.row_split.comparison import are_close, compare, compare_buffers, tolerance_for
 from lagom.row_split.draws import UnsupportedDrawError
 from lagom.row_split.recorder import BlockRecorder, NotByRowsError, Recorder
-from lagom.row_split.restore import ModuleState, buffers_of, marks_of, restored_state
+from lagom.row_split.restore import ModuleState, copy_buffers, parameter_checksums, restored_state
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense
-from lagom.row_split.whole_batch import Block
+from lagom.row_split.whole_batch import RowBlock
 from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
@@ -102,11 +102,11 @@ def probe(
 
 @contextmanager
 def _unchanged_parameters(module: nn.Module) -> Iterator[None]:
-    before = marks_of(module)
+    before = parameter_checksums(module)
     try:
         yield
     finally:
-        if marks_of(module) != before:
+        if parameter_checksums(module) != before:
             raise ChangedError(
                 f"the forward of {type(module).__name__} changes parameters. lagom has run it once more, to look "
                 "whether ranks or micro-batches can share out its rows, and cannot put them back. Change them after "
@@ -131,7 +131,7 @@ def _check(candidate: SplitCandidate) -> None:
     for module in candidate.inside:
         state = module.__dict__
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            if any(not _is_torchs(hook) for hook in (state.get(kind) or {}).values()):
+            if any(not _is_from_torch(hook) for hook in (state.get(kind) or {}).values()):
                 raise NotByRowsError("has hooks, which would see a part of the batch")
         for parameter in (state.get("_parameters") or {}).values():
             if parameter is not None and parameter._backward_hooks:
@@ -141,7 +141,7 @@ def _check(candidate: SplitCandidate) -> None:
         raise NotByRowsError("is called with global hooks, which would see a part of the batch")
 
 
-def _is_torchs(hook: object) -> bool:
+def _is_from_torch(hook: object) -> bool:
     return (getattr(hook, "__module__", None) or type(hook).__module__ or "").startswith("torch.")
 
 
@@ -155,32 +155,32 @@ def _run_and_compare(
     noted = BatchStatistics()
     # Copies, since the forward may change its input in place, and the input is the program's.
     given = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.leaves]
-    versions = _versions(given)
+    versions = _tensor_versions(given)
     parameters = list(candidate.module.parameters())
     recorder = Recorder([leaf for leaf in given if is_batch(leaf, candidate.rows)], parameters)
     with statistics(noted):
-        outputs, finding.factors, finding.spec = _run(candidate, recorder, given, candidate.rows, noted)
+        outputs, finding.factors, finding.spec = _run_forward(candidate, recorder, given, candidate.rows, noted)
     if finding.repeats and noted.noted:
         raise NotByRowsError("normalises by statistics of the whole batch (BatchNorm in train mode)")
-    buffers = buffers_of(candidate.inside)
+    buffers = copy_buffers(candidate.inside)
     noted.replay()
     state.restore()
     with statistics(noted):
-        _spoil(candidate, outputs, finding.factors)
-    if _versions(given) != versions:
+        _check_nan_row(candidate, outputs, finding.factors)
+    if _tensor_versions(given) != versions:
         raise NotByRowsError("changes its input in place")
     parts = []
-    for block in Block(0, num_blocks, candidate.rows).others:
+    for block in RowBlock(0, num_blocks, candidate.rows).others:
         state.restore()
-        leaves = candidate.block_of(block)
+        leaves = candidate.cut_leaves(block)
         inputs = [leaf for leaf in leaves if is_batch(leaf, block.num_mine)]
         part = BlockRecorder(inputs, parameters, block, recorder.drawn, finding.axes)
         noted.replay()
         with statistics(noted):
-            part_outputs, factors, spec = _run(candidate, part, leaves, block.num_mine, noted)
+            part_outputs, factors, spec = _run_forward(candidate, part, leaves, block.num_mine, noted)
         if spec != finding.spec or factors != finding.factors or len(part.drawn) != len(recorder.drawn):
             raise NotByRowsError("gives other outputs for a part of its batch")
-        compare_buffers(buffers, buffers_of(candidate.inside), noted)
+        compare_buffers(buffers, copy_buffers(candidate.inside), noted)
         parts.append(part_outputs)
     compare(finding, outputs, parts, tolerance_for(candidate))
     finding.sliced = True
@@ -203,7 +203,7 @@ def _unchanging_run(candidate: SplitCandidate, finding: SplitFinding, state: Mod
     return run
 
 
-def _spoil(candidate: SplitCandidate, outputs: list[Any], factors: list[int | None]) -> None:
+def _check_nan_row(candidate: SplitCandidate, outputs: list[Any], factors: list[int | None]) -> None:
     """Check that a row of NaN spoils no other row: it would spoil others even by a weight of zero."""
     leaves, row = list(candidate.leaves), candidate.rows // 2
     for index, leaf in enumerate(leaves):
@@ -217,11 +217,11 @@ def _spoil(candidate: SplitCandidate, outputs: list[Any], factors: list[int | No
     for whole, other, factor in zip(outputs, found, factors, strict=True):
         if isinstance(whole, torch.Tensor):
             own = (0, 0) if factor is None else (row * factor, (row + 1) * factor)
-            if not are_close(_without(other.detach(), *own), _without(whole, *own), tolerance_for(candidate)):
+            if not are_close(_drop_rows(other.detach(), *own), _drop_rows(whole, *own), tolerance_for(candidate)):
                 raise NotByRowsError("does not compute the rows of its batch one by one")
 
 
-def _without(tensor: Tensor, start: int, stop: int) -> Tensor:
+def _drop_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
     return torch.cat([tensor[:start], tensor[stop:]]) if stop else tensor
 
 
@@ -234,25 +234,25 @@ def silent() -> Iterator[io.StringIO]:
         yield said
 
 
-def _run(
+def _run_forward(
     candidate: SplitCandidate, recorder: Recorder, leaves: list[Any], rows: int, noted: BatchStatistics
 ) -> tuple[list[Any], list[int | None], TreeSpec]:
     """Run the forward; return its detached outputs, each one's rows per input row, and the outputs' structure."""
-    with silent() as said, recorder, recorder.refused_reads():
+    with silent() as said, recorder, recorder.refuse_reads():
         outputs, spec = tree_flatten(candidate.run(leaves))
     if said.getvalue():
         raise NotByRowsError("prints, and would print of a part of the batch")
-    factors = [_factor(output, recorder, rows) for output in outputs]
+    factors = [_rows_per_input_row(output, recorder, rows) for output in outputs]
     # Copies, so that storages that are still alive afterwards are those that the program keeps.
     copies = [output.detach().clone() if isinstance(output, torch.Tensor) else output for output in outputs]
     outputs.clear()
     known = chain(candidate.module.parameters(), candidate.module.buffers(), *noted.noted)
-    if recorder.keeps(known):
+    if recorder.keeps_results(known):
         raise NotByRowsError("keeps a tensor of its forward beside its output, which would be of a part of the batch")
     return copies, factors, spec
 
 
-def _factor(output: Any, recorder: Recorder, rows: int) -> int | None:
+def _rows_per_input_row(output: Any, recorder: Recorder, rows: int) -> int | None:
     if not isinstance(output, torch.Tensor):
         if not isinstance(output, _PLAIN):
             raise NotByRowsError(f"gives a {type(output).__name__}, of which it is unknown what is in it")
@@ -264,7 +264,7 @@ def _factor(output: Any, recorder: Recorder, rows: int) -> int | None:
     return output.shape[0] // rows
 
 
-def _versions(leaves: list[Any]) -> list[int | None]:
+def _tensor_versions(leaves: list[Any]) -> list[int | None]:
     return [leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None for leaf in leaves]
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from lagom.patching.replace import replaced
-from lagom.row_split.draws import Kind, drawn, draws, shape_of
+from lagom.row_split.draws import DrawKind, draw_block, draw_shape, draws_random_numbers
 from lagom.run_state.memory_layout import storage_of
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from torch._C import Argument
     from torch._ops import OpOverload
 
-    from lagom.row_split.whole_batch import Block
+    from lagom.row_split.whole_batch import RowBlock
 
 
 class NotByRowsError(Exception):
     """A module does not compute its rows one by one; the text says why."""
 
 
-class Work(TorchDispatchMode):
+class FlopCounter(TorchDispatchMode):
     """Counts the floating-point operations of a forward: those of products and convolutions."""
 
     def __init__(self) -> None:
@@ -53,51 +53,55 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.drawn: list[tuple[Kind, tuple[int, ...]]] = []
+        self.drawn: list[tuple[DrawKind, tuple[int, ...]]] = []
         self._of_input: dict[int, StorageWeakRef] = {}
-        self._given = {_storage(tensor) for tensor in inputs}
-        self._parameters = {_storage(parameter) for parameter in parameters} - {0}
+        self._given = {_storage_key(tensor) for tensor in inputs}
+        self._parameters = {_storage_key(parameter) for parameter in parameters} - {0}
         for tensor in inputs:
-            self._note(tensor)
+            self._record_result(tensor)
 
     def __torch_dispatch__(
         self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        follows = any(_storage(tensor) in self._of_input for tensor in tensors)
+        follows = any(_storage_key(tensor) in self._of_input for tensor in tensors)
         if follows and _READS.intersection(function.tags):
             raise NotByRowsError(f"takes decisions by the numbers of its input ({function})")
         written = [a for a, s in zip(args, function._schema.arguments, strict=False) if _is_written(s)]
-        if any(isinstance(a, torch.Tensor) and _storage(a) in self._parameters for a in written):
+        if any(isinstance(a, torch.Tensor) and _storage_key(a) in self._parameters for a in written):
             # Before the operation: other blocks would change the parameter differently, and no copy of it is kept.
             raise NotByRowsError("changes a parameter")
-        result = self.draw(function, args, kwargs) if draws(function, args, kwargs) else function(*args, **kwargs)
+        result = (
+            self.draw(function, args, kwargs)
+            if draws_random_numbers(function, args, kwargs)
+            else function(*args, **kwargs)
+        )
         if follows:
             for leaf in tree_flatten((result, written))[0]:
                 if isinstance(leaf, torch.Tensor):
-                    self._note(leaf)
+                    self._record_result(leaf)
         return result
 
     def draw(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that draws, and record its kind and shape."""
-        shape = shape_of(function, args, kwargs)
+        shape = draw_shape(function, args, kwargs)
         self.drawn.append(((str(function), len(shape)), shape))
         return function(*args, **kwargs)
 
     def follows_input(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` was computed from the input."""
-        return _storage(tensor) in self._of_input
+        return _storage_key(tensor) in self._of_input
 
     @contextmanager
-    def refused_reads(self) -> Iterator[None]:
+    def refuse_reads(self) -> Iterator[None]:
         """Have a forward fail that takes numbers of its input out of torch, where they cannot be tracked."""
         with ExitStack() as stack:
             for name in ("numpy", "tolist", "__dlpack__"):
-                stack.enter_context(replaced(torch.Tensor, name, self._refused_read(getattr(torch.Tensor, name))))
+                stack.enter_context(replaced(torch.Tensor, name, self._make_refused_read(getattr(torch.Tensor, name))))
             yield
 
-    def _refused_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_refused_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self.follows_input(tensor):
                 raise NotByRowsError("takes the numbers of its input out of torch, and may decide by them")
@@ -105,15 +109,15 @@ class Recorder(TorchDispatchMode):
 
         return read
 
-    def keeps(self, known: Iterable[Tensor]) -> bool:
+    def keeps_results(self, known: Iterable[Tensor]) -> bool:
         """Return whether the program keeps anything computed from the input, except ``known``."""
-        expected = self._given.union(_storage(tensor) for tensor in known)
+        expected = self._given.union(_storage_key(tensor) for tensor in known)
         return any(not ref.expired() for key, ref in self._of_input.items() if key not in expected)
 
-    def _note(self, tensor: Tensor) -> None:
+    def _record_result(self, tensor: Tensor) -> None:
         # The reference keeps the address from being reused, without keeping the numbers.
         if tensor.layout == torch.strided:
-            self._of_input.setdefault(_storage(tensor), StorageWeakRef(storage_of(tensor)))
+            self._of_input.setdefault(_storage_key(tensor), StorageWeakRef(storage_of(tensor)))
 
 
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -126,9 +130,9 @@ class BlockRecorder(Recorder):
         self,
         inputs: Sequence[Tensor],
         parameters: Iterable[Tensor],
-        block: Block,
-        whole: list[tuple[Kind, tuple[int, ...]]],
-        axes: dict[Kind, int | None],
+        block: RowBlock,
+        whole: list[tuple[DrawKind, tuple[int, ...]]],
+        axes: dict[DrawKind, int | None],
     ) -> None:
         super().__init__(inputs, parameters)
         self._block = block
@@ -137,10 +141,10 @@ class BlockRecorder(Recorder):
 
     def draw(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw for the whole batch, as the whole run did."""
-        return drawn(function, args, kwargs, self._block, self._axis)
+        return draw_block(function, args, kwargs, self._block, self._axis)
 
     def _axis(self, function: OpOverload, shape: tuple[int, ...]) -> int | None:
-        kind: Kind = (str(function), len(shape))
+        kind: DrawKind = (str(function), len(shape))
         self.drawn.append((kind, shape))
         whole_kind, whole = next(self._whole, (None, ()))
         if whole_kind != kind:
@@ -155,7 +159,7 @@ class BlockRecorder(Recorder):
         return axis
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     return storage_of(tensor)._cdata if tensor.layout == torch.strided else 0
 
 

@@ -24,7 +24,7 @@ class ModuleState:
 
     def __init__(self, inside: Sequence[nn.Module]) -> None:
         self._random = random_states()
-        self._buffers = buffers_of(inside)
+        self._buffers = copy_buffers(inside)
         holders = [holder for module in inside for holder in (module.__dict__, *module.__dict__.values())]
         self._dicts = [(holder, dict(holder)) for holder in holders if isinstance(holder, dict)]
         self._lists = [(holder, list(holder)) for holder in holders if isinstance(holder, list)]
@@ -63,7 +63,7 @@ def restored_state(module: nn.Module, inside: Sequence[nn.Module], *, opens: boo
     """
     with DRAWING:  # otherwise a thread's draws would be undone too
         state = ModuleState(inside)
-        small = _opened(module) if opens else []
+        small = _enlarge_small_parameters(module) if opens else []
         try:
             yield state
         finally:
@@ -72,7 +72,7 @@ def restored_state(module: nn.Module, inside: Sequence[nn.Module], *, opens: boo
                 parameter.data.copy_(before)
 
 
-def _opened(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def _enlarge_small_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Enlarge parameters that are almost zero, for now: a closed gate hides the modules behind it."""
     found: list[tuple[Tensor, Tensor]] = []
     for index, parameter in enumerate(module.parameters()):
@@ -83,7 +83,7 @@ def _opened(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def buffers_of(inside: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+def copy_buffers(inside: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     """Return each buffer with a copy of its content."""
     found = {
         id(buffer): buffer
@@ -94,7 +94,7 @@ def buffers_of(inside: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     return [(buffer, buffer.detach().clone()) for buffer in found.values()]
 
 
-def marks_of(module: nn.Module) -> list[int]:
+def parameter_checksums(module: nn.Module) -> list[int]:
     """Return for each parameter the sum of the bits of at most a million numbers, which differs after a change."""
     marks = []
     for parameter in module.parameters():

@@ -15,11 +15,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.errors import LagomError
 from lagom.patching.object_reference import ObjectReference
 from lagom.row_split.draws import Draws
-from lagom.row_split.module_tree import ModuleTree, kind_of, numbers_of
+from lagom.row_split.module_tree import ModuleTree, attribute_numbers, call_kind
 from lagom.row_split.probe import UNIFORM, probe
-from lagom.row_split.restore import marks_of
-from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense, measured
-from lagom.row_split.whole_batch import Block, Exchange, Gatherer, UnequalInputError, gathered, pays, sliced
+from lagom.row_split.restore import parameter_checksums
+from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense, measure_call
+from lagom.row_split.whole_batch import (
+    Gatherer,
+    RowBlock,
+    RowExchange,
+    UnequalInputError,
+    gather_blocks,
+    is_worth_slicing,
+    slice_rows,
+)
 from lagom.run_state.loader_pass import BatchShare
 
 if TYPE_CHECKING:
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 
     from lagom.session.session import Session
 
-_COUNTS = "changes numbers among its attributes, or what it can see, by which a later call may go another way"
+_CHANGES_NUMBERS = "changes numbers among its attributes, or what it can see, by which a later call may go another way"
 _MAX_KINDS = 64
 """Kinds of input of one module after which new ones are no longer probed."""
 
@@ -40,7 +48,7 @@ class SlicedForward:
     draws: Draws | None
 
     @contextmanager
-    def entered(self, session: Session) -> Iterator[None]:
+    def enter(self, session: Session) -> Iterator[None]:
         """Have BatchNorm and random draws see the whole batch; a nested entry changes nothing."""
         before = session.sliced_forward
         if before is self:
@@ -54,7 +62,7 @@ class SlicedForward:
             session.sliced_forward = before
 
 
-def slices(session: Session, module: nn.Module) -> bool:
+def is_splittable(session: Session, module: nn.Module) -> bool:
     """Return whether ranks may split a call of ``module`` by rows: all of them have the same input."""
     if not session.distributed or session.depth or session.is_probing or not session.shares_forwards:
         return False
@@ -82,10 +90,10 @@ class Slicer:
         assert session.divergence is not None
         self._session = session
         self._group = session.group
-        self._gatherer = Gatherer(session.group, session.divergence.meet)
+        self._gatherer = Gatherer(session.group, session.divergence.find_divergence)
         self._original = original
         self._outside = outside
-        self._insides = ModuleTree(session.say_once)
+        self._trees = ModuleTree(session.say_once)
         self._findings: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         self._small: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         self._counting: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
@@ -97,43 +105,43 @@ class Slicer:
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``module(*args, **kwargs)``, where every rank has the same arguments."""
         small = self._small.get(module)
-        if small is not None and args and small == (_shape(args[0]), torch.is_grad_enabled()):
+        if small is not None and args and small == (_dense_shape(args[0]), torch.is_grad_enabled()):
             return self._original(module, *args, **kwargs)
         device = self._session.device
-        candidate = self._insides.candidate(module, self._original, args, kwargs, device, says=not self._depth)
+        candidate = self._trees.candidate(module, self._original, args, kwargs, device, says=not self._depth)
         if candidate.rows < self._group.world_size or any(map(_is_dual, candidate.leaves)):
             return self._original(module, *args, **kwargs)
         known: dict[object, SplitFinding] = self._findings.setdefault(module, {})
-        around = self._insides.surroundings(module)
+        around = self._trees.surroundings(module)
         # Blocks of a single row are a kind of their own: squeeze() changes their shape.
-        kind = kind_of(candidate, around), candidate.rows < 2 * self._group.world_size
+        kind = call_kind(candidate, around), candidate.rows < 2 * self._group.world_size
         finding = known.get(kind)
         if module in self._counting:
-            return self._descend(module, args, kwargs)
+            return self._run_whole(module, args, kwargs)
         if finding is None and len(known) < _MAX_KINDS:
-            before, marks = (numbers_of(candidate.inside), around.state()), marks_of(module)
-            output, known[kind] = measured(candidate, lambda: self._original(module, *args, **kwargs))
-            self._has_work = self._has_work or self._pays(known[kind], candidate)
-            if (numbers_of(candidate.inside), around.state()) != before:
-                self._changes(module, known, kind, _COUNTS)
-            elif marks_of(module) != marks:
-                self._changes(module, known, kind, "changes parameters, which a look at it would do once more")
+            before, marks = (attribute_numbers(candidate.inside), around.state()), parameter_checksums(module)
+            output, known[kind] = measure_call(candidate, lambda: self._original(module, *args, **kwargs))
+            self._has_work = self._has_work or self._is_worth_slicing(known[kind], candidate)
+            if (attribute_numbers(candidate.inside), around.state()) != before:
+                self._record_change(module, known, kind, _CHANGES_NUMBERS)
+            elif parameter_checksums(module) != marks:
+                self._record_change(module, known, kind, "changes parameters, which a look at it would do once more")
             elif around.iterates:
                 known[kind].reason = reason = "has an iterator, of which a look at it would take items"
                 self._say_whole(module, reason)
             return output
         if finding is None or finding.reason is not None:
-            return self._descend(module, args, kwargs)
-        if not (finding.sliced or self._pays(finding, candidate)):
+            return self._run_whole(module, args, kwargs)
+        if not (finding.sliced or self._is_worth_slicing(finding, candidate)):
             # By the first argument only: comparing all arguments takes longer than such a module.
-            self._small[module] = _shape(args[0]) if args else None, torch.is_grad_enabled()
+            self._small[module] = _dense_shape(args[0]) if args else None, torch.is_grad_enabled()
             self._say_small(module)
             return self._original(module, *args, **kwargs)
         if not finding.sliced:
             self._probe(candidate, finding)
-        return self._sliced(candidate, finding) if finding.sliced else self._descend(module, args, kwargs)
+        return self._run_sliced(candidate, finding) if finding.sliced else self._run_whole(module, args, kwargs)
 
-    def _changes(self, module: nn.Module, known: dict[object, SplitFinding], kind: object, what: str) -> None:
+    def _record_change(self, module: nn.Module, known: dict[object, SplitFinding], kind: object, what: str) -> None:
         del known[kind]
         if module in self._changing:
             self._counting[module] = None
@@ -153,7 +161,7 @@ class Slicer:
                 "is a mean over their samples; verify=True tells whether it is for this program"
             )
 
-    def _descend(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``module`` whole; modules inside it may be sliced."""
         self._depth += 1
         try:
@@ -181,8 +189,8 @@ class Slicer:
                 f"{type(module).__name__} runs whole on every rank, which is right but not faster: it {reason}"
             )
 
-    def _pays(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
-        return pays(
+    def _is_worth_slicing(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
+        return is_worth_slicing(
             finding.flops * candidate.rows / finding.rows,
             finding.num_bytes * candidate.rows / finding.rows,
             self._group.world_size,
@@ -191,30 +199,30 @@ class Slicer:
             shares_memory=self._group.shares_memory,
         )
 
-    def _sliced(self, candidate: SplitCandidate, finding: SplitFinding) -> Any:
+    def _run_sliced(self, candidate: SplitCandidate, finding: SplitFinding) -> Any:
         session = self._session
         session.has_sliced = True
-        block = Block(self._group.rank, self._group.world_size, candidate.rows)
-        exchange = Exchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
-        leaves = [sliced(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
+        block = RowBlock(self._group.rank, self._group.world_size, candidate.rows)
+        exchange = RowExchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
+        leaves = [slice_rows(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
         watches_draws = bool(finding.axes) or session.reads_in_threads
         region = SlicedForward(
             BatchShare(block.num_mine, block.num_all, block.even), Draws(block, finding.axes) if watches_draws else None
         )
         before = torch.default_generator.get_state() if region.draws is None else None
-        with region.entered(session):
+        with region.enter(session):
             outputs, spec = tree_flatten(candidate.run(leaves))
         has_drawn = before is not None and not torch.equal(before, torch.default_generator.get_state())
         if before is not None and has_drawn and not session.reads_in_threads:
             finding.reason = "draws random numbers only now and then"
-            session.common_streams.drawn_unevenly(before)
+            session.common_streams.record_uneven_draw(before)
         if spec != finding.spec:
             raise LagomError(
                 f"the forward of {type(candidate.module).__name__} gave outputs of another structure than at its first "
                 "call; use batches='split' and evaluation='replicated' for this program"
             )
         try:
-            return tree_unflatten(self._gathered(outputs, finding, exchange, candidate), spec)
+            return tree_unflatten(self._gather_outputs(outputs, finding, exchange, candidate), spec)
         except UnequalInputError:
             if session.config.batches == "whole":
                 raise
@@ -222,8 +230,8 @@ class Slicer:
             finding.reason = "was called with other inputs on other ranks"
             return candidate.run(candidate.leaves)
 
-    def _gathered(
-        self, outputs: list[Any], finding: SplitFinding, exchange: Exchange, candidate: SplitCandidate
+    def _gather_outputs(
+        self, outputs: list[Any], finding: SplitFinding, exchange: RowExchange, candidate: SplitCandidate
     ) -> list[Any]:
         indices = [i for i, factor in enumerate(finding.factors) if factor is not None]
         factors = [factor for factor in finding.factors if factor is not None]
@@ -234,14 +242,14 @@ class Slicer:
                     f"the forward of {type(candidate.module).__name__} gave an output that has not a row for each "
                     "sample, unlike at its first call; use batches='split' and evaluation='replicated' for this program"
                 )
-        signed = b"".join(_glimpse(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
-        wholes = gathered(blocks, exchange, factors, signed)
+        signed = b"".join(_sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
+        wholes = gather_blocks(blocks, exchange, factors, signed)
         for i, one, whole in zip(indices, blocks, wholes, strict=True):
             outputs[i] = whole if one.requires_grad else whole.detach()
         return outputs
 
 
-def _shape(data: Any) -> torch.Size | None:
+def _dense_shape(data: Any) -> torch.Size | None:
     return data.shape if is_dense(data) else None
 
 
@@ -250,7 +258,7 @@ def _is_dual(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
 
 
-def _glimpse(tensor: torch.Tensor) -> bytes:
+def _sample_bytes(tensor: torch.Tensor) -> bytes:
     """Return some of the numbers in ``tensor`` as bytes."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return b""

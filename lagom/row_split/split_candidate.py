@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from lagom.row_split.draws import Kind
-from lagom.row_split.recorder import Work
-from lagom.row_split.whole_batch import Block
+from lagom.row_split.draws import DrawKind
+from lagom.row_split.recorder import FlopCounter
+from lagom.row_split.whole_batch import RowBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class SplitCandidate:
         batches = [leaf for leaf in self.leaves if is_batch(leaf, self.rows)]
         return self.rows > 1 and bool(batches) and all(bool((leaf == leaf[:1]).all()) for leaf in batches)
 
-    def block_of(self, block: Block) -> list[Any]:
+    def cut_leaves(self, block: RowBlock) -> list[Any]:
         """Return the leaves for one block."""
         return [block.of(leaf.detach()) if is_batch(leaf, self.rows) else leaf for leaf in self.leaves]
 
@@ -59,7 +59,7 @@ class SplitFinding:
     """Structure of the outputs."""
     factors: list[int | None] = field(default_factory=list)
     """Rows of each output per row of the batch; None for an output that is no tensor."""
-    axes: dict[Kind, int | None] = field(default_factory=dict)
+    axes: dict[DrawKind, int | None] = field(default_factory=dict)
     """Row dimensions of the random draws; see ``Draws``."""
     reason: str | None = None
     """Why it runs whole on every rank; None if it is sliced."""
@@ -79,10 +79,10 @@ def is_dense(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested
 
 
-def measured(candidate: SplitCandidate, call: Callable[[], Any]) -> tuple[Any, SplitFinding]:
+def measure_call(candidate: SplitCandidate, call: Callable[[], Any]) -> tuple[Any, SplitFinding]:
     """Make the ``call``; return its output and a finding with its amount of work."""
-    with Work() as work:
+    with FlopCounter() as counter:
         output = call()
     own = sum(parameter.numel() for parameter in candidate.module.parameters())
     num_bytes = sum(o.numel() * o.element_size() for o in tree_flatten(output)[0] if isinstance(o, torch.Tensor))
-    return output, SplitFinding(candidate.rows, max(work.flops, 2.0 * own * candidate.rows), num_bytes)
+    return output, SplitFinding(candidate.rows, max(counter.flops, 2.0 * own * candidate.rows), num_bytes)

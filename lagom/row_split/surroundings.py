@@ -15,9 +15,9 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-_MOST = 2000
+_MAX_OBJECTS = 2000
 """Largest number of objects that are searched."""
-_ITEMS = 64
+_MAX_ITEMS = 64
 """Number of items of a container that are compared."""
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _CONTAINERS = (dict, list, tuple, set, deque)
@@ -38,68 +38,68 @@ class Surroundings:
         for module in modules:
             if _origin(type(module).__module__) != "core":
                 own = module.__dict__
-                self._values(own, (n for n in own if n not in _EVERYONES and type(own[n]) not in _PLAIN))
-                self._in_class(type(module))
+                self._search_values(own, (n for n in own if n not in _MODULE_ATTRIBUTES and type(own[n]) not in _PLAIN))
+                self._search_class(type(module))
         self._seen.clear()  # otherwise it would keep modules alive
 
     def flags(self) -> object:
         """Return a key that changes when a forward might take another way: by a switch, or a number's sign."""
-        return tuple([_flag(_at(of, key)) for of, key in self._places])
+        return tuple([_value_flag(_read_value(of, key)) for of, key in self._places])
 
     def state(self) -> object:
         """Return a key that changes when any of the values has changed."""
-        places = [_item(_at(of, key)) for of, key in self._places]
-        return places, [_items(one) for one in self._containers], [state() for state in self._states]
+        places = [_item_key(_read_value(of, key)) for of, key in self._places]
+        return places, [_container_key(one) for one in self._containers], [state() for state in self._states]
 
-    def _in_class(self, kind: type) -> None:
+    def _search_class(self, kind: type) -> None:
         for one in kind.__mro__:
             if _origin(one.__module__) == "program" and self._is_new(one):
                 held: Any = vars(one)
-                self._values(held, (name for name in held if not (name.startswith("__") and name != "__call__")))
+                self._search_values(held, (name for name in held if not (name.startswith("__") and name != "__call__")))
 
-    def _in_function(self, function: types.FunctionType) -> None:
+    def _search_function(self, function: types.FunctionType) -> None:
         if _origin(function.__module__) != "program":
             return
         codes, names = [function.__code__], set[str]()
         for code in codes:
             codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
             names.update(code.co_names)
-        self._named(function.__globals__, names)
+        self._search_names(function.__globals__, names)
         for cell in function.__closure__ or ():
-            self._place(cell, None, _at(cell, None))
+            self._add_value(cell, None, _read_value(cell, None))
 
-    def _named(self, held: dict[str, Any], names: set[str]) -> None:
+    def _search_names(self, held: dict[str, Any], names: set[str]) -> None:
         for name in sorted(names.intersection(held)):
             value = held[name]
             if not issubclass(type(value), types.ModuleType):
-                self._place(held, name, value)
+                self._add_value(held, name, value)
             elif _origin(value.__name__) == "program" and self._is_new(value):
-                self._named(vars(value), names)  # settings: their attributes are looked up by name
+                self._search_names(vars(value), names)  # settings: their attributes are looked up by name
 
-    def _values(self, held: Any, names: Iterable[Any]) -> None:
-        for name in list(names)[:_ITEMS]:
-            self._place(held, name, _at(held, name))
+    def _search_values(self, held: Any, names: Iterable[Any]) -> None:
+        for name in list(names)[:_MAX_ITEMS]:
+            self._add_value(held, name, _read_value(held, name))
 
-    def _place(self, of: Any, key: Any, value: Any) -> None:
+    def _add_value(self, of: Any, key: Any, value: Any) -> None:
         if type(value) in _PLAIN or issubclass(type(value), torch.Tensor):
             self._places.append((of, key))
         elif self._is_new(value):
-            self._look(value)
+            self._search_object(value)
 
-    def _look(self, value: Any) -> None:
+    def _search_object(self, value: Any) -> None:
         kind = type(value)  # isinstance() would ask a proxy for its class
         if issubclass(kind, (staticmethod, classmethod, types.MethodType)):
-            self._look(value.__func__)
+            self._search_object(value.__func__)
         elif issubclass(kind, property):
-            self._look(value.fget)
+            self._search_object(value.fget)
         elif issubclass(kind, types.FunctionType):
-            self._in_function(value)
+            self._search_function(value)
         elif issubclass(kind, type):
-            self._in_class(value)
-        elif (state := _state_of(value)) is not None:
+            self._search_class(value)
+        elif (state := _make_state_reader(value)) is not None:
             self._states.append(state)
         elif issubclass(kind, _CONTAINERS):
-            self._in_container(value)
+            self._search_container(value)
         elif hasattr(kind, "__next__"):
             self.iterates = True
         elif not issubclass(kind, nn.Module) and _origin(kind.__module__) != "core":
@@ -107,28 +107,28 @@ class Surroundings:
                 held = object.__getattribute__(value, "__dict__")
             except AttributeError:  # slots
                 return
-            self._in_container(held)
-            self._in_class(kind)
+            self._search_container(held)
+            self._search_class(kind)
 
-    def _in_container(self, container: Any) -> None:
+    def _search_container(self, container: Any) -> None:
         self._containers.append(container)
         if isinstance(container, dict):
-            self._values(container, dict.keys(container))
+            self._search_values(container, dict.keys(container))
             return
-        for item in list(container)[:_ITEMS]:
+        for item in list(container)[:_MAX_ITEMS]:
             if self._is_new(item):
-                self._look(item)
+                self._search_object(item)
 
     def _is_new(self, value: object) -> bool:
         if type(value) in _PLAIN or issubclass(type(value), torch.Tensor):
             return False
-        if id(value) in self._seen or len(self._seen) > _MOST:
+        if id(value) in self._seen or len(self._seen) > _MAX_OBJECTS:
             return False
         self._seen[id(value)] = value
         return True
 
 
-def _state_of(value: Any) -> Callable[[], object] | None:
+def _make_state_reader(value: Any) -> Callable[[], object] | None:
     """Return a function that returns the state of a generator or an array; None for other objects."""
     kind, numpy = type(value), sys.modules.get("numpy")
     if issubclass(kind, torch.Generator):
@@ -146,7 +146,7 @@ def _state_of(value: Any) -> Callable[[], object] | None:
     return None
 
 
-def _at(of: Any, key: Any) -> Any:
+def _read_value(of: Any, key: Any) -> Any:
     if isinstance(of, dict):
         return dict.get(of, key)  # a subclass's own get may create missing items
     if not isinstance(of, types.CellType):
@@ -157,24 +157,24 @@ def _at(of: Any, key: Any) -> Any:
         return None
 
 
-def _flag(value: Any) -> object:
+def _value_flag(value: Any) -> object:
     kind = type(value)
     if kind is int or kind is float:
         return (value > 0) - (value < 0)
     return value if kind in _PLAIN else kind
 
 
-def _item(value: Any) -> object:
+def _item_key(value: Any) -> object:
     if issubclass(type(value), torch.Tensor):
         return None if value.is_inference() else value._version
     return value if type(value) in _PLAIN else type(value)
 
 
-def _items(container: Any) -> object:
+def _container_key(container: Any) -> object:
     """Return the size and items of a container, without tensors; plain values of a dict are places of their own."""
     of_dict = isinstance(container, dict)
-    some = list(dict.values(container) if of_dict else container)[-_ITEMS:]
-    kept = [_item(item) for item in some if not issubclass(type(item), torch.Tensor)]
+    some = list(dict.values(container) if of_dict else container)[-_MAX_ITEMS:]
+    kept = [_item_key(item) for item in some if not issubclass(type(item), torch.Tensor)]
     return len(container) - (len(some) - len(kept)), len(kept) if of_dict else kept
 
 
@@ -189,7 +189,7 @@ def _origin(name: str | None) -> str:
 
 
 _CORE = frozenset(("torch", "numpy", "lagom", "builtins"))
-_EVERYONES = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 # Note [Surroundings]

@@ -31,7 +31,7 @@ _BANDWIDTH = {"memory": 2e9, "cpu": 5e8, "cuda": 2e10}
 """Bytes per second of an exchange."""
 
 
-def pays(
+def is_worth_slicing(
     flops: float, num_bytes: float, world_size: int, device: torch.device, *, training: bool, shares_memory: bool
 ) -> bool:
     """Return whether slicing a forward of ``flops`` with ``num_bytes`` of outputs saves more time than it takes.
@@ -46,7 +46,7 @@ def pays(
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """One rank's rows of a batch: consecutive, as many as the other ranks' or one more."""
 
     rank: int
@@ -70,9 +70,9 @@ class Block:
         return self.num_all % self.world_size == 0
 
     @cached_property
-    def others(self) -> tuple[Block, ...]:
+    def others(self) -> tuple[RowBlock, ...]:
         """Blocks of all ranks, in order."""
-        return tuple(Block(rank, self.world_size, self.num_all) for rank in range(self.world_size))
+        return tuple(RowBlock(rank, self.world_size, self.num_all) for rank in range(self.world_size))
 
     def of(self, tensor: Tensor, factor: int = 1) -> Tensor:
         """Return a view of this rank's rows of a tensor that has ``factor`` rows for each row of the batch."""
@@ -96,7 +96,7 @@ class Gatherer:
         self._frame = AgreedExchange(group)
 
     def gather(
-        self, tensors: Sequence[Tensor], factors: Sequence[int], block: Block, place: str, signed: bytes = b""
+        self, tensors: Sequence[Tensor], factors: Sequence[int], block: RowBlock, place: str, signed: bytes = b""
     ) -> list[Tensor]:
         """Return the whole tensors of which each rank gives its block of rows, ``tensors``; a collective.
 
@@ -117,42 +117,42 @@ class Gatherer:
             into = [[other.of(wholes[i], factors[i]) for i in indices] for other in block.others]
             if device.type != "cpu":
                 # Without a signature, since reading it would wait for all work on the device.
-                self._gather(mine, into)
+                self._exchange_large(mine, into)
                 continue
             shapes = repr([(w.shape, w.dtype) for w in wholes])
             mark = signature(b"".join((place.encode(), shapes.encode(), signed)))
-            if not self._in_frame(mine, into, mark, block):
+            if not self._exchange_small(mine, into, mark, block):
                 self._meet(place)
                 raise UnequalInputError(f"{place}: {_UNEQUAL}")
         return wholes
 
-    def _in_frame(self, mine: list[Tensor], into: list[list[Tensor]], mark: bytes, block: Block) -> bool:
+    def _exchange_small(self, mine: list[Tensor], into: list[list[Tensor]], mark: bytes, block: RowBlock) -> bool:
         """Exchange signatures together with small tensors; return whether all signatures are equal."""
-        sizes = [sum(map(_num_bytes, parts)) for parts in into]
+        sizes = [sum(map(_aligned_num_bytes, parts)) for parts in into]
         if max(sizes) > self._frame.room:
             if not self._frame.exchange(mark):
                 return False
-            self._gather(mine, into)
+            self._exchange_large(mine, into)
             return True
         sent = torch.empty(sizes[block.rank], dtype=torch.uint8)
-        for room, tensor in zip(_rooms(sent, mine), mine, strict=True):
+        for room, tensor in zip(_tensor_views(sent, mine), mine, strict=True):
             room.copy_(tensor)
         rows = self._frame.gather(memory(sent) if len(sent) else None, mark)
         if rows is None:
             return False
         for row, parts in zip(rows, into, strict=True):
             got = sent if row is None else torch.frombuffer(row, dtype=torch.uint8) if row else sent[:0]
-            for room, part in zip(_rooms(got, parts), parts, strict=True):
+            for room, part in zip(_tensor_views(got, parts), parts, strict=True):
                 part.copy_(room)
         return True
 
-    def _gather(self, mine: list[Tensor], into: list[list[Tensor]]) -> None:
-        size = max(sum(map(_num_bytes, parts)) for parts in into)
+    def _exchange_large(self, mine: list[Tensor], into: list[list[Tensor]]) -> None:
+        size = max(sum(map(_aligned_num_bytes, parts)) for parts in into)
         sent = torch.empty(size, dtype=torch.uint8, device=mine[0].device)
-        for room, tensor in zip(_rooms(sent, mine), mine, strict=True):
+        for room, tensor in zip(_tensor_views(sent, mine), mine, strict=True):
             room.copy_(tensor)
         for got, parts in zip(self._group.all_gather(sent), into, strict=True):
-            for room, part in zip(_rooms(got, parts), parts, strict=True):
+            for room, part in zip(_tensor_views(got, parts), parts, strict=True):
                 part.copy_(room)
 
 
@@ -163,27 +163,27 @@ _UNEQUAL = (
 )
 
 
-def _num_bytes(tensor: Tensor) -> int:
+def _aligned_num_bytes(tensor: Tensor) -> int:
     return (
         -(-tensor.numel() * tensor.element_size() // 16) * 16
     )  # each starts at an offset that is aligned for any type
 
 
-def _rooms(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def _tensor_views(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield views of ``flat``, one for each of ``tensors``."""
     offset = 0
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
         yield flat[offset : offset + size].view(tensor.dtype).view(tensor.shape)
-        offset += _num_bytes(tensor)
+        offset += _aligned_num_bytes(tensor)
 
 
 @dataclass(eq=False)
-class Exchange:
+class RowExchange:
     """Gathers the outputs of one sliced forward, and the gradients of its inputs."""
 
     gatherer: Gatherer
-    block: Block
+    block: RowBlock
     place: str
 
     def gather(self, tensors: Sequence[Tensor], factors: Sequence[int], signed: bytes = b"") -> list[Tensor]:
@@ -191,26 +191,26 @@ class Exchange:
         return self.gatherer.gather(tensors, factors, self.block, self.place, signed)
 
 
-class Slice(Function):
+class SliceFunction(Function):
     """This rank's block of a whole tensor; the gradient is gathered and divided by the number of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, exchange: Exchange, factor: int) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, exchange: RowExchange, factor: int) -> Tensor:
         ctx.exchange, ctx.factor = exchange, factor
         return exchange.block.of(whole, factor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (whole,) = gathered([gradient], ctx.exchange, [ctx.factor])
+        (whole,) = gather_blocks([gradient], ctx.exchange, [ctx.factor])
         return whole / ctx.exchange.block.world_size, None, None
 
 
-class Gather(Function):
+class GatherFunction(Function):
     """Whole tensors from every rank's block; the gradient is this rank's block, times the number of ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange, factors: Sequence[int], signed: bytes, *blocks: Tensor
+        ctx: Any, exchange: RowExchange, factors: Sequence[int], signed: bytes, *blocks: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.factors = exchange, factors
         ctx.set_materialize_grads(False)
@@ -222,42 +222,41 @@ class Gather(Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
         parts = [
-            None if g is None else _sliced(g, exchange, factor) * exchange.block.world_size
+            None if g is None else slice_rows(g, exchange, factor) * exchange.block.world_size
             for g, factor in zip(gradients, ctx.factors, strict=True)
         ]
         return (None, None, None, *parts)
 
 
-def gathered(
-    blocks: Sequence[Tensor], exchange: Exchange, factors: Sequence[int], signed: bytes = b""
+def gather_blocks(
+    blocks: Sequence[Tensor], exchange: RowExchange, factors: Sequence[int], signed: bytes = b""
 ) -> Sequence[Tensor]:
     """Return the whole of each of ``blocks``, with a gradient if any block needs one."""
     if torch.is_grad_enabled() and any(block.requires_grad for block in blocks):
-        wholes: tuple[Tensor, ...] = Gather.apply(exchange, factors, signed, *blocks)  # type: ignore[no-untyped-call]
+        wholes: tuple[Tensor, ...] = GatherFunction.apply(exchange, factors, signed, *blocks)  # type: ignore[no-untyped-call]
         return wholes
     return exchange.gather(blocks, factors, signed)
 
 
-def sliced(whole: Tensor, exchange: Exchange) -> Tensor:
-    """Return this rank's block of ``whole``, with a gradient if ``whole`` needs one."""
-    return _sliced(whole, exchange, 1)
+def slice_rows(whole: Tensor, exchange: RowExchange, factor: int = 1) -> Tensor:
+    """Return this rank's block of ``whole``, which has ``factor`` rows for each row of the batch.
 
-
-def _sliced(whole: Tensor, exchange: Exchange, factor: int) -> Tensor:
+    It has a gradient if ``whole`` needs one.
+    """
     if torch.is_grad_enabled() and whole.requires_grad:
-        block: Tensor = Slice.apply(whole, exchange, factor)  # type: ignore[no-untyped-call]
+        block: Tensor = SliceFunction.apply(whole, exchange, factor)  # type: ignore[no-untyped-call]
         return block
     return exchange.block.of(whole, factor)
 
 
 def passes_gather(roots: Iterable[Tensor | GradientEdge]) -> bool:
-    """Return whether the graph of ``roots`` passes through a ``Gather``."""
+    """Return whether the graph of ``roots`` passes through a ``GatherFunction``."""
     edges = (root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots)
     pending = [node for node in edges if node is not None]
     seen = set(pending)
     while pending:
         node = pending.pop()
-        if isinstance(node, Gather._backward_cls):
+        if isinstance(node, GatherFunction._backward_cls):
             return True
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lagom.errors import LagomError
-from lagom.run_state.loader_pass import BatchShare, is_there
-from lagom.run_state.loss_terms import share_behind
+from lagom.run_state.loader_pass import BatchShare, is_alive
+from lagom.run_state.loss_terms import find_share
 from lagom.run_state.nested_tensors import tensors
 
 _FEW = 256
@@ -41,7 +41,7 @@ class BatchTracker:
         """Remember that the tensors in ``data`` belong to ``share``, even if the program trains on them later."""
         # No weakref callbacks: they would take longer than all other work here.
         if len(self._shares) >= self._max_shares:
-            self._shares = {key: entry for key, entry in self._shares.items() if is_there(entry[0])}
+            self._shares = {key: entry for key, entry in self._shares.items() if is_alive(entry[0])}
             self._max_shares = max(2 * len(self._shares), _FEW)
         for tensor in tensors(data):
             self._shares[id(tensor)] = weakref.ref(tensor), share
@@ -53,18 +53,18 @@ class BatchTracker:
     def share(self, data: Any) -> BatchShare | None:
         """Return the share of the batch that ``data`` comes from: directly, as a view, or through a model."""
         for tensor in tensors(data):
-            share = self._known(tensor)
+            share = self._find_known_share(tensor)
             if share is None:
-                share = share_behind(tensor)
+                share = find_share(tensor)
             if share is not None:
                 return share
         return None
 
     def is_sample(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is one of a batch, or a view of one."""
-        return self._known(tensor) is not None
+        return self._find_known_share(tensor) is not None
 
-    def _known(self, tensor: torch.Tensor) -> BatchShare | None:
+    def _find_known_share(self, tensor: torch.Tensor) -> BatchShare | None:
         # The tensor comes before its base: a batch may itself be a view, even of an earlier batch.
         entry = self._shares.get(id(tensor))
         if entry is not None and entry[0]() is tensor:

@@ -29,7 +29,7 @@ class Leaves:
         self._by_number: dict[int, weakref.ref[torch.Tensor]] = {}
         self._next = 0
 
-    def created(self, leaf: torch.Tensor) -> int:
+    def add_leaf(self, leaf: torch.Tensor) -> int:
         """Give ``leaf`` the next number and return it."""
         key, number = id(leaf), self._next
 
@@ -48,7 +48,7 @@ class Leaves:
     def number(self, leaf: torch.Tensor) -> int:
         """Return the number of ``leaf``; give it one if it has none."""
         entry = self._by_id.get(id(leaf))
-        return entry[1] if entry is not None and entry[0]() is leaf else self.created(leaf)
+        return entry[1] if entry is not None and entry[0]() is leaf else self.add_leaf(leaf)
 
     def known(self, leaf: torch.Tensor) -> int | None:
         """Return the number of ``leaf``, or None if it has none."""
@@ -78,7 +78,7 @@ class Leaves:
         return [leaf for leaf in found if leaf is not None]
 
 
-def reached_leaves(
+def find_leaves(
     roots: Sequence[torch.Tensor | GradientEdge], inputs: Iterable[torch.Tensor | GradientEdge] = ()
 ) -> list[torch.Tensor]:
     """Return the leaves that a backward from ``roots`` accumulates into; with ``inputs``, only the leaves among those.
@@ -97,9 +97,9 @@ def reached_leaves(
         elif root.requires_grad:
             leaves.append(root)
     if only:
-        return leaves + [variable(node) for node in pending if type(node) is ACCUMULATE]
+        return leaves + [leaf_of_node(node) for node in pending if type(node) is ACCUMULATE]
     seen = set(pending)
-    leaves += [variable(node) for node in pending if type(node) is ACCUMULATE]
+    leaves += [leaf_of_node(node) for node in pending if type(node) is ACCUMULATE]
     while pending:
         for node, _ in pending.pop().next_functions:
             if node is None or node in seen:
@@ -112,7 +112,7 @@ def reached_leaves(
     return leaves
 
 
-def variable(node: Node) -> torch.Tensor:
+def leaf_of_node(node: Node) -> torch.Tensor:
     """Return the leaf that an AccumulateGrad node accumulates into."""
     leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]  # only AccumulateGrad has it
     return leaf

@@ -13,8 +13,8 @@ from lagom.errors import LagomError
 from lagom.run_state.nested_tensors import tensors
 
 if TYPE_CHECKING:
-    from lagom.loaders.evaluation_passes import Use
-    from lagom.loaders.reading_threads import Publication, Readers
+    from lagom.loaders.evaluation_passes import PassUse
+    from lagom.loaders.reading_threads import Publication, ReaderThreads
 
 
 @dataclass(slots=True)  # not frozen: one is made for each batch, and a frozen one would take four times as long
@@ -29,7 +29,7 @@ class BatchShare:
     """Number of the batch within its pass, from 1 on, if equal on all ranks; set when the program sees the batch."""
     num_rows: int | None = field(default=None, compare=False)
     """Rows of the batch's first tensor as the program sees it; collate_fn may leave samples out."""
-    use: Use | None = field(default=None, compare=False)
+    use: PassUse | None = field(default=None, compare=False)
     """The program's use of the pass, if it is tracked."""
 
     def weight(self, world_size: int) -> float:
@@ -59,11 +59,11 @@ class LoaderPass:
     published: Publication | None = None
     """Values that rank 0 publishes for this pass in the program's threads; None where ranks need not agree on any."""
 
-    readers: Readers | None = None
+    readers: ReaderThreads | None = None
     """The program's threads that read loaders, if this pass is read in one of them."""
     generator: torch.Generator | None = None
     """Generator for torch's samplers in place of the global one."""
-    use: Use | None = None
+    use: PassUse | None = None
     """The program's use of the rows, where they are sharded because the pass seems to be training."""
 
     def publication(self) -> Publication:
@@ -104,7 +104,7 @@ class PassTracker:
         self.have_read = False
         """A loader has given a batch that may be trained on."""
 
-    def yielded(self, current: LoaderPass, share: BatchShare | None) -> None:
+    def record_batch(self, current: LoaderPass, share: BatchShare | None) -> None:
         """Record a training batch; its share holds until the next batch or the end of its pass."""
         self.evaluation = _NONE
         self.used = None
@@ -112,11 +112,11 @@ class PassTracker:
         current.current = share
         current.step += 1
         if not (self._training and self._training[-1]() is current):
-            self._goes_on(current)
+            self._move_to_end(current)
         self._last = share
         self.progress = {"epoch": self._epoch, "step": current.step, "steps": current.steps}
 
-    def _goes_on(self, current: LoaderPass) -> None:
+    def _move_to_end(self, current: LoaderPass) -> None:
         """Move a training pass to the end of the list, or add it as a new epoch."""
         ref = next((ref for ref in self._training if ref() is current), None)
         if ref is None:
@@ -126,14 +126,14 @@ class PassTracker:
             self._training.remove(ref)
         self._training.append(ref)
 
-    def evaluating(self, current: LoaderPass) -> None:
+    def record_evaluation(self, current: LoaderPass) -> None:
         """Record a batch of an evaluation pass."""
         self.evaluation = weakref.ref(current)
         self.have_read = self.have_read or current.by_mode
         if current.by_mode and self.by_mode() is not current:
             self.by_mode = self.evaluation
 
-    def ended(self, current: LoaderPass) -> None:
+    def end_pass(self, current: LoaderPass) -> None:
         """Record that the pass is exhausted."""
         current.ended = True
         self._training = [ref for ref in self._training if ref() is not current]
@@ -168,7 +168,7 @@ class PassTracker:
         return self._last
 
 
-def is_there(ref: weakref.ref[torch.Tensor]) -> bool:
+def is_alive(ref: weakref.ref[torch.Tensor]) -> bool:
     """Return whether the tensor that ``ref`` refers to is still alive."""
     tensor = ref()
     if tensor is not None:
@@ -190,14 +190,14 @@ NOT_SHARED = {
 }
 """For each value of ``batches``, the reason why every rank computes all that the program trains on."""
 
-LEFT_OUT = (
+FEWER_ROWS = (
     "a batch has fewer rows than samples that were fetched for it: where collate_fn leaves samples out, ranks are left "
     "with other numbers of them than their shares are weighted by. Leave them out of the data set (a Subset, a "
     "sampler), or use batches='whole'"
 )
 
 
-def leaves_out(data: Any, share: BatchShare) -> bool:
+def has_fewer_rows(data: Any, share: BatchShare) -> bool:
     """Return whether ``data`` seems to have fewer samples than ``share``: all tensors have fewer rows."""
     if data is None:
         return share.num_mine > 0

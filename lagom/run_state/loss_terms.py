@@ -40,7 +40,7 @@ class LossTermWeights:
         self.may_be_uneven = False
         """There may be terms with a weight other than 1."""
 
-    def note(self, outputs: Any, share: BatchShare) -> None:
+    def record_outputs(self, outputs: Any, share: BatchShare) -> None:
         """Record that a model computed ``outputs`` for a batch of which this rank has ``share``."""
         tag = _Tag(share, share.weight(self._world_size))
         if tag.weight != 1.0:
@@ -51,7 +51,7 @@ class LossTermWeights:
             if node is not None:
                 metadata(node)[_KEY] = tag
 
-    def weighted(
+    def weight_gradients(
         self, roots: Sequence[Any], gradients: Gradients, otherwise: float
     ) -> tuple[Gradients, list[RemovableHandle]]:
         """Weight the gradients that enter at ``roots``; also return hooks that weight terms during the backward.
@@ -61,19 +61,19 @@ class LossTermWeights:
         """
         self.may_be_uneven = bool(self._uneven)
         if not self.may_be_uneven:
-            return _scaled(gradients, otherwise), []
-        nodes = nodes_of(roots)
-        below = _weights_below([node for node in nodes if node is not None])
+            return _scale_all(gradients, otherwise), []
+        nodes = root_nodes(roots)
+        below = _find_batch_weights([node for node in nodes if node is not None])
         found = [below[node] if node is not None else _NONE for node in nodes]
         together = frozenset().union(*found)
         if len(together) < 2:
-            return _scaled(gradients, next(iter(together), otherwise)), []
+            return _scale_all(gradients, next(iter(together), otherwise)), []
         meeting = [node for node, weights in below.items() if len(weights) > 1 and _num_inputs(node) > 1]
-        hooks = [node.register_hook(self._hook(node, below)) for node in meeting]
-        each = [_one(weights) for weights in found]
-        return tuple(_times(gradient, weight) for gradient, weight in zip(gradients, each, strict=True)), hooks
+        hooks = [node.register_hook(self._make_hook(node, below)) for node in meeting]
+        each = [_single_weight(weights) for weights in found]
+        return tuple(_scale(gradient, weight) for gradient, weight in zip(gradients, each, strict=True)), hooks
 
-    def _hook(self, node: Node, below: dict[Node, frozenset[float]]) -> Callable[..., Any]:
+    def _make_hook(self, node: Node, below: dict[Node, frozenset[float]]) -> Callable[..., Any]:
         edges = [
             below.get(following, _NONE) if following is not None else _NONE for following, _ in node.next_functions
         ]
@@ -84,12 +84,12 @@ class LossTermWeights:
             )
 
         def hook(inputs: Gradients, _: Gradients) -> tuple[torch.Tensor | None, ...]:
-            return tuple(_times(one, _one(weights)) for one, weights in zip(inputs, edges, strict=True))
+            return tuple(_scale(one, _single_weight(weights)) for one, weights in zip(inputs, edges, strict=True))
 
         return hook
 
 
-def share_behind(tensor: torch.Tensor) -> BatchShare | None:
+def find_share(tensor: torch.Tensor) -> BatchShare | None:
     """Return the share of the batch for which a model computed ``tensor``, if it is known."""
     node = tensor.grad_fn
     if node is None:
@@ -119,12 +119,12 @@ def is_of_batch(node: Node) -> bool:
     return _KEY in metadata(node)
 
 
-def nodes_of(roots: Sequence[Any]) -> list[Node | None]:
+def root_nodes(roots: Sequence[Any]) -> list[Node | None]:
     """Return the nodes of the graph where a backward from ``roots`` begins."""
     return [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
 
 
-def nodes_below(roots: Sequence[Node | None]) -> set[Node]:
+def find_nodes(roots: Sequence[Node | None]) -> set[Node]:
     """Return all nodes of the graph that a backward from ``roots`` reaches."""
     found: set[Node] = set()
     pending = list(roots)
@@ -139,7 +139,7 @@ def nodes_below(roots: Sequence[Node | None]) -> set[Node]:
 _NONE: frozenset[float] = frozenset()
 
 
-def _weights_below(roots: list[Node]) -> dict[Node, frozenset[float]]:
+def _find_batch_weights(roots: list[Node]) -> dict[Node, frozenset[float]]:
     """Return the weights of the batches that each node comes from; the walk stops at the outputs of models."""
     found: dict[Node, frozenset[float]] = {}
     pending = [(root, False) for root in roots]
@@ -161,16 +161,16 @@ def _num_inputs(node: Node) -> int:
     return sum(following is not None for following, _ in node.next_functions)
 
 
-def _one(weights: frozenset[float]) -> float:
+def _single_weight(weights: frozenset[float]) -> float:
     """Return the single weight; 1 if there is none, or if there are several, which are applied further down."""
     return next(iter(weights)) if len(weights) == 1 else 1.0
 
 
-def _scaled(gradients: Gradients, weight: float) -> Gradients:
-    return gradients if weight == 1.0 else tuple(_times(gradient, weight) for gradient in gradients)
+def _scale_all(gradients: Gradients, weight: float) -> Gradients:
+    return gradients if weight == 1.0 else tuple(_scale(gradient, weight) for gradient in gradients)
 
 
-def _times(gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
+def _scale(gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
     return gradient if gradient is None or weight == 1.0 else gradient * weight
 
 

@@ -28,7 +28,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
+def find_overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Return the ids of dense tensors that share memory with another one of ``tensors``."""
     found: set[int] = set()
     together: list[int] = []
@@ -43,12 +43,12 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
     return found
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
+def flatten_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a dense ``tensor`` as a vector in memory order that shares its memory and version counter."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def flat_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def flatten_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the elements of ``tensor`` in the memory order of ``other``, which is dense and has the same shape.
 
     The result is a view if ``tensor`` has the same strides as ``other``, else a copy.
@@ -56,5 +56,5 @@ def flat_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.stride() == other.stride() and is_dense(tensor):
-        return flat(tensor)
-    return flat(torch.empty_like(other, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach()))
+        return flatten_memory(tensor)
+    return flatten_memory(torch.empty_like(other, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach()))

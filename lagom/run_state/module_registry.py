@@ -23,7 +23,7 @@ class ModuleRegistry(WeakIdKeyDictionary):
     def __init__(self) -> None:
         super().__init__(ref_type=ObjectReference)
 
-    def made(self) -> Iterator[nn.Module]:
+    def finished_modules(self) -> Iterator[nn.Module]:
         """Iterate over the modules whose construction has got as far as having parameters."""
         return (module for module in list(self) if "_parameters" in module.__dict__)
 
@@ -35,7 +35,7 @@ class ModuleRegistry(WeakIdKeyDictionary):
             reached: the numbers of the parameters that a backward has reached; empty before the first backward.
         """
         trained = False
-        for module in self.made():
+        for module in self.finished_modules():
             own = [p for p in module.__dict__.get("_parameters", {}).values() if p is not None and p.requires_grad]
             if reached:
                 own = [p for p in own if leaves.known(p) in reached]
@@ -50,7 +50,7 @@ class ModuleRegistry(WeakIdKeyDictionary):
         if leaf is None:
             return "a tensor that this rank does not have"
         best = ""
-        for module in self.made():
+        for module in self.finished_modules():
             for name, parameter in module.named_parameters():
                 full = f"{type(module).__name__}.{name}"
                 # The longest path starts at the outermost module.

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import DivergenceError, LagomError
-from lagom.run_state.leaves import ACCUMULATE, variable
+from lagom.run_state.leaves import ACCUMULATE, leaf_of_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +105,7 @@ def _second_factors(
 def _behind_views(node: Node | None) -> torch.Tensor | None:
     while node is not None and _kind(node) in _VIEWS:
         node = node.next_functions[0][0]
-    return variable(node) if node is not None and type(node) is ACCUMULATE else None
+    return leaf_of_node(node) if node is not None and type(node) is ACCUMULATE else None
 
 
 def _kind(node: Node) -> str:

@@ -51,18 +51,18 @@ class CommonStreams:
         """Record the generators' states: ranks may draw different amounts from now on."""
         self._noted = random_states()
 
-    def drawn_unevenly(self, before: torch.Tensor) -> None:
+    def record_uneven_draw(self, before: torch.Tensor) -> None:
         """Record that ranks have drawn different amounts from torch's generator since its state was ``before``."""
         self._noted.setdefault("torch", before)
 
-    def settle(self) -> None:
+    def reseed_uneven(self) -> None:
         """Reseed the generators that were drawn from since ``note``, so that they are equal on all ranks again."""
         if self._noted:
             before, self._noted = self._noted, {}
             now = random_states()
             self._restart([name for name, state in before.items() if not equal_state(state, now[name])])
 
-    def restart(self) -> None:
+    def reseed(self) -> None:
         """Reseed all generators, equally on all ranks."""
         self._noted = {}
         self._restart(list(random_states()))
@@ -98,7 +98,7 @@ class OwnStreams:
         self._on_cuda = device.type == "cuda"
         self._cuda: Any = None
 
-    def _start(self) -> None:
+    def _seed_streams(self) -> None:
         origin = self._seed_of_run
         if origin is None:
             # Equal on all ranks, but different if the driver's generator had another state.
@@ -107,20 +107,20 @@ class OwnStreams:
         self._torch = torch.Generator().manual_seed(self._seed).get_state()
         self._random = random.Random(self._seed).getstate()
 
-    def in_forward(self) -> _InForward:
+    def in_forward(self) -> _ForwardSwap:
         """Return a context in which torch's generators, also the device's, draw from the rank's own stream."""
-        return _InForward(self)
+        return _ForwardSwap(self)
 
     @contextmanager
     def in_fetch(self) -> Iterator[None]:
         """Let torch, numpy and ``random`` draw from the rank's own streams in a block."""
         with DRAWING:
             if self._torch is None:
-                self._start()
+                self._seed_streams()
             common = random.getstate()
             random.setstate(self._random)
             try:
-                with self.in_forward(), self._in_numpy():
+                with self.in_forward(), self._swap_numpy():
                     yield
             finally:
                 self._random = random.getstate()
@@ -130,7 +130,7 @@ class OwnStreams:
         """Switch torch's generators to the rank's own; return the arguments of ``swap_back``."""
         DRAWING.acquire()
         if self._torch is None:
-            self._start()
+            self._seed_streams()
         generator = torch.default_generator
         common = generator.get_state()
         generator.set_state(self._torch)
@@ -155,7 +155,7 @@ class OwnStreams:
         return common
 
     @contextmanager
-    def _in_numpy(self) -> Iterator[None]:
+    def _swap_numpy(self) -> Iterator[None]:
         if "numpy.random" not in sys.modules:
             yield
             return
@@ -175,7 +175,7 @@ class OwnStreams:
                 np.random.set_state(kept)
 
 
-class _InForward:
+class _ForwardSwap:
     """Context manager of ``OwnStreams.in_forward``: one made from a generator would take as long as the swap itself."""
 
     __slots__ = ("_common", "_streams")

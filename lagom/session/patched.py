@@ -9,15 +9,15 @@ from lagom.deepspeed.engine_patches import driven_by_deepspeed
 from lagom.distributed.init_process_group import own_init_process_group
 from lagom.distributed.mp_spawn import own_mp_spawn
 from lagom.files.saving import shared_files
-from lagom.forward.batchnorm import whole_batch_statistics
-from lagom.forward.module import own_forwards, reentrant_checkpoints, tracked_modules
+from lagom.forward.batchnorm import synchronise_batchnorm
+from lagom.forward.module import patch_reentrant_checkpoints, prepare_forwards, track_modules
 from lagom.forward.precision import Precision
-from lagom.gradients.backward import synchronised_backward
-from lagom.loaders.dataloader import sharded_loaders
-from lagom.optimizers.fast_step import fast_steps
+from lagom.gradients.backward import synchronise_backward
+from lagom.loaders.dataloader import shard_loaders
+from lagom.optimizers.fast_step import skip_profiler_ranges
 from lagom.optimizers.grouped_adam import grouped_adam
-from lagom.optimizers.lr_scaling import scaled_rates
-from lagom.optimizers.zero_steps import sharded_steps
+from lagom.optimizers.lr_scaling import scale_learning_rates
+from lagom.optimizers.zero_steps import shard_steps
 from lagom.run_state.random_streams import OwnStreams
 from lagom.timing.program_spans import recorded_calls
 from lagom.tracking.mlflow import log_once_to_mlflow
@@ -44,37 +44,37 @@ def patched(session: Session) -> Iterator[None]:
         asked = session.config.mixed_precision
         precision = Precision(session, asked) if asked else None
         if precision is not None:
-            stack.enter_context(precision.backwards())
-            stack.enter_context(precision.outputs())
+            stack.enter_context(precision.scale_backwards())
+            stack.enter_context(precision.convert_outputs())
             if not distributed:
-                stack.enter_context(reentrant_checkpoints(session))
+                stack.enter_context(patch_reentrant_checkpoints(session))
         if distributed:
             stack.enter_context(own_mp_spawn(session))
             end_tracking = stack.enter_context(log_once_to_mlflow(session))
             stack.enter_context(write_events_once(session))
-            stack.enter_context(tracked_modules(session))
+            stack.enter_context(track_modules(session))
             if session.config.backend == "torch":
-                stack.enter_context(synchronised_backward(session))
-                stack.enter_context(fast_steps())
+                stack.enter_context(synchronise_backward(session))
+                stack.enter_context(skip_profiler_ranges())
                 stack.enter_context(grouped_adam())
                 if session.config.zero_lvl:
-                    stack.enter_context(sharded_steps(session))
+                    stack.enter_context(shard_steps(session))
             if session.config.lr_scaling is not None and not session.plan.already_distributed:
-                stack.enter_context(scaled_rates(session))
+                stack.enter_context(scale_learning_rates(session))
             if session.config.sync_batchnorm:
-                stack.enter_context(whole_batch_statistics(session))
+                stack.enter_context(synchronise_batchnorm(session))
         if distributed or session.plan.rehearsal is not None:
             stack.enter_context(shared_files(session))
         on_cuda = session.device.type == "cuda"
         if distributed or on_cuda or session.config.micro_batches is not None or session.spans is not None:
-            stack.enter_context(own_forwards(session, streams))
+            stack.enter_context(prepare_forwards(session, streams))
         if precision is not None:
-            stack.enter_context(precision.forwards())
+            stack.enter_context(precision.autocast_forwards())
         if session.config.backend == "deepspeed":
             if not distributed:
-                stack.enter_context(tracked_modules(session))
+                stack.enter_context(track_modules(session))
             stack.enter_context(driven_by_deepspeed(session))
-        stack.enter_context(sharded_loaders(session, streams))
+        stack.enter_context(shard_loaders(session, streams))
         if session.spans is not None:
             stack.enter_context(recorded_calls(session.spans))
         yield
@@ -82,4 +82,4 @@ def patched(session: Session) -> Iterator[None]:
             end_tracking()
         if session.divergence is not None and session.agreement is not None and not session.has_joined:
             session.evaluation_passes.judge(at_end=True)
-            session.divergence.end(session.agreement)
+            session.divergence.check_end(session.agreement)

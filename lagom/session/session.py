@@ -18,10 +18,10 @@ from lagom.collectives.agreement_exchange import FRAME, AgreedExchange
 from lagom.collectives.run_store import SealedStore
 from lagom.collectives.torch_backend.shared_group import whole_groups
 from lagom.forward.running_values import RunningValueDetector
-from lagom.gradients.criteria import caveats
+from lagom.gradients.criteria import find_caveats
 from lagom.gradients.divergence import DivergenceMonitor
-from lagom.gradients.reduction.mean import reduction
-from lagom.gradients.replicate import Replicate
+from lagom.gradients.gradient_averager import GradientAverager
+from lagom.gradients.reduction.mean import make_reduction
 from lagom.loaders.evaluation_passes import EvaluationPassDetector
 from lagom.run_state.batch_origin import BatchTracker
 from lagom.run_state.leaves import Leaves
@@ -126,7 +126,7 @@ class Session:
     """Statistics for BatchNorm during a probe of a forward."""
     agreement: AgreedExchange | None = field(default=None, init=False)
     divergence: DivergenceMonitor | None = field(default=None, init=False)
-    replicate: Replicate | None = field(default=None, init=False)
+    gradient_averager: GradientAverager | None = field(default=None, init=False)
     optimizers: OptimizerGroup | None = field(default=None, init=False)
     """Only with ``zero_lvl``."""
     gradients: GradientShards | None = field(default=None, init=False)
@@ -166,10 +166,10 @@ class Session:
             self.group.spans = self.spans
             self.agreement = AgreedExchange(self.group, 0 if self.device.type == "cuda" else FRAME)
             self.divergence = DivergenceMonitor(
-                self.group, self.leaves, self.modules.made, self.synchronised_buffers, self.modules.name_of
+                self.group, self.leaves, self.modules.finished_modules, self.synchronised_buffers, self.modules.name_of
             )
-            reduced = reduction(self.group, self.config.gradient_compression, self.config.reduction == "adasum")
-            self.replicate = Replicate(
+            reduced = make_reduction(self.group, self.config.gradient_compression, self.config.reduction == "adasum")
+            self.gradient_averager = GradientAverager(
                 self.group, self.leaves, self.divergence, self.agreement, self.likeness, self.modules.name_of, reduced
             )
         _sessions.add(self)
@@ -206,36 +206,36 @@ class Session:
     def check_place(self, place: str) -> None:
         """Check that all ranks are at ``place`` of the program; else raise a DivergenceError on all of them."""
         if self.divergence is not None and self.agreement is not None:
-            self.divergence.at(self.agreement, place)
+            self.divergence.check_place(self.agreement, place)
 
     def record_batch(self, current: LoaderPass, share: BatchShare | None, num_samples: int) -> None:
         """Record a training batch; its share holds until the next batch or the end of its pass."""
         self.ticks += 1
-        self.passes.yielded(current, share)
+        self.passes.record_batch(current, share)
         self.batch_tracker.batch(share)
-        self.evaluation_passes.yielded(current, share, num_samples)
+        self.evaluation_passes.record_batch(current, share, num_samples)
         self.samples_trained += num_samples
         if share is not None and self.may_meet:
             if not share.even:
                 self.common_streams.note()
             assert self.divergence is not None
             assert self.agreement is not None
-            self.divergence.batch(self.agreement)
+            self.divergence.count_batch(self.agreement)
 
     def end_pass(self, current: LoaderPass) -> None:
         """Record that the pass is exhausted."""
-        self.passes.ended(current)
+        self.passes.end_pass(current)
         self.reseed_uneven()
 
     def reseed_uneven(self) -> None:
         """Reseed generators that ranks drew from unevenly, unless this is a thread of the program."""
         if self.may_meet:
-            self.common_streams.settle()
+            self.common_streams.reseed_uneven()
 
     def record_evaluation(self, current: LoaderPass) -> None:
         """Record a batch of an evaluation pass."""
         self.ticks += 1
-        self.passes.evaluating(current)
+        self.passes.record_evaluation(current)
 
     def record_backward(self) -> None:
         """Record that a backward ran."""
@@ -275,10 +275,10 @@ class Session:
 
     def record_loss(self, roots: Sequence[Any]) -> None:
         """Record that a backward from ``roots`` is about to run."""
-        self.evaluation_passes.backward(roots)
+        self.evaluation_passes.record_backward(roots)
         self._num_losses += 1
         if self._num_losses in _EXAMINED_LOSSES and self.config.batches != "whole" and self.passes.share is not None:
-            for caveat in caveats(roots):
+            for caveat in find_caveats(roots):
                 self.say_once(caveat)
         if self._num_losses == _NUM_UNTIL_KNOWN and not (self.passes.have_read or self.has_sliced):
             self.say_once(NOT_SHARED["whole" if self.config.batches == "whole" else "split"])

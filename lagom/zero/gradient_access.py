@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def sharded_gradients(session: Session) -> Iterator[GradientShards]:
+def shard_gradients(session: Session) -> Iterator[GradientShards]:
     """Have every rank keep its shard of gradients, once their optimizers are sharded."""
     assert session.group is not None
     gradients = GradientShards(session.group, session.leaves, lambda: session.may_meet, session.say_once)
     with ExitStack() as stack:
         for name in ("grad", "_grad"):
-            stack.enter_context(replaced(Tensor, name, _property(session, gradients)))
+            stack.enter_context(replaced(Tensor, name, _make_grad_property(session, gradients)))
         for owner in (Optimizer, nn.Module):
-            stack.enter_context(replaced(owner, "zero_grad", _zeroed(session, gradients, owner)))
-        stack.enter_context(replaced(GradScaler, "_unscale_grads_", _unscaled(session, gradients)))
-        for name, make in (("clip_grad_norm_", _clipped), ("clip_grad_value_", _clipped_by_value)):
+            stack.enter_context(replaced(owner, "zero_grad", _make_zero_grad(session, gradients, owner)))
+        stack.enter_context(replaced(GradScaler, "_unscale_grads_", _make_unscale(session, gradients)))
+        for name, make in (("clip_grad_norm_", _make_clip_norm), ("clip_grad_value_", _make_clip_value)):
             original = vars(clip_grad)[name]
             patched = make(session, gradients, original)
             for module in list(sys.modules.values()):
                 # Also modules that imported the function by its name.
                 if getattr(module, "__dict__", {}).get(name) is original:
                     stack.enter_context(replaced(module, name, patched))
-        stack.enter_context(_until_something_compiles(session, gradients))
+        stack.enter_context(_stop_at_compilation(session, gradients))
         yield gradients
 
 
-def _property(session: Session, gradients: GradientShards) -> property:
+def _make_grad_property(session: Session, gradients: GradientShards) -> property:
     original = vars(torch._C.TensorBase)["grad"]
 
     def write(tensor: Tensor, value: Tensor | None) -> None:
@@ -62,15 +62,15 @@ def _property(session: Session, gradients: GradientShards) -> property:
     return property(gradients.read, write, delete, original.__doc__)
 
 
-def _zeroed(session: Session, gradients: GradientShards, owner: Any) -> Callable[..., None]:
+def _make_zero_grad(session: Session, gradients: GradientShards, owner: Any) -> Callable[..., None]:
     original = vars(owner)["zero_grad"]
 
     @functools.wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         if session.live:
             if set_to_none:
-                gradients.drop(_parameters(self))
-            with gradients.parted():
+                gradients.drop(_parameters_of_holder(self))
+            with gradients.expose_shards():
                 original(self, set_to_none)
         else:
             original(self, set_to_none)
@@ -78,26 +78,26 @@ def _zeroed(session: Session, gradients: GradientShards, owner: Any) -> Callable
     return zero_grad
 
 
-def _parameters(holder: Any) -> Iterator[Tensor]:
+def _parameters_of_holder(holder: Any) -> Iterator[Tensor]:
     if isinstance(holder, Optimizer):
         return (p for group in holder.param_groups for p in group["params"])
     parameters: Iterator[Tensor] = holder.parameters()
     return parameters
 
 
-def _unscaled(session: Session, gradients: GradientShards) -> Callable[..., Any]:
+def _make_unscale(session: Session, gradients: GradientShards) -> Callable[..., Any]:
     original = vars(GradScaler)["_unscale_grads_"]
 
     @functools.wraps(original)
     def unscale(
         self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> dict[torch.device, Tensor]:
-        every = list(_parameters(optimizer))
-        if not session.live or not any(gradients.part(p)[0] for p in every):
+        every = list(_parameters_of_holder(optimizer))
+        if not session.live or not any(gradients.find_shard(p)[0] for p in every):
             result: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, *args, **kwargs)
             return result
-        devices = sorted({p.device for p in every if gradients.is_there(p)}, key=str)
-        with gradients.parted():
+        devices = sorted({p.device for p in every if gradients.has_gradient(p)}, key=str)
+        with gradients.expose_shards():
             found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, *args, **kwargs)
         mine = [float(found[device]) if device in found else 0.0 for device in devices]
         rows = exchange_numbers(session, "GradScaler.unscale_()", mine)
@@ -109,7 +109,7 @@ def _unscaled(session: Session, gradients: GradientShards) -> Callable[..., Any]
     return unscale
 
 
-def _clipped(session: Session, gradients: GradientShards, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_clip_norm(session: Session, gradients: GradientShards, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip_grad_norm_(
         parameters: Tensor | Iterable[Tensor],
@@ -119,31 +119,31 @@ def _clipped(session: Session, gradients: GradientShards, original: Callable[...
         foreach: bool | None = None,
     ) -> Tensor:
         every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        cut = [p for p in every if gradients.part(p)[0]] if session.live else []
+        cut = [p for p in every if gradients.find_shard(p)[0]] if session.live else []
         if not cut or not float(norm_type) > 0:
             result: Tensor = original(every, max_norm, norm_type, error_if_nonfinite, foreach)
             return result
         with torch.no_grad():
-            parts = [part for p in cut if (part := gradients.part(p)[1]) is not None]
-            whole = [p.grad for p in every if not gradients.part(p)[0] and p.grad is not None]
+            parts = [part for p in cut if (part := gradients.find_shard(p)[1]) is not None]
+            whole = [p.grad for p in every if not gradients.find_shard(p)[0] and p.grad is not None]
             norms = [float(get_total_norm(some, norm_type, False, foreach)) for some in (parts, whole)]
             rows = exchange_numbers(session, "clip_grad_norm_()", norms[:1])
-            total = _together([row[0] for row in rows] + norms[1:], float(norm_type))
+            total = _combine_norms([row[0] for row in rows] + norms[1:], float(norm_type))
             # Take the norm of one number, to raise torch's own error.
             norm = torch.full((), total, dtype=cut[0].dtype, device=cut[0].device)
             norm = get_total_norm([norm], norm_type, error_if_nonfinite, foreach)
-            with gradients.parted():
+            with gradients.expose_shards():
                 clip_grads_with_norm_(every, max_norm, norm, foreach)
         return norm
 
     return clip_grad_norm_
 
 
-def _clipped_by_value(session: Session, gradients: GradientShards, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_clip_value(session: Session, gradients: GradientShards, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip_grad_value_(*args: Any, **kwargs: Any) -> None:
         if session.live:
-            with gradients.parted():
+            with gradients.expose_shards():
                 original(*args, **kwargs)
         else:
             original(*args, **kwargs)
@@ -151,7 +151,7 @@ def _clipped_by_value(session: Session, gradients: GradientShards, original: Cal
     return clip_grad_value_
 
 
-def _together(norms: list[float], order: float) -> float:
+def _combine_norms(norms: list[float], order: float) -> float:
     if math.isinf(order):
         return math.nan if any(map(math.isnan, norms)) else max(norms)
     largest = max(norms)
@@ -170,7 +170,7 @@ def exchange_numbers(session: Session, place: str, mine: list[float]) -> list[li
 
 
 @contextmanager
-def _until_something_compiles(session: Session, gradients: GradientShards) -> Iterator[None]:
+def _stop_at_compilation(session: Session, gradients: GradientShards) -> Iterator[None]:
     """Keep gradients whole once something is compiled: compiled code may read them past ``Tensor.grad``."""
     from torch._dynamo.callback import callback_handler
 

@@ -10,8 +10,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
-from lagom.gradients.reduction.buckets import ShardMap, shard_map
-from lagom.run_state.memory_layout import flat, flat_like, is_dense
+from lagom.gradients.reduction.buckets import ShardMap, make_shard_map
+from lagom.run_state.memory_layout import flatten_like, flatten_memory, is_dense
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from lagom.zero.partition import ParameterPiece
 
 ASK = b"gradient"
-_SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_SENT_AS_IS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types that are sent as they are."""
 _slot: Any = vars(torch._C.TensorBase)["grad"]
 """Autograd's own slot for a tensor's gradient, whatever ``Tensor.grad`` is."""
 
 
-class _Part(NamedTuple):
+class _GradientPart(NamedTuple):
     """Elements of a parameter whose gradient one rank keeps."""
 
     owner: int
@@ -35,10 +35,10 @@ class _Part(NamedTuple):
     end: int
 
 
-class _Entry:
+class _ShardedGradient:
     """A sharded parameter."""
 
-    def __init__(self, number: int, parts: list[_Part], rank: int) -> None:
+    def __init__(self, number: int, parts: list[_GradientPart], rank: int) -> None:
         self.number = number
         """Number of its optimizer."""
         self.parts = parts
@@ -71,12 +71,12 @@ class GradientShards:
         self._clock = 0
         """Number of changes: if it is equal on two ranks, their shards belong to the same state."""
         self._num_cut = 0
-        self._early: list[tuple[_Entry, torch.Tensor | None]] = []
+        self._early: list[tuple[_ShardedGradient, torch.Tensor | None]] = []
         """Shards made during a backward, which do not count before it ends."""
-        self._is_raw = False
-        self._is_parted = False
+        self._are_hidden = False
+        self._are_exposed = False
         self._is_over = False
-        self.parts_of: Callable[[torch.Tensor], list[tuple[int, int]] | None] | None = None
+        self.parameter_parts: Callable[[torch.Tensor], list[tuple[int, int]] | None] | None = None
         """Returns the first and last element of each rank's part of a sharded parameter, with ``zero_lvl=3``."""
 
     def num_bytes(self) -> int:
@@ -93,13 +93,13 @@ class GradientShards:
             number: of the optimizer.
             pieces: of each rank.
         """
-        parts: list[list[_Part]] = [[] for _ in parameters]
+        parts: list[list[_GradientPart]] = [[] for _ in parameters]
         for owner, own in enumerate(pieces):
             for piece in own:
-                parts[piece.param].append(_Part(owner, piece.start, piece.end))
+                parts[piece.param].append(_GradientPart(owner, piece.start, piece.end))
         for parameter, own_parts in zip(parameters, parts, strict=True):
-            entry = _Entry(number, own_parts, self._group.rank)
-            entry.is_given = self.parts_of is not None and self.parts_of(parameter) is not None
+            entry = _ShardedGradient(number, own_parts, self._group.rank)
+            entry.is_given = self.parameter_parts is not None and self.parameter_parts(parameter) is not None
             before = self._entries.get(parameter)
             if before is not None and before.is_given:
                 if before.parts == own_parts:
@@ -114,83 +114,83 @@ class GradientShards:
                     )
             self._entries[parameter] = entry
 
-    def is_there(self, parameter: torch.Tensor) -> bool:
+    def has_gradient(self, parameter: torch.Tensor) -> bool:
         """Return whether the parameter has a gradient, whole or sharded."""
-        entry = self._cut_entry(parameter)
+        entry = self._find_sharded(parameter)
         return entry is not None or _slot.__get__(parameter) is not None
 
-    def own_whole(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def whole_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient if it has always been whole, on every rank."""
         entry = self._entries.get(parameter)
         return None if entry is not None and (entry.is_cut or entry.was_shown) else _slot.__get__(parameter)
 
-    def part(self, parameter: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
+    def find_shard(self, parameter: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
         """Return whether the gradient is sharded, and this rank's shard, in the order of the parameter's memory."""
-        entry = self._cut_entry(parameter)
+        entry = self._find_sharded(parameter)
         return (False, None) if entry is None else (True, entry.shard)
 
-    def keep_parts(self, leaves: Iterable[torch.Tensor]) -> None:
+    def keep_shards(self, leaves: Iterable[torch.Tensor]) -> None:
         """Keep this rank's shards of the averaged gradients of ``leaves``, which are whole and not yet visible."""
         self._clock += 1
         early, self._early = self._early, []
         for early_entry, part in early:
-            self._add(early_entry, part)
+            self._add_shard(early_entry, part)
         for leaf in leaves:
-            if (entry := self._can_be_cut(leaf)) is not None:
-                self._add(entry, self._cut(leaf, entry))
+            if (entry := self._find_shardable(leaf)) is not None:
+                self._add_shard(entry, self._cut_shard(leaf, entry))
 
-    def keep_part_early(self, leaf: torch.Tensor) -> None:
-        """Keep a shard as ``keep_parts`` does, in a backward that still runs and may yet fail."""
-        if (entry := self._can_be_cut(leaf)) is not None:
-            self._early.append((entry, self._cut(leaf, entry)))
+    def keep_shard_early(self, leaf: torch.Tensor) -> None:
+        """Keep a shard as ``keep_shards`` does, in a backward that still runs and may yet fail."""
+        if (entry := self._find_shardable(leaf)) is not None:
+            self._early.append((entry, self._cut_shard(leaf, entry)))
 
-    def dealt(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
+    def find_shard_map(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
         """Return the ranks that keep each part of the averages of ``leaves``; None if one of them must be whole.
 
         Gradients of parameters that are themselves sharded must be: with parts of sums, memory peaks were a tenth
         higher.
         """
-        rows: list[Sequence[_Part]] = []
+        rows: list[Sequence[_GradientPart]] = []
         for leaf in leaves:
-            entry: _Entry | None = self._entries.get(leaf)
+            entry: _ShardedGradient | None = self._entries.get(leaf)
             if self._is_over or entry is None or entry.is_given or entry.stays_whole:
                 return None
-            if leaf.dtype not in _SUMMED or not is_dense(leaf):
+            if leaf.dtype not in _SENT_AS_IS or not is_dense(leaf):
                 return None
             rows.append(entry.parts)
-        return shard_map(rows, self._group.rank, self._group.world_size)
+        return make_shard_map(rows, self._group.rank, self._group.world_size)
 
-    def take_part_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
-        """Keep a shard as ``keep_part_early`` does, of an average of which this rank received its ``part`` only."""
+    def take_shard_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
+        """Keep a shard as ``keep_shard_early`` does, of an average of which this rank received its ``part`` only."""
         _slot.__set__(leaf, None)
         self._early.append((self._entries[leaf], part))
 
-    def _can_be_cut(self, leaf: torch.Tensor) -> _Entry | None:
-        entry: _Entry | None = self._entries.get(leaf) or self._given(leaf)
+    def _find_shardable(self, leaf: torch.Tensor) -> _ShardedGradient | None:
+        entry: _ShardedGradient | None = self._entries.get(leaf) or self._add_given(leaf)
         gradient = _slot.__get__(leaf)
         if self._is_over or entry is None or gradient is None or entry.stays_whole:
             return None
         able = gradient.layout == torch.strided and not gradient.requires_grad and is_dense(leaf)
         return entry if able else None
 
-    def _given(self, leaf: torch.Tensor) -> _Entry | None:
+    def _add_given(self, leaf: torch.Tensor) -> _ShardedGradient | None:
         """Return an entry for a parameter that is itself sharded, before any optimizer has stepped it."""
-        parts = None if self.parts_of is None else self.parts_of(leaf)
+        parts = None if self.parameter_parts is None else self.parameter_parts(leaf)
         if parts is None:
             return None
-        given = [_Part(owner, start, end) for owner, (start, end) in enumerate(parts) if start < end]
-        entry = self._entries[leaf] = _Entry(-1, given, self._group.rank)
+        given = [_GradientPart(owner, start, end) for owner, (start, end) in enumerate(parts) if start < end]
+        entry = self._entries[leaf] = _ShardedGradient(-1, given, self._group.rank)
         entry.is_given = True
         return entry
 
-    def _cut(self, leaf: torch.Tensor, entry: _Entry) -> torch.Tensor | None:
+    def _cut_shard(self, leaf: torch.Tensor, entry: _ShardedGradient) -> torch.Tensor | None:
         gradient = _slot.__get__(leaf)
         _slot.__set__(leaf, None)
         if entry.mine is None:
             return None
-        return flat_like(gradient, leaf)[entry.mine.start : entry.mine.end].clone()
+        return flatten_like(gradient, leaf)[entry.mine.start : entry.mine.end].clone()
 
-    def _add(self, entry: _Entry, part: torch.Tensor | None) -> None:
+    def _add_shard(self, entry: _ShardedGradient, part: torch.Tensor | None) -> None:
         if part is not None:
             entry.shard = part if entry.shard is None else entry.shard.add_(part)
         entry.was_shown = False
@@ -203,10 +203,10 @@ class GradientShards:
         self._clock += 1
         if self._num_cut:
             for parameter in parameters:
-                if (entry := self._cut_entry(parameter)) is not None:
-                    self._forget(entry)
+                if (entry := self._find_sharded(parameter)) is not None:
+                    self._drop_shard(entry)
 
-    def show(self, parameters: Iterable[torch.Tensor]) -> None:
+    def gather(self, parameters: Iterable[torch.Tensor]) -> None:
         """Gather the sharded gradients of ``parameters``."""
         for parameter in parameters:
             self.read(parameter)
@@ -214,44 +214,44 @@ class GradientShards:
     def stop(self) -> None:
         """Leave gradients whole from now on."""
         self._is_over = True
-        self.show(list(self._entries))
+        self.gather(list(self._entries))
 
     @contextmanager
-    def raw(self) -> Iterator[None]:
+    def hide_shards(self) -> Iterator[None]:
         """Treat sharded gradients as missing in the block, in which lagom handles the gradients of a backward."""
-        before, self._is_raw = self._is_raw, True
+        before, self._are_hidden = self._are_hidden, True
         try:
             yield
         except BaseException:
             self._early = []  # the gradients stay as they were
             raise
         finally:
-            self._is_raw = before
+            self._are_hidden = before
 
     @contextmanager
-    def parted(self) -> Iterator[None]:
+    def expose_shards(self) -> Iterator[None]:
         """Let ``grad`` be this rank's shard, one-dimensional or None, in a block whose operations work on shards."""
-        before, self._is_parted = self._is_parted, True
+        before, self._are_exposed = self._are_exposed, True
         self._clock += 1
         try:
             yield
         finally:
-            self._is_parted = before
+            self._are_exposed = before
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return ``tensor.grad``."""
         found: torch.Tensor | None = _slot.__get__(tensor)
-        if found is not None or not self._num_cut or self._is_raw:
+        if found is not None or not self._num_cut or self._are_hidden:
             return found
-        entry = self._cut_entry(tensor)
+        entry = self._find_sharded(tensor)
         if entry is None:
             return None
-        return entry.shard if self._is_parted else self._whole(tensor, entry)
+        return entry.shard if self._are_exposed else self._gather_for_program(tensor, entry)
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
         """Set ``tensor.grad`` to ``value``."""
-        if self._num_cut and not self._is_raw and (entry := self._cut_entry(tensor)) is not None:
-            self._forget(entry)
+        if self._num_cut and not self._are_hidden and (entry := self._find_sharded(tensor)) is not None:
+            self._drop_shard(entry)
             self._clock += 1
         _slot.__set__(tensor, value)
 
@@ -259,27 +259,27 @@ class GradientShards:
         """Take part in another rank's read of the gradient of leaf ``number``."""
         tensor = self._leaves.tensor(number)
         entry = None if tensor is None else self._entries.get(tensor)
-        self._gather(tensor, entry if clock == self._clock else None)
+        self._gather_gradient(tensor, entry if clock == self._clock else None)
 
-    def _whole(self, tensor: torch.Tensor, entry: _Entry) -> torch.Tensor:
+    def _gather_for_program(self, tensor: torch.Tensor, entry: _ShardedGradient) -> torch.Tensor:
         if not self._may_meet():
             raise LagomError(
                 "the gradient of a parameter is read where the other ranks cannot be reached, in another thread or "
                 "process; with zero_lvl=2 each rank has a part of it: read it in the thread that trains"
             )
         self._group.ask(b"%s %d %d" % (ASK, self._leaves.number(tensor), self._clock))
-        found = self._gather(tensor, entry)
-        self._forget(entry)
+        found = self._gather_gradient(tensor, entry)
+        self._drop_shard(entry)
         entry.was_shown = True
         _slot.__set__(tensor, found)
         return found
 
-    def _gather(self, tensor: torch.Tensor | None, entry: _Entry | None) -> torch.Tensor:
+    def _gather_gradient(self, tensor: torch.Tensor | None, entry: _ShardedGradient | None) -> torch.Tensor:
         own: torch.Tensor | None = None
         if tensor is not None and entry is not None and entry.mine is not None:
             own = entry.shard
             if not entry.is_cut and (whole := _slot.__get__(tensor)) is not None:
-                own = flat_like(whole, tensor)[entry.mine.start : entry.mine.end].clone()
+                own = flatten_like(whole, tensor)[entry.mine.start : entry.mine.end].clone()
         missing = entry is None or (entry.mine is not None and own is None)
         rows = all_gather_values(self._group, (missing, None if own is None else own.dtype))
         if any(row[0] for row in rows) or tensor is None or entry is None:
@@ -289,7 +289,7 @@ class GradientShards:
             )
         dtype = next(row[1] for row in rows if row[1])
         found = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
-        line = flat(found)
+        line = flatten_memory(found)
         for owner, start, end in entry.parts:
             piece = line[start:end]
             if own is not None and owner == self._group.rank:
@@ -297,11 +297,11 @@ class GradientShards:
             self._group.broadcast(piece.view(torch.uint8), owner)
         return found
 
-    def _cut_entry(self, tensor: torch.Tensor) -> _Entry | None:
-        entry: _Entry | None = self._entries.get(tensor)
+    def _find_sharded(self, tensor: torch.Tensor) -> _ShardedGradient | None:
+        entry: _ShardedGradient | None = self._entries.get(tensor)
         return entry if entry is not None and entry.is_cut else None
 
-    def _forget(self, entry: _Entry) -> None:
+    def _drop_shard(self, entry: _ShardedGradient) -> None:
         entry.shard, entry.is_cut = None, False
         self._num_cut -= 1
 

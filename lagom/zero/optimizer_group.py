@@ -15,12 +15,12 @@ from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import LagomError
 from lagom.gradients.checksum import checksums
 from lagom.gradients.divergence import INTERVAL
-from lagom.run_state.memory_layout import is_dense, overlapping
+from lagom.run_state.memory_layout import find_overlapping, is_dense
 from lagom.zero.gradient_shards import ASK
-from lagom.zero.optimizer_probe import Kind, OptimizerFinding, probe_optimizer
+from lagom.zero.optimizer_probe import OptimizerFinding, ShardingKind, probe_optimizer
 from lagom.zero.parameters.shards import WEIGHTS
-from lagom.zero.sharded_optimizer import ShardedOptimizer, ShardedParameter, refuse
-from lagom.zero.step_mismatch import StepSignature, refuse_step, settings_of
+from lagom.zero.sharded_optimizer import ShardedOptimizer, ShardedState, refuse_state
+from lagom.zero.step_mismatch import StepSignature, group_settings, raise_step_mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ _AFTER = "the end of optimizer.step()"
 _CLOSURE = "a closure of optimizer.step()"
 
 
-class _Found(NamedTuple):
+class _OptimizerFinding(NamedTuple):
     """An optimizer that was probed."""
 
     number: int
@@ -64,7 +64,7 @@ class OptimizerGroup:
         self,
         group: Group,
         frame: AgreedExchange,
-        watch: DivergenceMonitor,
+        divergence: DivergenceMonitor,
         gradients: GradientShards | None = None,
         weights: ParameterShards | None = None,
         *,
@@ -74,7 +74,7 @@ class OptimizerGroup:
     ) -> None:
         self._group = group
         self._frame = frame
-        self._watch = watch
+        self._divergence = divergence
         self._gradients = gradients
         self._weights = weights
         self._is_own = is_own
@@ -82,7 +82,7 @@ class OptimizerGroup:
         self._name = name
         self._thread = threading.get_ident()
         self._busy = False
-        self._found: weakref.WeakKeyDictionary[Optimizer, _Found] = weakref.WeakKeyDictionary()
+        self._found: weakref.WeakKeyDictionary[Optimizer, _OptimizerFinding] = weakref.WeakKeyDictionary()
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = weakref.WeakKeyDictionary()
         self._by_number: dict[int, ShardedOptimizer] = {}
         """Optimizers by number, also those gone on this rank: another rank may be at a place where it still has them.
@@ -97,7 +97,7 @@ class OptimizerGroup:
         group.serve = self._serve
 
     @property
-    def passes(self) -> bool:
+    def runs_unchanged(self) -> bool:
         """Whether a step runs unchanged: it is part of another optimizer's step, or of a probe."""
         return self._busy
 
@@ -113,16 +113,16 @@ class OptimizerGroup:
             raise LagomError(
                 "optimizer.step() is called in a thread; with zero_lvl it must be in the program's main one"
             )
-        sharded = self._current(optimizer, inner, args, kwargs)
+        sharded = self._find_shards(optimizer, inner, args, kwargs)
         if sharded is None:
             return inner(optimizer, *args, **kwargs)
-        self._meet(optimizer, sharded)
+        self._check_step(optimizer, sharded)
         state = vars(optimizer)["state"]
-        if not isinstance(state, ShardedParameter):
-            sharded.take(state)
-        args, kwargs = self._with_closure(optimizer, sharded, args, kwargs)
+        if not isinstance(state, ShardedState):
+            sharded.keep_state(state)
+        args, kwargs = self._wrap_closure(optimizer, sharded, args, kwargs)
         sharded.clock += 1
-        with self._stepping(), sharded.swapped(optimizer):
+        with self._mark_busy(), sharded.swap_in(optimizer):
             result = inner(optimizer, *args, **kwargs)
         self._publish(sharded, _AFTER)
         sharded.clock += 1
@@ -131,13 +131,13 @@ class OptimizerGroup:
     def state(self, optimizer: Optimizer) -> Any:
         """Return ``optimizer.state``: whole, outside of a step."""
         state = vars(optimizer)["state"]
-        if not isinstance(state, ShardedParameter):
+        if not isinstance(state, ShardedState):
             return state
         if threading.get_ident() != self._thread:
             return state  # it raises when it is used
         sharded: ShardedOptimizer = vars(state)["sharded"]
         self._group.ask(b"state %d %d" % (sharded.number, sharded.clock))
-        whole = sharded.whole()
+        whole = sharded.gather_state()
         if vars(optimizer)["state"] is state:
             vars(optimizer)["state"] = whole
         return whole
@@ -154,16 +154,14 @@ class OptimizerGroup:
         """
         if self._by_number:
             gc.collect()  # schedulers and optimizers reference each other
-        mine = {
-            s.number: o for o, s in list(self._sharded.items()) if isinstance(vars(o).get("state"), ShardedParameter)
-        }
+        mine = {s.number: o for o, s in list(self._sharded.items()) if isinstance(vars(o).get("state"), ShardedState)}
         rows = all_gather_values(self._group, sorted(mine))
         for number in sorted(set.intersection(*map(set, rows))):
-            vars(mine[number])["state"] = self._sharded[mine[number]].whole()
+            vars(mine[number])["state"] = self._sharded[mine[number]].gather_state()
         self._by_number.clear()
         self._group.serve = None
 
-    def _current(
+    def _find_shards(
         self, optimizer: Optimizer, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ShardedOptimizer | None:
         """Return the shards in which to step ``optimizer``; None if it is stepped whole."""
@@ -173,16 +171,16 @@ class OptimizerGroup:
         if found is None or found.parameters != every:
             if sharded is not None:
                 self.state(optimizer)  # gather the state, to shard it anew
-            found = self._find(optimizer, every, inner, args, kwargs, found)
+            found = self._probe(optimizer, every, inner, args, kwargs, found)
             sharded = None
-        if found.finding.kind is Kind.COUPLED:
+        if found.finding.kind is ShardingKind.COUPLED:
             return None
         if (
             sharded is None
             or not sharded.is_current
-            or any(self._has_gradient(p) and self._can_be(p) for p in sharded.idle)
+            or any(self._has_gradient(p) and self._can_shard(p) for p in sharded.idle)
         ):
-            sharded = self._share(optimizer, found, sharded)
+            sharded = self._shard_parameters(optimizer, found, sharded)
         if any(self._is_own(p) for p in sharded.parameters):
             raise LagomError(
                 "a tensor that an optimizer has stepped on all ranks alike has become this rank's own, which zero_lvl "
@@ -190,15 +188,15 @@ class OptimizerGroup:
             )
         return sharded
 
-    def _find(
+    def _probe(
         self,
         optimizer: Optimizer,
         every: tuple[int, ...],
         inner: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        before: _Found | None,
-    ) -> _Found:
+        before: _OptimizerFinding | None,
+    ) -> _OptimizerFinding:
         """Find out how the optimizer can be sharded; on all ranks."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._weights is not None:
@@ -206,75 +204,77 @@ class OptimizerGroup:
                 if self._weights.parts(p) is None:
                     self._weights.release(p)  # it shares another parameter's memory
             parameters = [p for p in parameters if self._weights.parts(p) is None]
-        self._overlapping.update(overlapping(parameters))
+        self._overlapping.update(find_overlapping(parameters))
         number = self._num if before is None else before.number
         self._num += before is None
         known = not (set(kwargs) - {"closure"} or len(args) > 1) and "state" in vars(optimizer)
-        finding = OptimizerFinding(Kind.COUPLED, False)
+        finding = OptimizerFinding(ShardingKind.COUPLED, False)
         if known and len(set(every)) == len(every):
             closure = args[0] if args else kwargs.get("closure")
-            with self._stepping():
+            with self._mark_busy():
                 finding = probe_optimizer(optimizer, inner, closure=closure is not None)
         if not self._frame.exchange(signature(f"{_FIRST} {number} {finding}".encode())):
-            self._apart(_FIRST)
-        self._tell(type(optimizer).__name__, finding)
-        found = self._found[optimizer] = _Found(number, finding, every)
+            self._raise_mismatch(_FIRST)
+        self._log_kind(type(optimizer).__name__, finding)
+        found = self._found[optimizer] = _OptimizerFinding(number, finding, every)
         return found
 
-    def _tell(self, name: str, finding: OptimizerFinding) -> None:
+    def _log_kind(self, name: str, finding: OptimizerFinding) -> None:
         """Log how an optimizer is stepped, unless it is stepped element by element."""
-        if finding.kind is Kind.COUPLED:
+        if finding.kind is ShardingKind.COUPLED:
             self._say(
                 f"{name} is not shared out over the ranks, but stepped whole on each: what it makes of a parameter "
                 "depends on others, on random numbers, or could not be found out. That is right, and saves no memory"
             )
-        elif finding.kind is Kind.BY_PARAMETER and self._weights is not None:
+        elif finding.kind is ShardingKind.BY_PARAMETER and self._weights is not None:
             raise LagomError(
                 f"{name} steps by whole parameters (it factors them, or uses their norms), but with zero_lvl=3 each "
                 "rank has a part of every parameter; use zero_lvl=2, or an optimizer that steps element by element"
             )
-        elif finding.kind is Kind.BY_PARAMETER:
+        elif finding.kind is ShardingKind.BY_PARAMETER:
             self._say(f"{name} steps by whole parameters; each rank steps some, and holds their state")
 
-    def _can_be(self, p: torch.Tensor) -> bool:
+    def _can_shard(self, p: torch.Tensor) -> bool:
         """Return whether ``p`` can be sharded."""
         if id(p) in self._overlapping or is_lazy(p) or not p.numel() or not is_dense(p) or self._is_own(p):
             return False
-        if self._gradients is not None and self._gradients.part(p)[0]:
+        if self._gradients is not None and self._gradients.find_shard(p)[0]:
             return True
         return p.grad is None or not p.grad.is_sparse
 
     def _has_gradient(self, p: torch.Tensor) -> bool:
-        return p.grad is not None if self._gradients is None else self._gradients.is_there(p)
+        return p.grad is not None if self._gradients is None else self._gradients.has_gradient(p)
 
-    def _share(self, optimizer: Optimizer, found: _Found, before: ShardedOptimizer | None) -> ShardedOptimizer:
+    def _shard_parameters(
+        self, optimizer: Optimizer, found: _OptimizerFinding, before: ShardedOptimizer | None
+    ) -> ShardedOptimizer:
         """Shard parameters that have gradients; the second time all, since more of them may have gradients later."""
         state, weights = self.state(optimizer), self._weights
         every = [p for group in optimizer.param_groups for p in group["params"]]
-        able = [p for p in every if self._can_be(p) and (self._has_gradient(p) or before is not None or p in state)]
+        able = [p for p in every if self._can_shard(p) and (self._has_gradient(p) or before is not None or p in state)]
         sharded = ShardedOptimizer(
             self._group, self._frame, found.number, found.finding, optimizer, able, self._gradients, weights
         )
         # A parameter that no backward has reached has not yet been compared with the other ranks'.
-        sums = repr([(checksums if weights is None else weights.sums)(dict(enumerate(able))), sharded.identity])
+        sums = repr([(checksums if weights is None else weights.checksums)(dict(enumerate(able))), sharded.identity])
         if not self._frame.exchange(signature(_FIRST.encode() + sums.encode())):
-            self._apart(_FIRST)
+            self._raise_mismatch(_FIRST)
         self._sharded[optimizer] = self._by_number[found.number] = sharded
         if self._gradients is not None:
-            self._gradients.show(p for p in able if weights is None or weights.parts(p) is None)
+            self._gradients.gather(p for p in able if weights is None or weights.parts(p) is None)
             self._gradients.assign(found.number, able, sharded.pieces)
         weakref.finalize(optimizer, self._gone.append, found.number).atexit = False
         return sharded
 
     @contextmanager
-    def _stepping(self, *, busy: bool = True) -> Iterator[None]:
+    def _mark_busy(self, *, busy: bool = True) -> Iterator[None]:
         before, self._busy = self._busy, busy
         try:
             yield
         finally:
             self._busy = before
 
-    def _meet(self, optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
+    def _check_step(self, optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
         """Check that all ranks are about to step ``optimizer``; now and then also that their gradients are equal."""
         self._num_steps += 1
         sums: dict[int, tuple[str, int]] | None = None
@@ -283,18 +283,18 @@ class OptimizerGroup:
             sums = checksums(sharded.whole_gradients())
         # Before the exchange: an object that dies later may still exist on another rank.
         gone, self._gone[:] = list(self._gone), []
-        gone_units = [] if self._weights is None else self._weights.gone()
-        settings = settings_of(optimizer)
+        gone_units = [] if self._weights is None else self._weights.find_dead()
+        settings = group_settings(optimizer)
         if not self._frame.exchange(
-            signature(repr((_BEFORE, sharded.steps(), sharded.clock, sums, settings)).encode())
+            signature(repr((_BEFORE, sharded.step_identity(), sharded.clock, sums, settings)).encode())
         ):
-            self._apart(_BEFORE, StepSignature(sharded.identity, sharded.parameters, sums, settings))
+            self._raise_mismatch(_BEFORE, StepSignature(sharded.identity, sharded.parameters, sums, settings))
         for number in gone:
             self._by_number.pop(number, None)
         if self._weights is not None:
             self._weights.forget(gone_units)
 
-    def _with_closure(
+    def _wrap_closure(
         self, optimizer: Optimizer, sharded: ShardedOptimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         closure = args[0] if args else kwargs.get("closure")
@@ -302,7 +302,7 @@ class OptimizerGroup:
             return args, kwargs
 
         def evaluated() -> Any:
-            with sharded.left(optimizer), self._stepping(busy=False):
+            with sharded.swap_out(optimizer), self._mark_busy(busy=False):
                 self._publish(sharded, _CLOSURE)  # the changes of the step so far
                 return closure()
 
@@ -310,12 +310,12 @@ class OptimizerGroup:
 
     def _publish(self, sharded: ShardedOptimizer, place: str) -> None:
         if not sharded.publish(place):
-            self._apart(place)
+            self._raise_mismatch(place)
 
-    def _apart(self, place: str, step: StepSignature | None = None) -> NoReturn:
+    def _raise_mismatch(self, place: str, step: StepSignature | None = None) -> NoReturn:
         """Raise the DivergenceError that ranks get when they disagree."""
-        self._watch.meet(place)
-        refuse_step(self._group, step, self._name)
+        self._divergence.find_divergence(place)
+        raise_step_mismatch(self._group, step, self._name)
 
     def _serve(self, asked: bytes) -> None:
         kind, *rest = asked.split()
@@ -330,5 +330,5 @@ class OptimizerGroup:
             return
         sharded = self._by_number.get(number)
         if sharded is None or sharded.clock != clock:
-            refuse(self._group)
-        sharded.give()
+            refuse_state(self._group)
+        sharded.serve_state()

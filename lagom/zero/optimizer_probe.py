@@ -12,7 +12,15 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lagom.random_states import equal_random_states, random_states, set_random_states
-from lagom.zero.probe_copies import CAP, EVERY_OTHER, HALVES, capped, fill, typical, values
+from lagom.zero.probe_copies import (
+    CAP,
+    EVERY_OTHER,
+    HALVES,
+    capped_shape,
+    fill_gradient,
+    initial_values,
+    typical_parameters,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,13 +31,13 @@ if TYPE_CHECKING:
 
 _NUM_STEPS = 12
 """Steps of a probe. Some methods begin differently: RAdam for 5 steps, Lookahead's slow weights for 5 or 6."""
-_LITTLE = 8
+_SHORT_SIDE = 8
 """Longest side of a small copy if a group with the same settings has been copied already."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Tolerance, relative to the largest change of a parameter: allows another order of rounding, and nothing else."""
 
 
-class Kind(Enum):
+class ShardingKind(Enum):
     """Ways in which an optimizer can be sharded."""
 
     ELEMENTWISE = "by element"
@@ -40,14 +48,14 @@ class Kind(Enum):
 class OptimizerFinding(NamedTuple):
     """The finding of a probe."""
 
-    kind: Kind
+    kind: ShardingKind
     changes_gradients: bool
     """Whether a step changes gradients in place, visibly to the program, as ``SGD(nesterov=True, foreach=True)`` does.
 
     """
 
 
-_COUPLED = OptimizerFinding(Kind.COUPLED, False)
+_COUPLED = OptimizerFinding(ShardingKind.COUPLED, False)
 
 
 def probe_optimizer(optimizer: Optimizer, step: Callable[..., Any], *, closure: bool) -> OptimizerFinding:
@@ -70,7 +78,9 @@ def probe_optimizer(optimizer: Optimizer, step: Callable[..., Any], *, closure: 
                 kind = probe.kind()
                 same = equal_random_states(states, random_states())
                 return (
-                    OptimizerFinding(kind, probe.changes_gradients) if same and kind is not Kind.COUPLED else _COUPLED
+                    OptimizerFinding(kind, probe.changes_gradients)
+                    if same and kind is not ShardingKind.COUPLED
+                    else _COUPLED
                 )
             set_random_states(states)
     finally:
@@ -97,29 +107,29 @@ class _Probe:
         self._closure = closure
         self.changes_gradients = False
 
-    def kind(self) -> Kind:
-        whole = self._run(lambda small, _: [small])
-        start = [values(small, self._dtype) for small in whole.values]
+    def kind(self) -> ShardingKind:
+        whole = self._step_copy(lambda small, _: [small])
+        start = [initial_values(small, self._dtype) for small in whole.values]
         moved = max((float((a - b).abs().max()) for a, b in zip(whole.values, start, strict=True)), default=0.0)
         if not 0 < moved < float("inf"):
-            return Kind.COUPLED  # nothing to compare
+            return ShardingKind.COUPLED  # nothing to compare
         try:
-            nothing = self._run(lambda *_: [])  # a rank may have no part of a group
+            nothing = self._step_copy(lambda *_: [])  # a rank may have no part of a group
         except Exception:
-            return Kind.COUPLED
+            return ShardingKind.COUPLED
         if nothing.settings != whole.settings:
-            return Kind.COUPLED
+            return ShardingKind.COUPLED
         limit = _TOLERANCE[self._dtype] * moved
-        for kind, parts in ((Kind.ELEMENTWISE, HALVES), (Kind.BY_PARAMETER, EVERY_OTHER)):
+        for kind, parts in ((ShardingKind.ELEMENTWISE, HALVES), (ShardingKind.BY_PARAMETER, EVERY_OTHER)):
             try:
-                first, second = (self._run(part) for part in parts)
+                first, second = (self._step_copy(part) for part in parts)
             except Exception:
                 continue
             if self._agree(whole, (first, second), start, parts, limit) and (
-                kind is Kind.BY_PARAMETER or _cuts(whole, first, second)
+                kind is ShardingKind.BY_PARAMETER or _has_separable_state(whole, first, second)
             ):
                 return kind
-        return Kind.COUPLED
+        return ShardingKind.COUPLED
 
     def _agree(
         self,
@@ -141,21 +151,21 @@ class _Probe:
                     return False
         return True
 
-    def _run(self, part: Part) -> _Outcome:
+    def _step_copy(self, part: Part) -> _Outcome:
         """Step ``part`` of each parameter of a copy, and return the outcome."""
-        clone, groups = self._clone()
+        clone, groups = self._copy_optimizer()
         for group, smalls in zip(clone.param_groups, groups, strict=True):
             group["params"] = [piece for i, small in enumerate(smalls) for piece in part(small, i)]
         for number in range(_NUM_STEPS):
-            given = _grade(clone, groups, part, number)
+            given = _set_gradients(clone, groups, part, number)
             if self._closure:
-                self._step(clone, _constant)
+                self._step(clone, _constant_closure)
             else:
                 self._step(clone)
             if any(one.grad is None for one, _ in given):
                 raise ValueError("it drops gradients")
             self.changes_gradients |= any(not torch.equal(one.grad, before) for one, before in given)  # type: ignore[arg-type]
-        settings = [_numbers(group) for group in clone.param_groups] + [_numbers(vars(clone))]
+        settings = [_plain_settings(group) for group in clone.param_groups] + [_plain_settings(vars(clone))]
         states: dict[int, Any] = {}
         i = 0
         for group, smalls in zip(clone.param_groups, groups, strict=True):
@@ -167,7 +177,7 @@ class _Probe:
                 i += 1
         return _Outcome([small.detach() for smalls in groups for small in smalls], settings, states)
 
-    def _clone(self) -> tuple[Any, list[list[torch.Tensor]]]:
+    def _copy_optimizer(self) -> tuple[Any, list[list[torch.Tensor]]]:
         """Return a copy of the optimizer over small parameters, a few of each kind, and these parameters by group."""
         optimizer = self._optimizer
         memo: dict[int, Any] = {id(vars(optimizer).get("state")): defaultdict(dict)}
@@ -177,8 +187,8 @@ class _Probe:
                 memo[id(p)] = tiny
         groups, seen = [], set()
         for group in optimizer.param_groups:
-            settings = repr(sorted((k, v) for k, v in _numbers(group).items() if k not in ("lr", "initial_lr")))
-            groups.append(self._smalls(group["params"], memo, _LITTLE if settings in seen else CAP))
+            settings = repr(sorted((k, v) for k, v in _plain_settings(group).items() if k not in ("lr", "initial_lr")))
+            groups.append(self._copy_small_parameters(group["params"], memo, _SHORT_SIDE if settings in seen else CAP))
             seen.add(settings)
         clone = object.__new__(type(optimizer))
         memo[id(optimizer)] = clone
@@ -192,24 +202,26 @@ class _Probe:
             elif key.endswith("_hooks"):
                 value = OrderedDict()
             elif key == "param_groups":
-                value = [_group(group, smalls, memo) for group, smalls in zip(value, groups, strict=True)]
+                value = [_copy_group(group, smalls, memo) for group, smalls in zip(value, groups, strict=True)]
             else:
                 value = copy.deepcopy(value, memo)
             vars(clone)[key] = value
         return clone, groups
 
-    def _smalls(self, params: Sequence[torch.Tensor], memo: dict[int, Any], cap: int) -> list[torch.Tensor]:
+    def _copy_small_parameters(
+        self, params: Sequence[torch.Tensor], memo: dict[int, Any], cap: int
+    ) -> list[torch.Tensor]:
         """Return copies of the smallest and the largest parameter of each number of dimensions, each twice."""
         found: list[torch.Tensor] = []
-        for p in typical(params):
+        for p in typical_parameters(params):
             for _ in range(2):
-                small = torch.empty(capped(p.shape, cap), dtype=self._dtype, device=p.device)
-                found.append(values(small, self._dtype).requires_grad_())
+                small = torch.empty(capped_shape(p.shape, cap), dtype=self._dtype, device=p.device)
+                found.append(initial_values(small, self._dtype).requires_grad_())
             memo[id(p)] = found[-2]
         return found
 
 
-def _group(group: dict[str, Any], smalls: list[torch.Tensor], memo: dict[int, Any]) -> dict[str, Any]:
+def _copy_group(group: dict[str, Any], smalls: list[torch.Tensor], memo: dict[int, Any]) -> dict[str, Any]:
     found = {key: copy.deepcopy(value, memo) for key, value in group.items() if key not in ("params", "lr")}
     rate = group.get("lr")
     if "lr" in group:  # a warm-up begins with 0, which would show nothing
@@ -217,7 +229,7 @@ def _group(group: dict[str, Any], smalls: list[torch.Tensor], memo: dict[int, An
     return {"params": list(smalls), **found}
 
 
-def _grade(
+def _set_gradients(
     clone: Any, groups: list[list[torch.Tensor]], part: Part, number: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Give the stepped parameters their gradients of step ``number``; return each with a copy of its gradient."""
@@ -226,7 +238,7 @@ def _grade(
         pieces = iter(group["params"])
         for i, small in enumerate(smalls):
             gradient = torch.empty_like(small, requires_grad=False)
-            fill(gradient, number + i + 2)
+            fill_gradient(gradient, number + i + 2)
             for one in part(gradient, i):
                 piece = next(pieces)
                 piece.grad = one.detach().clone()
@@ -234,7 +246,7 @@ def _grade(
     return given
 
 
-def _cuts(whole: _Outcome, *halves: _Outcome) -> bool:
+def _has_separable_state(whole: _Outcome, *halves: _Outcome) -> bool:
     """Return whether the state of halves gives the state of a parameter: one value per element, or equal in both."""
     for i, (small, state) in whole.states.items():
         pieces = [half.states[i] for half in halves if i in half.states]
@@ -254,7 +266,7 @@ def _cuts(whole: _Outcome, *halves: _Outcome) -> bool:
     return True
 
 
-def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
+def _plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
     plain = (int, float, bool, str, tuple, type(None))
     found: dict[str, Any] = {}
     for key, value in settings.items():
@@ -265,7 +277,7 @@ def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _constant() -> torch.Tensor:
+def _constant_closure() -> torch.Tensor:
     return torch.ones((), requires_grad=True)
 
 

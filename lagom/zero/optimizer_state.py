@@ -8,7 +8,7 @@ import torch
 
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
-from lagom.run_state.memory_layout import flat, flat_like
+from lagom.run_state.memory_layout import flatten_like, flatten_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,10 +34,10 @@ class HeldState(NamedTuple):
     """Whether it is on the parameter's device, and not on the CPU as counts of steps are."""
 
 
-def cut(state: Mapping[str, Any], parameter: torch.Tensor, piece: ParameterPiece) -> dict[str, Any]:
+def cut_state(state: Mapping[str, Any], parameter: torch.Tensor, piece: ParameterPiece) -> dict[str, Any]:
     """Return the part of an optimizer's state for ``parameter`` that belongs to ``piece``."""
     return {
-        key: flat_like(value, parameter)[piece.start : piece.end].clone() if _is_like(value, parameter) else value
+        key: flatten_like(value, parameter)[piece.start : piece.end].clone() if _is_like(value, parameter) else value
         for key, value in state.items()
     }
 
@@ -46,7 +46,7 @@ def _is_like(value: Any, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
-def gather(
+def gather_states(
     group: Group,
     parameters: Sequence[torch.Tensor],
     pieces: Sequence[Sequence[ParameterPiece]],
@@ -65,7 +65,7 @@ def gather(
         DivergenceError: on all ranks, when one cannot give its part.
         LagomError: when the state has objects that are neither plain values nor tensors.
     """
-    told = None if mine is None else {p: _told(mine.get(p, {}), p, parameters) for p in pieces[group.rank]}
+    told = None if mine is None else {p: _describe_state(mine.get(p, {}), p, parameters) for p in pieces[group.rank]}
     try:
         rows = all_gather_values(group, told)
     except TypeError as error:
@@ -83,12 +83,12 @@ def gather(
         own = mine.get(piece, {}) if owner == group.rank else {}
         for key, fields in rows[owner][piece].items():
             held = HeldState(*fields)
-            value = _value(group, held, own.get(key), owner, (piece, parameters[piece.param]))
+            value = _read_value(group, held, own.get(key), owner, (piece, parameters[piece.param]))
             if keep:
                 entries = found[piece.param]
                 if entries is None:
                     entries = found[piece.param] = {}
-                _put(entries, key, held, value, piece, parameters[piece.param])
+                _write_value(entries, key, held, value, piece, parameters[piece.param])
     return found
 
 
@@ -97,13 +97,15 @@ def _in_order(pieces: Sequence[Sequence[ParameterPiece]]) -> Iterator[tuple[int,
     return ((owner, piece) for piece, owner in sorted(every))
 
 
-def _told(state: Mapping[str, Any], piece: ParameterPiece, parameters: Sequence[torch.Tensor]) -> dict[str, HeldState]:
+def _describe_state(
+    state: Mapping[str, Any], piece: ParameterPiece, parameters: Sequence[torch.Tensor]
+) -> dict[str, HeldState]:
     told = {}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             told[key] = HeldState(value, None, (), False, False)
             continue
-        line = _line(value, piece, parameters[piece.param])
+        line = _flatten_value(value, piece, parameters[piece.param])
         sent = value if line is None else line
         follows = sent.layout == torch.strided and sent.nbytes > _INLINE
         inline = None if follows else sent.detach().cpu().clone()
@@ -111,14 +113,16 @@ def _told(state: Mapping[str, Any], piece: ParameterPiece, parameters: Sequence[
     return told
 
 
-def _line(value: torch.Tensor, piece: ParameterPiece, parameter: torch.Tensor) -> torch.Tensor | None:
+def _flatten_value(value: torch.Tensor, piece: ParameterPiece, parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the elements of ``value`` in order, if it has one for each of the ``piece``; else None."""
     if piece.end - piece.start < parameter.numel():
         return value if value.shape == (piece.end - piece.start,) else None
-    return flat_like(value, parameter) if _is_like(value, parameter) else None
+    return flatten_like(value, parameter) if _is_like(value, parameter) else None
 
 
-def _value(group: Group, held: HeldState, mine: Any, owner: int, place: tuple[ParameterPiece, torch.Tensor]) -> Any:
+def _read_value(
+    group: Group, held: HeldState, mine: Any, owner: int, place: tuple[ParameterPiece, torch.Tensor]
+) -> Any:
     piece, parameter = place
     if held.dtype is None:
         return held.value
@@ -127,7 +131,7 @@ def _value(group: Group, held: HeldState, mine: Any, owner: int, place: tuple[Pa
         return held.value.to(device)
     # The holder copies it, since the program may change the result.
     if owner == group.rank:
-        line = _line(mine, piece, parameter)
+        line = _flatten_value(mine, piece, parameter)
         value = (mine if line is None else line).detach().clone(memory_format=torch.contiguous_format)
     else:
         value = torch.empty(held.shape, dtype=held.dtype, device=device)
@@ -135,7 +139,7 @@ def _value(group: Group, held: HeldState, mine: Any, owner: int, place: tuple[Pa
     return value
 
 
-def _put(
+def _write_value(
     entries: dict[str, Any], key: str, held: HeldState, value: Any, piece: ParameterPiece, parameter: torch.Tensor
 ) -> None:
     if not held.cut:
@@ -143,4 +147,4 @@ def _put(
         return
     if key not in entries:
         entries[key] = torch.empty_like(parameter, dtype=held.dtype, device=value.device, requires_grad=False)
-    flat(entries[key])[piece.start : piece.end] = value
+    flatten_memory(entries[key])[piece.start : piece.end] = value

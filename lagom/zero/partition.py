@@ -1,4 +1,4 @@
-"""``by_element`` and ``by_parameter``: partition an optimizer's parameters over the ranks; pure arithmetic."""
+"""``partition_by_element`` and ``partition_by_parameter`` divide an optimizer's parameters among the ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class ParameterPiece(NamedTuple):
     end: int
 
 
-def by_element(sizes: Sequence[int], world_size: int) -> list[list[ParameterPiece]]:
+def partition_by_element(sizes: Sequence[int], world_size: int) -> list[list[ParameterPiece]]:
     """Cut parameters of ``sizes`` elements, laid end to end, into a range for each rank, almost equally long.
 
     Every element is in exactly one piece. A rank's range may be empty if there are very few elements.
     """
     total = sum(sizes)
-    bounds = [0, *(_cut(sizes, total * rank // world_size) for rank in range(1, world_size)), total]
+    bounds = [0, *(_nearest_cut(sizes, total * rank // world_size) for rank in range(1, world_size)), total]
     pieces: list[list[ParameterPiece]] = []
     for first, last in pairwise(bounds):
         mine, begin = [], 0
@@ -42,7 +42,7 @@ def by_element(sizes: Sequence[int], world_size: int) -> list[list[ParameterPiec
     return pieces
 
 
-def by_parameter(sizes: Sequence[int], world_size: int) -> list[list[ParameterPiece]]:
+def partition_by_parameter(sizes: Sequence[int], world_size: int) -> list[list[ParameterPiece]]:
     """Assign whole parameters, the largest first, each to the rank that has the fewest elements."""
     loads = [0] * world_size
     pieces: list[list[ParameterPiece]] = [[] for _ in loads]
@@ -53,7 +53,7 @@ def by_parameter(sizes: Sequence[int], world_size: int) -> list[list[ParameterPi
     return [sorted(part) for part in pieces]
 
 
-def _cut(sizes: Sequence[int], wanted: int) -> int:
+def _nearest_cut(sizes: Sequence[int], wanted: int) -> int:
     """Return the possible cut nearest to ``wanted``."""
     begin = 0
     for size in sizes:

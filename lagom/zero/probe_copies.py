@@ -19,7 +19,7 @@ _MOST = 1 << 17
 """Most elements of a small copy."""
 
 
-def _halves(small: torch.Tensor, *, second: bool) -> list[torch.Tensor]:
+def _half(small: torch.Tensor, *, second: bool) -> list[torch.Tensor]:
     """Return one half of the memory; a view, unless it is empty."""
     line = small.detach().view(-1)
     middle = len(line) // 2
@@ -28,13 +28,13 @@ def _halves(small: torch.Tensor, *, second: bool) -> list[torch.Tensor]:
 
 
 HALVES: Sequence[Part] = (
-    lambda small, _: _halves(small, second=False),
-    lambda small, _: _halves(small, second=True),
+    lambda small, _: _half(small, second=False),
+    lambda small, _: _half(small, second=True),
 )
 EVERY_OTHER: Sequence[Part] = (lambda small, i: [] if i % 2 else [small], lambda small, i: [small] if i % 2 else [])
 
 
-def typical(params: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def typical_parameters(params: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the smallest and the largest parameter of each number of dimensions."""
     by_dim: dict[int, list[torch.Tensor]] = {}
     for p in params:
@@ -47,7 +47,7 @@ def typical(params: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield largest
 
 
-def capped(shape: torch.Size, cap: int) -> list[int]:
+def capped_shape(shape: torch.Size, cap: int) -> list[int]:
     """Return the sides of a small copy, ``cap`` at most."""
     sides = [min(side, cap) for side in shape]
     while sides and torch.Size(sides).numel() > _MOST:
@@ -55,15 +55,15 @@ def capped(shape: torch.Size, cap: int) -> list[int]:
     return sides
 
 
-def values(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def initial_values(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the initial values of a small parameter."""
     found = torch.empty(like.shape, dtype=dtype, device=like.device)
-    fill(found, 1)
+    fill_gradient(found, 1)
     return found
 
 
 @torch.no_grad()
-def fill(tensor: torch.Tensor, number: int) -> None:
+def fill_gradient(tensor: torch.Tensor, number: int) -> None:
     """Fill with numbers that look random and grow towards the end, so that halves have other norms than the whole."""
     places = torch.arange(1, tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
     values = torch.sin(places * (1.3 + 0.7 * number)) * (0.1 + places / tensor.numel())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lagom.collectives.agreement_exchange import memory
-from lagom.run_state.memory_layout import flat
+from lagom.run_state.memory_layout import flatten_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ _ALONE = 1 << 18
 """Bytes from which a piece is sent from, and received in, the parameter's own memory."""
 
 
-class _Packed(NamedTuple):
+class _PackedPieces(NamedTuple):
     """Small pieces of one owner and type, which travel together."""
 
     owner: int
@@ -50,7 +50,7 @@ class ParameterPublisher:
         self._frame = frame
         self._parameters = list(parameters)
         # ``data`` does not count versions: the caller knows which parameters have changed.
-        self._lines = [flat(p.data) for p in parameters]
+        self._lines = [flatten_memory(p.data) for p in parameters]
         self._alone: list[tuple[int, torch.Tensor]] = []
         small: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
         for owner, part in enumerate(pieces):
@@ -63,7 +63,7 @@ class ParameterPublisher:
                 else:
                     small.setdefault((owner, place.device, place.dtype), []).append(place)
         self._small = [(owner, places) for (owner, _, _), places in small.items()]
-        self._framed: list[_Packed] = []
+        self._framed: list[_PackedPieces] = []
         self._rows = self._rows_of_frame()
 
     @property
@@ -82,7 +82,7 @@ class ParameterPublisher:
         """
         rank = self._group.rank
         # Kept only when they are small.
-        all_packed = self._framed if self._rows is not None else [_packed(*one) for one in self._small]
+        all_packed = self._framed if self._rows is not None else [_pack_pieces(*one) for one in self._small]
         for packed in all_packed:
             if packed.owner == rank:
                 torch._foreach_copy_(packed.parts, packed.places)
@@ -114,13 +114,13 @@ class ParameterPublisher:
             whole = torch.zeros(sum(sizes), dtype=torch.uint8)
             for places, raw in zip(own, whole.split(sizes), strict=True):
                 num_bytes = sum(place.nbytes for place in places)
-                self._framed.append(_packed(rank, places, raw[:num_bytes].view(places[0].dtype)))
+                self._framed.append(_pack_pieces(rank, places, raw[:num_bytes].view(places[0].dtype)))
             rows.append((whole, memory(whole) if len(whole) else None))
         return rows
 
 
-def _packed(owner: int, places: list[torch.Tensor], together: torch.Tensor | None = None) -> _Packed:
+def _pack_pieces(owner: int, places: list[torch.Tensor], together: torch.Tensor | None = None) -> _PackedPieces:
     sizes = [len(place) for place in places]
     if together is None:
         together = torch.empty(sum(sizes), dtype=places[0].dtype, device=places[0].device)
-    return _Packed(owner, together, list(together.split(sizes)), places)
+    return _PackedPieces(owner, together, list(together.split(sizes)), places)

@@ -11,10 +11,10 @@ import torch
 from lagom.collectives.agreement_exchange import signature
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import LagomError
-from lagom.run_state.memory_layout import flat, flat_like
-from lagom.zero.optimizer_state import cut, gather
+from lagom.run_state.memory_layout import flatten_like, flatten_memory
+from lagom.zero.optimizer_shards import OptimizerShards
+from lagom.zero.optimizer_state import cut_state, gather_states
 from lagom.zero.publish import ParameterPublisher
-from lagom.zero.stand_ins import OptimizerShards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lagom.zero.partition import ParameterPiece
 
 
-class ShardedParameter:
+class ShardedState:
     """Stands for the state of an optimizer while each rank has a part of it."""
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
@@ -88,10 +88,10 @@ class ShardedOptimizer:
         self._weights = weights
         self._given = {} if weights is None else {i: x for i, p in enumerate(parameters) if (x := weights.parts(p))}
         """Parts of parameters that are themselves sharded, by index."""
-        self._stand_ins = OptimizerShards(optimizer, parameters, self._given, finding, group)
-        self.pieces = self._stand_ins.pieces
+        self._shards = OptimizerShards(optimizer, parameters, self._given, finding, group)
+        self.pieces = self._shards.pieces
         """Pieces of each rank."""
-        self.idle = self._stand_ins.idle
+        self.idle = self._shards.idle
         """Parameters that are not sharded."""
         self._whole: list[list[torch.Tensor]] = []
         """The parameters of each group, while the optimizer steps."""
@@ -102,7 +102,7 @@ class ShardedOptimizer:
         """Ids of the parameters in the order in which they got state; a state_dict() shows this order."""
         self._publisher: ParameterPublisher | None = None
         self._gradients = gradients
-        self._lent: list[torch.Tensor] = []
+        self._lent_shards: list[torch.Tensor] = []
         """Parameters that this rank steps whole, whose gradient is its shard during the step."""
         self._changes_gradients = finding.changes_gradients
         self._published: dict[str, bytes] = {}
@@ -114,14 +114,14 @@ class ShardedOptimizer:
             self._weights.parts(p) == self._given.get(i) for i, p in enumerate(self.parameters)
         )
 
-    def steps(self) -> bytes:
+    def step_identity(self) -> bytes:
         """Return bytes that are equal on ranks that are about to make the same step."""
         if self._gradients is not None:
-            return self.identity + bytes(self._gradients.is_there(p) for p in self.parameters)
+            return self.identity + bytes(self._gradients.has_gradient(p) for p in self.parameters)
         return self.identity + bytes(p.grad is not None for p in self.parameters)
 
     @contextmanager
-    def swapped(self, optimizer: Optimizer) -> Iterator[None]:
+    def swap_in(self, optimizer: Optimizer) -> Iterator[None]:
         """Give the optimizer this rank's pieces as parameters, with their gradients and their state, in the block."""
         self._whole = [group["params"] for group in optimizer.param_groups]
         self._swap(optimizer)
@@ -130,83 +130,83 @@ class ShardedOptimizer:
         finally:
             self._swap_back(optimizer)
             self._whole = []
-            self._have_stepped()
+            self._count_step()
 
     @contextmanager
-    def left(self, optimizer: Optimizer) -> Iterator[None]:
+    def swap_out(self, optimizer: Optimizer) -> Iterator[None]:
         """Restore the optimizer for a block inside ``swapped``; the block may change gradients."""
         self._swap_back(optimizer)
-        self._have_stepped()
+        self._count_step()
         try:
             yield
         finally:
             self._swap(optimizer)
 
-    def _have_stepped(self) -> None:
+    def _count_step(self) -> None:
         if self._weights is not None:
             given = [self.parameters[i] for i in self._given]
-            self._weights.stepped(given, changed=[p for p in given if self._has_gradient(p)])
+            self._weights.count_step(given, changed=[p for p in given if self._has_gradient(p)])
 
     def _swap(self, optimizer: Optimizer) -> None:
         if self._gradients is None:
             for parameter in self.parameters:
                 _ = parameter.grad  # read all, on all ranks: a read may be an exchange. See Note [Accumulation]
         elif self._changes_gradients:
-            self._gradients.keep_parts(self.parameters)
+            self._gradients.keep_shards(self.parameters)
         if self._weights is not None:
-            self._weights.settle(self.parameters)
-        for group, own in zip(optimizer.param_groups, self._stand_ins.lists, strict=True):
+            self._weights.update_shards(self.parameters)
+        for group, own in zip(optimizer.param_groups, self._shards.lists, strict=True):
             group["params"] = own
-        for piece, stand_in in self._stand_ins.partial:
+        for piece, stand_in in self._shards.partial:
             parameter = self.parameters[piece.param]
-            line = _shaped(self._line(piece, parameter), parameter)
+            line = _shape_like(self._own_elements(piece, parameter), parameter)
             if stand_in.data_ptr() != line.data_ptr() or stand_in.dtype != line.dtype:
-                with nullcontext() if self._weights is None else self._weights.own():
+                with nullcontext() if self._weights is None else self._weights.mark_busy():
                     stand_in.data = line
-            is_cut, part = self._part(parameter)
+            is_cut, part = self._gradient_shard(parameter)
             if is_cut:
-                stand_in.grad = None if part is None else _shaped(part, parameter)
+                stand_in.grad = None if part is None else _shape_like(part, parameter)
                 continue
             gradient = parameter.grad
             if self._changes_gradients and gradient is not None and gradient.stride() != parameter.stride():
                 gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient.to_dense())
-            part = None if gradient is None else flat_like(gradient, parameter)[piece.start : piece.end]
-            stand_in.grad = None if part is None else _shaped(part, parameter)
-        for _, stand_in in self._stand_ins.own:
-            is_cut, part = self._part(stand_in)
+            part = None if gradient is None else flatten_like(gradient, parameter)[piece.start : piece.end]
+            stand_in.grad = None if part is None else _shape_like(part, parameter)
+        for _, stand_in in self._shards.own:
+            is_cut, part = self._gradient_shard(stand_in)
             if is_cut and part is not None:
-                self._lent.append(stand_in)
+                self._lent_shards.append(stand_in)
                 lent = part.as_strided(stand_in.shape, stand_in.stride())
-                with self._raw():
+                with self._hide_shards():
                     stand_in.grad = lent
         vars(optimizer)["state"] = self.part
 
-    def _line(self, piece: ParameterPiece, parameter: torch.Tensor) -> torch.Tensor:
+    def _own_elements(self, piece: ParameterPiece, parameter: torch.Tensor) -> torch.Tensor:
         if self._weights is not None and piece.param in self._given:
-            return self._weights.line(parameter, piece)
-        return flat(parameter)[piece.start : piece.end]
+            return self._weights.own_elements(parameter, piece)
+        return flatten_memory(parameter)[piece.start : piece.end]
 
-    def _part(self, parameter: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
-        return (False, None) if self._gradients is None else self._gradients.part(parameter)
+    def _gradient_shard(self, parameter: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
+        return (False, None) if self._gradients is None else self._gradients.find_shard(parameter)
 
-    def _raw(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._gradients is None else self._gradients.raw()
+    def _hide_shards(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._gradients is None else self._gradients.hide_shards()
 
     def _swap_back(self, optimizer: Optimizer) -> None:
         self.part = vars(optimizer)["state"]
-        vars(optimizer)["state"] = ShardedParameter(self)
-        for _, stand_in in self._stand_ins.partial:
+        vars(optimizer)["state"] = ShardedState(self)
+        for _, stand_in in self._shards.partial:
             stand_in.grad = None
-        with self._raw():
-            for parameter in self._lent:
+        with self._hide_shards():
+            for parameter in self._lent_shards:
                 parameter.grad = None
-        self._lent.clear()
+        self._lent_shards.clear()
         for group, one in zip(optimizer.param_groups, self._whole, strict=True):
             group["params"] = one
 
     def whole_gradients(self) -> dict[int, torch.Tensor]:
         """Return the gradients, by index, that are whole on every rank."""
-        own_whole = (lambda p: p.grad) if self._gradients is None else self._gradients.own_whole
+        own_whole = (lambda p: p.grad) if self._gradients is None else self._gradients.whole_gradient
         return {i: g for i, p in enumerate(self.parameters) if (g := own_whole(p)) is not None}
 
     def publish(self, place: str) -> bool:
@@ -214,7 +214,7 @@ class ShardedOptimizer:
         if self._publisher is None or not self._publisher.is_current:
             whole = [i for i in range(len(self.parameters)) if i not in self._given]
             number = {i: number for number, i in enumerate(whole)}
-            pieces = [[p._replace(param=number[p.param]) for p in part] for part in self._stand_ins.dealt]
+            pieces = [[p._replace(param=number[p.param]) for p in part] for part in self._shards.plain_pieces]
             self._publisher = ParameterPublisher(self._group, self._frame, [self.parameters[i] for i in whole], pieces)
         signed = self._published.get(place)
         if signed is None:
@@ -230,7 +230,7 @@ class ShardedOptimizer:
 
         Without one a parameter is not stepped: a graph may still hold its values.
         """
-        return parameter.grad is not None if self._gradients is None else self._gradients.is_there(parameter)
+        return parameter.grad is not None if self._gradients is None else self._gradients.has_gradient(parameter)
 
     def _publish_gradients(self, signed: bytes) -> bool:
         present = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
@@ -240,50 +240,50 @@ class ShardedOptimizer:
         torch.autograd.graph.increment_version(gradients)
         return ParameterPublisher(self._group, self._frame, gradients, pieces).publish(signed)
 
-    def take(self, whole: Any) -> None:
+    def keep_state(self, whole: Any) -> None:
         """Keep this rank's part of an optimizer's ``whole`` state."""
         part = defaultdict(whole.default_factory) if isinstance(whole, defaultdict) else type(whole)()
         shared = {id(p) for p in self.parameters}
         for key, state in whole.items():
             if not isinstance(key, torch.Tensor) or id(key) not in shared:
                 part[key] = state
-        for piece, stand_in in self._stand_ins.own:
+        for piece, stand_in in self._shards.own:
             parameter = self.parameters[piece.param]
             if parameter in whole:
                 state = whole[parameter]
                 is_all = piece.end - piece.start == parameter.numel() or not isinstance(state, dict)
-                part[stand_in] = state if is_all else cut(state, parameter, piece)
+                part[stand_in] = state if is_all else cut_state(state, parameter, piece)
         self.part = part
         self._order = [id(key) for key in whole]
 
-    def give(self) -> None:
+    def serve_state(self) -> None:
         """Take part in another rank's ``whole``."""
-        self._gather(keep=False)
+        self._gather_states(keep=False)
 
-    def whole(self) -> Any:
+    def gather_state(self) -> Any:
         """Return the whole state, in the order of the parameters; a collective.
 
         Raises:
             DivergenceError: on all ranks, when one of them does not have its part.
         """
-        states = self._gather(keep=True)
+        states = self._gather_states(keep=True)
         found = defaultdict(self.part.default_factory) if isinstance(self.part, defaultdict) else type(self.part)()
         by_id = {id(p): state for p, state in zip(self.parameters, states, strict=True) if state is not None}
         place = {key: i for i, key in enumerate(self._order)}
-        for p in sorted(self._stand_ins.every, key=lambda p: place.get(id(p), len(place))):
+        for p in sorted(self._shards.every, key=lambda p: place.get(id(p), len(place))):
             if id(p) in by_id:
                 found[p] = by_id[id(p)]
             elif p in self.part and any(p is idle for idle in self.idle):
                 found[p] = self.part[p]
-        mine = {id(stand_in) for _, stand_in in self._stand_ins.own}
+        mine = {id(stand_in) for _, stand_in in self._shards.own}
         for key, state in self.part.items():
             if id(key) not in mine and key not in found:
                 found[key] = state
         return found
 
-    def _gather(self, *, keep: bool) -> list[dict[str, Any] | None]:
-        mine = {piece: self.part.get(one, {}) for piece, one in self._stand_ins.own}
-        return gather(self._group, self.parameters, self.pieces, mine, keep=keep)
+    def _gather_states(self, *, keep: bool) -> list[dict[str, Any] | None]:
+        mine = {piece: self.part.get(one, {}) for piece, one in self._shards.own}
+        return gather_states(self._group, self.parameters, self.pieces, mine, keep=keep)
 
     def num_bytes(self) -> int:
         """Return the bytes of the state that this rank holds."""
@@ -291,12 +291,12 @@ class ShardedOptimizer:
         return sum(value.nbytes for values in held for value in values if isinstance(value, torch.Tensor))
 
 
-def _shaped(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def _shape_like(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return ``line``, a part of ``parameter`` that a rank steps, in the parameter's shape if it is all of it."""
     return line.as_strided(parameter.shape, parameter.stride()) if len(line) == parameter.numel() else line
 
 
-def refuse(group: Group) -> NoReturn:
+def refuse_state(group: Group) -> NoReturn:
     """Answer another rank that gathers an optimizer's state, and raise: this rank has no such optimizer.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``refuse_step``: raises the error for ranks whose optimizer steps differ."""
+"""``raise_step_mismatch``: raises the error for ranks whose optimizer steps differ."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ class StepSignature(NamedTuple):
     sums: Mapping[int, tuple[str, int]] | None
     """Checksums of gradients, by index of the parameter; None if they were not compared."""
     settings: Sequence[Mapping[str, Any]]
-    """The result of ``settings_of``."""
+    """The result of ``group_settings``."""
 
 
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return each group's settings: the learning rate and all else that the optimizer has a default for."""
     return [
-        {name: value for name in optimizer.defaults if (value := _setting(group.get(name))) is not None}
+        {name: value for name in optimizer.defaults if (value := _comparable_setting(group.get(name))) is not None}
         for group in optimizer.param_groups
     ]
 
 
-def _setting(value: object) -> object:
+def _comparable_setting(value: object) -> object:
     """Return a number or a tuple; None for values that are not compared: a read of a GPU tensor would wait for it."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     return value if isinstance(value, (int, float, tuple)) else None
 
 
-def refuse_step(group: Group, step: StepSignature | None, name: Callable[[torch.Tensor | None], str]) -> NoReturn:
+def raise_step_mismatch(
+    group: Group, step: StepSignature | None, name: Callable[[torch.Tensor | None], str]
+) -> NoReturn:
     """Find out how the ranks' steps differ, and raise; a collective.
 
     Args:

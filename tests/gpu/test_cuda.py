@@ -18,7 +18,7 @@ from lagom.collectives.group import Group
 from lagom.config import TorchDistributedConfig
 from lagom.gradients.backward_gradients import BackwardGradients
 from lagom.gradients.divergence import DivergenceMonitor
-from lagom.gradients.replicate import Replicate
+from lagom.gradients.gradient_averager import GradientAverager
 from lagom.run_state.leaves import Leaves
 from lagom.run_state.memory_layout import storage_of
 from lagom.run_state.plain_leaves import Likeness
@@ -114,9 +114,9 @@ def test_gradients_on_the_gpu_are_averaged_by_nccl() -> None:
         group = Group(0, 1, lambda data: [data], lambda *_: gloo, nccl=nccl)
         leaves = Leaves()
         watch = DivergenceMonitor(group, leaves, list, {}, str)
-        Replicate(group, leaves, watch, AgreedExchange(group, 0), likeness=lambda _: Likeness.NONE, name=str).reduce(
-            pending
-        )
+        GradientAverager(
+            group, leaves, watch, AgreedExchange(group, 0), likeness=lambda _: Likeness.NONE, name=str
+        ).reduce(pending)
         assert all(parameter.grad is not None and parameter.grad.tolist() == [2, 2, 2] for parameter in parameters)
     finally:
         nccl.shutdown()
@@ -138,18 +138,18 @@ def look_at_weights(weights: ParameterShards, device: str) -> None:
     parameter = torch.nn.Parameter(torch.randn(512, 512, device=device))
     kept = parameter.detach().clone()
     weights.adopt(parameter)
-    weights.rest()
+    weights.free_idle()
     assert storage_of(parameter).nbytes() == 0
     x = torch.randn(8, 512, device=device)
     with ParameterUses(weights):
         found = torch.nn.functional.linear(x, parameter)
-        weights.rest()
+        weights.free_idle()
         assert storage_of(parameter).nbytes() == 0
         found.square().mean().backward()  # on the device's thread, where there is one
         assert parameter.grad is not None
         with torch.no_grad():
             parameter.mul_(2)
-        weights.rest()
+        weights.free_idle()
         assert torch.equal(parameter.detach(), 2 * kept)
     other = kept.clone().requires_grad_()
     torch.nn.functional.linear(x, other).square().mean().backward()

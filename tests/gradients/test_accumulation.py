@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import LagomError
 from lagom.gradients import overlap
-from lagom.gradients.averaging import TensorAverager
+from lagom.gradients.tensor_averager import TensorAverager
 from lagom.session.session import Session
 from tests.ranks import RankFailedError, alone, check_against_one_process, run_ranks
 
@@ -265,15 +265,15 @@ def test_sparse_gradients() -> None:
 
 
 def test_large_gradients_travel_during_the_last_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "WORTH", 0)
+    monkeypatch.setattr(overlap, "MIN_BYTES", 0)
 
     def run(session: Session) -> Any:
         torch.manual_seed(1)
         model = _network(256)
         began: list[bool] = []
-        if session.replicate is not None:
-            end = session.replicate.overlap.end
-            session.replicate.overlap.end = lambda: began.append((found := end()) is not None) or found  # type: ignore[func-returns-value,method-assign]
+        if session.gradient_averager is not None:
+            end = session.gradient_averager.overlap.end
+            session.gradient_averager.overlap.end = lambda: began.append((found := end()) is not None) or found  # type: ignore[func-returns-value,method-assign]
         _plain(model, 3, 9)
         return [p.detach() for p in model.parameters()], began
 

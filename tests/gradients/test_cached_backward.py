@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lagom.gradients.replicate import Replicate
+from lagom.gradients.gradient_averager import GradientAverager
 from lagom.patching.replace import replaced
 from lagom.session.session import Session
 from tests.ranks import RankFailedError, alone, check_against_one_process, run_ranks
@@ -172,13 +172,13 @@ def test_most_backwards_take_the_short_way(world_size: int) -> None:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 1)).double()
             long = []
-            reduce = Replicate.reduce
+            reduce = GradientAverager.reduce
 
-            def counted(self: Replicate, pending: Any, *, differs: bool = False) -> None:
+            def counted(self: GradientAverager, pending: Any, *, differs: bool = False) -> None:
                 long.append(pending)
                 reduce(self, pending, differs=differs)
 
-            with replaced(Replicate, "reduce", counted):
+            with replaced(GradientAverager, "reduce", counted):
                 return trained(plain, model, rate=1e-5), len(long)
 
         expected, _ = alone(run)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.gradients.criteria import SUMMED, WEIGHTED, caveats
+from lagom.gradients.criteria import SUMMED, WEIGHTED, find_caveats
 from lagom.session.session import Session
 from tests.ranks import alone, run_ranks
 
@@ -40,7 +40,7 @@ def test_losses_that_are_no_mean_over_the_samples_are_told_of_and_others_are_not
         for name, (criterion, _wanted) in LOSSES.items():
             for (x,) in DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=8):
                 loss = criterion(model(x), model.weight)
-                found[name] = caveats([loss])
+                found[name] = find_caveats([loss])
                 loss.backward()
         return found
 
@@ -66,7 +66,7 @@ def test_a_loss_whose_graph_is_freed_or_checkpointed_is_not_read() -> None:
         loss.backward()
         (gradient,) = torch.autograd.grad(loss + w.square().sum(), [w])
         loss = checkpoint(criterion, x, use_reentrant=False)
-        told, before = caveats([loss]), len(calls)
+        told, before = find_caveats([loss]), len(calls)
         loss.backward()
         return [gradient.tolist(), told, before, len(calls)]
 

@@ -78,7 +78,7 @@ def test_a_program_that_catches_the_error_too_is_told_at_its_end() -> None:
                 (Fails.apply(loss) if i == 5 + session.rank else loss).backward()  # type: ignore[no-untyped-call]
         assert session.divergence is not None
         assert session.agreement is not None
-        session.divergence.end(session.agreement)
+        session.divergence.check_end(session.agreement)
 
     with pytest.raises(RankFailedError, match=r"DivergenceError: the program caught this error and went on, .* points"):
         run_ranks(2, run)
@@ -121,7 +121,7 @@ def test_nor_can_initial_values_that_differ_be_caught_and_forgotten() -> None:
                 model(torch.ones(4, 3)).mean().backward()
         assert session.divergence is not None
         assert session.agreement is not None
-        session.divergence.end(session.agreement)
+        session.divergence.check_end(session.agreement)
 
     with pytest.raises(
         RankFailedError, match=r"DivergenceError: the program caught this error and went on, .*Linear\.weight"

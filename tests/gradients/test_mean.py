@@ -153,8 +153,8 @@ def test_what_powersgd_loses_is_kept_and_what_is_not_finite_is_not(world_size: i
             if step == 2 and session.rank == 1:
                 own[0][5, 5] = torch.inf
             results.append(averaged(session, own, parameters)[0])
-        assert session.replicate is not None
-        (kept,) = session.replicate.reduction._kept.values()  # type: ignore[attr-defined]
+        assert session.gradient_averager is not None
+        (kept,) = session.gradient_averager.reduction._kept.values()  # type: ignore[attr-defined]
         return torch.stack(results), kept.error
 
     found = run_ranks(world_size, run, gradient_compression="powersgd")
@@ -173,7 +173,7 @@ def sent(world_size: int, **gradients: Any) -> int:
 
     def run(session: Session) -> int:
         assert session.group is not None
-        assert session.replicate is not None
+        assert session.gradient_averager is not None
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         averaged(session, constants(session.rank), parameters)
         group, total = session.group, [0]
@@ -193,8 +193,8 @@ def sent(world_size: int, **gradients: Any) -> int:
         counted("all_to_all", lambda rows: rows.nbytes * others // world_size)
         counted("all_gather_into", lambda whole: whole.nbytes * others // world_size)
         averaged(session, constants(session.rank, 1), parameters)
-        layouts = session.replicate._averager._layouts.values()
-        beside = sum(len(layout.parcel.packed or b"") for layout in layouts)
+        layouts = session.gradient_averager._averager._layouts.values()
+        beside = sum(len(layout.packed.packed or b"") for layout in layouts)
         return total[0] + beside * others
 
     numbers: list[int] = run_ranks(world_size, run, **gradients)

@@ -22,7 +22,7 @@ WIDE = 400  # 1.3 MB in float64
 
 @pytest.fixture(autouse=True)
 def worth_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "WORTH", 1 << 20)
+    monkeypatch.setattr(overlap, "MIN_BYTES", 1 << 20)
 
 
 def wide() -> nn.Sequential:
@@ -286,7 +286,7 @@ def test_gradients_that_are_differentiated_wait() -> None:
 
 def test_ranks_that_keep_reaching_different_leaves_stop_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(session: Session) -> Any:
-        assert session.replicate is not None
+        assert session.gradient_averager is not None
         asked = []
         exchange = AgreedExchange.exchange
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lagom.loaders.batch_shares import per_rank, split_batch
+from lagom.loaders.batch_shares import split_batch, split_batch_group
 from lagom.run_state.loader_pass import BatchShare
 
 
@@ -25,6 +25,6 @@ def test_split_takes_tensors_and_iterables() -> None:
 
 
 def test_per_rank_keeps_whole_batches_and_deals_out_a_tail() -> None:
-    assert per_rank([[1, 2], [3]], 1, 2, drop_last=False) == ([3], BatchShare(1, 3, False))
-    assert per_rank([[1, 2, 3]], 1, 2, drop_last=False) == ([2], BatchShare(1, 3, False))
-    assert per_rank([[1, 2, 3]], 1, 2, drop_last=True) is None
+    assert split_batch_group([[1, 2], [3]], 1, 2, drop_last=False) == ([3], BatchShare(1, 3, False))
+    assert split_batch_group([[1, 2, 3]], 1, 2, drop_last=False) == ([2], BatchShare(1, 3, False))
+    assert split_batch_group([[1, 2, 3]], 1, 2, drop_last=True) is None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler
 
 from lagom.loaders import permutation
-from lagom.loaders.permutation import permute, permute_by_torch
+from lagom.loaders.permutation import permute, permute_with_torch
 from tests.ranks import run_ranks
 from tests.session.loading import Numbers
 
@@ -30,7 +30,7 @@ def test_both_ways_of_evaluating_give_the_same(n: int, key: int, part: float) ->
     start = min(int(n * part), n - 1)
     count = min(500, n - start)
     found = permute(n, key, start, count)
-    assert found.tolist() == permute_by_torch(n, key, start, count).tolist()
+    assert found.tolist() == permute_with_torch(n, key, start, count).tolist()
     assert ((found >= 0) & (found < n)).all()
     assert len(found.unique()) == count
 

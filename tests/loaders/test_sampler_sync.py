@@ -125,7 +125,7 @@ def test_a_rank_that_leaves_a_loop_alone_is_an_error_for_the_others_and_no_hang(
                     model(inputs).mean().backward()
                 if session.rank == 1 and epoch == 1:
                     break
-            session.divergence.end(session.agreement)  # type: ignore[union-attr, arg-type]
+            session.divergence.check_end(session.agreement)  # type: ignore[union-attr, arg-type]
         except DivergenceError as error:
             return str(error)
         return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lagom
 from lagom.errors import DivergenceError, LagomError
-from lagom.loaders.batch_shares import num_rows, num_samples
-from lagom.loaders.self_sharded import first_sample
+from lagom.loaders.self_sharded import cut_to_first_sample
 from lagom.session.session import Session
 from lagom.world import Place, place_set
 from tests.ranks import check_against_one_process, run_ranks
@@ -182,21 +180,10 @@ def test_whole_batches_of_it_are_refused() -> None:
 
 def test_what_stands_for_no_sample_is_cut_to_one_where_all_tensors_have_a_row_for_each() -> None:
     x, y = torch.arange(6).view(3, 2), torch.arange(3)
-    cut = first_sample({"x": x, "y": (y, "name")}, 3)
+    cut = cut_to_first_sample({"x": x, "y": (y, "name")}, 3)
     assert cut["x"].tolist() == [[0, 1]]
     assert cut["x"]._base is None  # a view would count as the batch before
     assert cut["y"][0].tolist() == [0]
     assert cut["y"][1] == "name"
     packed = [x.view(-1), y]
-    assert first_sample(packed, 3) is packed
-
-
-def test_rows_are_counted_wherever_texts_and_single_numbers_stand() -> None:
-    x = torch.zeros(3, 2)
-    for batch in (x, [x], ("text", x), {"name": ["a"] * 3, "x": x}, {"step": torch.tensor(1), "x": [x]}, x.numpy()):
-        assert num_rows(batch) == 3
-    assert num_rows(UserDict(name=["a"], x=x)) == 3
-    without: list[Any] = ["text", ["a", "b"], [], {}, 4, torch.tensor(1), None]
-    for empty in without:
-        assert num_rows(empty) is None
-        assert num_samples(empty) == 1
+    assert cut_to_first_sample(packed, 3) is packed

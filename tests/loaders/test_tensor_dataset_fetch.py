@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from lagom.loaders.tensor_dataset_fetch import fetch_at_once
+from lagom.loaders.tensor_dataset_fetch import choose_fetcher
 from tests.ranks import alone, run_ranks
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -26,7 +26,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 def same(dataset: Any, *batches: Any) -> None:
-    ours, theirs = fetch_at_once(fetcher(dataset)), fetcher(dataset)
+    ours, theirs = choose_fetcher(fetcher(dataset)), fetcher(dataset)
     assert type(ours) is not type(theirs)
     for index in batches:
         found, wanted = ours.fetch(index), theirs.fetch(index)
@@ -58,24 +58,24 @@ def test_what_differs_from_torchs_own_is_fetched_sample_by_sample(monkeypatch: p
     others += [TensorDataset(one) for one in (transposed, channels_last, parameter, torch.randn(5).requires_grad_())]
     for dataset in others:
         made = fetcher(dataset)
-        assert fetch_at_once(made) is made
+        assert choose_fetcher(made) is made
     for made in (fetcher(plain, lambda samples: samples), _MapDatasetFetcher(plain, False, default_collate, False)):
-        assert fetch_at_once(made) is made
+        assert choose_fetcher(made) is made
     fetch: Any = _MapDatasetFetcher.fetch
     with monkeypatch.context() as counting:
         counting.setattr(_MapDatasetFetcher, "fetch", lambda self, index: fetch(self, index))
         made = fetcher(plain)
-        assert fetch_at_once(made) is made
+        assert choose_fetcher(made) is made
     monkeypatch.setitem(default_collate_fn_map, tuple, lambda batch, *, collate_fn_map: "theirs")
-    assert fetch_at_once(fetcher(plain)).fetch([0]) == "theirs"
+    assert choose_fetcher(fetcher(plain)).fetch([0]) == "theirs"
     monkeypatch.delitem(default_collate_fn_map, tuple)
     monkeypatch.setattr(TensorDataset, "__getitem__", lambda self, index: (torch.tensor(index),))
-    assert fetch_at_once(fetcher(plain)).fetch([4])[0].tolist() == [4]
+    assert choose_fetcher(fetcher(plain)).fetch([4])[0].tolist() == [4]
 
 
 def test_what_changes_meanwhile_is_seen() -> None:
     dataset = TensorDataset(torch.arange(5.0))
-    made = fetch_at_once(fetcher(dataset))
+    made = choose_fetcher(fetcher(dataset))
     dataset.tensors[0][0] = 7
     assert made.fetch([0])[0].tolist() == [7]
     dataset.tensors[0].requires_grad_()
@@ -88,7 +88,7 @@ def test_what_changes_meanwhile_is_seen() -> None:
 def test_errors_are_torchs(index: Any) -> None:
     dataset = TensorDataset(torch.arange(5.0))
     said = []
-    for made in (fetcher(dataset), fetch_at_once(fetcher(dataset))):
+    for made in (fetcher(dataset), choose_fetcher(fetcher(dataset))):
         with pytest.raises(Exception) as caught:  # noqa: PT011  (any error: both must raise the same)
             made.fetch(index)
         said.append((type(caught.value), str(caught.value)))
@@ -110,7 +110,7 @@ def test_a_loader_of_a_run_takes_batches_at_once(world_size: int) -> None:
     name, wanted = alone(batches)
     assert name == "_MapDatasetFetcher"
     for rank, (name, found) in enumerate(run_ranks(world_size, run)):
-        assert name == "_AtOnce"
+        assert name == "_TensorFetcher"
         assert found == [[part[rank::world_size] for part in batch] for batch in wanted]
 
 

@@ -22,7 +22,7 @@ ROOT = Path(lagom.__file__).parent
         ("forward/batchnorm.py", "BatchNorm's statistics"),
         ("forward/batchnorm_arithmetic.py", "BatchNorm's statistics"),
         ("gradients/buffers.py", "buffers"),
-        ("gradients/replicate.py", "gradients"),
+        ("gradients/gradient_averager.py", "gradients"),
         ("gradients/autograd_grad.py", "gradients"),
         ("loaders/sampler_sync.py", "the order of a data loader"),
         ("loaders/self_sharded.py", "sizes of batches"),

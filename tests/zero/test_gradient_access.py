@@ -54,7 +54,7 @@ def test_each_rank_keeps_its_part_only(make: Any) -> None:
         gradients = session.gradients
         assert gradients is not None
         assert all(SLOT.__get__(p) is None for p in model.parameters())
-        parts = [gradients.part(p)[1] for p in model.parameters()]
+        parts = [gradients.find_shard(p)[1] for p in model.parameters()]
         held = sum(part.untyped_storage().nbytes() for part in parts if part is not None)
         optimizer.step()
         assert all(SLOT.__get__(p) is None for p in model.parameters())
@@ -246,7 +246,7 @@ class Fragile(torch.autograd.Function):
 @pytest.mark.parametrize("way", ["parts", "whole"])
 def test_large_gradients_are_cut_while_a_backward_runs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks share memory each gets its part of the sums only, else whole ones."""
-    monkeypatch.setattr(overlap, "WORTH", 1 << 20)
+    monkeypatch.setattr(overlap, "MIN_BYTES", 1 << 20)
     if way == "whole":
         monkeypatch.setattr(Group, "reduces_parts", False)
     # At once, and not when it has come to pass: that depends on the machine.
@@ -259,7 +259,7 @@ def test_large_gradients_are_cut_while_a_backward_runs(way: str, monkeypatch: py
         optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
         early: list[int] = []
         if session.gradients is not None:
-            name = "_cut" if way == "whole" or not _shares_memory(session) else "take_part_early"
+            name = "_cut_shard" if way == "whole" or not _shares_memory(session) else "take_shard_early"
             done: Any = getattr(session.gradients, name)
             setattr(session.gradients, name, lambda *given: early.append(session.depth) or done(*given))  # type: ignore[func-returns-value]
         none = []
@@ -295,15 +295,15 @@ def _shares_memory(session: Session) -> bool:
 
 def test_parts_of_sums_have_the_bits_of_whole_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of halves, of gradients that lie otherwise in memory, unused ones, and several in a bucket."""
-    monkeypatch.setattr(overlap, "WORTH", 1 << 16)
+    monkeypatch.setattr(overlap, "MIN_BYTES", 1 << 16)
     monkeypatch.setattr(layout, "ALONE", 1 << 17)
     monkeypatch.setattr(layout, "TOGETHER", 1 << 16)
 
     def train(session: Session) -> Any:
         assert session.gradients is not None
         came: list[int] = []
-        take = session.gradients.take_part_early
-        session.gradients.take_part_early = lambda *given: came.append(is_whole) or take(*given)  # type: ignore[func-returns-value, method-assign]
+        take = session.gradients.take_shard_early
+        session.gradients.take_shard_early = lambda *given: came.append(is_whole) or take(*given)  # type: ignore[func-returns-value, method-assign]
         found_by_way = []
         for is_whole in (True, False):
             Group.reduces_parts = False if is_whole else way  # type: ignore[assignment, method-assign]

@@ -27,7 +27,7 @@ from torch.optim import (
     SparseAdam,
 )
 
-from lagom.zero.optimizer_probe import Kind, probe_optimizer
+from lagom.zero.optimizer_probe import ShardingKind, probe_optimizer
 
 
 class Own(Optimizer):
@@ -90,14 +90,14 @@ def _params() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape)) for shape in shapes]
 
 
-def found(optimizer: Optimizer, *, closure: bool = False) -> Kind:
+def found(optimizer: Optimizer, *, closure: bool = False) -> ShardingKind:
     step: Any = type(optimizer).step
     return probe_optimizer(optimizer, step.__wrapped__, closure=closure).kind
 
 
 @pytest.mark.parametrize("kind", [ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD])
 def test_elementwise_optimizers_of_torch(kind: Any) -> None:
-    assert found(kind(_params(), lr=0.0)) is Kind.ELEMENTWISE
+    assert found(kind(_params(), lr=0.0)) is ShardingKind.ELEMENTWISE
 
 
 @pytest.mark.parametrize(
@@ -105,36 +105,36 @@ def test_elementwise_optimizers_of_torch(kind: Any) -> None:
     [(SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}), (Adam, {"fused": True}), (AdamW, {"amsgrad": True})],
 )
 def test_their_settings_count(kind: Any, options: Any) -> None:
-    assert found(kind(_params(), lr=0.1, **options)) is Kind.ELEMENTWISE
-    assert found(kind(_params(), lr=0.1, **options), closure=True) is Kind.ELEMENTWISE
+    assert found(kind(_params(), lr=0.1, **options)) is ShardingKind.ELEMENTWISE
+    assert found(kind(_params(), lr=0.1, **options), closure=True) is ShardingKind.ELEMENTWISE
 
 
 def test_those_that_look_at_whole_matrices() -> None:
-    assert found(Adafactor(_params())) is Kind.BY_PARAMETER
-    assert found(torch.optim.Muon(_params()[:1])) is Kind.BY_PARAMETER
+    assert found(Adafactor(_params())) is ShardingKind.BY_PARAMETER
+    assert found(torch.optim.Muon(_params()[:1])) is ShardingKind.BY_PARAMETER
 
 
 def test_those_that_cannot_be_stepped_apart() -> None:
-    assert found(LBFGS(_params()), closure=True) is Kind.COUPLED
-    assert found(SparseAdam(_params())) is Kind.COUPLED
-    assert found(Adam(_params(), differentiable=True)) is Kind.COUPLED
+    assert found(LBFGS(_params()), closure=True) is ShardingKind.COUPLED
+    assert found(SparseAdam(_params())) is ShardingKind.COUPLED
+    assert found(Adam(_params(), differentiable=True)) is ShardingKind.COUPLED
 
 
 @pytest.mark.parametrize(
     ("update", "kind"),
     [
-        (_plain, Kind.ELEMENTWISE),
-        (_by_norm, Kind.BY_PARAMETER),
-        (_late, Kind.BY_PARAMETER),
-        (_with_a_norm_in_its_state, Kind.BY_PARAMETER),
-        (_with_stacked_state, Kind.BY_PARAMETER),
-        (_by_all, Kind.COUPLED),
-        (_by_chance, Kind.COUPLED),
-        (_by_changing, Kind.ELEMENTWISE),
-        (_counting_in_its_group, Kind.COUPLED),
+        (_plain, ShardingKind.ELEMENTWISE),
+        (_by_norm, ShardingKind.BY_PARAMETER),
+        (_late, ShardingKind.BY_PARAMETER),
+        (_with_a_norm_in_its_state, ShardingKind.BY_PARAMETER),
+        (_with_stacked_state, ShardingKind.BY_PARAMETER),
+        (_by_all, ShardingKind.COUPLED),
+        (_by_chance, ShardingKind.COUPLED),
+        (_by_changing, ShardingKind.ELEMENTWISE),
+        (_counting_in_its_group, ShardingKind.COUPLED),
     ],
 )
-def test_a_third_partys_optimizer(update: Any, kind: Kind) -> None:
+def test_a_third_partys_optimizer(update: Any, kind: ShardingKind) -> None:
     assert found(Own(_params(), update)) is kind
 
 
@@ -144,7 +144,7 @@ def test_who_changes_gradients_is_known() -> None:
     for expected, optimizers in ((True, changing), (False, keeping)):
         for optimizer in optimizers:
             step: Any = type(optimizer).step
-            assert probe_optimizer(optimizer, step.__wrapped__, closure=False) == (Kind.ELEMENTWISE, expected)
+            assert probe_optimizer(optimizer, step.__wrapped__, closure=False) == (ShardingKind.ELEMENTWISE, expected)
 
 
 def test_nothing_is_left_behind() -> None:

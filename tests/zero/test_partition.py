@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from lagom.zero.partition import ParameterPiece, by_element, by_parameter
+from lagom.zero.partition import ParameterPiece, partition_by_element, partition_by_parameter
 
 
 def test_every_element_is_in_one_piece() -> None:
@@ -15,7 +15,7 @@ def test_every_element_is_in_one_piece() -> None:
     for _ in range(300):
         sizes = [draw.choice([1, 5, 64, 127, 128, 500, 4000, 70000]) for _ in range(draw.randint(1, 9))]
         for world_size in (1, 2, 3, 8):
-            for deal in (by_element, by_parameter):
+            for deal in (partition_by_element, partition_by_parameter):
                 parts = deal(sizes, world_size)
                 assert len(parts) == world_size
                 pieces = sorted(piece for part in parts for piece in part)
@@ -29,15 +29,15 @@ def test_every_element_is_in_one_piece() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 7])
 def test_ranks_have_about_as_many_elements(world_size: int) -> None:
     sizes = [4096, 64, 250_000, 64, 777, 90_000, 10, 33]
-    counts = [sum(piece.end - piece.start for piece in part) for part in by_element(sizes, world_size)]
+    counts = [sum(piece.end - piece.start for piece in part) for part in partition_by_element(sizes, world_size)]
     assert max(counts) - min(counts) <= 2 * 64 + 2 * 16
 
 
 def test_small_parameters_stay_whole() -> None:
-    assert by_element([100, 100], 3) == [[ParameterPiece(0, 0, 100)], [], [ParameterPiece(1, 0, 100)]]
-    assert by_element([127], 2) in ([[ParameterPiece(0, 0, 127)], []], [[], [ParameterPiece(0, 0, 127)]])
+    assert partition_by_element([100, 100], 3) == [[ParameterPiece(0, 0, 100)], [], [ParameterPiece(1, 0, 100)]]
+    assert partition_by_element([127], 2) in ([[ParameterPiece(0, 0, 127)], []], [[], [ParameterPiece(0, 0, 127)]])
 
 
 def test_the_largest_parameters_go_to_different_ranks() -> None:
-    parts = by_parameter([10, 100, 20, 90, 30], 2)
+    parts = partition_by_parameter([10, 100, 20, 90, 30], 2)
     assert [sum(piece.end for piece in part) for part in parts] == [130, 120]

@@ -34,7 +34,7 @@ LEVEL = 3
 @pytest.fixture(autouse=True)
 def everything_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small parameters too, and nothing is kept whole for the next use."""
-    monkeypatch.setattr(shards, "LEAST", 2)
+    monkeypatch.setattr(shards, "MIN_ELEMENTS", 2)
     monkeypatch.setattr(residency, "ROOM", 0)
     monkeypatch.setattr(residency, "SHARE_KEPT", 1 << 40)
     yield
@@ -203,14 +203,14 @@ def test_a_state_that_does_not_fit_the_device_is_on_the_cpu_and_whole(monkeypatc
         shared = session.weights
         assert shared is not None
         own = model.state_dict()
-        assert shared.unit(own["place"]) is shared.unit(model.place)
+        assert shared.find_storage(own["place"]) is shared.find_storage(model.place)
         wanted = copy.deepcopy(own)
         free, copied = 1000, wanted
         if session.rank == 0:  # alone, as for a checkpoint
             copied = model.state_dict()
             assert len(asked) == 2  # once for a whole model, and not for each module in it
             assert list(copied) == list(own)
-            assert all(shared.unit(one) is None and not one.requires_grad for one in copied.values())
+            assert all(shared.find_storage(one) is None and not one.requires_grad for one in copied.values())
             assert sum(unit.is_whole for unit in shared.units.values()) < 3
             assert model.state_dict(keep_vars=True)["place"] is model.place
         return [torch.equal(copied[key], value) for key, value in wanted.items()], model(tokens)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lagom.compat.horovod import topology
 from lagom.compat.horovod.asynchronous import Sum
 from lagom.compat.horovod.differentiable import allgather, allreduce_
-from lagom.forward.batchnorm_arithmetic import BatchNormCall, Normalise, combine_moments, moments
+from lagom.forward.batchnorm_arithmetic import BatchNormCall, NormaliseFunction, combine_moments, local_moments
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -32,7 +32,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         dtype = torch.promote_types(input.dtype, torch.float32)
         call = BatchNormCall(_sum_over_ranks, self.eps, True, count)
         given = (input, self.weight, self.bias, mean.to(dtype), var.to(dtype), call)
-        output: Tensor = Normalise.apply(*given)  # type: ignore[no-untyped-call]
+        output: Tensor = NormaliseFunction.apply(*given)  # type: ignore[no-untyped-call]
         return output
 
     def _update_running(self, mean: Tensor, unbiased_var: Tensor) -> None:
@@ -55,7 +55,7 @@ def _local_statistics(input: Tensor) -> Tensor:
     channels = input.shape[1]
     row = torch.zeros(1, 3 + 2 * channels, dtype=torch.float64, device=input.device)
     if input.numel():
-        mean, var = moments(input)
+        mean, var = local_moments(input)
         row[0, :3] = count = input.numel() // channels
         row[0, 3 : 3 + channels] = mean
         row[0, 3 + channels :] = var.to(torch.float64) * count

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lagom.gradients.reduction.layout import travelling
-from lagom.run_state.memory_layout import flat_like
+from lagom.gradients.reduction.layout import wire_dtype
+from lagom.run_state.memory_layout import flatten_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ def start_all_reduce(
         all_reduce: begins to sum a flat tensor over the ranks.
     """
     first = gradients[0]
-    dtype = travelling(first.dtype)
+    dtype = wire_dtype(first.dtype)
     views = None
     if len(gradients) == 1 and first.is_contiguous() and dtype == first.dtype and _is_sole_owner(first):
         flat = first.view(-1)
@@ -69,7 +69,7 @@ class ShardMap(NamedTuple):
     """This rank's pieces: index of the leaf in the bucket, and number of elements."""
 
 
-def shard_map(parts: Sequence[Sequence[tuple[int, int, int]]], rank: int, world_size: int) -> ShardMap:
+def make_shard_map(parts: Sequence[Sequence[tuple[int, int, int]]], rank: int, world_size: int) -> ShardMap:
     """Return the map of a bucket.
 
     Args:
@@ -109,7 +109,7 @@ def start_reduce_scatter(
     """
     is_all = deal.counts[rank] == sum(deal.counts)
     may_be_used = not is_all or _is_sole_owner(gradients[0])
-    lines = [flat_like(gradient, leaf) for gradient, leaf in zip(gradients, leaves, strict=True)]
+    lines = [flatten_like(gradient, leaf) for gradient, leaf in zip(gradients, leaves, strict=True)]
     in_order = len(lines) == 1 and [start for _, start, _ in deal.pieces] == sorted(x[1] for x in deal.pieces)
     is_half = lines[0].element_size() < 4
     if in_order and not is_half and may_be_used:

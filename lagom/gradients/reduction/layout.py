@@ -46,7 +46,7 @@ class Layout:
     """
 
     def __init__(self, kind: str, entries: list[LayoutEntry], room: int, reduction: Reduction | None = None) -> None:
-        as_type = travelling if reduction is None else reduction.travelling
+        as_type = wire_dtype if reduction is None else reduction.wire_dtype
         self.reduction = reduction
         self.entries = entries
         self.numbers = [entry.number for entry in entries]
@@ -62,7 +62,7 @@ class Layout:
         for i in self.order:
             entry = entries[i]
             size = entry.shape.numel() * as_type(entry.dtype).itemsize
-            is_apart = entry.cuda or (reduction is not None and reduction.is_apart(entry))
+            is_apart = entry.cuda or (reduction is not None and reduction.travels_alone(entry))
             if entry.sparse:
                 self.sparse.append(i)
             elif not is_apart and size <= room:
@@ -70,20 +70,20 @@ class Layout:
                 room -= size
             else:
                 rest.setdefault((entry.cuda, entry.dtype), []).append(i)
-        self.parcel = PackedTensors([(entries[i].dtype, entries[i].shape) for i in self.framed], as_type)
+        self.packed = PackedTensors([(entries[i].dtype, entries[i].shape) for i in self.framed], as_type)
         # Reversed, since a backward reaches the last parameters first.
-        self.buckets = [bucket for part in rest.values() for bucket in _buckets(part[::-1], entries)]
+        self.buckets = [bucket for part in rest.values() for bucket in _make_buckets(part[::-1], entries)]
         on_cpu = [entries[i] for (cuda, _), part in rest.items() if not cuda for i in part]
         self.on_cpu = sum(entry.shape.numel() * entry.dtype.itemsize for entry in on_cpu)
         """Bytes of all buckets on the CPU."""
 
 
-def travelling(dtype: torch.dtype) -> torch.dtype:
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which gradients of ``dtype`` are sent: one that gloo and NCCL can add."""
     return dtype if dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) else torch.float32
 
 
-def _buckets(indices: list[int], entries: list[LayoutEntry]) -> list[Bucket]:
+def _make_buckets(indices: list[int], entries: list[LayoutEntry]) -> list[Bucket]:
     buckets: list[Bucket] = []
     together: list[int] = []
     num_bytes = 0

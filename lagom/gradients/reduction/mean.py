@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from lagom.gradients.reduction.buckets import finish_all_reduce, start_all_reduce
-from lagom.gradients.reduction.layout import travelling
+from lagom.gradients.reduction.layout import wire_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ class Reduction(Protocol):
     overlaps: bool
     """Whether the reduction is a plain sum, so that buckets may be summed while the backward runs."""
 
-    def room(self, room: int) -> int:
+    def frame_bytes(self, room: int) -> int:
         """Return how many of the ``room`` bytes in the message with the signature gradients may use."""
 
-    def travelling(self, dtype: torch.dtype) -> torch.dtype:
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type in which gradients of ``dtype`` are sent."""
 
-    def is_apart(self, entry: LayoutEntry) -> bool:
+    def travels_alone(self, entry: LayoutEntry) -> bool:
         """Return whether a gradient must travel in a bucket, however small it is."""
 
     def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
@@ -49,15 +49,15 @@ class Mean:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def room(self, room: int) -> int:
+    def frame_bytes(self, room: int) -> int:
         """Return ``room``: gradients may use all of it."""
         return room
 
-    def travelling(self, dtype: torch.dtype) -> torch.dtype:
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return ``dtype`` if gloo and NCCL can add it, else float32."""
-        return travelling(dtype)
+        return wire_dtype(dtype)
 
-    def is_apart(self, entry: LayoutEntry) -> bool:
+    def travels_alone(self, entry: LayoutEntry) -> bool:
         """Return False: any small gradient may travel with the signature."""
         return False
 
@@ -79,7 +79,7 @@ class Mean:
         """Do nothing: the mean has no state."""
 
 
-def reduction(group: Group, compression: str | None, adaptive: bool) -> Reduction:
+def make_reduction(group: Group, compression: str | None, adaptive: bool) -> Reduction:
     """Return the reduction for a config's ``gradient_compression``.
 
     Args:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lagom.gradients.reduction.layout import Bucket, travelling
+from lagom.gradients.reduction.layout import Bucket, wire_dtype
 from lagom.gradients.reduction.mean import Mean
 
 if TYPE_CHECKING:
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 RANK = 4
 """Columns of the thin matrices; the paper's experiments have 1 to 4."""
-_LEAST = 2
-"""A matrix is compressed only if its two thin matrices have at most 1/``_LEAST`` of its elements."""
+_MIN_SAVING = 2
+"""A matrix is compressed only if its two thin matrices have at most 1/``_MIN_SAVING`` of its elements."""
 
 
-class _Kept(NamedTuple):
+class _CompressionState(NamedTuple):
     """The state of one parameter between two steps."""
 
     second: torch.Tensor
@@ -39,31 +39,31 @@ class PowerSGD:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._mean = Mean(group)
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _CompressionState] = {}
 
-    def room(self, room: int) -> int:
+    def frame_bytes(self, room: int) -> int:
         """Return ``room``: gradients that are not compressed may use all of it."""
         return room
 
-    def travelling(self, dtype: torch.dtype) -> torch.dtype:
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return ``dtype`` if gloo and NCCL can add it, else float32."""
-        return travelling(dtype)
+        return wire_dtype(dtype)
 
-    def is_apart(self, entry: LayoutEntry) -> bool:
+    def travels_alone(self, entry: LayoutEntry) -> bool:
         """Return whether the gradient is a matrix that is worth compressing."""
         shape = entry.shape
         if entry.sparse or len(shape) < 2 or not shape.numel():
             return False
         rows, columns = shape[0], shape.numel() // shape[0]
-        return _LEAST * (rows + columns) * RANK <= rows * columns
+        return _MIN_SAVING * (rows + columns) * RANK <= rows * columns
 
     def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
         """Average the gradients in ``layout.buckets``; a collective."""
         apart: list[int] = []
         rest: list[Bucket] = []
         for bucket in layout.buckets:
-            own = [i for i in bucket.indices if self.is_apart(layout.entries[i])]
-            others = [i for i in bucket.indices if not self.is_apart(layout.entries[i])]
+            own = [i for i in bucket.indices if self.travels_alone(layout.entries[i])]
+            others = [i for i in bucket.indices if not self.travels_alone(layout.entries[i])]
             apart += own
             rest += [Bucket(others)] if others else []
         self._mean.average(rest, gradients)
@@ -78,44 +78,44 @@ class PowerSGD:
         self._kept = {number: kept for number, kept in self._kept.items() if is_alive(number)}
 
     def _approximate(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        matrices = [_matrix(gradient) for gradient in gradients]
-        kept = [self._of(number, matrix) for number, matrix in zip(numbers, matrices, strict=True)]
+        matrices = [_to_matrix(gradient) for gradient in gradients]
+        kept = [self._state_of(number, matrix) for number, matrix in zip(numbers, matrices, strict=True)]
         for matrix, (_, error) in zip(matrices, kept, strict=True):
             matrix.add_(error)
-        firsts = self._averaged([matrix @ second for matrix, (second, _) in zip(matrices, kept, strict=True)])
-        bases = [_orthonormal(first) for first in firsts]
-        seconds = self._averaged([matrix.T @ base for matrix, base in zip(matrices, bases, strict=True)])
+        firsts = self._average([matrix @ second for matrix, (second, _) in zip(matrices, kept, strict=True)])
+        bases = [_orthonormalise(first) for first in firsts]
+        seconds = self._average([matrix.T @ base for matrix, base in zip(matrices, bases, strict=True)])
         for i, (gradient, matrix) in enumerate(zip(gradients, matrices, strict=True)):
             if not bool(firsts[i].isfinite().all()) or not bool(seconds[i].isfinite().all()):
                 # Equal on all ranks. A loss scaler skips this step, and its values must not enter the kept error.
                 gradient.fill_(torch.nan)
                 continue
             result = bases[i] @ seconds[i].T
-            self._kept[numbers[i]] = _Kept(seconds[i], matrix.sub_(result))
+            self._kept[numbers[i]] = _CompressionState(seconds[i], matrix.sub_(result))
             gradient.copy_(result.view(gradient.shape))
 
-    def _of(self, number: int, matrix: torch.Tensor) -> _Kept:
+    def _state_of(self, number: int, matrix: torch.Tensor) -> _CompressionState:
         found = self._kept.get(number)
         if found is not None and (found.error.shape, found.error.dtype) == (matrix.shape, matrix.dtype):
             return found
         generator = torch.Generator().manual_seed(abs(number))  # equal on all ranks, apart from the program's
         start = torch.randn(matrix.shape[1], RANK, generator=generator, dtype=torch.float64)
-        return _Kept(start.to(matrix), torch.zeros_like(matrix))
+        return _CompressionState(start.to(matrix), torch.zeros_like(matrix))
 
-    def _averaged(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _average(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         flat = torch.cat([part.reshape(-1) for part in parts])
         self._group.all_reduce(flat)
         flat.div_(self._group.world_size)
         return [one.view(part.shape) for one, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
 
 
-def _matrix(gradient: torch.Tensor) -> torch.Tensor:
+def _to_matrix(gradient: torch.Tensor) -> torch.Tensor:
     """Return a copy as a matrix in float32 or float64; its rows are the first dimension, as in the paper."""
     dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
     return gradient.detach().reshape(gradient.shape[0], -1).to(dtype, copy=True)
 
 
-def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+def _orthonormalise(matrix: torch.Tensor) -> torch.Tensor:
     """Return orthonormal columns with the span of ``matrix``, by Gram-Schmidt; a dependent column becomes zeros.
 
     Each column is projected twice, since one projection loses digits if columns are nearly parallel.

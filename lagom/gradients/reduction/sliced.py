@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from lagom.errors import LagomError
-from lagom.gradients.reduction.layout import travelling
+from lagom.gradients.reduction.layout import wire_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,35 +51,35 @@ class _Slices(NamedTuple):
     """First element of each gradient in ``flat``, and the end of the last gradient."""
 
 
-class _Sliced:
+class _SlicedReduction:
     def __init__(self, group: SliceGroup, half: torch.dtype | None) -> None:
         self._group = group
         self._half = half
 
-    def travelling(self, dtype: torch.dtype) -> torch.dtype:
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the half-precision type if one was asked for, else the type that can be added."""
-        own = travelling(dtype)
+        own = wire_dtype(dtype)
         return own if self._half is None or own.itemsize <= self._half.itemsize else self._half
 
-    def is_apart(self, entry: LayoutEntry) -> bool:
+    def travels_alone(self, entry: LayoutEntry) -> bool:
         """Return False: any small gradient may travel with the signature."""
         return False
 
     def forget(self, is_alive: Callable[[int], bool]) -> None:
         """Do nothing: slices have no state."""
 
-    def _cut(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> _Slices:
+    def _make_slices(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> _Slices:
         found = [gradients[i] for i in bucket.indices]
         sizes = [one.numel() for one in found]
         world_size = self._group.world_size
         size = -(-sum(sizes) // (world_size * _ALIGNED)) * _ALIGNED
-        flat = torch.zeros(world_size * size, dtype=self.travelling(found[0].dtype), device=found[0].device)
+        flat = torch.zeros(world_size * size, dtype=self.wire_dtype(found[0].dtype), device=found[0].device)
         torch._foreach_copy_(_views(flat, found), found)
         rows = self._group.all_to_all(flat.view(world_size, size))
         bounds = torch.tensor([0, *sizes]).cumsum(0).tolist()
         return _Slices(found, flat, rows, bounds)
 
-    def _share(self, slices: _Slices, result: torch.Tensor) -> None:
+    def _exchange_slices(self, slices: _Slices, result: torch.Tensor) -> None:
         """Exchange the results of all slices, and write them into the gradients.
 
         Args:
@@ -90,30 +90,30 @@ class _Sliced:
         torch._foreach_copy_(slices.gradients, _views(slices.flat, slices.gradients))
 
 
-class SlicedMean(_Sliced):
+class SlicedMean(_SlicedReduction):
     """Averages gradients that travel in half precision, and adds them in float32."""
 
     is_linear = True
     overlaps = False
 
-    def room(self, room: int) -> int:
+    def frame_bytes(self, room: int) -> int:
         """Return ``room``: gradients with the signature are added in float32 as well."""
         return room
 
     def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
         """Average the gradients in ``layout.buckets``; a collective."""
         for bucket in layout.buckets:
-            slices = self._cut(bucket, gradients)
-            self._share(slices, slices.rows.float().sum(dim=0).div_(self._group.world_size))
+            slices = self._make_slices(bucket, gradients)
+            self._exchange_slices(slices, slices.rows.float().sum(dim=0).div_(self._group.world_size))
 
 
-class Adasum(_Sliced):
+class Adasum(_SlicedReduction):
     """Averages gradients of ranks that point the same way, and adds orthogonal ones. See Note [Adasum]."""
 
     is_linear = False
     overlaps = False
 
-    def room(self, room: int) -> int:
+    def frame_bytes(self, room: int) -> int:
         """Return 0: gradients with the signature would be averaged."""
         return 0
 
@@ -133,13 +133,13 @@ class Adasum(_Sliced):
 
     def combine(self, buckets: Sequence[Bucket], gradients: Sequence[torch.Tensor]) -> None:
         """Combine the gradients that ``buckets`` name, in place; a collective."""
-        found = [self._cut(bucket, gradients) for bucket in buckets]
-        parts = [list(_computable(slices.rows)) for slices in found]
+        found = [self._make_slices(bucket, gradients) for bucket in buckets]
+        parts = [list(_to_float32(slices.rows)) for slices in found]
         segments = [self._segments(slices) for slices in found]
         for _ in range((self._group.world_size - 1).bit_length()):
-            parts = self._paired(parts, segments)
+            parts = self._combine_pairs(parts, segments)
         for slices, (result,) in zip(found, parts, strict=True):
-            self._share(slices, result)
+            self._exchange_slices(slices, result)
 
     def _segments(self, slices: _Slices) -> list[tuple[int, int]]:
         """Return first element and end of each gradient within this rank's slice."""
@@ -148,7 +148,7 @@ class Adasum(_Sliced):
         places = [min(max(bound - start, 0), size) for bound in slices.bounds]
         return list(pairwise(places))
 
-    def _paired(
+    def _combine_pairs(
         self, parts: list[list[torch.Tensor]], segments: list[list[tuple[int, int]]]
     ) -> list[list[torch.Tensor]]:
         """Combine one level of the tree: the first with the second, the third with the fourth; a last one is kept."""
@@ -174,7 +174,7 @@ def _views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
     return [part.view(one.shape) for part, one in zip(flat[: sum(sizes)].split(sizes), like, strict=True)]
 
 
-def _computable(rows: torch.Tensor) -> torch.Tensor:
+def _to_float32(rows: torch.Tensor) -> torch.Tensor:
     """Return ``rows`` in float32 or float64; the caller overwrites the result."""
     return rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
 

@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lagom.patching.replace import replaced
 from lagom.row_split.slicer import Slicer
-from lagom.run_state.leaves import Leaves, reached_leaves
+from lagom.run_state.leaves import Leaves, find_leaves
 from lagom.verify.on_rank.record import Record, RecordedBatch, RecordedLeaf, RecordedPass, RecordedRead, RecordedStep
 from lagom.verify.on_rank.scalar_reads import recorded_reads
 from lagom.verify.on_rank.tensor_sketch import digests, flat, row_shapes, sketch
@@ -53,7 +53,7 @@ def numbered_parameters() -> Iterator[Leaves]:
 
             def patched(cls: type, *args: Any, _make: Any = make, **kwargs: Any) -> Tensor:
                 parameter: Tensor = _make(cls, *args, **kwargs)
-                leaves.created(parameter)
+                leaves.add_leaf(parameter)
                 return parameter
 
             stack.enter_context(replaced(kind, "__new__", staticmethod(patched)))
@@ -78,7 +78,7 @@ def rehearse(session: Session, leaves: Leaves, function: Callable[[], Any]) -> R
         stack.enter_context(replaced(torch.autograd, "_engine_run_backward", _backward(notes)))
         stack.enter_context(replaced(torch.autocast, "__enter__", _entered(notes)))
         stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _following(notes)))
-        stack.enter_context(replaced(Slicer, "_sliced", _slicing(notes)))
+        stack.enter_context(replaced(Slicer, "_run_sliced", _slicing(notes)))
         stack.enter_context(recorded_reads(session, notes.read))
         # A checkpoint may hold numbers that were read; see Number.__reduce_ex__.
         stack.enter_context(torch.serialization.safe_globals([float]))
@@ -237,7 +237,7 @@ def _backward(notes: _Notes) -> Callable[..., Any]:
             notes.starts([leaf for leaf in args[3] if isinstance(leaf, nn.Parameter)])
             return original(outputs, *args, **options)
         notes.begin()
-        leaves = notes.starts(reached_leaves(outputs, args[3]))
+        leaves = notes.starts(find_leaves(outputs, args[3]))
         loss, weight = _loss(outputs, args[0]), session.weight
         notes.depth += 1
         try:
@@ -272,7 +272,7 @@ def _entered(notes: _Notes) -> Callable[..., Any]:
 
 
 def _slicing(notes: _Notes) -> Callable[..., Any]:
-    original = vars(Slicer)["_sliced"]
+    original = vars(Slicer)["_run_sliced"]
 
     def slicing(self: Any, *args: Any) -> Any:
         notes.record.shared = notes.record.shared or torch.is_grad_enabled()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lagom.contents import entries, is_array, is_metrics, is_plain, is_tensor, name_of
-from lagom.loaders.batch_shares import num_samples
 from lagom.run_state.nested_tensors import tensors
+from lagom.run_state.row_count import count_samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,7 +114,7 @@ def _sketch_with_gaps(tensor: torch.Tensor) -> Iterator[object]:
 
 def digests(data: Any) -> tuple[bytes, ...]:
     """Return a digest for each sample of a batch, over its row in all tensors with as many rows."""
-    count = num_samples(data)
+    count = count_samples(data)
     hashes = [hashlib.blake2b(digest_size=8) for _ in range(count)]
     for tensor in tensors(data):
         if tensor.dim() and len(tensor) == count and tensor.layout == torch.strided:
@@ -126,5 +126,5 @@ def digests(data: Any) -> tuple[bytes, ...]:
 
 def row_shapes(data: Any) -> tuple[tuple[int, ...], ...]:
     """Return the shape of one sample's row in each tensor of a batch."""
-    count = num_samples(data)
+    count = count_samples(data)
     return tuple(tuple(tensor.shape[1:]) for tensor in tensors(data) if tensor.dim() and len(tensor) == count)

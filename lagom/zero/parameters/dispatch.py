@@ -66,7 +66,7 @@ class ParameterUses(TorchDispatchMode):
     def __init__(self, weights: ParameterShards, *, apart: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = weights
-        self._apart = apart
+        self._is_other_thread = apart
         """Whether this is a thread that does not train, in which a parameter may lose its memory at any time."""
         self._written: dict[Any, tuple[int | str, ...]] = {}
 
@@ -79,37 +79,37 @@ class ParameterUses(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         weights = self._weights
-        if self._apart:
+        if self._is_other_thread:
             if weights.units and function not in _NO_VALUES:
-                _refuse_apart(weights, tensors((args, kwargs)))
+                _refuse_in_thread(weights, tensors((args, kwargs)))
             return function(*args, **kwargs)
         if not weights.units or weights.is_busy or function in _NO_VALUES:
             return function(*args, **kwargs)
         written = self._written.get(function)
         if written is None:
-            written = self._written[function] = _written(function)
+            written = self._written[function] = _written_arguments(function)
         given = tensors((args, kwargs) if kwargs else args)
         blank: list[ParameterStorage] = []
         if any(map(_is_low, given)):
             # Make all parameters of the operation whole at once, so that none is freed for another.
-            blank = weights.need(units_of(weights, given), self._blank(function, args))
+            blank = weights.make_whole(find_storages(weights, given), self._blank(function, args))
         if not written:
             return function(*args, **kwargs)
-        changed = units_of(weights, tensors([*_at(args, kwargs, written)]))
+        changed = find_storages(weights, tensors([*_select_arguments(args, kwargs, written)]))
         try:
             result = function(*args, **kwargs)
         except BaseException:
-            weights.unchanged(blank)  # the operation may have failed on a shape, and the program go on without it
+            weights.free_unwritten(blank)  # the operation may have failed on a shape, and the program go on without it
             raise
-        weights.changed(changed)
+        weights.mark_changed(changed)
         return result
 
     def _blank(self, function: Any, args: tuple[Any, ...]) -> list[ParameterStorage]:
         """Return the parameter that the operation overwrites as a whole without reading it, if any."""
         if function not in _OVERWRITE:
             return []
-        unit = self._weights.unit(args[0])
-        if unit is None or args[0].nbytes != unit.num_bytes or unit in units_of(self._weights, tensors(args[1:])):
+        unit = self._weights.find_storage(args[0])
+        if unit is None or args[0].nbytes != unit.num_bytes or unit in find_storages(self._weights, tensors(args[1:])):
             return []
         return [unit]
 
@@ -121,22 +121,22 @@ def _is_low(tensor: Tensor) -> bool:
         return False
 
 
-def units_of(weights: ParameterShards, given: Iterable[Tensor]) -> list[ParameterStorage]:
+def find_storages(weights: ParameterShards, given: Iterable[Tensor]) -> list[ParameterStorage]:
     """Return the storages of the sharded ones among these tensors."""
-    return [unit for tensor in given if (unit := unit_of(weights, tensor)) is not None]
+    return [unit for tensor in given if (unit := find_storage(weights, tensor)) is not None]
 
 
-def unit_of(weights: ParameterShards, tensor: Tensor) -> ParameterStorage | None:
+def find_storage(weights: ParameterShards, tensor: Tensor) -> ParameterStorage | None:
     """Return the storage of ``tensor``, if it is sharded; else None."""
     if not weights.units:
         return None
     try:
-        return weights.unit(tensor)
+        return weights.find_storage(tensor)
     except (RuntimeError, NotImplementedError):  # some tensors have no storage
         return None
 
 
-def _written(function: Any) -> tuple[int | str, ...]:
+def _written_arguments(function: Any) -> tuple[int | str, ...]:
     """Return the positions and names of the arguments that an operation changes."""
     schema = getattr(function, "_schema", None)
     if schema is None or not schema.is_mutable:
@@ -148,7 +148,7 @@ def _written(function: Any) -> tuple[int | str, ...]:
     return tuple(found)
 
 
-def _at(args: Sequence[Any], kwargs: dict[str, Any], written: tuple[int | str, ...]) -> Iterator[Any]:
+def _select_arguments(args: Sequence[Any], kwargs: dict[str, Any], written: tuple[int | str, ...]) -> Iterator[Any]:
     for place in written:
         if isinstance(place, str):
             if place in kwargs:
@@ -157,7 +157,7 @@ def _at(args: Sequence[Any], kwargs: dict[str, Any], written: tuple[int | str, .
             yield args[place]
 
 
-def in_thread(weights: ParameterShards) -> Callable[[threading.Thread], None]:
+def make_thread_bootstrap(weights: ParameterShards) -> Callable[[threading.Thread], None]:
     """Return a method to run a thread in which the use of a parameter is an error, and does not end the process."""
     original = vars(threading.Thread)["_bootstrap_inner"]
 
@@ -168,8 +168,8 @@ def in_thread(weights: ParameterShards) -> Callable[[threading.Thread], None]:
     return run
 
 
-def _refuse_apart(weights: ParameterShards, given: Iterable[Tensor]) -> None:
-    if units_of(weights, given):
+def _refuse_in_thread(weights: ParameterShards, given: Iterable[Tensor]) -> None:
+    if find_storages(weights, given):
         raise LagomError(
             "a parameter is used in another thread than the one that trains; with zero_lvl=3 it is whole only where "
             "training needs it: use it, or a copy of its numbers, in the thread that trains, or use zero_lvl=2"

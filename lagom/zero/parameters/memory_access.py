@@ -12,7 +12,7 @@ from torch import Tensor
 from lagom.errors import LagomError
 from lagom.patching.replace import replaced
 from lagom.run_state.nested_tensors import tensors
-from lagom.zero.parameters.dispatch import unit_of, units_of
+from lagom.zero.parameters.dispatch import find_storage, find_storages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,42 +25,48 @@ def unshard_on_memory_access(weights: ParameterShards) -> Iterator[None]:
     """Patch the functions that read, write, copy or expose the memory of a tensor directly."""
     with ExitStack() as stack:
         for name in ("numpy", "data_ptr", "untyped_storage"):
-            stack.enter_context(replaced(Tensor, name, _held(weights, vars(torch._C.TensorBase)[name])))
-        stack.enter_context(replaced(Tensor, "__dlpack__", _held(weights, vars(Tensor)["__dlpack__"], for_good=True)))
+            stack.enter_context(replaced(Tensor, name, _make_exposing_method(weights, vars(torch._C.TensorBase)[name])))
+        stack.enter_context(
+            replaced(Tensor, "__dlpack__", _make_exposing_method(weights, vars(Tensor)["__dlpack__"], for_good=True))
+        )
         for owner, name in ((torch, "to_dlpack"), (torch._C, "_to_dlpack"), (torch.utils.dlpack, "to_dlpack")):
-            stack.enter_context(replaced(owner, name, _held(weights, vars(owner)[name], for_good=True)))
+            stack.enter_context(replaced(owner, name, _make_exposing_method(weights, vars(owner)[name], for_good=True)))
         for name in ("apply_", "map_", "map2_"):
-            stack.enter_context(replaced(Tensor, name, _changing(weights, vars(torch._C.TensorBase)[name])))
-        stack.enter_context(replaced(Tensor, "share_memory_", _shared(weights, vars(Tensor)["share_memory_"])))
-        stack.enter_context(replaced(Tensor, "tolist", _whole(weights, vars(torch._C.TensorBase)["tolist"])))
-        stack.enter_context(replaced(Tensor, "__repr__", _whole(weights, vars(Tensor)["__repr__"])))
-        stack.enter_context(replaced(Tensor, "__reduce_ex__", _copied(weights, vars(Tensor)["__reduce_ex__"])))
-        stack.enter_context(replaced(Tensor, "__deepcopy__", _deepcopied(weights, vars(Tensor)["__deepcopy__"])))
-        stack.enter_context(replaced(Tensor, "data", _data(weights)))
+            stack.enter_context(replaced(Tensor, name, _make_writing_method(weights, vars(torch._C.TensorBase)[name])))
+        stack.enter_context(
+            replaced(Tensor, "share_memory_", _make_share_memory(weights, vars(Tensor)["share_memory_"]))
+        )
+        stack.enter_context(
+            replaced(Tensor, "tolist", _make_reading_method(weights, vars(torch._C.TensorBase)["tolist"]))
+        )
+        stack.enter_context(replaced(Tensor, "__repr__", _make_reading_method(weights, vars(Tensor)["__repr__"])))
+        stack.enter_context(replaced(Tensor, "__reduce_ex__", _make_reduce(weights, vars(Tensor)["__reduce_ex__"])))
+        stack.enter_context(replaced(Tensor, "__deepcopy__", _make_deepcopy(weights, vars(Tensor)["__deepcopy__"])))
+        stack.enter_context(replaced(Tensor, "data", _make_data_property(weights)))
         yield
 
 
-def _changing(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_writing_method(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that writes to its tensor past torch's operations."""
 
     @functools.wraps(original)
     def method(self: Tensor, *args: Any) -> Any:
-        units = units_of(weights, tensors([self, *args]))
+        units = find_storages(weights, tensors([self, *args]))
         if not units:
             return original(self, *args)
-        weights.need(units)
+        weights.make_whole(units)
         try:
             return original(self, *args)
         finally:
-            weights.changed(units_of(weights, [self]))
+            weights.mark_changed(find_storages(weights, [self]))
 
     return method
 
 
-def _shared(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_share_memory(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def share_memory_(self: Tensor) -> Any:
-        if unit_of(weights, self) is not None:
+        if find_storage(weights, self) is not None:
             raise LagomError(
                 "share_memory() would have other processes see a parameter of which, with zero_lvl=3, each rank has a "
                 "part; share clones of its tensors, or use zero_lvl=2"
@@ -70,36 +76,38 @@ def _shared(weights: ParameterShards, original: Callable[..., Any]) -> Callable[
     return share_memory_
 
 
-def _held(weights: ParameterShards, original: Callable[..., Any], *, for_good: bool = False) -> Callable[..., Any]:
+def _make_exposing_method(
+    weights: ParameterShards, original: Callable[..., Any], *, for_good: bool = False
+) -> Callable[..., Any]:
     """Return a method that exposes the address of the values."""
 
     @functools.wraps(original)
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        unit = None if weights.is_busy else unit_of(weights, self)
+        unit = None if weights.is_busy else find_storage(weights, self)
         if unit is not None:
-            weights.hold(unit, for_good=for_good)
+            weights.pin(unit, for_good=for_good)
         return original(self, *args, **kwargs)
 
     return method
 
 
-def _whole(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_reading_method(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        unit = unit_of(weights, self)
+        unit = find_storage(weights, self)
         if unit is not None:
-            weights.need([unit])
+            weights.make_whole([unit])
         return original(self, *args, **kwargs)
 
     return method
 
 
-def _copied(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_reduce(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``__reduce_ex__`` for sharded parameters: it exposes memory that may be read much later."""
 
     @functools.wraps(original)
     def reduce(self: Tensor, protocol: Any) -> Any:
-        if unit_of(weights, self) is None or isinstance(self, torch.nn.Parameter):
+        if find_storage(weights, self) is None or isinstance(self, torch.nn.Parameter):
             return original(self, protocol)
         with torch.no_grad():
             copy = self.clone(memory_format=torch.preserve_format).requires_grad_(self.requires_grad)
@@ -108,10 +116,10 @@ def _copied(weights: ParameterShards, original: Callable[..., Any]) -> Callable[
     return reduce
 
 
-def _deepcopied(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_deepcopy(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def deepcopy(self: Tensor, memo: dict[int, Any]) -> Any:
-        if id(self) in memo or unit_of(weights, self) is None or not self.is_leaf:
+        if id(self) in memo or find_storage(weights, self) is None or not self.is_leaf:
             return original(self, memo)
         with torch.no_grad():
             copy = self.clone(memory_format=torch.preserve_format).requires_grad_(self.requires_grad)
@@ -121,7 +129,7 @@ def _deepcopied(weights: ParameterShards, original: Callable[..., Any]) -> Calla
     return deepcopy
 
 
-def _data(weights: ParameterShards) -> property:
+def _make_data_property(weights: ParameterShards) -> property:
     original = vars(torch._C.TensorBase)["data"]
 
     def put(self: Tensor, value: Tensor) -> None:

@@ -25,7 +25,7 @@ class ParameterResidency:
     """
 
     def __init__(self, settle: Callable[[ParameterStorage], None]) -> None:
-        self._settle = settle
+        self._update_shard = settle
         self._units: dict[int, ParameterStorage] = {}
         """Whole units by the address of their storage."""
         self._num_bytes = 0
@@ -52,7 +52,7 @@ class ParameterResidency:
         self._times.clear()
         self._more = 0
 
-    def needed(self, unit: ParameterStorage) -> None:
+    def count_gather(self, unit: ParameterStorage) -> None:
         """Count an all-gather of the unit."""
         self._times[unit] = self._times.get(unit, 0) + 1
         if self._times[unit] == TIMES:
@@ -80,17 +80,17 @@ class ParameterResidency:
             if self._num_bytes <= room:
                 break
             if not (unit.is_held or unit in keep or not unit.is_alive):
-                self._settle(unit)
+                self._update_shard(unit)
                 self.free(unit)
         return self._num_bytes < before
 
-    def rest(self) -> None:
+    def free_idle(self) -> None:
         """Free all units whose memory need not stay: nothing is needed for the moment."""
         self._times.clear()
         self._more = 0
         for unit in list(self._units.values()):
             if unit.is_alive and not unit.is_held:
-                self._settle(unit)
+                self._update_shard(unit)
                 self.free(unit)
 
     def forget(self, unit: ParameterStorage) -> None:

@@ -1,4 +1,4 @@
-"""``sharded_parameters``: shards parameters when they are made (``zero_lvl=3``); they are whole while they are used."""
+"""``shard_parameters``: shards parameters when they are made (``zero_lvl=3``); they are whole while they are used."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from lagom.patching.replace import replaced
-from lagom.zero.parameters.dispatch import ParameterUses, in_thread
+from lagom.zero.parameters.dispatch import ParameterUses, make_thread_bootstrap
 from lagom.zero.parameters.memory_access import unshard_on_memory_access
 from lagom.zero.parameters.shards import ParameterShards
-from lagom.zero.parameters.state_dict import state_that_fits
+from lagom.zero.parameters.state_dict import make_state_dict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def sharded_parameters(session: Session) -> Iterator[ParameterShards]:
+def shard_parameters(session: Session) -> Iterator[ParameterShards]:
     """Shard parameters, and make them whole for every operation that needs their values."""
     assert session.group is not None
     assert session.divergence is not None
-    assert session.replicate is not None
+    assert session.gradient_averager is not None
     weights = session.weights = ParameterShards(
         session.group,
         session.leaves,
         lambda: session.may_meet or (session.distributed and session.depth > 0),
         session.say_once,
     )
-    session.divergence.sums = weights.sums
-    session.replicate.tell_by(weights.digest)
+    session.divergence.checksums = weights.checksums
+    session.gradient_averager.set_digest(weights.digest)
     with ExitStack() as stack:
         stack.enter_context(unshard_on_memory_access(weights))
-        state_dict = state_that_fits(session, weights, vars(torch.nn.Module)["state_dict"])
+        state_dict = make_state_dict(session, weights, vars(torch.nn.Module)["state_dict"])
         stack.enter_context(replaced(torch.nn.Module, "state_dict", state_dict))
-        stack.enter_context(replaced(threading.Thread, "_bootstrap_inner", in_thread(weights)))
+        stack.enter_context(replaced(threading.Thread, "_bootstrap_inner", make_thread_bootstrap(weights)))
         stack.enter_context(ParameterUses(weights))
         yield weights
         if not session.has_joined:

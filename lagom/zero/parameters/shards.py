@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
-from lagom.gradients.checksum import checksums, digest
+from lagom.gradients.checksum import checksums, hash_values
 from lagom.run_state.malloc_trim import trim_heap
 from lagom.run_state.memory_layout import is_dense, storage_of
 from lagom.zero.parameters.residency import ParameterResidency
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lagom.zero.partition import ParameterPiece
 
 WEIGHTS = b"weights"
-LEAST = 1 << 12
+MIN_ELEMENTS = 1 << 12
 """Elements from which a parameter is sharded: an exchange for fewer costs more than their memory."""
 
 
@@ -53,12 +53,12 @@ class ParameterShards:
         self._released: dict[int, ParameterStorage] = {}
         """Units that stay whole, by the address of their storage, which is theirs as long as they are here."""
         self._num_made: dict[int, int] = {}
-        self.resident = ParameterResidency(self._settle)
+        self.resident = ParameterResidency(self._update_shard)
         """The whole units."""
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Shard a parameter from now on, if possible; it stays whole for the moment."""
-        if self.is_busy or not isinstance(tensor, nn.Parameter) or is_lazy(tensor) or tensor.numel() < LEAST:
+        if self.is_busy or not isinstance(tensor, nn.Parameter) or is_lazy(tensor) or tensor.numel() < MIN_ELEMENTS:
             return
         if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda") or not self._may_meet():
             return
@@ -75,13 +75,13 @@ class ParameterShards:
         number = self._leaves.number(tensor)
         self._num_made[number] = self._num_made.get(number, 0) + 1
         unit = ParameterStorage(b"%d.%d" % (number, self._num_made[number]), tensor, self._group.world_size)
-        self._sweep()
+        self._forget_dead()
         if self.resident.make_room(coming=unit.num_bytes):
             trim_heap()
         self.units[unit.place] = self._by_key[unit.key] = unit
         self.resident.adopt(unit)
 
-    def unit(self, tensor: torch.Tensor) -> ParameterStorage | None:
+    def find_storage(self, tensor: torch.Tensor) -> ParameterStorage | None:
         """Return the unit whose memory ``tensor`` has, which may be any view of a parameter; None if not sharded."""
         if tensor.layout != torch.strided:
             return None
@@ -89,51 +89,53 @@ class ParameterShards:
 
     def parts(self, tensor: torch.Tensor) -> list[tuple[int, int]] | None:
         """Return the first and last element of each rank's part of ``tensor``; None if it is not sharded."""
-        unit = self.unit(tensor) if self.units else None
+        unit = self.find_storage(tensor) if self.units else None
         if unit is None or not unit.covers(tensor):
             return None
         size = tensor.element_size()
         return [(first // size, last // size) for first, last in map(unit.part, range(self._group.world_size))]
 
-    def line(self, tensor: torch.Tensor, piece: ParameterPiece) -> torch.Tensor:
+    def own_elements(self, tensor: torch.Tensor, piece: ParameterPiece) -> torch.Tensor:
         """Return the elements of this rank's shard, for the optimizer to change."""
-        unit = self.unit(tensor)
+        unit = self.find_storage(tensor)
         assert unit is not None
         assert unit.shard is not None
         return unit.shard.view(tensor.dtype)[: piece.end - piece.start]
 
-    def stamp(self, tensor: torch.Tensor) -> StorageVersion | None:
+    def version(self, tensor: torch.Tensor) -> StorageVersion | None:
         """Return the version of the tensor's values; None if it is not sharded."""
-        unit = self.unit(tensor) if self.units else None
+        unit = self.find_storage(tensor) if self.units else None
         if unit is None:
             return None
-        self._settle(unit)
-        return unit.stamp
+        self._update_shard(unit)
+        return unit.version
 
     def digest(self, tensor: torch.Tensor) -> bytes:
-        """Return the ``digest`` of a tensor; its version if it is sharded."""
-        stamp = self.stamp(tensor)
-        return digest(tensor) if stamp is None else b"%d %d" % stamp
+        """Return the ``hash_values`` of a tensor; its version if it is sharded."""
+        version = self.version(tensor)
+        return hash_values(tensor) if version is None else b"%d %d" % version
 
-    def sums(self, tensors: Mapping[Any, torch.Tensor]) -> dict[Any, tuple[str, int]]:
+    def checksums(self, tensors: Mapping[Any, torch.Tensor]) -> dict[Any, tuple[str, int]]:
         """Return ``checksums`` of tensors; versions instead of sums for sharded ones."""
-        stamps = {key: self.stamp(tensor) for key, tensor in tensors.items()}
-        found = checksums({key: tensor for key, tensor in tensors.items() if stamps[key] is None})
-        for key, stamp in stamps.items():
-            if stamp is not None:
+        versions = {key: self.version(tensor) for key, tensor in tensors.items()}
+        found = checksums({key: tensor for key, tensor in tensors.items() if versions[key] is None})
+        for key, version in versions.items():
+            if version is not None:
                 tensor = tensors[key]
-                found[key] = (f"{tensor.dtype} {tuple(tensor.shape)} {stamp.num_steps}", stamp.total)
+                found[key] = (f"{tensor.dtype} {tuple(tensor.shape)} {version.num_steps}", version.total)
         return found
 
     def release(self, tensor: torch.Tensor) -> None:
         """Stop to shard the parameter whose memory ``tensor`` has; a collective, unless it is whole."""
-        unit = self.unit(tensor)
+        unit = self.find_storage(tensor)
         if unit is not None:
-            self.need([unit])
+            self.make_whole([unit])
             self._forget(unit)
             self._released[unit.place] = unit
 
-    def need(self, units: Sequence[ParameterStorage], blank: Sequence[ParameterStorage] = ()) -> list[ParameterStorage]:
+    def make_whole(
+        self, units: Sequence[ParameterStorage], blank: Sequence[ParameterStorage] = ()
+    ) -> list[ParameterStorage]:
         """Make all units whole, except the values of ``blank``, which are overwritten; return new ``blank`` ones.
 
         Raises:
@@ -156,60 +158,60 @@ class ParameterShards:
                 self._make_whole(unit)
         return [unit for unit in missing if unit in blank]
 
-    def unchanged(self, units: Iterable[ParameterStorage]) -> None:
+    def free_unwritten(self, units: Iterable[ParameterStorage]) -> None:
         """Free units that were not overwritten after all: the shards still have their values."""
         for unit in units:
             if unit.is_whole:
                 self.resident.free(unit)
 
-    def changed(self, units: Iterable[ParameterStorage]) -> None:
+    def mark_changed(self, units: Iterable[ParameterStorage]) -> None:
         """Mark whole units whose values have changed."""
         for unit in units:
             unit.is_changed = True
 
-    def hold(self, unit: ParameterStorage, *, for_good: bool = False) -> None:
+    def pin(self, unit: ParameterStorage, *, for_good: bool = False) -> None:
         """Keep the unit's memory in place until the next step, or ``for_good``."""
         unit.is_shown = unit.is_shown or for_good
-        self.need([unit])
-        self._settle(unit)
+        self.make_whole([unit])
+        self._update_shard(unit)
         if not unit.is_held:
-            unit.is_held, unit.seen = True, self._total(unit)
+            unit.is_held, unit.seen = True, self._digest_values(unit)
 
-    def settle(self, tensors: Iterable[torch.Tensor]) -> None:
+    def update_shards(self, tensors: Iterable[torch.Tensor]) -> None:
         """Update the shards of ``tensors`` from the whole, for an optimizer to step them."""
         for tensor in tensors:
-            if (unit := self.unit(tensor)) is not None:
-                self._settle(unit)
+            if (unit := self.find_storage(tensor)) is not None:
+                self._update_shard(unit)
 
-    def stepped(self, tensors: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
+    def count_step(self, tensors: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
         """Count a step on the shards of ``tensors``; those that had gradients are ``changed``."""
-        found = dict.fromkeys(unit for tensor in tensors if (unit := self.unit(tensor)) is not None)
+        found = dict.fromkeys(unit for tensor in tensors if (unit := self.find_storage(tensor)) is not None)
         for unit in found:
-            unit.stamp = unit.stamp._replace(num_steps=unit.stamp.num_steps + 1)
+            unit.version = unit.version._replace(num_steps=unit.version.num_steps + 1)
         for unit in found:
             if not unit.is_whole:
                 continue
             unit.is_held = unit.is_shown or not unit.storage().resizable()  # numpy() fixes its size
             if unit.is_held:
                 self._say("parameters that numpy() was called on stay whole: an array may have their memory")
-                self._fill(unit)
-                unit.seen = self._total(unit)
+                self._gather_values(unit)
+                unit.seen = self._digest_values(unit)
             else:
                 self.resident.free(unit)
         if changed:
-            torch.autograd.graph.increment_version([t for t in changed if self.unit(t) is not None])
+            torch.autograd.graph.increment_version([t for t in changed if self.find_storage(t) is not None])
 
     def num_bytes(self) -> int:
         """Return the bytes of the shards that this rank holds."""
         return sum(unit.shard.nbytes for unit in self._by_key.values() if unit.shard is not None)
 
-    def rest(self) -> None:
+    def free_idle(self) -> None:
         """Free parameters after a backward: nothing is needed for the moment."""
-        self.resident.rest()
+        self.resident.free_idle()
 
-    def gone(self) -> list[ParameterStorage]:
+    def find_dead(self) -> list[ParameterStorage]:
         """Return the units that no tensor uses any more on this rank."""
-        self._sweep()
+        self._forget_dead()
         return [unit for unit in self._by_key.values() if not unit.is_alive]
 
     def forget(self, units: Iterable[ParameterStorage]) -> None:
@@ -222,13 +224,13 @@ class ParameterShards:
         """Take part in another rank's all-gather."""
         unit = self._by_key.get(key)
         if unit is not None and unit.is_alive:
-            self._settle(unit)
+            self._update_shard(unit)
         has = unit is not None and not (unit.is_changed and not unit.is_alive)
-        self._agree(has and unit is not None and unit.stamp == (total, num_steps))
+        self._agree(has and unit is not None and unit.version == (total, num_steps))
         assert unit is not None
-        out = torch.empty(unit.room, dtype=torch.uint8, device=unit.own.device)
-        with self.own():
-            self._group.all_gather_into(out, unit.own)
+        out = torch.empty(unit.room, dtype=torch.uint8, device=unit.own_part.device)
+        with self.mark_busy():
+            self._group.all_gather_into(out, unit.own_part)
 
     def end(self) -> None:
         """Make all parameters that still exist whole, at the program's end on all ranks; a collective.
@@ -237,72 +239,72 @@ class ParameterShards:
             DivergenceError: when a rank cannot give its part.
         """
         gc.collect()
-        self._sweep()
+        self._forget_dead()
         for unit in self.resident.units():
-            self._settle(unit)
+            self._update_shard(unit)
         wanted = sorted(unit.key for unit in self.units.values() if not unit.is_whole)
-        has = {key: unit.stamp for key, unit in self._by_key.items() if unit.is_alive or not unit.is_changed}
+        has = {key: unit.version for key, unit in self._by_key.items() if unit.is_alive or not unit.is_changed}
         rows = all_gather_values(self._group, (wanted, has))
         for key in sorted({key for row, _ in rows for key in row}):
             if len({row.get(key) for _, row in rows}) > 1 or key not in has:
                 raise DivergenceError(_APART)
             unit = self._by_key[key]
-            with self.own():
+            with self.mark_busy():
                 if unit.is_alive and not unit.is_whole:
                     self.resident.allocate(unit)
-                    self._collect(unit)
+                    self._gather_parts(unit)
                 else:
-                    out = torch.empty(unit.room, dtype=torch.uint8, device=unit.own.device)
-                    self._group.all_gather_into(out, unit.own)
+                    out = torch.empty(unit.room, dtype=torch.uint8, device=unit.own_part.device)
+                    self._group.all_gather_into(out, unit.own_part)
         self.units.clear()
         self._by_key.clear()
         self.resident.clear()
 
     def _make_whole(self, unit: ParameterStorage) -> None:
-        self.resident.needed(unit)
+        self.resident.count_gather(unit)
         self.resident.allocate(unit)
         try:
-            self._fill(unit)
+            self._gather_values(unit)
         except BaseException:
             self.resident.free(unit)
             raise
 
-    def _fill(self, unit: ParameterStorage) -> None:
-        unanimous = self._group.ask(b"%s %s %d %d" % (WEIGHTS, unit.key, *unit.stamp))
+    def _gather_values(self, unit: ParameterStorage) -> None:
+        unanimous = self._group.ask(b"%s %s %d %d" % (WEIGHTS, unit.key, *unit.version))
         if not unanimous:
             self._agree(True)
-        self._collect(unit)
+        self._gather_parts(unit)
         unit.is_changed = False
 
     def _agree(self, able: bool) -> None:
         if any(row != b"1" for row in self._group.all_gather_bytes(b"1" if able else b"0")):
             raise DivergenceError(_APART)
 
-    def _collect(self, unit: ParameterStorage) -> None:
+    def _gather_parts(self, unit: ParameterStorage) -> None:
         storage = unit.storage()
-        with self.own():
+        with self.mark_busy():
             if storage.nbytes() >= unit.room:
-                self._group.all_gather_into(unit.bytes(unit.room), unit.own)
+                self._group.all_gather_into(unit.bytes(unit.room), unit.own_part)
                 return
             out = torch.empty(unit.room, dtype=torch.uint8, device=storage.device)
-            self._group.all_gather_into(out, unit.own)
+            self._group.all_gather_into(out, unit.own_part)
             unit.bytes(unit.num_bytes).copy_(out[: unit.num_bytes])
 
-    def _settle(self, unit: ParameterStorage) -> None:
+    def _update_shard(self, unit: ParameterStorage) -> None:
         if not unit.is_whole:
             return
         if unit.is_held and not unit.is_changed:
-            total = self._total(unit)
+            total = self._digest_values(unit)
             unit.is_changed, unit.seen = total != unit.seen, total
         if unit.is_changed:
-            with self.own():
-                unit.cut(self._group.rank)
+            with self.mark_busy():
+                unit.update_part(self._group.rank)
 
-    def _total(self, unit: ParameterStorage) -> int:
-        with self.own():
-            return unit.total()
+    def _digest_values(self, unit: ParameterStorage) -> int:
+        with self.mark_busy():
+            return unit.digest_values()
 
-    def _sweep(self) -> None:
+    def _forget_dead(self) -> None:
         for unit in list(self.units.values()):
             if not unit.is_alive:
                 self._forget(unit)
@@ -312,7 +314,7 @@ class ParameterShards:
         self.resident.forget(unit)
 
     @contextmanager
-    def own(self) -> Iterator[None]:
+    def mark_busy(self) -> Iterator[None]:
         """Treat tensors as lagom's own in the block."""
         before, self.is_busy = self.is_busy, True
         try:

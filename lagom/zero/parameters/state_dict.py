@@ -20,7 +20,7 @@ _SPARE = 0.1
 """Fraction of the free memory that is left to the rest of the program."""
 
 
-def state_that_fits(session: Session, weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
+def make_state_dict(session: Session, weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``Module.state_dict`` whose tensors become whole one by one when they are used, and all when saved."""
     inside = False
 
@@ -56,8 +56,8 @@ def free_bytes(device: torch.device) -> int | None:
 def _fits(state: Any, weights: ParameterShards) -> bool:
     """Return whether each device has memory for the sharded tensors of ``state``; tied ones count once."""
     needed: dict[torch.device, dict[bytes, int]] = {}
-    for value in _tensors(state):
-        unit = weights.unit(value)
+    for value in _named_tensors(state):
+        unit = weights.find_storage(value)
         if unit is not None and not unit.is_whole:
             needed.setdefault(value.device, {})[unit.key] = unit.num_bytes
     for device, by_unit in needed.items():
@@ -67,7 +67,7 @@ def _fits(state: Any, weights: ParameterShards) -> bool:
     return True
 
 
-def _tensors(state: Any) -> list[Tensor]:
+def _named_tensors(state: Any) -> list[Tensor]:
     # With state_dict(keep_vars=True) the program wants the parameters themselves.
     return [x for x in state.values() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
 
@@ -77,13 +77,13 @@ def _copy_to_cpu(state: MutableMapping[str, Any]) -> None:
     copies: dict[tuple[Any, ...], Tensor] = {}
     for key, value in list(state.items()):
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            place = _place(value)
+            place = _memory_key(value)
             if place not in copies:
                 copies[place] = value.detach().to("cpu", copy=True)
             state[key] = copies[place]
 
 
-def _place(value: Tensor) -> tuple[Any, ...]:
+def _memory_key(value: Tensor) -> tuple[Any, ...]:
     """Return a key that is equal for tensors with the same memory and layout."""
     if value.layout != torch.strided:
         return (id(value),)

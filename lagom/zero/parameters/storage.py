@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lagom.gradients.checksum import digest
+from lagom.gradients.checksum import hash_values
 from lagom.run_state.memory_layout import is_dense, storage_of
 
 _ALIGNED = 64
@@ -42,7 +42,7 @@ class ParameterStorage:
         self.is_whole = True
         self.is_changed = True
         """Whether the whole has other values than the parts."""
-        self.stamp = StorageVersion(0, 0)
+        self.version = StorageVersion(0, 0)
         self.seen = 0
         """Digest of all bits at the last check, while ``is_held``."""
         self.is_held = False
@@ -76,21 +76,21 @@ class ParameterStorage:
         empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return empty.set_(storage, 0, (num_bytes,), (1,))
 
-    def total(self) -> int:
+    def digest_values(self) -> int:
         """Return a digest of all bits by position: swapped rows are other values, which a sum would not show."""
-        return int.from_bytes(digest(self.bytes(self.num_bytes)), "little")
+        return int.from_bytes(hash_values(self.bytes(self.num_bytes)), "little")
 
-    def cut(self, rank: int) -> None:
+    def update_part(self, rank: int) -> None:
         """Copy this rank's part out of the whole parameters into ``shard``."""
-        whole, total = self.bytes(self.num_bytes), self.total()
+        whole, total = self.bytes(self.num_bytes), self.digest_values()
         if self.shard is None:
             self.shard = torch.zeros(self.chunk, dtype=torch.uint8, device=whole.device)
         first, last = self.part(rank)
         self.shard[: last - first] = whole[first:last]
-        self.stamp, self.is_changed, self.seen = StorageVersion(total, 0), False, total
+        self.version, self.is_changed, self.seen = StorageVersion(total, 0), False, total
 
     @property
-    def own(self) -> torch.Tensor:
+    def own_part(self) -> torch.Tensor:
         """This rank's part; it exists once the whole has been freed."""
         assert self.shard is not None
         return self.shard

@@ -1,4 +1,4 @@
-"""``Replicate``: averages the gradients of each backward over the ranks, after they have agreed on the leaves."""
+"""``GradientAverager``: average the gradients of each backward over the ranks, once they agree on the leaves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from lagom.collectives.agreement_exchange import signature
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError
-from lagom.gradients.averaging import TensorAverager, real
 from lagom.gradients.initial_values import InitialValueCheck
 from lagom.gradients.overlap import OverlappedBackward
 from lagom.gradients.reduction.layout import Layout, LayoutEntry
 from lagom.gradients.reduction.mean import Mean
+from lagom.gradients.tensor_averager import TensorAverager, view_as_real
 from lagom.run_state.plain_leaves import Likeness
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ class ReachedLeaves(NamedTuple):
     gradients: list[torch.Tensor]
 
 
-class Replicate:
+class GradientAverager:
     """Averages the gradients of the leaves that a backward reached.
 
     See Note [Which gradients].
 
     Args:
         leaves: gives leaves numbers that are equal on all ranks.
-        watch: compares parameters now and then.
+        divergence: compares parameters now and then.
         frame: the exchange of signatures; it has no room for gradients if these are on GPUs.
         likeness: returns whether a leaf looks like data.
         name: returns the name of a leaf for an error.
@@ -59,25 +59,25 @@ class Replicate:
         self,
         group: Group,
         leaves: Leaves,
-        watch: DivergenceMonitor,
+        divergence: DivergenceMonitor,
         frame: AgreedExchange,
         likeness: Callable[[torch.Tensor], Likeness],
         name: Callable[[torch.Tensor | None], str],
         reduction: Reduction | None = None,
     ) -> None:
         self.reduction = reduction or Mean(group)
-        self._watch = watch
+        self._divergence = divergence
         self._group = group
         self._leaves = leaves
         self._likeness = likeness
         self._verified = InitialValueCheck(group, leaves, name)
-        self._averager = TensorAverager(group, frame, self._forget, self.reduction)
-        self.overlap = OverlappedBackward(group, leaves, watch, frame, allowed=self.reduction.overlaps)
+        self._averager = TensorAverager(group, frame, self._forget_dead_leaves, self.reduction)
+        self.overlap = OverlappedBackward(group, leaves, divergence, frame, allowed=self.reduction.overlaps)
         self._inputs: set[int] = set()
-        self.settled: Layout | None = None
+        self.agreed_layout: Layout | None = None
         """Layout of the last reduction, if the ranks agreed on it at once."""
 
-    def start(self, pending: BackwardGradients) -> None:
+    def begin_backward(self, pending: BackwardGradients) -> None:
         """Prepare the overlap of the backward that is about to run; its large gradients may then travel meanwhile.
 
         Raises:
@@ -85,96 +85,98 @@ class Replicate:
         """
         known = [(self._leaves.known(leaf), leaf) for leaf in pending.leaves]
         shared = [(-1 if n is None else n, leaf) for n, leaf in known if n not in self._verified.local]
-        plain = [leaf for leaf in pending.fresh if not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)]
-        self.overlap.start([n for n, _ in shared], [leaf for _, leaf in shared], plain)
+        plain = [
+            leaf for leaf in pending.without_gradient if not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+        ]
+        self.overlap.begin([n for n, _ in shared], [leaf for _, leaf in shared], plain)
 
     @torch.no_grad()
     def reduce(self, pending: BackwardGradients, *, differs: bool = False) -> None:
         """Average ``leaf.grad`` over the ranks, in place; a collective, unless no leaf was reached.
 
         Args:
-            differs: whether ``reduce_again`` has just found that the ranks do not agree.
+            differs: whether ``reduce_cached`` has just found that the ranks do not agree.
 
         Raises:
             DivergenceError: on all ranks, if a leaf had different values at its first backward, or parameters have
                 become different since.
         """
-        self.settled = None
+        self.agreed_layout = None
         running = self.overlap.end()
         reached = ReachedLeaves([], [])
         for leaf in pending.leaves:
-            if leaf.grad is not None and not (running is not None and running.has(leaf)):
+            if leaf.grad is not None and not (running is not None and running.contains(leaf)):
                 number = self._leaves.known(leaf)
                 if number is None:
-                    number = self._number(leaf)
+                    number = self._number_leaf(leaf)
                 if number not in self._verified.local:
                     reached.numbers.append(number)
-                    reached.gradients.append(real(_resolved(leaf)))
+                    reached.gradients.append(view_as_real(_resolve_gradient(leaf)))
         if running is not None:
-            self._watch.step()
+            self._divergence.count_step()
             self._reduce_rest(reached, running, pending)
         elif reached.numbers:
             if not differs:
-                self._watch.step()
-            kind, tries = _place(_BACKWARD, pending), 0
-            while reached.numbers and (differs or not self.average(kind, reached, pending.besides)):
-                reached, differs, tries = self._union(kind, reached, pending), False, tries + 1
+                self._divergence.count_step()
+            kind, tries = _describe_place(_BACKWARD, pending), 0
+            while reached.numbers and (differs or not self.average(kind, reached, pending.identity)):
+                reached, differs, tries = self._agree_on_union(kind, reached, pending), False, tries + 1
             if reached.numbers:
-                pending.agreed()
-                layout = self._averager.layout(kind, *reached)
-                self.overlap.agreed(layout)
-                self.settled = layout if not tries else None
+                pending.record_agreement()
+                layout = self._averager.find_layout(kind, *reached)
+                self.overlap.record_layout(layout)
+                self.agreed_layout = layout if not tries else None
 
-    def reduce_again(self, layout: Layout, gradients: Sequence[torch.Tensor], besides: bytes) -> bool:
+    def reduce_cached(self, layout: Layout, gradients: Sequence[torch.Tensor], identity: bytes) -> bool:
         """Average with the layout of an earlier reduction, which is faster than ``reduce``; a collective.
 
         Args:
             gradients: dense, contiguous gradients in the order of ``layout``; averaged in place.
-            besides: bytes that must be equal on all ranks.
+            identity: bytes that must be equal on all ranks.
 
         Returns:
             False if the ranks did not agree; then ``reduce(..., differs=True)`` must follow.
         """
-        self._watch.step()
-        if not self._averager.average(layout, gradients, self._signature(layout, besides), lie_plainly=True):
+        self._divergence.count_step()
+        if not self._averager.average(layout, gradients, self._make_signature(layout, identity), lie_plainly=True):
             return False
-        self._watch.agreed()
+        self._divergence.record_agreement()
         return True
 
     def _reduce_rest(self, reached: ReachedLeaves, running: BucketPipeline, pending: BackwardGradients) -> None:
         """Average the gradients that did not travel during an overlapped backward."""
         missing = sorted(self._leaves.number(leaf) for leaf in running.missing)
-        kind = _place(_REST, pending)
-        while not self.average(kind, reached, pending.besides + (repr(missing).encode() if missing else b"")):
-            reached = self._union(kind, reached, pending)
+        kind = _describe_place(_REST, pending)
+        while not self.average(kind, reached, pending.identity + (repr(missing).encode() if missing else b"")):
+            reached = self._agree_on_union(kind, reached, pending)
             everywhere = map(set, all_gather_values(self._group, missing))
             missing = sorted(set.intersection(*everywhere))
-        pending.agreed()
-        running.land({id(leaf) for leaf in running.missing if self._leaves.known(leaf) in missing})
+        pending.record_agreement()
+        running.wait_for_all({id(leaf) for leaf in running.missing if self._leaves.known(leaf) in missing})
 
-    def average(self, kind: str, reached: ReachedLeaves, besides: bytes = b"", *, averages: bool = False) -> bool:
+    def average(self, kind: str, reached: ReachedLeaves, identity: bytes = b"", *, averages: bool = False) -> bool:
         """Reduce gradients in place, if all ranks are at the same ``kind`` of exchange and reached the same leaves.
 
         Args:
-            besides: further bytes that must be equal on all ranks.
+            identity: further bytes that must be equal on all ranks.
             averages: whether to use the mean, and not the run's reduction.
 
         Returns:
             Whether the ranks agreed; if not, nothing has changed.
         """
-        layout = self._averager.layout(kind, *reached, averages=averages)
+        layout = self._averager.find_layout(kind, *reached, averages=averages)
         if layout.is_new:
-            layout.unseen = self._verified.without(layout.numbers)
-        if not self._averager.average(layout, reached.gradients, self._signature(layout, besides)):
+            layout.unseen = self._verified.find_unseen(layout.numbers)
+        if not self._averager.average(layout, reached.gradients, self._make_signature(layout, identity)):
             return False
         if layout.is_new:
-            self._verified.add(layout.unseen)
-            self._watch.trained(number for number in layout.numbers if number >= 0)
+            self._verified.add_verified(layout.unseen)
+            self._divergence.add_trained(number for number in layout.numbers if number >= 0)
             layout.unseen, layout.is_new = [], False
-        self._watch.agreed()
+        self._divergence.record_agreement()
         return True
 
-    def tell_by(self, digest: Callable[[torch.Tensor], bytes]) -> None:
+    def set_digest(self, digest: Callable[[torch.Tensor], bytes]) -> None:
         """Use ``digest`` to hash the values of leaves that are reached for the first time."""
         self._verified.digest = digest
 
@@ -182,12 +184,12 @@ class Replicate:
         """Return whether ``leaf`` is data, whose gradient is not averaged."""
         return self._leaves.known(leaf) in self._verified.local
 
-    def verify(self, numbers: Iterable[int]) -> None:
+    def verify_initial_values(self, numbers: Iterable[int]) -> None:
         """Check that leaves are equal on all ranks; a collective if some have not been compared before."""
-        self._verified.verify(self._verified.without(numbers), set())
+        self._verified.verify(self._verified.find_unseen(numbers), set())
 
-    def _number(self, leaf: torch.Tensor) -> int:
-        number = self._leaves.created(leaf)
+    def _number_leaf(self, leaf: torch.Tensor) -> int:
+        number = self._leaves.add_leaf(leaf)
         likeness = self._likeness(leaf)
         if likeness is Likeness.ROWS:
             self._inputs.add(number)
@@ -195,32 +197,32 @@ class Replicate:
             self._verified.local.add(number)
         return number
 
-    def _forget(self) -> None:
+    def _forget_dead_leaves(self) -> None:
         self.reduction.forget(lambda number: self._leaves.tensor(number) is not None)
-        for numbers in (self._watch.reached, self._verified.local, self._inputs):
+        for numbers in (self._divergence.reached, self._verified.local, self._inputs):
             numbers.intersection_update([number for number in numbers if self._leaves.tensor(number) is not None])
 
-    def _signature(self, layout: Layout, besides: bytes) -> bytes:
+    def _make_signature(self, layout: Layout, identity: bytes) -> bytes:
         if layout.unseen:
-            layout.unseen = self._verified.without(layout.unseen)
-        besides += self._watch.identity(layout.numbers, new=layout.is_new)
-        if not (layout.unseen or besides):
+            layout.unseen = self._verified.find_unseen(layout.unseen)
+        identity += self._divergence.identity(layout.numbers, new=layout.is_new)
+        if not (layout.unseen or identity):
             return layout.signature
-        if not layout.unseen and len(besides) <= _TAIL:  # usually the number of the batch; hashing takes longer
-            return layout.signature[:-_TAIL] + besides.ljust(_TAIL)
+        if not layout.unseen and len(identity) <= _TAIL:  # usually the number of the batch; hashing takes longer
+            return layout.signature[:-_TAIL] + identity.ljust(_TAIL)
         digest = self._verified.digest
         unseen = [self._leaves.tensor(number) for number in sorted(layout.unseen)]
-        return signature(layout.signature + besides + b"".join(digest(leaf) for leaf in unseen if leaf is not None))
+        return signature(layout.signature + identity + b"".join(digest(leaf) for leaf in unseen if leaf is not None))
 
-    def _union(self, kind: str, reached: ReachedLeaves, pending: BackwardGradients) -> ReachedLeaves:
+    def _agree_on_union(self, kind: str, reached: ReachedLeaves, pending: BackwardGradients) -> ReachedLeaves:
         """Return the leaves that any rank reached, with zeros for those that this rank did not reach; a collective."""
-        self._watch.meet(kind + _told(pending.batches))
-        layout = self._averager.layout(kind, *reached)
+        self._divergence.find_divergence(kind + _describe_batches(pending.batches))
+        layout = self._averager.find_layout(kind, *reached)
         mine = pending.habits, [(entry, entry.number in self._inputs) for entry in layout.entries]
         parts = all_gather_values(self._group, mine)
         rows = [[(LayoutEntry(*entry), is_input) for entry, is_input in row] for _, row in parts]
         if len({habits for habits, _ in parts}) > 1:
-            pending.differed()
+            pending.record_disagreement()
         entries: dict[int, list[LayoutEntry]] = {}
         inputs: dict[int, list[bool]] = {}
         for row in rows:
@@ -230,11 +232,11 @@ class Replicate:
         numbers = sorted(entries)
         world_size = self._group.world_size
         maybe_local = {n for n in numbers if len(inputs[n]) == world_size and all(inputs[n])}
-        self._verified.verify(self._verified.without(numbers), maybe_local)
+        self._verified.verify(self._verified.find_unseen(numbers), maybe_local)
         numbers = [n for n in numbers if n not in self._verified.local]
-        return ReachedLeaves(numbers, [self._gradient(n, entries[n], pending) for n in numbers])
+        return ReachedLeaves(numbers, [self._gradient_or_zeros(n, entries[n], pending) for n in numbers])
 
-    def _gradient(self, number: int, entries: list[LayoutEntry], pending: BackwardGradients) -> torch.Tensor:
+    def _gradient_or_zeros(self, number: int, entries: list[LayoutEntry], pending: BackwardGradients) -> torch.Tensor:
         leaf = self._leaves.tensor(number)
         if leaf is None:
             raise DivergenceError(f"a tensor that other ranks train (number {number}) is gone on this rank")
@@ -244,10 +246,10 @@ class Replicate:
             leaf.grad = torch.zeros_like(leaf) if dense else torch.zeros_like(leaf, layout=torch.sparse_coo)
         elif dense and leaf.grad.is_sparse:
             leaf.grad = leaf.grad.to_dense()
-        return real(leaf.grad)
+        return view_as_real(leaf.grad)
 
 
-def _resolved(leaf: torch.Tensor) -> torch.Tensor:
+def _resolve_gradient(leaf: torch.Tensor) -> torch.Tensor:
     """Return ``leaf``'s gradient, after resolving a lazy negation or conjugation in memory."""
     assert leaf.grad is not None
     if leaf.grad.is_neg() or leaf.grad.is_conj():
@@ -255,14 +257,14 @@ def _resolved(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.grad
 
 
-def _place(kind: str, pending: BackwardGradients) -> str:
+def _describe_place(kind: str, pending: BackwardGradients) -> str:
     number = pending.num_backwards
     if number > 1:
         kind += f", the {number}. one since gradients were used"
     return f"{kind} after {pending.num_failed} that failed" if pending.num_failed else kind
 
 
-def _told(batches: Sequence[int | None]) -> str:
+def _describe_batches(batches: Sequence[int | None]) -> str:
     known = [str(batch) for batch in batches if batch is not None]
     return f" on batch {', '.join(known)} of a pass" if known else ""
 

@@ -36,10 +36,10 @@ class TensorAverager:
         self._reduction = reduction
         self._group = group
         self._frame = frame
-        self._forgotten = forgotten
+        self._on_forget = forgotten
         self._layouts: dict[object, Layout] = {}
 
-    def layout(
+    def find_layout(
         self, kind: str, numbers: Sequence[int], gradients: Sequence[torch.Tensor], *, averages: bool = False
     ) -> Layout:
         """Return the layout in which ``gradients`` travel; equal arguments return the same object.
@@ -57,9 +57,9 @@ class TensorAverager:
         if found is None:
             if len(self._layouts) == _MAX_LAYOUTS:
                 self._layouts.clear()
-                self._forgotten()
+                self._on_forget()
             reduction = self._mean if averages else self._reduction
-            room = reduction.room(self._frame.room)
+            room = reduction.frame_bytes(self._frame.room)
             found = Layout(kind, [LayoutEntry(*parts) for parts in entries], room, reduction)
             self._layouts[kind, entries] = found
         return found
@@ -77,7 +77,7 @@ class TensorAverager:
             Whether the signatures were equal.
         """
         framed = [gradients[i] for i in layout.framed]
-        if not self._frame.average(layout.parcel, framed, signed, lie_plainly=lie_plainly):
+        if not self._frame.average(layout.packed, framed, signed, lie_plainly=lie_plainly):
             return False
         assert layout.reduction is not None
         layout.reduction.reduce(layout, gradients)
@@ -96,6 +96,6 @@ class TensorAverager:
         gradient.copy_(total.to(gradient.device))
 
 
-def real(gradient: torch.Tensor) -> torch.Tensor:
+def view_as_real(gradient: torch.Tensor) -> torch.Tensor:
     """Return a view of a complex ``gradient`` as real numbers; other gradients are returned unchanged."""
     return torch.view_as_real(gradient) if gradient.is_complex() and not gradient.is_sparse else gradient

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lagom.run_state.memory_layout import flat
-from lagom.zero.optimizer_probe import Kind, OptimizerFinding
-from lagom.zero.partition import ParameterPiece, by_element, by_parameter
+from lagom.run_state.memory_layout import flatten_memory
+from lagom.zero.optimizer_probe import OptimizerFinding, ShardingKind
+from lagom.zero.partition import ParameterPiece, partition_by_element, partition_by_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,17 +36,17 @@ class OptimizerShards:
         finding: OptimizerFinding,
         group: Group,
     ) -> None:
-        deal = by_element if finding.kind is Kind.ELEMENTWISE else by_parameter
+        partition = partition_by_element if finding.kind is ShardingKind.ELEMENTWISE else partition_by_parameter
         sizes = [0 if i in given else p.numel() for i, p in enumerate(parameters)]
-        self.dealt = deal(sizes, group.world_size)
+        self.plain_pieces = partition(sizes, group.world_size)
         """Each rank's pieces of the parameters that are not themselves sharded."""
         self.pieces = [
-            sorted([*dealt, *(ParameterPiece(i, *x[r]) for i, x in given.items() if x[r][0] < x[r][1])])
-            for r, dealt in enumerate(self.dealt)
+            sorted([*own, *(ParameterPiece(i, *x[r]) for i, x in given.items() if x[r][0] < x[r][1])])
+            for r, own in enumerate(self.plain_pieces)
         ]
         """All pieces of each rank."""
         self.own = [
-            (piece, _stand_in(piece, parameters[piece.param], given=piece.param in given))
+            (piece, _make_shard(piece, parameters[piece.param], given=piece.param in given))
             for piece in self.pieces[group.rank]
         ]
         """This rank's pieces and the stand-in of each: the parameter itself if the piece is all of it."""
@@ -63,11 +63,11 @@ class OptimizerShards:
         """The tensors that this rank steps, by group of the optimizer."""
 
 
-def _stand_in(piece: ParameterPiece, parameter: torch.Tensor, *, given: bool) -> torch.Tensor:
+def _make_shard(piece: ParameterPiece, parameter: torch.Tensor, *, given: bool) -> torch.Tensor:
     if not given and (piece.start, piece.end) == (0, parameter.numel()):
         return parameter
     # A parameter that is itself sharded gets its memory when it is stepped.
-    line = parameter.detach().new_empty(0) if given else flat(parameter)[piece.start : piece.end]
+    line = parameter.detach().new_empty(0) if given else flatten_memory(parameter)[piece.start : piece.end]
     kind = nn.Parameter if isinstance(parameter, nn.Parameter) else torch.Tensor
     # The constructor is avoided: it would number the stand-in as a parameter, and ranks have different ones.
     found: torch.Tensor = torch.Tensor._make_subclass(kind, line, parameter.requires_grad)

@@ -1,0 +1,44 @@
+"""``death_report``, ``stop_report``: reports for ranks that end without one of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+
+from lagom.host import oom_kills
+from lagom.wire.client import Message
+
+
+def death_report(rank: int, status: int, tail: bytes, kills: Mapping[str, int]) -> Message:
+    """Return the report of a rank that ended without one.
+
+    Args:
+        status: of ``os.waitpid``.
+        tail: the rank's last output.
+        kills: the host's counts of out-of-memory kills before the run.
+    """
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        named = number in set(signal.Signals)  # real-time signals have no names
+        how = f"was killed by {signal.Signals(number).name if named else f'signal {number}'}"
+        if number == signal.SIGKILL:
+            how += oom_kills.oom_kill_text(kills, oom_kills.num_kills())
+    else:
+        how = f"ended by itself with exit status {os.WEXITSTATUS(status)} before the function returned"
+    output = tail.decode(errors="replace")
+    return {
+        "type": "outcome",
+        "rank": rank,
+        "ok": False,
+        "consequence": False,
+        "died": how,
+        "error": "RankError",
+        "message": f"rank {rank} {how}",
+        "traceback": f"its last output:\n{output}" if output.strip() else "it wrote nothing before",
+    }
+
+
+def stop_report(rank: int) -> Message:
+    """Return the report of a rank that was stopped because another one failed."""
+    return {"type": "outcome", "rank": rank, "ok": False, "stopped": True, "consequence": True}

@@ -1,0 +1,36 @@
+"""``count_rows``, ``count_samples``: the number of rows in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def count_samples(data: Any) -> int:
+    """Return the number of rows of the first tensor or array in ``data`` that has rows; 1 without one."""
+    count = count_rows(data)
+    return 1 if count is None else count
+
+
+def count_rows(data: Any) -> int | None:
+    """Return the number of rows of the first tensor or array in ``data`` that has rows; None without one."""
+    if isinstance(data, torch.Tensor):
+        return len(data) if data.dim() else None
+    if isinstance(data, Mapping):
+        parts: Iterable[Any] = data.values()
+    elif isinstance(data, (list, tuple)):
+        # A list of texts has as many texts as rows, and none of them has rows.
+        parts = () if data and isinstance(data[0], (str, bytes)) and type(data) is list else data
+    else:
+        shape = getattr(data, "shape", None)
+        return int(shape[0]) if isinstance(shape, tuple) and shape else None
+    for part in parts:
+        count = count_rows(part)
+        if count is not None:
+            return count
+    return None
