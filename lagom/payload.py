@@ -235,6 +235,7 @@ class InParts:
 
 
 def _put_together(kind: type[BaseException], args: tuple[Any, ...], attributes: Mapping[str, Any]) -> BaseException:
+    """Rebuild a pickled exception without calling its ``__init__``, which may want other arguments."""
     error = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(attributes)

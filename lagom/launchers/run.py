@@ -250,6 +250,7 @@ class RunView:
             self._failures.append(report | {"order": len(self._failures)})
 
     def _close(self, task: int) -> None:
+        """Note that the connection of ``task`` has closed; before the task was done, that ends the run."""
         if task in self._connected and task not in self._done:
             self._done.add(task)
             if not self._stopping and all(failure.get("consequence") for failure in self._failures):

@@ -72,6 +72,7 @@ class ParameterUses(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
+        """Return whether torch runs it below other modes, as its own tracing is: no."""
         return False
 
     def __torch_dispatch__(
