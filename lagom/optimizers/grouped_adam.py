@@ -1,4 +1,4 @@
-"""``grouped_adam``: Adam and AdamW step a small model's parameters by one call per operation."""
+"""``grouped_adam``: Adam and AdamW step all parameters by one call, or a small model's by one call per operation."""
 
 from __future__ import annotations
 
@@ -19,32 +19,58 @@ _MAX_ELEMENTS = 2**18
 """Largest number of elements of all parameters: with more, intermediate tensors no longer fit into a core's cache."""
 _TYPES = (torch.float32, torch.float64)
 """Shorter ones are rounded between operations, and not alike."""
+_KINDS = (nn.Parameter, Tensor)
 _STEP = "_single_tensor_adam"
 """Torch's function for parameters on a CPU; a version of torch without it steps as it does."""
 
 
-def grouped_adam() -> AbstractContextManager[None]:
-    """Step small models with the operations of torch's Adam, each called once for all parameters.
+def grouped_adam(*, same_bits: bool) -> AbstractContextManager[None]:
+    """Step models on a CPU by few calls, where torch calls seven operations per parameter.
 
-    Torch calls each operation once per parameter, which takes longer than the arithmetic. The kernels and their
-    arguments are the same, and so are the bits. Options that are rare (amsgrad, maximize, capturable, rates that are
-    tensors, complex numbers) and parameters that share memory are left to torch.
+    Options that are rare (amsgrad, maximize, capturable, rates that are tensors, complex numbers) are left to torch.
+
+    Args:
+        same_bits: Call the operations of torch's Adam, each once for all parameters of a small model: the kernels and
+            their arguments are the same, and so are the bits. Parameters that share memory are left to torch.
+            If False, call torch's fused Adam, which rounds otherwise: for ranks whose gradients are sums over ranks,
+            which are rounded otherwise than one process's, too.
     """
     original = vars(adam).get(_STEP)
-    return nullcontext() if original is None else _replaced_step(original)
+    if original is None:
+        return nullcontext()
+    return _replaced_step(original, _is_small if same_bits else _is_dense, _step if same_bits else _step_fused)
 
 
 @contextmanager
-def _replaced_step(original: Callable[..., None]) -> Iterator[None]:
+def _replaced_step(
+    original: Callable[..., None],
+    suits: Callable[[Sequence[list[Tensor]]], bool],
+    step_together: Callable[..., None],
+) -> Iterator[None]:
     def step(params: list[Tensor], *tensors: Any, **options: Any) -> None:
-        if torch.compiler.is_compiling() or not (_is_plain(options) and _is_small(params)):
-            original(params, *tensors, **options)
-        else:
-            grads, means, squares, _, steps, *_ = tensors
-            _step(params, grads, means, squares, steps, options)
+        if torch.compiler.is_compiling() or not _is_plain(options):
+            return original(params, *tensors, **options)
+        grads, means, squares, _, steps, *_ = tensors
+        if not suits((params, grads, means, squares)):
+            return original(params, *tensors, **options)
+        return step_together(params, grads, means, squares, steps, options)
 
     with replaced(adam, _STEP, step):
         yield
+
+
+def _step_fused(
+    params: list[Tensor],
+    grads: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    steps: list[Tensor],
+    options: dict[str, Any],
+) -> None:
+    fused = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
+    numbers = {name: options[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
+    torch._foreach_add_(steps, 1)
+    fused(params, grads, means, squares, [], steps, **numbers, amsgrad=False, maximize=False)
 
 
 def _step(
@@ -79,11 +105,25 @@ def _is_plain(options: dict[str, Any]) -> bool:
     return all(isinstance(options[name], float | int) for name in ("beta1", "beta2", "lr", "weight_decay", "eps"))
 
 
-def _is_small(params: Sequence[Tensor]) -> bool:
-    """Return whether ``params`` are few numbers in ordinary tensors of a CPU, each in memory of its own."""
+def _is_dense(tensors: Sequence[list[Tensor]]) -> bool:
+    """Return whether the fused kernel, which looks at memory and not at strides, steps these tensors."""
+    params = tensors[0]
+    if not params or params[0].dtype not in _TYPES:
+        return False
+    dtype = params[0].dtype
+    return all(
+        type(tensor) in _KINDS and tensor.is_cpu and tensor.dtype is dtype and tensor.is_contiguous()
+        for group in tensors
+        for tensor in group
+    )
+
+
+def _is_small(tensors: Sequence[list[Tensor]]) -> bool:
+    """Return whether parameters are few numbers in ordinary tensors of a CPU, each in memory of its own."""
     num_elements, storages = 0, set()
+    params = tensors[0]
     for param in params:
-        if type(param) not in (nn.Parameter, Tensor) or not param.is_cpu or param.dtype not in _TYPES:
+        if type(param) not in _KINDS or not param.is_cpu or param.dtype not in _TYPES:
             return False
         num_elements += param.numel()
         storages.add(param.untyped_storage().data_ptr())

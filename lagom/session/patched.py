@@ -56,7 +56,7 @@ def patched(session: Session) -> Iterator[None]:
             if session.config.backend == "torch":
                 stack.enter_context(synchronise_backward(session))
                 stack.enter_context(skip_profiler_ranges())
-                stack.enter_context(grouped_adam())
+                stack.enter_context(grouped_adam(same_bits=session.config.batches == "whole"))
                 if session.config.zero_lvl:
                     stack.enter_context(shard_steps(session))
             if session.config.lr_scaling is not None and not session.plan.already_distributed:

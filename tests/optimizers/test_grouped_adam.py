@@ -1,4 +1,4 @@
-"""``lagom.optimizers.grouped_adam``: the bits of torch's Adam, and torch itself where these are not certain."""
+"""``lagom.optimizers.grouped_adam``: torch's Adam by few calls, and torch itself where these would differ."""
 
 from __future__ import annotations
 
@@ -35,11 +35,14 @@ def torchs_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield found
 
 
-def trained(kind: type, dtype: torch.dtype, options: dict[str, Any], num_steps: int = 5) -> list[Tensor]:
+def trained(
+    kind: type, dtype: torch.dtype, options: dict[str, Any], num_steps: int = 5, *, transposed: bool = True
+) -> list[Tensor]:
     """Return the parameters, and all of the optimizer's state, after steps by made gradients."""
     draws = torch.Generator().manual_seed(3)
     parameters = [nn.Parameter(torch.randn(shape, generator=draws).to(dtype)) for shape in SHAPES]
-    parameters.append(nn.Parameter(torch.randn(4, 6, generator=draws).to(dtype).t()))  # not contiguous
+    if transposed:
+        parameters.append(nn.Parameter(torch.randn(4, 6, generator=draws).to(dtype).t()))
     optimizer = kind(parameters, **{"lr": 0.01, **options})
     for number in range(num_steps):
         for index, parameter in enumerate(parameters):
@@ -61,16 +64,57 @@ def test_steps_have_torchs_bits(
     kind: type, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = trained(kind, dtype, options)
-    with torchs_calls(monkeypatch) as calls, grouped_adam():
+    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=True):
         found = trained(kind, dtype, options)
     assert not calls
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"betas": (0.5, 0.9), "eps": 1e-3}, {"lr": 1}], ids=str)
+def test_fused_steps_differ_by_rounding(
+    kind: type, options: dict[str, Any], dtype: torch.dtype, rounding: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(kind, dtype, options, transposed=False)
+    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=False):
+        found = trained(kind, dtype, options, transposed=False)
+    assert not calls
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=rounding, atol=rounding)
+
+
+def test_a_fused_step_leaves_other_strides_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(Adam, torch.float64, {})
+    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=False):
+        found = trained(Adam, torch.float64, {})
+    assert len(calls) == 5
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_fused_steps_of_parameters_that_share_memory_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = stepped(overlapping())
+    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=False):
+        found = stepped(overlapping())
+    assert not calls
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_fused_step_leaves_parameters_of_two_types_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))]
+
+    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=False):
+        found = stepped(mixed())
+    assert calls == [2, 2, 2]
+    assert all(torch.equal(a, b) for a, b in zip(found, stepped(mixed()), strict=True))
+
+
 @pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}, {"lr": torch.tensor(0.01)}], ids=str)
 def test_rare_options_are_left_to_torch(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(Adam, torch.float64, options)
-    with torchs_calls(monkeypatch) as calls, grouped_adam():
+    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=True):
         found = trained(Adam, torch.float64, options)
     assert len(calls) == 5
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -85,15 +129,15 @@ def stepped(parameters: list[nn.Parameter], kind: type = Adam) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in parameters]
 
 
+def overlapping() -> list[nn.Parameter]:
+    """Return two parameters with common elements: Adam in torch ends the first before it begins the second."""
+    memory = torch.arange(6.0)
+    return [nn.Parameter(memory[:4]), nn.Parameter(memory[2:])]
+
+
 def test_parameters_that_share_memory_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adam in torch ends one parameter before it begins the next, which has overlapping elements here."""
-
-    def overlapping() -> list[nn.Parameter]:
-        memory = torch.arange(6.0)
-        return [nn.Parameter(memory[:4]), nn.Parameter(memory[2:])]
-
     expected = stepped(overlapping())
-    with torchs_calls(monkeypatch) as calls, grouped_adam():
+    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=True):
         found = stepped(overlapping())
     assert calls == [2, 2, 2]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -101,13 +145,13 @@ def test_parameters_that_share_memory_are_left_to_torch(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_short_types_are_left_to_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    with torchs_calls(monkeypatch) as calls, grouped_adam():
+    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=True):
         stepped([nn.Parameter(torch.zeros(3, dtype=dtype))])
     assert calls == [1, 1, 1]
 
 
 def test_large_models_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torchs_calls(monkeypatch) as calls, grouped_adam():
+    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=True):
         stepped([nn.Parameter(torch.zeros(2**17)), nn.Parameter(torch.zeros(2**17 + 1))])
     assert calls == [2, 2, 2]
 
@@ -115,13 +159,13 @@ def test_large_models_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("kind", [NAdam, RAdam])
 def test_other_optimizers_step_as_before(kind: type) -> None:
     expected = stepped([nn.Parameter(torch.arange(3.0))], kind)
-    with grouped_adam():
+    with grouped_adam(same_bits=True):
         found = stepped([nn.Parameter(torch.arange(3.0))], kind)
     assert torch.equal(found[0], expected[0])
 
 
 def test_an_optimizer_without_gradients_steps() -> None:
-    with grouped_adam():
+    with grouped_adam(same_bits=True):
         Adam([nn.Parameter(torch.zeros(2))]).step()
         Adam([nn.Parameter(torch.zeros(0))]).step()
 
