@@ -36,6 +36,7 @@ from lagom.files import own_disk
 from lagom.files.settle import settle
 from lagom.files.symbols import loaded, slots
 from lagom.monitor.spans import Spans
+from lagom.patching.importers import remember_importers
 from lagom.plan import Plan
 from lagom.row_split import whole_batch
 from lagom.run_state.random_streams import seed_everything
@@ -76,6 +77,7 @@ def run_ranks(
     for library in loaded():
         slots(library, platform.machine())  # once here, and not for 0.2 s in every rank; see lagom.host.preload
     native()  # likewise
+    remember_importers()
     with tempfile.TemporaryDirectory() as host_dir:
         pipes, processes = [], []
         for rank in range(world_size):

@@ -46,7 +46,7 @@ ROOMS = {
     "__main__": "cli",
     "__init__": "config data errors experiment memory_plan memory_planner result world",
     # The processes of a host, and the rank.
-    "host": "errors files monitor plan wire worker pyarrow pyspark torch",
+    "host": "errors files monitor patching plan wire worker pyarrow pyspark torch",
     "worker": "call collectives config errors files memory_plan monitor patching payload plan program "
     "random_states run_state session verify.on_rank wire world zero numpy torch",
     # What a rank does with the program, from the top down.

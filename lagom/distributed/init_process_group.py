@@ -21,6 +21,7 @@ from lagom.collectives.torch_backend.registration import register
 from lagom.collectives.torch_backend.shared_group import BACKEND
 from lagom.errors import LagomError
 from lagom.files import share_disk
+from lagom.patching.importers import Importers
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _ENDS_S = 30 * 24 * 3600.0
 """Longest time that rank 0 waits for the others: only its host process may give up."""
+_importers = Importers(distributed_c10d, "init_process_group")
 _kept: list[Any] = []
 """Groups, kept to the end of the process. See Note [Kept groups]."""
 
@@ -46,10 +48,8 @@ def own_init_process_group(session: Session) -> Iterator[None]:
     with ExitStack() as stack:
         joining = _Joining(session, original, stack)
         patched = joining.patched()
-        for module in list(sys.modules.values()):
-            # Also in modules that imported the function by name.
-            if getattr(module, "__dict__", {}).get("init_process_group") is original:
-                stack.enter_context(replaced(module, "init_process_group", patched))
+        for module, name in _importers.find():
+            stack.enter_context(replaced(module, name, patched))
         if session.world_size > 1:
             stack.enter_context(replaced(DistributedSampler, "__iter__", _iterated(session)))
         succeeded = False

@@ -8,6 +8,8 @@ import torch._dynamo  # noqa: F401  (0.7 s, which an optimizer's first step woul
 
 import lagom.worker.bootstrap  # noqa: F401
 from lagom.files.symbols import loaded, slots
+from lagom.patching.importers import remember_importers
 
 for library in loaded():
     slots(library, platform.machine())  # reading torch's takes 0.1 s
+remember_importers()

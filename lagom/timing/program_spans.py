@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lagom.collectives.torch_backend.arguments import listed
 from lagom.collectives.torch_backend.shared_group import SharedProcessGroup
 from lagom.monitor import spans as kinds
+from lagom.patching.importers import Importers
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -112,22 +112,16 @@ _EXCHANGES = (
     "scatter",
     *_MESSAGES,
 )
+_importers = Importers(distributed_c10d, *_EXCHANGES)
 
 
 @contextmanager
 def _recorded_exchanges(spans: Spans) -> Iterator[None]:
     """Record calls of ``torch.distributed``, except for groups of lagom's backend, which record their exchanges."""
-    originals = {name: getattr(distributed_c10d, name) for name in _EXCHANGES}
-    recorded = {name: _recorded_exchange(spans, name, original) for name, original in originals.items()}
+    recorded = {name: _recorded_exchange(spans, name, getattr(distributed_c10d, name)) for name in _EXCHANGES}
     with ExitStack() as stack:
-        for module in list(sys.modules.values()):
-            known = getattr(module, "__dict__", None)
-            if not isinstance(known, dict):
-                continue
-            for name, original in originals.items():
-                # Also modules that imported the function by its name.
-                if known.get(name) is original:
-                    stack.enter_context(replaced(module, name, recorded[name]))
+        for module, name in _importers.find():
+            stack.enter_context(replaced(module, name, recorded[name]))
         yield
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from lagom.patching.importers import Importers
 from lagom.patching.replace import replaced
 from lagom.zero.gradient_shards import GradientShards
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from lagom.session.session import Session
+
+_importers = Importers(clip_grad, "clip_grad_norm_", "clip_grad_value_")
 
 
 @contextmanager
@@ -34,13 +36,10 @@ def shard_gradients(session: Session) -> Iterator[GradientShards]:
         for owner in (Optimizer, nn.Module):
             stack.enter_context(replaced(owner, "zero_grad", _make_zero_grad(session, gradients, owner)))
         stack.enter_context(replaced(GradScaler, "_unscale_grads_", _make_unscale(session, gradients)))
-        for name, make in (("clip_grad_norm_", _make_clip_norm), ("clip_grad_value_", _make_clip_value)):
-            original = vars(clip_grad)[name]
-            patched = make(session, gradients, original)
-            for module in list(sys.modules.values()):
-                # Also modules that imported the function by its name.
-                if getattr(module, "__dict__", {}).get(name) is original:
-                    stack.enter_context(replaced(module, name, patched))
+        made = {"clip_grad_norm_": _make_clip_norm, "clip_grad_value_": _make_clip_value}
+        patched = {name: make(session, gradients, vars(clip_grad)[name]) for name, make in made.items()}
+        for module, name in _importers.find():
+            stack.enter_context(replaced(module, name, patched[name]))
         stack.enter_context(_stop_at_compilation(session, gradients))
         yield gradients
 
