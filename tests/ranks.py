@@ -42,8 +42,10 @@ from lagom.row_split import whole_batch
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.patched import patched
 from lagom.session.session import Session
+from tests.huge_pages import use_huge_pages
 
 _gathers = itertools.count()
+_calls = itertools.count()
 _CONTEXT = multiprocessing.get_context("fork")
 _TIMEOUT_S = 120.0
 _KEY = b"known to these ranks"
@@ -78,6 +80,8 @@ def run_ranks(
         slots(library, platform.machine())  # once here, and not for 0.2 s in every rank; see lagom.host.preload
     native()  # likewise
     remember_importers()
+    if next(_calls) % 100 == 0:  # writing splits huge pages, a few in each call
+        use_huge_pages()
     with tempfile.TemporaryDirectory() as host_dir:
         pipes, processes = [], []
         for rank in range(world_size):
