@@ -161,7 +161,8 @@ class ReaderThreads:
 
 
 def _describe_loader(loader: DataLoader[object]) -> str:
-    return f"{type(loader).__name__} {type(loader.dataset).__name__} {loader.batch_size} {loader.num_workers}"
+    batch_size = getattr(loader, "batch_size", None)  # a library's own loader may have none
+    return f"{type(loader).__name__} {type(loader.dataset).__name__} {batch_size} {loader.num_workers}"
 
 
 def _dataset_length(loader: DataLoader[object]) -> int | None:

@@ -86,8 +86,10 @@ def synchronise_generators(session: Session, loader: DataLoader[Any], *, own_ord
     assert session.group is not None
     session.check_place("the start of a pass over a data loader")
     generators = {id(torch.default_generator): torch.default_generator}
-    sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
-    for holder in () if own_order else (loader, loader.sampler, loader.batch_sampler, sampler):
+    # A library's own loader that torch's iterator reads (fastai's) may have no samplers.
+    sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    inner = getattr(batch_sampler, "sampler", None)
+    for holder in () if own_order else (loader, sampler, batch_sampler, inner):
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
             generators[id(generator)] = generator

@@ -25,6 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
     random_split,
 )
+from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from lagom.session.session import Session
 from tests.ranks import alone, check_against_one_process, run_ranks
@@ -294,3 +295,37 @@ def test_a_program_whose_batches_come_from_no_loader_is_told_that_nothing_is_sha
     for lines in run_ranks(2, program, batches=batches, always_slices=always_slices):
         assert len(lines) == (is_told != "")
         assert all(f"batches='{is_told}'" in line for line in lines)
+
+
+class BareLoader:
+    """A loader of a library's own (fastai's) that torch's iterator reads: it has no samplers and no batch size."""
+
+    _IterableDataset_len_called, _auto_collation, drop_last, in_order = None, False, False, True
+    _index_sampler, generator, prefetch_factor, _dataset_kind = range(100), None, 2, _DatasetKind.Iterable
+    pin_memory, pin_memory_device, num_workers, timeout, persistent_workers = False, "", 0, 0, False
+    worker_init_fn = multiprocessing_context = None
+
+    def __init__(self) -> None:
+        self.collate_fn = lambda batch: batch
+        self.dataset = self
+        self.rows = torch.randn(11, 3)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.rows[torch.randperm(11)].split(4))
+
+
+@pytest.mark.parametrize("batches", ["whole", "split"])
+def test_a_librarys_own_loader_gives_every_rank_all_batches(batches: Any) -> None:
+    def run(session: Session) -> Any:
+        torch.manual_seed(1)
+        loader: Any = BareLoader()
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            for batch in _SingleProcessDataLoaderIter(loader):
+                optimizer.zero_grad()
+                model(batch).pow(2).mean().backward()
+                optimizer.step()
+        return [p.tolist() for p in model.parameters()]
+
+    assert run_ranks(2, run, batches=batches) == [alone(run)] * 2
