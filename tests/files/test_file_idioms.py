@@ -254,28 +254,49 @@ def standing_in(folder: Path, program: Callable[[], Any]) -> Any:
     return program()
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.parametrize(("world_size", "first"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2)])
+def standing_in_all(folder: Path) -> dict[str, Any]:
+    """Run every program in a folder of its own."""
+    return {program.__name__: standing_in(folder / program.__name__, program) for program in PROGRAMS}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folders of all programs after a run in one process, and the values that they returned."""
+    folder = tmp_path_factory.mktemp("plain")
+    for program in PROGRAMS:
+        found_by_programs(folder / program.__name__)
+    return folder, alone(lambda _: standing_in_all(folder))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "first"),
+    [(1, 0), *(pytest.param(2, first, marks=pytest.mark.soak) for first in (0, 1)), (3, 0), (3, 2)],
+)
 def test_files_are_those_of_one_process(
-    program: Callable[[], Any], world_size: int, first: int, tmp_path: Path
+    plain: tuple[Path, dict[str, Any]], world_size: int, first: int, tmp_path: Path
 ) -> None:
     """One rank after the other, so that one finds the disk as another has left it; rank ``first`` begins."""
-    plain, shared = found_by_programs(tmp_path / "plain"), found_by_programs(tmp_path / "shared")
-    expected = alone(lambda _: standing_in(plain, program))
+    for program in PROGRAMS:
+        found_by_programs(tmp_path / program.__name__)
 
-    def run(session: Session) -> Any:
+    def in_turn(session: Session, program: Callable[[], Any]) -> Any:
         value = None
         for turn in range(world_size):
             if session.rank == (first + turn) % world_size:
                 session.live = False  # it draws no numbers and trains nothing: no collectives
-                value = standing_in(shared, program)
+                value = standing_in(tmp_path / program.__name__, program)
                 session.live = True
             if session.group is not None:
                 session.group.barrier()
         return value
 
+    def run(session: Session) -> dict[str, Any]:
+        return {program.__name__: in_turn(session, program) for program in PROGRAMS}
+
+    folder, expected = plain
     assert run_ranks(world_size, run) == [expected] * world_size
-    assert tree(shared) == tree(plain)
+    for program in PROGRAMS:
+        assert tree(tmp_path / program.__name__) == tree(folder / program.__name__), program.__name__
 
 
 def resumed(epochs: int) -> Any:
@@ -300,7 +321,7 @@ def resumed(epochs: int) -> Any:
     return begin, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_a_checkpoint_of_the_program_resumes_it(world_size: int, tmp_path: Path) -> None:
     plain, shared = tmp_path / "plain", tmp_path / "shared"
     for folder in (plain, shared):

@@ -15,21 +15,20 @@ from lagom.session.session import Session
 from tests.ranks import alone, run_ranks, session_alone
 from tests.session.loading import Drawing, Nondeterministic, Numbers, OwnLoader, batches, epochs, flat
 
+SHUFFLING: list[dict[str, Any]] = [
+    {"shuffle": True},
+    {"shuffle": True, "drop_last": True},
+    {"shuffle": True, "generator": True},
+    {"num_workers": 2, "shuffle": True, "persistent_workers": True, "in_order": False},
+    {"sampler": Nondeterministic(22)},
+]
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"shuffle": True},
-        {"shuffle": True, "drop_last": True},
-        {"shuffle": True, "generator": True},
-        {"num_workers": 2, "shuffle": True, "persistent_workers": True, "in_order": False},
-        {"sampler": Nondeterministic(22)},
-    ],
-    ids=lambda options: "-".join(options),
+    "world_size", [pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak)]
 )
-def test_each_sample_is_used_once_and_the_order_changes(world_size: int, options: dict[str, Any]) -> None:
-    def run(session: Session) -> Any:
+def test_each_sample_is_used_once_and_the_order_changes(world_size: int) -> None:
+    def two_epochs(session: Session, options: dict[str, Any]) -> Any:
         chosen = dict(options)
         if chosen.pop("generator", None):
             chosen["generator"] = torch.Generator().manual_seed(session.rank)
@@ -37,14 +36,17 @@ def test_each_sample_is_used_once_and_the_order_changes(world_size: int, options
         assert len(loader) == (3 if "drop_last" in options else 4)
         return epochs(loader, session)
 
-    results = run_ranks(world_size, run)
-    for epoch in range(2):
-        parts = [result[epoch] for result in results]
-        assert len({len(part) for part in parts}) == 1
-        found = flat(parts)
-        assert len(found) == len(set(found)) == (21 if "drop_last" in options else 22)
-    assert results[0][0] != results[0][1]
-    assert all(not set(batch) & set(other) for batch, other in zip(results[0][0], results[1][0], strict=True))
+    def run(session: Session) -> list[Any]:
+        return [two_epochs(session, options) for options in SHUFFLING]
+
+    for options, *results in zip(SHUFFLING, *run_ranks(world_size, run), strict=True):
+        for epoch in range(2):
+            parts = [result[epoch] for result in results]
+            assert len({len(part) for part in parts}) == 1
+            found = flat(parts)
+            assert len(found) == len(set(found)) == (21 if "drop_last" in options else 22), options
+        assert results[0][0] != results[0][1], options
+        assert all(not set(batch) & set(other) for batch, other in zip(results[0][0], results[1][0], strict=True))
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -111,7 +111,7 @@ def test_a_drifted_stream_of_one_rank_is_brought_back() -> None:
     assert flat(run_ranks(2, run)) == list(range(8))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("sampler", [None, list(range(10))])
 def test_a_rank_that_leaves_a_loop_alone_is_an_error_for_the_others_and_no_hang(
     world_size: int, sampler: list[int] | None

@@ -48,11 +48,10 @@ FORWARDS: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS)
-def test_weights_of_the_shape_of_a_share_are_trained_as_on_one_machine(forward: Any, world_size: int) -> None:
-    program = with_square_weights(forward, 4, world_size)
-    check_against_one_process(program, world_size)
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
+def test_weights_of_the_shape_of_a_share_are_trained_as_on_one_machine(world_size: int) -> None:
+    programs = {name: with_square_weights(forward, 4, world_size) for name, forward in FORWARDS.items()}
+    check_against_one_process(lambda session: {name: run(session) for name, run in programs.items()}, world_size)
 
 
 def test_what_was_taken_for_a_perturbation_is_not_trained_on() -> None:
