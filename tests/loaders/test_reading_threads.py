@@ -109,7 +109,14 @@ def trained(count: int, size: int, begins_in_thread: bool) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("batches", "world_size"), [("whole", 2), ("split", 2), ("whole", 3), ("split", 3)])
+@pytest.mark.parametrize(
+    ("batches", "world_size"),
+    [
+        ("whole", 2),
+        ("split", 3),
+        *(pytest.param(*other, marks=pytest.mark.soak) for other in (("split", 2), ("whole", 3))),
+    ],
+)
 def test_batches_read_in_a_thread_are_those_of_one_process(batches: Batches, world_size: int) -> None:
     # With "split", shares of one size: those of batches that were read ahead and changed cannot be told apart.
     sizes = (13, 4) if batches == "whole" else (12, 6)

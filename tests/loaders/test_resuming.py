@@ -181,7 +181,14 @@ def resumed(kind: str) -> Any:
     return seen, state["yielded"], state["sampler"], getattr(loader.batch_sampler, "epoch", None)
 
 
-@pytest.mark.parametrize(("batches", "world_size"), [("whole", 2), ("split", 2), ("whole", 3), ("split", 3)])
+@pytest.mark.parametrize(
+    ("batches", "world_size"),
+    [
+        ("whole", 2),
+        ("split", 3),
+        *(pytest.param(*other, marks=pytest.mark.soak) for other in (("split", 2), ("whole", 3))),
+    ],
+)
 def test_a_loader_goes_on_where_it_was(batches: Batches, world_size: int) -> None:
     def run(session: Session) -> Any:
         return {kind: resumed(kind) for kind in ("shuffles", "remembers", "skips")}

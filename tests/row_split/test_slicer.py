@@ -6,6 +6,7 @@ import collections
 import random
 import weakref
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.config.torch_distributed import Collectives
+from lagom.config.torch_distributed import Batches, Collectives
 from lagom.errors import DivergenceError
 from lagom.row_split.module_tree import ModuleTree
 from lagom.row_split.probe import probe
 from lagom.row_split.split_candidate import SplitFinding
+from lagom.run_state.random_streams import seed_everything
 from lagom.session.session import Session
 from tests.ranks import RankFailedError, alone, run_ranks
 
 Program = Callable[[Session], Any]
 
 
-def data(num: int = 37, width: int = 5) -> TensorDataset:
+def data(num: int = 21, width: int = 5) -> TensorDataset:
     """Make samples with a target each; the last batch of 8 is an uneven tail of 5."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(num, width, generator=generator, dtype=torch.float64)
@@ -71,7 +73,9 @@ def test_torchscript_runs_whole() -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-def test_a_compiled_model_trains_and_is_evaluated() -> None:
+# tests/session/models has a compiled model on whole batches.
+@pytest.mark.parametrize("batches", ["split", pytest.param("whole", marks=pytest.mark.soak)])
+def test_a_compiled_model_trains_and_is_evaluated(batches: Batches) -> None:
     def program(_: Session) -> Any:
         model: Any = torch.compile(network(), backend="eager")
         weights = trained(model, mean_loss)
@@ -80,11 +84,10 @@ def test_a_compiled_model_trains_and_is_evaluated() -> None:
             return [*weights, [((model(x) - y) ** 2).sum().item() for x, y in DataLoader(data(), 8)]]
 
     wanted = alone(program)
-    for batches in ("whole", "split"):
-        for found in run_ranks(2, program, batches=batches, always_slices=True):
-            own = slice(1, None) if batches == "split" else slice(None)  # the losses are those of the share
-            for one, other in zip(found[own], wanted[own], strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    for found in run_ranks(2, program, batches=batches, always_slices=True):
+        own = slice(1, None) if batches == "split" else slice(None)  # the losses are those of the share
+        for one, other in zip(found[own], wanted[own], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def sum_loss(session: Session) -> Any:
@@ -361,18 +364,38 @@ def assert_equal(found: Any, expected: Any) -> None:
         torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-12, atol=1e-12)
 
 
+@cache
+def in_one_process() -> dict[str, Any]:
+    found: dict[str, Any] = alone(lambda session: {name: run(session)[0] for name, run in RUNS.items()})
+    return found
+
+
+@cache
+def on_ranks(world_size: int) -> list[dict[str, Any]]:
+    """Return for each rank and program its result, and what was said of modules that are not sliced."""
+    return run_ranks(world_size, lambda session: {name: run(session) for name, run in RUNS.items()}, batches="whole")
+
+
+def run_alike(session: Session, program: Program) -> tuple[Any, list[str]]:
+    """Run ``program`` as the first in its process: with the same random numbers, and nothing said before."""
+    seed_everything(0)
+    session._said.clear()
+    return program(session), whole_on_every_rank(session)
+
+
+RUNS = {program.__name__: partial(run_alike, program=program) for program in (*SLICED, *WHOLE)}
+
+
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
-@pytest.mark.parametrize("program", [*SLICED, *WHOLE], ids=lambda program: program.__name__)
-def test_losses_and_weights_are_those_of_one_machine(program: Program, world_size: int) -> None:
-    expected = alone(program)
-    for found in run_ranks(world_size, program, batches="whole"):
-        assert_equal(found, expected)
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_and_weights_are_those_of_one_machine(name: str, world_size: int) -> None:
+    for found in on_ranks(world_size):
+        assert_equal(found[name][0], in_one_process()[name])
 
 
 @pytest.mark.parametrize("program", SLICED, ids=lambda program: program.__name__)
 def test_forwards_by_rows_are_sliced(program: Program) -> None:
-    said = run_ranks(2, lambda session: (program(session), whole_on_every_rank(session))[1], batches="whole")
-    assert said == [[], []]
+    assert [found[program.__name__][1] for found in on_ranks(3)] == [[], [], []]
 
 
 REASONS = {
@@ -389,8 +412,8 @@ REASONS = {
 
 @pytest.mark.parametrize("program", WHOLE, ids=lambda program: program.__name__)
 def test_others_run_whole_and_the_log_says_why(program: Program) -> None:
-    for said in run_ranks(2, lambda session: (program(session), whole_on_every_rank(session))[1], batches="whole"):
-        assert any(REASONS[program.__name__] in text for text in said)
+    for found in on_ranks(3):
+        assert any(REASONS[program.__name__] in text for text in found[program.__name__][1])
 
 
 def whole_on_every_rank(session: Session) -> list[str]:
