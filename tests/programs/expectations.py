@@ -137,13 +137,10 @@ SHARED_BY_THREE = (
 )
 """Programs for which three ranks may differ from two: uneven or empty shares, sums in another order, state, files.
 
-On three ranks the other programs run with ``pytest -m soak``.
+These run on three ranks, the other programs on two; on the other number all run with ``pytest -m soak``.
 """
-AS_SCRIPTS = (
-    *("adversarial", "convolution", "data_parallel", "early_stopping", "exported", "finetuned", "functional"),
-    *("journal", "language", "loss_inside", "resumed", "siamese", "sums", "variational"),
-)
-"""Programs that also run as scripts: those that print, write files, save a module or read what they have saved.
+AS_SCRIPTS = ("adversarial", "data_parallel", "exported", "journal", "language", "resumed", "sums")
+"""Programs that also run as scripts: those that write files, save a module, read what they have saved, or need "whole".
 
 A script only parses arguments, calls ``train`` and saves its result; the others run with ``pytest -m soak``.
 """

@@ -52,8 +52,13 @@ def under_torchrun(program: str, world_size: int) -> judge.Run:
     return judge.on_ranks(program, {}, world_size, before=as_torchrun(world_size), patches=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("batches", ["split", "whole"])
+@pytest.mark.parametrize(
+    ("batches", "world_size"),
+    [
+        *(("split", 1), ("split", 3), ("whole", 2)),
+        *(pytest.param(*other, marks=pytest.mark.soak) for other in (("split", 2), ("whole", 1), ("whole", 3))),
+    ],
+)
 @pytest.mark.parametrize("program", DISTRIBUTED)
 def test_a_distributed_program_gives_what_it_gives_under_torchrun(program: str, batches: str, world_size: int) -> None:
     plain = under_torchrun(program, world_size)

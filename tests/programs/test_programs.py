@@ -23,14 +23,21 @@ def cases(*split: str, among: Sequence[str] = ()) -> pytest.MarkDecorator:
 
 
 def cases_on_ranks(*split: str) -> pytest.MarkDecorator:
-    """Each case on two ranks, and on three where these may differ."""
-    chosen = [case for case in CASES if case.split in split]
-    on_two = [pytest.param(case, 2, id=f"{case}-2") for case in chosen]
-    on_three = [
-        pytest.param(case, 3, id=f"{case}-3", marks=() if case.program in SHARED_BY_THREE else pytest.mark.soak)
-        for case in chosen
-    ]
-    return pytest.mark.parametrize(("case", "world_size"), [*on_two, *on_three])
+    """Each case on two ranks, or on three where these may differ; on the other number with ``pytest -m soak``."""
+    return pytest.mark.parametrize(
+        ("case", "world_size"),
+        [
+            pytest.param(
+                case,
+                world_size,
+                id=f"{case}-{world_size}",
+                marks=pytest.mark.soak if (case.program in SHARED_BY_THREE) == (world_size == 2) else (),
+            )
+            for world_size in (2, 3)
+            for case in CASES
+            if case.split in split
+        ],
+    )
 
 
 @cache
@@ -50,7 +57,16 @@ def test_every_program_is_judged() -> None:
     assert judge.PROGRAMS.keys() == {case.program for case in CASES} | set(DISTRIBUTED)
 
 
-@cases(*SPLITS)
+# One rank takes the same way through all programs, so these stand for the others.
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=str(case), marks=() if case.program in SHARED_BY_THREE + RATHER_WHOLE else pytest.mark.soak
+        )
+        for case in CASES
+    ],
+)
 def test_one_rank_gives_the_bits_of_a_plain_run(case: Case) -> None:
     plain, run = plain_run(case), judge.on_ranks(case.program, case.options, 1)
     assert judge.differences(run.ranks[0].value, plain.ranks[0].value, tolerance=0.0) == []

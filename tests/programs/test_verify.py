@@ -20,8 +20,11 @@ RANDOM_ALONE = ("attention", "checkpointed-dropout=0.2", "siamese", "uncertainty
 """Of those that "split" does not give: nothing but dropout or draws in ``__getitem__`` differ, and that is said."""
 
 
-QUICK = ("accumulation", "convolution", "early_stopping", "language", "siamese", "sums", "until")
-"""Programs that every test run goes through; the others with ``pytest -m soak``."""
+QUICK = ("early_stopping", "until")
+"""Programs that every test run goes through; the others with ``pytest -m soak``.
+
+``test_rehearsals.py`` has the other verdicts: sums, draws, and work that is not shared out.
+"""
 
 
 @pytest.mark.parametrize(
