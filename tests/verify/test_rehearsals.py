@@ -201,7 +201,7 @@ def test_a_sum_is_found_by_its_factor_and_whole_is_named(world_size: int) -> Non
 
 def test_a_number_that_leaves_torch_through_numpy_is_of_a_share() -> None:
     def leaves(loss: torch.Tensor) -> bool:
-        numbers = [
+        numbers: list[Any] = [
             loss.detach().numpy(),
             loss.tolist(),
             np.asarray(loss.detach()),
