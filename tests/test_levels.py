@@ -142,9 +142,10 @@ def test_on_torch(world_size: int) -> None:
     judged(world_size, [*table, *((level, _turn(level, world_size), torch.float32) for level in LEVELS)], "torch")
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
-def test_on_deepspeed(world_size: int, loaded: None) -> None:
-    judged(world_size, [(level, _turn(level, world_size), torch.float32) for level in LEVELS], "deepspeed")
+def test_on_deepspeed(world_size: int, level: int, loaded: None) -> None:
+    judged(world_size, [(level, _turn(level, world_size), torch.float32)], "deepspeed")
 
 
 @pytest.mark.soak
