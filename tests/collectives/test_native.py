@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,33 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from lagom.collectives.native import native
-
-ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(native() is None, reason="lagom was built without a compiler")
-PROGRAM = """
-import json, sys, torch
 from lagom import experiment
+from lagom.collectives.native import native
 from lagom.config import TorchDistributedConfig
 from lagom.data import ParquetDataset
+from lagom.data.decoders.fast_columns import is_on
 
-def train(folder):
-    data = ParquetDataset(folder)
-    model = torch.nn.Linear(1, 1).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    for batch in torch.utils.data.DataLoader(data, batch_size=8, shuffle=True):
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(batch["x"][:, None]), batch["y"][:, None]).backward()
-        optimizer.step()
-    from lagom.data.decoders.fast_columns import is_on
-    weights = torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
-    return weights, "lagom._native" in sys.modules, is_on()
-
-hparams = {"folder": sys.argv[1]}
-config = TorchDistributedConfig(launcher="local", world_size=2, batches="split", seed=0, hparams=hparams)
-print(json.dumps(experiment.lagom(train, config).per_rank))
-"""
+pytestmark = pytest.mark.skipif(native() is None, reason="lagom was built without a compiler")
 
 
 @pytest.fixture
@@ -49,21 +28,33 @@ def table(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trained(table: Path, **switches: str) -> Any:
+def train(folder: str) -> Any:
     """Train; return the weights, and whether the rank loaded the compiled part and decodes pages with it."""
-    command = [sys.executable, "-c", PROGRAM, str(table)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | switches
-    ended = subprocess.run(command, capture_output=True, check=False, timeout=120, env=env, cwd=ROOT, text=True)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
+    model = torch.nn.Linear(1, 1).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for batch in torch.utils.data.DataLoader(ParquetDataset(folder), batch_size=8, shuffle=True):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(batch["x"][:, None]), batch["y"][:, None]).backward()
+        optimizer.step()
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
+    return weights, "lagom._native" in sys.modules, is_on()
 
 
-def test_each_switch_leaves_the_weights_as_they_are(table: Path) -> None:
+def trained(table: Path) -> Any:
+    hparams = {"folder": str(table)}
+    config = TorchDistributedConfig(launcher="local", world_size=2, batches="split", seed=0, hparams=hparams)
+    return experiment.lagom(train, config).per_rank
+
+
+def test_each_switch_leaves_the_weights_as_they_are(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trained(table)
-    without_pages = trained(table, LAGOM_PAGE_DECODER="0")
-    without = trained(table, LAGOM_NATIVE="0")
-    assert [found[1:] for found in whole] == [[True, True]] * 2
-    assert [found[1:] for found in without_pages] == [[True, False]] * 2
-    assert [found[1:] for found in without] == [[False, False]] * 2
+    monkeypatch.setenv("LAGOM_PAGE_DECODER", "0")
+    without_pages = trained(table)
+    monkeypatch.delenv("LAGOM_PAGE_DECODER")
+    monkeypatch.setenv("LAGOM_NATIVE", "0")
+    without = trained(table)
+    assert [found[1:] for found in whole] == [(True, True)] * 2
+    assert [found[1:] for found in without_pages] == [(True, False)] * 2
+    assert [found[1:] for found in without] == [(False, False)] * 2
     for weights, *_ in [*whole, *without_pages, *without]:
         assert np.allclose(weights, whole[0][0], rtol=0, atol=1e-12)
