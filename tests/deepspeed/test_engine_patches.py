@@ -28,6 +28,11 @@ SAMPLES = 43
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
+def again(*zero_lvl: object) -> Any:
+    """A level that other tests of this file run as well: level 1 is DeepSpeed's optimizer of level 2."""
+    return pytest.param(*zero_lvl, marks=pytest.mark.soak)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
     """Once, and not in every rank that is forked."""
@@ -108,7 +113,7 @@ def _same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["metric"] == pytest.approx(wanted["metric"], rel=1e-5)
 
 
-@pytest.mark.parametrize("zero_lvl", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_lvl", [again(0), again(1), 2, 3])
 def test_gradients_are_accumulated_until_the_program_steps(zero_lvl: int) -> None:
     wanted = alone(lambda session: epoch(OPTIMIZERS["adam"], session, accumulate=3))
     rows = run_ranks(
@@ -185,7 +190,7 @@ def test_accumulation_of_the_configuration_steps_when_it_says() -> None:
         assert torch.allclose(row, wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("zero_lvl", [1, 2, 3])
+@pytest.mark.parametrize("zero_lvl", [again(1), 2, 3])
 def test_weights_that_the_program_loads_or_changes_are_stepped_on(zero_lvl: int) -> None:
     def program(_: Session) -> dict[str, torch.Tensor]:
         network = Network()
@@ -204,7 +209,7 @@ def test_weights_that_the_program_loads_or_changes_are_stepped_on(zero_lvl: int)
     check_against_one_process(program, atol=1e-6, backend="deepspeed", zero_lvl=zero_lvl)
 
 
-@pytest.mark.parametrize("zero_lvl", [1, 2])
+@pytest.mark.parametrize("zero_lvl", [again(1), 2])
 def test_a_step_that_is_not_finite_is_made_and_parameters_are_stepped_in_their_own_memory(zero_lvl: int) -> None:
     """DeepSpeed alone would leave it out, and step a copy."""
 
@@ -324,7 +329,7 @@ def test_a_rank_that_asks_alone_for_parts_is_an_error_on_all_and_no_hang() -> No
 
 @pytest.mark.parametrize(
     ("zero_lvl", "batches", "evaluation"),
-    [(2, "whole", "gathered"), (3, "whole", "gathered"), (3, "split", "replicated"), (1, "split", "sharded")],
+    [(2, "whole", "gathered"), again(3, "whole", "gathered"), (3, "split", "replicated"), (1, "split", "sharded")],
 )
 def test_settings_of_batches_and_evaluation_hold(zero_lvl: int, batches: Any, evaluation: Any) -> None:
     wanted = alone(lambda session: epoch(OPTIMIZERS["sgd"], session))
@@ -342,7 +347,7 @@ def test_settings_of_batches_and_evaluation_hold(zero_lvl: int, batches: Any, ev
         _same(row | ({"metric": wanted["metric"]} if evaluation == "sharded" else {}), wanted)
 
 
-@pytest.mark.parametrize("zero_lvl", [0, 2, 3])
+@pytest.mark.parametrize("zero_lvl", [0, again(2), 3])
 def test_batchnorm_and_bf16_by_flag_are_lagoms(zero_lvl: int) -> None:
     def program(_: Session) -> dict[str, torch.Tensor]:
         network = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
@@ -402,7 +407,7 @@ def test_nothing_is_compiled_and_no_compiler_is_needed() -> None:
     assert run_ranks(2, program, backend="deepspeed", zero_lvl=2) == ["trained"] * 2
 
 
-@pytest.mark.parametrize("zero_lvl", [0, 2, 3])
+@pytest.mark.parametrize("zero_lvl", [0, again(2), 3])
 def test_models_one_after_another_and_checkpoints_that_repeat_forwards(zero_lvl: int) -> None:
     def program(_: Session) -> list[dict[str, torch.Tensor]]:
         found = []
