@@ -252,7 +252,7 @@ CHECKS: dict[str, dict[str, Check | str]] = {
         "the value that a rank returned": _evaluation_and_results,
         "`RuntimeError` that names torchrun's log": _own_exception,
         "output in the executors' logs": (
-            "tests/launchers/test_local.py::test_prints_are_those_of_a_plain_run_to_the_byte"
+            "tests/launchers/test_local.py::test_prints_and_an_exception_that_nobody_catches_are_those_of_a_plain_run_to_the_byte"
         ),
         "a function imported from a module beside the notebook": _modules,
         "`DeepspeedTorchDistributor(deepspeedConfig=...)`": ("tests/test_levels.py::test_on_deepspeed"),

@@ -257,11 +257,14 @@ def test_the_cores_are_shared_by_the_ranks_unless_the_user_says_otherwise(monkey
     assert run(lambda: torch.get_num_threads()).value == 3
 
 
-def test_ranks_have_no_input_and_no_files_of_the_driver_open(tmp_path: Path) -> None:
+def test_a_shut_down_server_is_started_again_and_ranks_have_no_input_and_no_files_of_the_driver_open(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "secret"
     with open(path, "w") as secret:
         os.set_inheritable(secret.fileno(), True)
         local.shut_down()  # so that the server starts while the file is open
+        local.shut_down()
 
         def look() -> Any:
             found = []
@@ -295,10 +298,19 @@ def train():
     print("to stderr: \\N{SNOWMAN}", file=sys.stderr)
     print("no newline at the end", end="")
 
+def fail():
+    raise ValueError("the message")
+
+def run(function, world_size):
+    experiment.lagom(function, TorchDistributedConfig(launcher="local", world_size=world_size))
+
 if len(sys.argv) == 1:
     train()
 else:
-    experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=int(sys.argv[1])))
+    for world_size in (1, 2):
+        run(train, world_size)
+        os.write(1, b"\\0")
+    run(fail, 2)
 """
 
 
@@ -308,27 +320,25 @@ def script(source: str, *args: str, unbuffered: bool = False) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, check=False, timeout=170, env=env, cwd=ROOT)
 
 
-def test_prints_are_those_of_a_plain_run_to_the_byte() -> None:
+def test_prints_and_an_exception_that_nobody_catches_are_those_of_a_plain_run_to_the_byte() -> None:
     plain = script(PRINTS, unbuffered=True)
     assert plain.returncode == 0
     assert len(plain.stdout) > 1_000_000
-    for world_size in ("1", "2"):
-        through = script(PRINTS, world_size, unbuffered=True)
-        assert through.returncode == 0, through.stderr
-        assert through.stdout == plain.stdout
-        assert plain.stderr in through.stderr
+    through = script(PRINTS, "on ranks", unbuffered=True)
+    assert through.stdout.split(b"\0") == [plain.stdout, plain.stdout, b""], through.stderr
+    assert through.stderr.count(plain.stderr) == 2
+    assert through.returncode == 1
+    assert through.stderr.rstrip().endswith(b"ValueError: the message")
+    assert b"on rank " in through.stderr
+    assert b"in fail" in through.stderr
 
 
-def test_what_c_code_left_in_its_buffers_is_shown() -> None:
-    source = """
-import ctypes
-from lagom import experiment
-from lagom.config import TorchDistributedConfig
-def train():
-    ctypes.CDLL(None).printf(b"from C\\n")
-experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2))
-"""
-    assert script(source).stdout == b"from C\n"
+def test_what_c_code_left_in_its_buffers_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        ctypes.CDLL(None).printf(b"from C\n")
+
+    run(train)
+    assert capsys.readouterr().out == "from C\n"
 
 
 def test_only_rank_0_is_heard_and_in_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -640,12 +650,6 @@ def test_the_host_process_may_be_killed_during_a_call() -> None:
     assert works()
 
 
-def test_a_shut_down_server_is_started_again() -> None:
-    local.shut_down()
-    local.shut_down()
-    assert works()
-
-
 # --- several calls, several drivers
 
 
@@ -711,6 +715,7 @@ def test_a_driver_that_was_forked_has_a_server_of_its_own() -> None:
 NOTEBOOK = """
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
+from lagom.launchers import local
 
 class MyError(Exception):
     def __init__(self, code):
@@ -747,28 +752,16 @@ try:
     experiment.lagom(train, config)
 except MyError as error:
     assert error.code == 5
-    print("ok")
+    print("ok", local.server()._process.pid)
 """
 
 
-def test_classes_and_exceptions_of_a_notebook_are_its_own_when_they_come_back() -> None:
+def test_classes_and_exceptions_of_a_notebook_are_its_own_and_its_end_takes_the_server_along() -> None:
     done = script(NOTEBOOK)
-    assert (done.stdout, done.returncode) == (b"ok\n", 0), done.stderr
-
-
-def test_an_exception_that_nobody_catches_prints_the_ranks_traceback() -> None:
-    source = """
-from lagom import experiment
-from lagom.config import TorchDistributedConfig
-def train():
-    raise ValueError("the message")
-experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2))
-"""
-    done = script(source)
-    assert done.returncode == 1
-    assert done.stderr.rstrip().endswith(b"ValueError: the message")
-    assert b"on rank " in done.stderr
-    assert b"in train" in done.stderr
+    assert done.returncode == 0, done.stderr
+    text, server = done.stdout.split()
+    assert text == b"ok"
+    assert gone([int(server)])
 
 
 INTERRUPTED = """
@@ -791,6 +784,7 @@ except KeyboardInterrupt:
     print("interrupted", flush=True)
     sys.stdin.readline()
 print("again", experiment.lagom(lambda: 3, config)["test result"], flush=True)
+experiment.lagom(train, config)
 """
 
 
@@ -811,42 +805,32 @@ def driver() -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def pids_of(driver: subprocess.Popen[str]) -> tuple[int, list[int]]:
+def heard(driver: subprocess.Popen[str]) -> list[str]:
     assert driver.stdout is not None
-    server = int(driver.stdout.readline().split()[1])
-    rank, host = map(int, driver.stdout.readline().split()[1:])
-    return server, [*_descendants(host), rank, host]
+    return driver.stdout.readline().split()
 
 
-def test_ctrl_c_ends_the_run_and_the_next_call_works(driver: subprocess.Popen[str]) -> None:
-    _, pids = pids_of(driver)
+def pids_of_run(driver: subprocess.Popen[str]) -> list[int]:
+    rank, host = map(int, heard(driver)[1:])
+    return [*_descendants(host), rank, host]
+
+
+def test_ctrl_c_ends_the_run_the_next_call_works_and_a_killed_driver_takes_its_ranks_and_its_server_along(
+    driver: subprocess.Popen[str],
+) -> None:
+    server = int(heard(driver)[1])
+    pids = pids_of_run(driver)
     assert len(set(pids)) == 3
     os.killpg(driver.pid, signal.SIGINT)
-    assert driver.stdout is not None
-    assert driver.stdout.readline() == "interrupted\n"
+    assert heard(driver) == ["interrupted"]
     assert gone(pids)
-    out, _ = driver.communicate("\n", timeout=170)
-    assert out == "again 3\n"
-    assert driver.returncode == 0
-
-
-def test_a_killed_driver_takes_its_ranks_and_its_server_along(driver: subprocess.Popen[str]) -> None:
-    server, pids = pids_of(driver)
+    assert driver.stdin is not None
+    driver.stdin.write("\n")
+    driver.stdin.flush()
+    assert heard(driver) == ["again", "3"]
+    pids = pids_of_run(driver)
     driver.kill()
     assert gone([*pids, server])
-
-
-def test_a_driver_that_exits_takes_its_server_along() -> None:
-    source = """
-from lagom import experiment
-from lagom.config import TorchDistributedConfig
-from lagom.launchers import local
-experiment.lagom(lambda: 1, TorchDistributedConfig(launcher="local", world_size=2))
-print(local.server()._process.pid)
-"""
-    done = script(source)
-    assert done.returncode == 0, done.stderr
-    assert gone([int(done.stdout)])
 
 
 # --- which GPUs
