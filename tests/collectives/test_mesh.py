@@ -30,7 +30,7 @@ def exchanged(session: Session) -> Any:
     return found, families
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 3])
+@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.soak), 2, 3])  # of 2, one has two ranks
 def test_messages_of_any_lengths_reach_all_also_between_hosts(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(session: Session) -> Any:
         monkeypatch.setattr(connect, "_home", lambda: f"host {session.rank % hosts}".encode())

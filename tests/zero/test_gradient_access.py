@@ -62,11 +62,10 @@ def test_each_rank_keeps_its_part_only(make: Any) -> None:
         gc.collect()
         return held, sum(p.nbytes for p in model.parameters())
 
-    for world_size in (2, 3):
-        rows = run_ranks(world_size, train, zero_lvl=2)
-        assert sum(held for held, _ in rows) == rows[0][1]
-        if make(_model().parameters()).__class__ is Adam:
-            assert all(held < 1.15 * whole / world_size for held, whole in rows)
+    rows = run_ranks(3, train, zero_lvl=2)  # uneven parts
+    assert sum(held for held, _ in rows) == rows[0][1]
+    if make(_model().parameters()).__class__ is Adam:
+        assert all(held < 1.15 * whole / 3 for held, whole in rows)
     torch.set_default_dtype(torch.float32)
 
 
@@ -330,9 +329,8 @@ def test_parts_of_sums_have_the_bits_of_whole_sums(monkeypatch: pytest.MonkeyPat
         return found_by_way
 
     way = vars(Group)["reduces_parts"]
-    for world_size in (2, 3):
-        for whole, parts in run_ranks(world_size, train, zero_lvl=2):
-            assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    for whole, parts in run_ranks(3, train, zero_lvl=2):  # uneven parts
+        assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 def test_gradients_that_only_one_rank_reads() -> None:

@@ -102,7 +102,16 @@ def test_each_rank_has_its_part_of_the_parameters_only() -> None:
         assert wanted / 3 <= parts < 1.1 * wanted / 3 + 64 * 40
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "changes gradients", "elementwise", "coupled"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("sgd", "adam")),  # tests/test_levels.py has them
+        "adamw",
+        "changes gradients",
+        "elementwise",
+        "coupled",
+    ],
+)
 def test_weights_states_and_metrics_are_those_of_one_process(name: str) -> None:
     same(trained(OPTIMIZERS[name]), (LEVEL, 3 if name == "adamw" else 2))
 
