@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -16,6 +19,9 @@ import lagom
 from lagom import cli
 from lagom.program.script import Script
 from lagom.program.sources import modules_zip
+
+LagomRun: TypeAlias = Callable[..., tuple[int, str, str]]
+"""Takes arguments; returns exit status, standard output and standard error."""
 
 PROGRAM = """
 import argparse, pickle, sys, torch
@@ -77,6 +83,19 @@ def started(folder: Path, *command: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.fixture
+def lagom_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> LagomRun:
+    """``lagom run`` on two ranks, called in this process as if begun in ``folder``."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", list(sys.path))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        return cli.main(["run", "-n", "2", *arguments]), *capfd.readouterr()
+
+    return call
+
+
 def test_a_script_prints_and_saves_on_two_ranks_what_plain_python_does(folder: Path) -> None:
     said = f"trained __main__ {folder / 'program.py'} ['program.py', '--epochs', '2']\n"
     assert run(folder, "--epochs", "2", python=()) == (0, said, "")
@@ -88,14 +107,14 @@ def test_a_script_prints_and_saves_on_two_ranks_what_plain_python_does(folder: P
         torch.testing.assert_close(value, plain[name], rtol=1e-12, atol=1e-13)
 
 
-def test_exit_status_and_traceback_are_the_scripts(folder: Path) -> None:
+def test_exit_status_and_traceback_are_the_scripts(folder: Path, lagom_run: LagomRun) -> None:
     path = folder / "program.py"
     status, _, error = run(folder, "--fail", "out of luck")
     assert status == 1
     assert error.rstrip().endswith("RuntimeError: out of luck")
     assert f'File "{path}", line' in error
     assert "lagom/" not in error
-    assert run(folder, "--epochs", "many")[0] == 2  # argparse's own status
+    assert lagom_run("program.py", "--epochs", "many")[0] == 2  # argparse's own status
 
 
 UNCLOSED = """
@@ -111,31 +130,31 @@ raw.write(b"raw")
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise RuntimeError"])
-def test_files_that_a_script_leaves_open_are_written_at_its_end(folder: Path, end: str) -> None:
+def test_files_that_a_script_leaves_open_are_written_at_its_end(folder: Path, end: str, lagom_run: LagomRun) -> None:
     (folder / "program.py").write_bytes(f"# -*- coding: latin-1 -*-\n{UNCLOSED}{end}\n".encode("latin-1"))
-    files: dict[tuple[str, ...], list[bytes]] = {}
-    for how in ((), ("-m", "lagom.cli", "run", "-n", "2")):
-        status, _, error = run(folder, python=how)
+    files = []
+    for how in (functools.partial(started, folder), lagom_run):
+        status, _, error = how("program.py")
         assert (status == 0) == (end == ""), error
         assert gzip.decompress((folder / "packed.gz").read_bytes()) == b"x" * 10
-        files[how] = [(folder / name).read_bytes() for name in ("rows.csv", "raw.bin")]
+        files.append([(folder / name).read_bytes() for name in ("rows.csv", "raw.bin")])
         for name in ("rows.csv", "raw.bin", "packed.gz"):
             (folder / name).unlink()
-    plain, found = files.values()
+    plain, found = files
     assert found == plain
 
 
 @pytest.mark.parametrize(("code", "status"), [("None", 0), ("5", 5), ("'a reason'", 1)])
-def test_sys_exit_is_the_scripts_exit_status(folder: Path, code: str, status: int) -> None:
+def test_sys_exit_is_the_scripts_exit_status(folder: Path, code: str, status: int, lagom_run: LagomRun) -> None:
     (folder / "program.py").write_text(f"import sys\nsys.exit({code})\n")
-    got, _, error = run(folder)
+    got, _, error = lagom_run("program.py")
     assert got == status
     assert ("a reason" in error) == (status == 1)
 
 
-def test_a_rank_that_is_killed_is_named(folder: Path) -> None:
+def test_a_rank_that_is_killed_is_named(folder: Path, lagom_run: LagomRun) -> None:
     (folder / "program.py").write_text("import os, lagom\nprint('hello')\nlagom.rank() or os.kill(os.getpid(), 9)\n")
-    status, _, error = run(folder)
+    status, _, error = lagom_run("program.py")
     assert status == 1
     assert "lagom: rank 0 was killed by SIGKILL" in error
     assert "hello" in error  # its last words
@@ -146,24 +165,25 @@ def test_modules_that_a_script_imports_travel_with_it(folder: Path, monkeypatch:
     assert b"beside.py" in modules_zip(Script.read(folder / "program.py", []))
 
 
-def test_verify_lets_a_faithful_script_run_and_ends_an_unfaithful_one_with_status_3(folder: Path) -> None:
-    verified = ("-m", "lagom.cli", "run", "-n", "2", "--verify", "--batches", "split")
-    status, out, error = run(folder, python=verified)
+def test_verify_lets_a_faithful_script_run_and_ends_an_unfaithful_one_with_status_3(
+    folder: Path, lagom_run: LagomRun
+) -> None:
+    verified = ("--verify", "--batches", "split", "program.py")
+    status, out, error = lagom_run(*verified)
     assert (status, out) == (0, f"trained __main__ {folder / 'program.py'} ['program.py']\n")
     assert "The ranks do what one process does." in error
     (folder / "program.py").write_text(
         PROGRAM.replace("mse_loss(model(inputs), targets)", "mse_loss(model(inputs), targets, reduction='sum')")
     )
     (folder / "model.pt").unlink()
-    status, out, error = run(folder, python=verified)
+    status, out, error = lagom_run(*verified)
     assert (status, out) == (3, "")
     assert "needs batches='whole'" in error
     assert not (folder / "model.pt").exists()
 
 
-def test_a_timeline_is_written_where_it_is_asked_for(folder: Path) -> None:
-    asked = ("--run-dir", "runs", "--timeline-file", "trace.json")
-    status, _, error = run(folder, python=("-m", "lagom.cli", "run", "-n", "2", *asked))
+def test_a_timeline_is_written_where_it_is_asked_for(folder: Path, lagom_run: LagomRun) -> None:
+    status, _, error = lagom_run("--run-dir", "runs", "--timeline-file", "trace.json", "program.py")
     assert status == 0, error
     (kept,) = (folder / "runs").iterdir()
     assert (kept / "timeline.json").read_bytes() == (folder / "trace.json").read_bytes()
@@ -178,14 +198,14 @@ def notebook(*cells: str, language: str = "python") -> str:
     return json.dumps({"nbformat": 4, "metadata": {"kernelspec": {"language": language}}, "cells": texts})
 
 
-def test_the_cells_of_a_notebook_run_one_after_another_on_every_rank(folder: Path) -> None:
+def test_the_cells_of_a_notebook_run_one_after_another_on_every_rank(folder: Path, lagom_run: LagomRun) -> None:
     head = "%matplotlib inline\nfrom __future__ import annotations\nimport pickle\nfrom beside import SLOPE\n"
     body = "%%time\nimport lagom\nclass Box:\n    slope: Unknown = SLOPE\n%time box = pickle.loads(pickle.dumps(Box()))"
     tail = 'display(box.slope, lagom.world_size())\nif FAIL:\n    raise RuntimeError("in the third")'
     for fail in (False, True):
         cells = (head + f"FAIL = {fail}", body, tail)
         (folder / "n.ipynb").write_text(notebook(*cells))
-        status, out, error = started(folder, "-m", "lagom", "run", "-n", "2", "n.ipynb")
+        status, out, error = lagom_run("n.ipynb")
         assert (status, out) == (int(fail), "3.0 2\n"), error
     assert f'File "{folder / "n.ipynb"}, code cell 3", line 3, in <module>\n    raise RuntimeError("in' in error
     assert "lagom/" not in error
