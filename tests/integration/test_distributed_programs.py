@@ -55,12 +55,14 @@ def test_a_script_ends_with_the_weights_that_torchrun_gives(
     assert (tmp_path / "found" / "best.pt").exists()
 
 
-def test_a_script_that_spawns_its_ranks_gives_the_same(tmp_path: Path) -> None:
-    wanted = run(tmp_path / "wanted", "spawn")
+def test_a_script_that_spawns_its_ranks_gives_the_same(
+    tmp_path: Path, under_torchrun: Callable[[int], tuple[str, Path]]
+) -> None:
+    wanted, folder = under_torchrun(2)
     found = run(tmp_path / "found", "spawn", "-m", "lagom.cli", "run", "-n", "2")
     assert found == wanted
     for rank in range(2):
-        assert same(*(torch.load(tmp_path / run / f"rank{rank}.pt") for run in ("found", "wanted")))
+        assert same(*(torch.load(path / f"rank{rank}.pt") for path in (tmp_path / "found", folder)))
     alone = run(tmp_path / "alone", "spawn", "-m", "lagom.cli", "run", "-n", "1")
     assert alone == wanted
 
@@ -82,7 +84,8 @@ def test_on_spark_it_is_torchruns_world_too(spark: Any, tmp_path: Path, monkeypa
             assert same(mine, theirs)
 
 
-def test_processes_of_the_ranks_meet_at_the_masters_port() -> None:
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_processes_of_the_ranks_meet_at_the_masters_port(world_size: int) -> None:
     def program() -> tuple[dict[str, str], str]:
         variables = {name: os.environ[name] for name in programs.VARIABLES}
         code = "import torch.distributed as d; d.init_process_group('gloo'); print(d.get_rank(), d.get_world_size())"
@@ -91,12 +94,11 @@ def test_processes_of_the_ranks_meet_at_the_masters_port() -> None:
         torch.distributed.is_initialized() or torch.distributed.init_process_group()
         return variables, "".join(done.stdout + done.stderr for done in said)
 
-    for world_size in (1, 2):
-        result = experiment.lagom(program, TorchDistributedConfig(launcher="local", world_size=world_size))
-        for rank, (variables, said) in enumerate(result.per_rank):
-            assert variables["RANK"] == variables["LOCAL_RANK"] == str(rank)
-            assert variables["WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"] == str(world_size)
-            assert said == f"{rank} {world_size}\n" * 2
+    result = experiment.lagom(program, TorchDistributedConfig(launcher="local", world_size=world_size))
+    for rank, (variables, said) in enumerate(result.per_rank):
+        assert variables["RANK"] == variables["LOCAL_RANK"] == str(rank)
+        assert variables["WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"] == str(world_size)
+        assert said == f"{rank} {world_size}\n" * 2
 
 
 def run(folder: Path, form: str, *python: str) -> str:
