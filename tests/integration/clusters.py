@@ -121,13 +121,6 @@ def with_gpus() -> Iterator[Any]:
 
 
 @contextmanager
-def torchless() -> Iterator[Any]:
-    """One task, whose Python has what Spark needs and nothing else."""
-    with bare_python(torch=False) as python, session("local[1]", str(python)) as spark:
-        yield spark
-
-
-@contextmanager
 def session(master: str, python: str = sys.executable, conf: Mapping[str, str] | None = None) -> Iterator[Any]:
     """A classic session with a JVM of its own."""
     from pyspark.sql import SparkSession
@@ -233,7 +226,6 @@ KINDS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "foreign": foreign,
     "dynamic": dynamic,
     "gpus": with_gpus,
-    "torchless": torchless,
 }
 """By what the parameter of a test says."""
 

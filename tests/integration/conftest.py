@@ -25,6 +25,14 @@ def spark(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield _open.enter_context(clusters.KINDS[request.param]())
 
 
+@pytest.fixture
+def torchless(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tasks run a Python that has what Spark needs and nothing else."""
+    with clusters.bare_python(torch=False) as python:
+        monkeypatch.setattr(spark.sparkContext, "pythonExec", str(python))
+        yield
+
+
 _open = contextlib.ExitStack()
 """The session that is open, if any."""
 

@@ -56,7 +56,8 @@ def test_hosts_that_are_cut_off_from_each_other_are_named_before_anything_waits_
     assert time.monotonic() - start < 30  # a run would have waited for a minute
 
 
-@on("torchless")
+@on("local[2]")
+@pytest.mark.usefixtures("torchless")
 def test_executors_without_torch_are_a_line_and_not_a_traceback(spark: Any) -> None:
     found = found_on(1)
     assert (found["torch"].level, list(found)[-1]) == ("fail", "torch")

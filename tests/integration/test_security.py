@@ -46,8 +46,31 @@ def speaks(large: Any = None) -> Any:
     return torch.zeros(3_000_000)
 
 
-@pytest.mark.soak_on("encrypted-cluster")
-@pytest.mark.parametrize("spark", ["encrypted", "encrypted-cluster"], indirect=True)
+ENCRYPTED = pytest.mark.parametrize(
+    "spark",
+    ["local[2]", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("encrypted", "encrypted-cluster"))],
+    indirect=True,
+    scope="session",
+)
+
+
+@pytest.fixture
+def encryption(spark: Any) -> Iterator[None]:
+    """Have the session say that Spark encrypts; on ``local[2]``, where Spark's own processes exchange nothing."""
+    legacy = "spark.sql.legacy.setCommandRejectsSparkCoreConfs"
+    if spark.conf.get("spark.authenticate", "false") == "true":
+        yield
+        return
+    settings = {legacy: "false", "spark.authenticate": "true", "spark.network.crypto.enabled": "true"}
+    for key, value in settings.items():
+        spark.conf.set(key, value)
+    yield
+    for key in reversed(settings):
+        spark.conf.unset(key)
+
+
+@ENCRYPTED
+@pytest.mark.usefixtures("encryption")
 def test_the_channel_is_encrypted(spark: Any, tap: bytearray, capfd: pytest.CaptureFixture[str]) -> None:
     config = TorchDistributedConfig(world_size=2, hparams={"large": os.urandom(2 << 20) + _WORD.encode() * 1000})
     result = experiment.lagom(speaks, config)
@@ -122,8 +145,8 @@ def tells(folder: str) -> None:
     raise ValueError("all is told")
 
 
-@pytest.mark.soak_on("encrypted-cluster")
-@pytest.mark.parametrize("spark", ["encrypted", "encrypted-cluster"], indirect=True)
+@ENCRYPTED
+@pytest.mark.usefixtures("encryption")
 def test_the_secret_is_nowhere(
     spark: Any, secret: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

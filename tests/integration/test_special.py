@@ -1,4 +1,4 @@
-"""Clusters out of the ordinary: dynamic allocation, GPUs, executors without torch; two runs at once; huge results."""
+"""Spark out of the ordinary: dynamic allocation, GPUs, executors without torch; two runs at once; huge results."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def test_ranks_of_a_task_get_gpus_of_their_own(spark: Any, mask: str) -> None:
     assert {name for row in rows for name in row["gpus"].split(",")} == indices | {"GPU-3c2b", "MIG-77aa"}
 
 
-@on("torchless")
+@on("local[2]")
+@pytest.mark.usefixtures("torchless")
 def test_an_executor_without_torch_says_where_to_install_it(spark: Any) -> None:
     with pytest.raises(
         LagomError, match=r"has no torch .* its Python is .*: install torch there, or set PYSPARK_PYTHON"
@@ -107,7 +108,7 @@ def test_an_executor_without_torch_says_where_to_install_it(spark: Any) -> None:
         programs.run(programs.nothing, 1)
 
 
-@on("local[4]")
+@on("local[2]")
 def test_another_version_of_python_is_named(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "99", "0"))
     with pytest.raises(LagomError, match=r"the driver runs Python 3.99, this executor 3\.\d+; set PYSPARK_PYTHON"):
@@ -115,15 +116,21 @@ def test_another_version_of_python_is_named(spark: Any, monkeypatch: pytest.Monk
 
 
 @on("local[4]")
-@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.soak  # tests/integration/test_other_hosts.py shows it by default on three ranks
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None:
     result = programs.run(programs.train, world_size, module=programs.Net, train_set=programs.points())
     wanted = programs.plain_weights()
     assert all(programs.same_weights(found, wanted) for found in result.per_rank)
 
 
-@on("local[4]")
-def test_two_threads_run_at_the_same_time(spark: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spark", "world_size"),
+    [("local[2]", 1), pytest.param("local[4]", 2, marks=pytest.mark.soak)],
+    indirect=["spark"],
+    scope="session",
+)
+def test_two_threads_run_at_the_same_time(spark: Any, world_size: int, tmp_path: Path) -> None:
     def wait_for_the_other(name: str, other: str, folder: str) -> str:
         os.system(f"touch {folder}/{name}{lagom.rank()}")  # on the real disk, where the other run sees it
         deadline = time.monotonic() + 30
@@ -136,17 +143,17 @@ def test_two_threads_run_at_the_same_time(spark: Any, tmp_path: Path) -> None:
 
     def call(name: str, other: str) -> None:
         hparams = {"name": name, "other": other, "folder": str(tmp_path)}
-        results[name] = programs.run(wait_for_the_other, 2, hparams=hparams).per_rank
+        results[name] = programs.run(wait_for_the_other, world_size, hparams=hparams).per_rank
 
     threads = [threading.Thread(target=call, args=names) for names in (("a", "b"), ("b", "a"))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == {"a": ("a0", "a1"), "b": ("b0", "b1")}
+    assert results == {name: tuple(f"{name}{rank}" for rank in range(world_size)) for name in "ab"}
 
 
-@on("local[4]")
+@on("local[2]")
 def test_the_job_group_of_the_user_stays(spark: Any) -> None:
     spark.sparkContext.setJobGroup("mine", "my jobs")
     programs.run(programs.nothing, 2)
