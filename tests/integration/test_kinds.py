@@ -21,10 +21,11 @@ pytestmark = [
 ]
 
 ONE = pytest.param(1, marks=pytest.mark.soak_on("standalone", "connect"))
-"""One rank, or one megabyte: a run by default on ``local[2]``, as the larger ones are on every kind."""
+"""One rank: a run by default on ``local[2]``."""
 
 
-@pytest.mark.parametrize("world_size", [ONE, 2, None])
+@pytest.mark.soak_on("standalone")  # test_too_few_slots_are_found_at_once shows that they are counted
+@pytest.mark.parametrize("world_size", [*(pytest.param(size, marks=pytest.mark.soak) for size in (1, 2)), None])
 def test_every_rank_knows_its_place(spark: Any, world_size: int | None) -> None:
     result = programs.run(programs.place, world_size)
     wanted = world_size or 2
@@ -63,12 +64,13 @@ def test_no_libraries_of_torchrun_see_a_rank(spark: Any) -> None:
     assert programs.run(variables, 2).value == ["False"]
 
 
+@pytest.mark.soak_on("standalone", "connect")
 def test_the_environment_of_the_program_follows_it(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAGOM_TEST_TOKEN", "secret")
     assert programs.run(lambda: os.environ["LAGOM_TEST_TOKEN"], 2).value == "secret"
 
 
-@pytest.mark.parametrize("megabytes", [ONE, 20])
+@pytest.mark.parametrize("megabytes", [pytest.param(1, marks=pytest.mark.soak), 20])
 def test_a_large_result_comes_home(spark: Any, megabytes: int) -> None:
     def make() -> torch.Tensor:
         return torch.full((megabytes << 17,), 1.5, dtype=torch.float64)
@@ -78,6 +80,7 @@ def test_a_large_result_comes_home(spark: Any, megabytes: int) -> None:
     result.value[0] = 2.0
 
 
+@pytest.mark.soak_on("connect")
 def test_large_data_arrives(spark: Any) -> None:
     data = torch.arange(1 << 20, dtype=torch.float64)
 
@@ -87,7 +90,7 @@ def test_large_data_arrives(spark: Any) -> None:
     assert programs.run(total, 2, train_set=data).value == float(data.sum())
 
 
-@pytest.mark.soak_on("standalone")
+@pytest.mark.soak_on("standalone", "connect")
 def test_calls_leave_no_file_open(spark: Any) -> None:
     def num_open() -> int:
         gc.collect()
@@ -95,10 +98,9 @@ def test_calls_leave_no_file_open(spark: Any) -> None:
 
     programs.run(programs.nothing, 2)
     before = num_open()
-    for _ in range(3):
-        programs.run(lambda: torch.zeros(1 << 18), 2)
-        with pytest.raises(ValueError, match="no"):
-            programs.run(programs.fail_with_a_large_error, 2)
+    programs.run(lambda: torch.zeros(1 << 18), 2)
+    with pytest.raises(ValueError, match="no"):
+        programs.run(programs.fail_with_a_large_error, 2)
     assert num_open() <= before
 
 

@@ -63,7 +63,7 @@ def test_ranks_stand_on_other_hosts_with_the_lagom_that_travelled(spark: Any) ->
     assert all("/code-" in path and not installed for _, path, installed in found)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [*(pytest.param(size, marks=pytest.mark.soak) for size in (1, 2)), 3])
 def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None:
     result = programs.run(programs.train, world_size, module=programs.Net, train_set=programs.points())
     wanted = programs.plain_weights()
@@ -182,6 +182,7 @@ def test_modules_beside_the_program_travel_and_edits_are_seen(
         del sys.modules["top_module"]
 
 
+@pytest.mark.soak  # tests/integration/test_failing.py shows it by default, on executors that have no lagom either
 def test_error_names_rank_and_line_of_another_host(spark: Any) -> None:
     with pytest.raises(programs.LateError, match="the disk is full") as caught:
         programs.run(programs.raise_while_the_other_sleeps, 3)

@@ -62,20 +62,23 @@ def test_results_and_output_come_with_the_job(spark: Any, capfd: pytest.CaptureF
     assert "no live output or progress" in shown.err
 
 
+@pytest.mark.soak_on("standalone")
 @pytest.mark.usefixtures("out_of_reach")
-def test_a_timeline_comes_with_the_job(spark: Any, tmp_path: Path) -> None:
+def test_weights_and_a_timeline_come_with_the_job(spark: Any, tmp_path: Path) -> None:
     result = programs.run(
         programs.train, 2, module=programs.Net, train_set=programs.points(), timeline=True, run_dir=tmp_path
     )
     assert result.run_dir is not None
     events = json.loads((result.run_dir / "timeline.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events if event["name"] == "backward"} == {0, 1}
+    wanted = programs.plain_weights()
+    assert all(programs.same_weights(found, wanted) for found in result.per_rank)
 
 
 @pytest.mark.soak_on("standalone")
 @pytest.mark.usefixtures("out_of_reach")
-def test_a_run_that_fails_leaves_its_timeline_too(spark: Any, tmp_path: Path) -> None:
-    with pytest.raises(programs.LateError, match="a bad sample"):
+def test_a_run_that_fails_while_a_rank_waits_leaves_its_timeline_too(spark: Any, tmp_path: Path) -> None:
+    with pytest.raises(programs.LateError, match="a bad sample") as caught:
         programs.run(
             programs.raise_while_the_other_reduces,
             2,
@@ -84,6 +87,7 @@ def test_a_run_that_fails_leaves_its_timeline_too(spark: Any, tmp_path: Path) ->
             timeline=True,
             run_dir=tmp_path,
         )
+    assert "on rank 1" in str(caught.value.__cause__)
     (trace,) = tmp_path.glob("*/timeline.json")
     events = json.loads(trace.read_text())["traceEvents"]
     assert 1 in {event["pid"] for event in events if event["name"] == "backward"}
@@ -99,13 +103,6 @@ def test_executors_that_find_nobody_gather_by_themselves(spark: Any, capfd: pyte
     assert capfd.readouterr().out == "rank 0 speaks\n"
 
 
-@pytest.mark.usefixtures("out_of_reach")
-def test_weights_are_those_of_the_plain_run(spark: Any) -> None:
-    result = programs.run(programs.train, 2, module=programs.Net, train_set=programs.points())
-    wanted = programs.plain_weights()
-    assert all(programs.same_weights(found, wanted) for found in result.per_rank)
-
-
 @pytest.mark.soak_on("standalone")
 @pytest.mark.usefixtures("out_of_reach")
 def test_large_data_and_results_travel_in_the_job(spark: Any) -> None:
@@ -119,8 +116,6 @@ def test_failures_come_in_the_text_of_the_job(spark: Any) -> None:
     with pytest.raises(programs.LateError, match="the disk is full") as caught:
         programs.run(programs.raise_while_the_other_sleeps, 2)
     assert "on rank 1" in str(caught.value.__cause__)
-    with pytest.raises(programs.LateError, match="a bad sample"):
-        programs.run(programs.raise_while_the_other_reduces, 2, module=programs.Net, train_set=programs.points())
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
         programs.run(programs.be_killed, 2)
     with pytest.raises(LagomError, match=r"the process that held rank 1 on .* was killed by SIGKILL"):
