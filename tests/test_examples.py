@@ -78,14 +78,19 @@ def test_example_runs_and_leaves_nothing(
         for name in TINY
     ],
 )
-def test_example_runs_on_spark(name: str, tmp_path: Path) -> None:
+def test_example_runs_on_spark_from_an_environment_that_is_not_activated(name: str, tmp_path: Path) -> None:
+    path, folder = tmp_path / "bin", tmp_path / "folder"
+    path.mkdir()
+    folder.mkdir()
+    (path / "python3").symlink_to(Path(sys.base_prefix, "bin", "python3"))  # which has no packages
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *TINY[name], "--launcher", "spark"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    env = {key: value for key, value in os.environ.items() if key != "PYSPARK_PYTHON"}
+    env |= {"PYTHONPATH": str(ROOT), "PATH": f"{path}{os.pathsep}{env['PATH']}"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "world size 2" in done.stdout
     CHECKS[name](done.stdout)
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(folder) == []
 
 
 def _lagom_learns_as_plainly(output: str) -> None:

@@ -90,6 +90,7 @@ def test_a_notebook_runs_like_a_script(tmp_path: Path, monkeypatch: pytest.Monke
     assert "equal" in str(notebook.cells)
 
 
+@pytest.mark.soak  # tests/test_examples.py runs an example so by default
 def test_tasks_on_this_machine_run_the_drivers_python_where_its_environment_is_not_activated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,13 +108,14 @@ def test_tasks_on_this_machine_run_the_drivers_python_where_its_environment_is_n
     assert run_script(tmp_path, CLASSIC, text, activated=False) == "True python3\n"
 
 
-def test_helper_modules_are_found_and_edits_are_seen(tmp_path: Path) -> None:
+def test_edits_of_helper_modules_are_seen_and_ctrl_c_in_a_terminal_leaves_the_session_usable(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 1\n")
     (tmp_path / "late.py").write_text("VALUE = 10\n")
     text = """
-    import sys
+    import os, sys, time
     from pathlib import Path
     import beside
+    import lagom
     from lagom import experiment
     from lagom.config import TorchDistributedConfig
 
@@ -127,18 +129,7 @@ def test_helper_modules_are_found_and_edits_are_seen(tmp_path: Path) -> None:
     Path("beside.py").write_text("VALUE = 2" + chr(10))
     Path("late.py").write_text("VALUE = 20" + chr(10))
     print(experiment.lagom(train, config).value)
-    print("torch" in sys.modules)
-    """
-    assert run_script(tmp_path, CLASSIC, text).split() == ["11", "22", "False"]
-
-
-def test_ctrl_c_in_a_terminal_leaves_the_session_usable(tmp_path: Path) -> None:
-    text = """
-    import os, sys, time
-    from pathlib import Path
-    import lagom
-    from lagom import experiment
-    from lagom.config import TorchDistributedConfig
+    print("torch" in sys.modules, flush=True)
 
     def sleep():
         os.system(f"echo {os.getpid()} > pids/{lagom.rank()}")  # there at once, unlike what rank 1 writes itself
@@ -158,10 +149,11 @@ def test_ctrl_c_in_a_terminal_leaves_the_session_usable(tmp_path: Path) -> None:
     pids.mkdir()
     process = start_script(tmp_path, CLASSIC, text)
     try:
+        assert process.stdout is not None
+        assert [process.stdout.readline().strip() for _ in range(3)] == ["11", "22", "False"]
         ranks = programs.pids_in(pids, 2)
         # As a terminal does: to every process in the foreground.
         os.killpg(process.pid, signal.SIGINT)
-        assert process.stdout is not None
         while process.stdout.readline() not in ("gone\n", ""):
             pass
         while any(programs.alive(pid) for pid in ranks):
