@@ -365,7 +365,10 @@ def test_pillow_refuses_what_it_would_spoil() -> None:
         images.decode_by_pillow(deep)
 
 
-@pytest.mark.parametrize(("world_size", "batches"), [(1, "split"), (2, "split"), (3, "split"), (2, "whole")])
+@pytest.mark.parametrize(
+    ("world_size", "batches"),
+    [(2, "split"), (3, "split"), (2, "whole"), pytest.param(1, "split", marks=pytest.mark.soak)],
+)
 def test_training_on_a_path_is_that_of_one_machine(world_size: int, batches: Any) -> None:
     def run(session: Session) -> Any:
         def transform(found: dict[str, Any]) -> dict[str, Any]:

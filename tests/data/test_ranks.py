@@ -64,7 +64,14 @@ def by_torch(folder: Path, batch_size: int, num_workers: int = 0) -> Any:
 @pytest.mark.parametrize("made", [by_lagom, by_torch])
 @pytest.mark.parametrize(
     ("world_size", "batches", "num_workers"),
-    [(1, "split", 0), (2, "split", 0), (3, "split", 2), (2, "whole", 0), (2, "per_rank", 0), (3, "per_rank", 1)],
+    [
+        (1, "split", 0),
+        (2, "split", 0),
+        (3, "split", 2),
+        (2, "whole", 0),
+        (2, "per_rank", 0),
+        pytest.param(3, "per_rank", 1, marks=pytest.mark.soak),
+    ],
 )
 def test_training_is_that_of_one_machine(
     folder: Path, made: Any, world_size: int, batches: Batches, num_workers: int
