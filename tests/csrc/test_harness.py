@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import io
 import random
 import shutil
@@ -21,13 +22,17 @@ pytestmark = pytest.mark.skipif(
 
 
 def built(config: pytest.Config, sanitizers: str) -> Path:
-    """Build ``harness`` in pytest's cache, where an earlier build leaves only what has changed since to be compiled.
+    """Build ``harness`` in pytest's cache, unless it was built there from the same sources.
 
     The other programs of ``csrc/tests``, which have no threads, lie beside it, but with the sanitizer of threads.
     """
     assert config.cache is not None
-    faulthandler.cancel_dump_traceback_later()  # which would end the tests after two minutes, however slow the machine
     folder = config.cache.mkdir("csrc") / (sanitizers.partition(",")[0] or "plain")
+    sources = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    if (built_from := folder / "built_from").exists() and built_from.read_text() == digest:
+        return folder / "harness"
+    faulthandler.cancel_dump_traceback_later()  # which would end the tests after two minutes, however slow the machine
     configured = ["-DLAGOM_HARNESS=ON", f"-DLAGOM_SANITIZE={sanitizers}", "-DCMAKE_BUILD_TYPE=Debug"]
     targets = ["--target", "harness"] if sanitizers == "thread" else []
     for command in (
@@ -36,6 +41,7 @@ def built(config: pytest.Config, sanitizers: str) -> Path:
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+    built_from.write_text(digest)
     return folder / "harness"
 
 
