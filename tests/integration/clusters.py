@@ -86,15 +86,15 @@ def connect() -> Iterator[Any]:
 
 @contextmanager
 def foreign() -> Iterator[Any]:
-    """Two workers, one with two cores, on hosts of their own: other processes, files and network addresses."""
+    """Two executors, one of two tasks, on hosts of their own: other processes, files and network addresses."""
     with ExitStack() as stack:
         here, there = stack.enter_context(hosts.network(2))
         python = stack.enter_context(bare_python())
         url = stack.enter_context(spark_master(here))
         for host, cores in zip(there, (2, 1), strict=True):
             stack.enter_context(spark_worker(url, cores, host.address, host.command))
-        conf = {"spark.driver.host": here, "spark.executor.memory": "512m", "spark.executor.cores": "1"}
-        yield stack.enter_context(session(url, str(python), conf | {"spark.executor.instances": "3"}))
+        conf = {"spark.driver.host": here, "spark.executor.memory": "512m", "spark.executor.instances": "2"}
+        yield stack.enter_context(session(url, str(python), conf))
 
 
 @contextmanager
