@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     python = environment(args.environment)
     (site,) = args.environment.glob("lib/python*/site-packages")
-    versions = {d.metadata["Name"]: d.version for d in distributions(path=[str(site), *sys.path])}
+    versions = {
+        re.sub("[-_.]+", "-", d.metadata["Name"].lower()): d.version for d in distributions(path=[str(site), *sys.path])
+    }
     names = [*HEADER, *(f"`lagom run -n {n}`" for n in args.ranks), "time against one process"]
     print("|".join(["", *(f" {name} " for name in names), ""]), "|".join(["", *("---" for _ in names), ""]), sep="\n")
     equal = True

@@ -1,11 +1,13 @@
 """pytorch-metric-learning: a miner and a triplet loss, a loss with weights of its own, a memory bank, its accuracy."""
 
+import numpy
 import torch
 from pytorch_metric_learning import distances, losses, miners, reducers, samplers
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
+numpy.random.seed(0)  # the sampler's
 x = torch.randn(80, 10, dtype=torch.float64)
 labels = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
 sampler = samplers.MPerClassSampler(labels.tolist(), m=3, batch_size=12, length_before_new_iter=60)

@@ -66,5 +66,5 @@ def guess(x):
 svi = SVI(generate, guess, pyro.optim.Adam({"lr": 0.01}), Trace_ELBO())
 for epoch in range(3):
     print(epoch, sum(svi.step(batch) for batch in DataLoader(x, 16, shuffle=True)))
-pyro.get_param_store().save("parameters.pt")
+torch.save({name: value.detach() for name, value in pyro.get_param_store().items()}, "parameters.pt")
 torch.save(encoder.state_dict(), "encoder.pt")

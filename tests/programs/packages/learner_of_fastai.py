@@ -1,7 +1,7 @@
-"""fastai: a Learner with one cycle, a best model that is kept, early stopping, an export, predictions."""
+"""fastai: a Learner with one cycle, a best model that is kept, early stopping, predictions, saved and loaded."""
 
 import torch
-from fastai.basics import DataLoaders, Learner, accuracy, load_learner, set_seed
+from fastai.basics import DataLoaders, Learner, accuracy, set_seed
 from fastai.callback.all import EarlyStoppingCallback, GradientClip, SaveModelCallback
 from fastai.data.core import DataLoader
 from torch.nn import functional as F
@@ -14,7 +14,7 @@ data = DataLoaders(DataLoader(rows[:61], bs=8, shuffle=True), DataLoader(rows[61
 
 
 def network():
-    layers = [torch.nn.Linear(6, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Dropout(0.1)]
+    layers = [torch.nn.Linear(6, 32, bias=False), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Dropout(0.1)]
     return torch.nn.Sequential(*layers, torch.nn.Linear(32, 2))
 
 
@@ -35,5 +35,5 @@ with learner.no_bar(), learner.no_logging():
     print([int(learner.model.eval()(inputs).argmax(1).sum()) for inputs, _ in data.valid])
     print(float(F.cross_entropy(learner.model.eval()(x), y)))
 torch.save(learner.model.state_dict(), "model.pt")
-learner.export("learner.pkl")
-print(float(load_learner("learner.pkl").model.eval()(x[:3]).sum()))
+learner.save("last", with_opt=False)
+print(learner.load("last", with_opt=False).model.eval()(x[:3]).sum().item())
