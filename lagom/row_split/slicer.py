@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,21 +13,24 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom import files
+from lagom.collectives.agreement_exchange import signature
 from lagom.errors import LagomError
 from lagom.patching.object_reference import ObjectReference
+from lagom.patching.replace import replaced
 from lagom.row_split.draws import Draws
 from lagom.row_split.module_tree import ModuleTree, attribute_numbers, call_kind
 from lagom.row_split.probe import UNIFORM, probe
 from lagom.row_split.restore import parameter_checksums
+from lagom.row_split.row_functions import gather_blocks, slice_rows
+from lagom.row_split.row_sharded_tensor import RowShardedTensor
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense, measure_call
 from lagom.row_split.whole_batch import (
     Gatherer,
     RowBlock,
     RowExchange,
     UnequalInputError,
-    gather_blocks,
     is_worth_slicing,
-    slice_rows,
 )
 from lagom.run_state.loader_pass import BatchShare
 
@@ -90,7 +94,7 @@ class Slicer:
         assert session.divergence is not None
         self._session = session
         self._group = session.group
-        self._gatherer = Gatherer(session.group, session.divergence.find_divergence)
+        self._gatherer = session.gatherer = Gatherer(session.group, session.divergence.find_divergence)
         self._original = original
         self._outside = outside
         self._trees = ModuleTree(session.say_once)
@@ -243,10 +247,33 @@ class Slicer:
                     "sample, unlike at its first call; use batches='split' and evaluation='replicated' for this program"
                 )
         signed = b"".join(_sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
-        wholes = gather_blocks(blocks, exchange, factors, signed)
+        wholes = gather_blocks(blocks, exchange, factors, signed, postpone=self._may_postpone())
         for i, one, whole in zip(indices, blocks, wholes, strict=True):
             outputs[i] = whole if one.requires_grad else whole.detach()
         return outputs
+
+    def _may_postpone(self) -> bool:
+        """Return whether all ranks look at an output in the same order, and outputs may be a subclass of tensors.
+
+        Otherwise an output is gathered at once: where a rank that knows its number may look at it alone, where an
+        evaluation may have to be repeated, and where torch compiles functions.
+        """
+        session = self._session
+        return session.config.batches == "whole" and not files.has_asked_anywhere() and not session.compiles
+
+
+@contextmanager
+def record_compilation(session: Session) -> Iterator[None]:
+    """Record that the program compiles a function with ``torch.compile``, to which tensors must be ordinary ones."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compile_function(*args: Any, **kwargs: Any) -> Any:
+        session.compiles = True
+        return original(*args, **kwargs)
+
+    with replaced(torch, "compile", compile_function):
+        yield
 
 
 def _dense_shape(data: Any) -> torch.Size | None:
@@ -260,6 +287,8 @@ def _is_dual(leaf: Any) -> bool:
 
 def _sample_bytes(tensor: torch.Tensor) -> bytes:
     """Return some of the numbers in ``tensor`` as bytes."""
+    if isinstance(tensor, RowShardedTensor) and tensor.is_pending:
+        return signature(tensor.signed)
     if tensor.device.type != "cpu" or not tensor.numel():
         return b""
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lagom.plan import Plan
     from lagom.row_split.probe import BatchStatistics
     from lagom.row_split.slicer import SlicedForward
+    from lagom.row_split.whole_batch import Gatherer
     from lagom.zero.gradient_shards import GradientShards
     from lagom.zero.optimizer_group import OptimizerGroup
     from lagom.zero.parameters.shards import ParameterShards
@@ -122,6 +123,10 @@ class Session:
     """Leaves that are no Parameters: weights or data."""
     sliced_forward: SlicedForward | None = field(default=None, init=False)
     """The sliced forward that is running."""
+    compiles: bool = field(default=False, init=False)
+    """The program has called ``torch.compile``."""
+    gatherer: Gatherer | None = field(default=None, init=False)
+    """Gathers the outputs of sliced forwards."""
     probe_statistics: BatchStatistics | None = field(default=None, init=False)
     """Statistics for BatchNorm during a probe of a forward."""
     agreement: AgreedExchange | None = field(default=None, init=False)
