@@ -1,6 +1,6 @@
 """Compares ``batches="whole"`` and ``"split"``: time per training step on 2 ranks of this machine, equal global batch.
 
-    python -m benchmarks.batches [--steps 30] [--rounds 3]
+    python -m benchmarks.batches [--steps 30] [--rounds 3] [--only PROGRAM]
 
 The settings are: one process with all cores; ``batches="split"``; ``"whole"``; and ``"whole"`` with every forward
 sliced that can be, even if that does not pay. The last column is the part of a step that loads samples: if "whole"
@@ -42,6 +42,21 @@ class LanguageModel(nn.Module):
         return self.out(self.body(self.embedding(tokens))[0])
 
 
+class Transformer(nn.Module):
+    """A small transformer encoder with a vocabulary of 30,000."""
+
+    def __init__(self, vocabulary: int = 30_000, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.out = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Any:
+        """Return scores of shape (batch, time, vocabulary) for tokens of shape (batch, time)."""
+        return self.out(self.body(self.embedding(tokens)))
+
+
 def mlp() -> nn.Module:
     """Return a small MLP."""
     return nn.Sequential(nn.Linear(2, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 1))
@@ -80,6 +95,7 @@ PROGRAMS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], TensorDataset
     "MLP 2-100-100-1": (mlp, mlp_data, F.mse_loss, 64),
     "CNN, BatchNorm, dropout": (cnn, cnn_data, cross_entropy, 64),
     "LSTM, vocabulary of 10000": (LanguageModel, text_data, cross_entropy, 16),
+    "transformer, vocabulary of 30000": (Transformer, text_data, cross_entropy, 16),
 }
 
 
@@ -143,10 +159,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Step times by what the program sees of a batch.")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=PROGRAMS, help="measure one program")
     args = parser.parse_args(argv)
     measured: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for _ in range(args.rounds):
-        for program in PROGRAMS:
+        for program in [args.only] if args.only else PROGRAMS:
             for setting in SETTINGS:
                 rounds = measured.setdefault(program, {}).setdefault(setting, [])
                 rounds.append(measure(program, setting, args.steps))

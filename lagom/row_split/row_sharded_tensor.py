@@ -89,6 +89,11 @@ class RowShardedTensor(torch.Tensor):
         """Record that this is ``view(base)``, which shares its memory."""
         self._view = base, view
 
+    def _leave_base(self) -> None:
+        """Become a tensor with a gradient of its own, and no view."""
+        if self._view is not None:
+            self._whole, self._view = (None if self.is_pending else self.gather_rows()), None
+
     def plain(self) -> Tensor:
         """Return an ordinary tensor with the same memory and graph; a collective if other ranks' rows are missing."""
         if self._view is not None:
@@ -107,6 +112,7 @@ class RowShardedTensor(torch.Tensor):
             self.exchange.gatherer.check_place()
             if self._thread != threading.get_ident() and self.device.type == "cpu":  # GPUs have threads for backwards
                 raise LagomError(_OTHER_THREAD)
+            self.exchange.on_late_gather()
             with torch.no_grad():
                 (whole,) = self.exchange.gather([self.rows], [self.factor], self.signed)
                 self._whole = whole.div_(self.exchange.block.world_size) if self.is_gradient else whole
@@ -121,7 +127,7 @@ class RowShardedTensor(torch.Tensor):
 
         kwargs = kwargs or {}
         if func in _ABOUT_GRAPHS and isinstance(args[0], RowShardedTensor):
-            args[0]._view = None  # its own gradient is asked for
+            args[0]._leave_base()
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_TENSORS_THEMSELVES:
                 return func(*args, **kwargs)
@@ -162,7 +168,12 @@ def _accessors(*names: str) -> list[Any]:
     return [getattr(torch.Tensor, name).__get__ for name in names]
 
 
-_ABOUT_GRAPHS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+_ABOUT_GRAPHS = frozenset(
+    (
+        *(torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.requires_grad_),
+        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    )
+)
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _REFUSED = ("set_", "resize_", "resize_as_")
 _OF_TENSORS_THEMSELVES = frozenset(
@@ -172,12 +183,12 @@ _OF_TENSORS_THEMSELVES = frozenset(
         *_accessors("is_sparse", "is_sparse_csr", "is_nested", "is_quantized", "is_meta", "is_mkldnn", "is_xla"),
         *_accessors("requires_grad", "is_leaf", "grad_fn", "grad", "output_nr", "retains_grad", "_base"),
         *_accessors("_backward_hooks"),
-        *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
+        torch.Tensor.grad.__set__,  # type: ignore[union-attr]
         *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.element_size),
         *(torch.Tensor.ndimension, torch.Tensor.__len__, torch.Tensor.__hash__, torch.Tensor.get_device),
         *(torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.is_floating_point, torch.Tensor.is_complex),
         *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor),
-        *(torch.Tensor.requires_grad_, torch.Tensor.backward, torch.autograd.grad, torch.autograd.backward),
+        *(torch.Tensor.backward, torch.autograd.grad, torch.autograd.backward),
     )
 )
 """Functions that look at no number: at the shape or the graph of a tensor."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,11 @@ from lagom import files
 from lagom.collectives.agreement_exchange import signature
 from lagom.errors import LagomError
 from lagom.patching.object_reference import ObjectReference
-from lagom.patching.replace import replaced
 from lagom.row_split.draws import Draws
 from lagom.row_split.module_tree import ModuleTree, attribute_numbers, call_kind
 from lagom.row_split.probe import UNIFORM, probe
 from lagom.row_split.restore import parameter_checksums
-from lagom.row_split.row_functions import gather_blocks, slice_rows
+from lagom.row_split.row_functions import MIN_BYTES, gather_blocks, slice_rows
 from lagom.row_split.row_sharded_tensor import RowShardedTensor
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense, measure_call
 from lagom.row_split.whole_batch import (
@@ -136,7 +134,8 @@ class Slicer:
             return output
         if finding is None or finding.reason is not None:
             return self._run_whole(module, args, kwargs)
-        if not (finding.sliced or self._is_worth_slicing(finding, candidate)):
+        stays_sliced = finding.sliced and not finding.gathered
+        if not (stays_sliced or self._is_worth_slicing(finding, candidate)):
             # By the first argument only: comparing all arguments takes longer than such a module.
             self._small[module] = _dense_shape(args[0]) if args else None, torch.is_grad_enabled()
             self._say_small(module)
@@ -194,9 +193,12 @@ class Slicer:
             )
 
     def _is_worth_slicing(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
+        num_bytes = finding.num_bytes * candidate.rows / finding.rows
+        if num_bytes >= MIN_BYTES and self._may_postpone() and not finding.gathered:
+            num_bytes = 0.0  # until the program looks at an output otherwise than by rows
         return is_worth_slicing(
             finding.flops * candidate.rows / finding.rows,
-            finding.num_bytes * candidate.rows / finding.rows,
+            num_bytes,
             self._group.world_size,
             candidate.device,
             training=torch.is_grad_enabled(),
@@ -207,7 +209,8 @@ class Slicer:
         session = self._session
         session.has_sliced = True
         block = RowBlock(self._group.rank, self._group.world_size, candidate.rows)
-        exchange = RowExchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
+        place = f"the output of {type(candidate.module).__name__}"
+        exchange = RowExchange(self._gatherer, block, place, finding.record_gather)
         leaves = [slice_rows(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
         watches_draws = bool(finding.axes) or session.reads_in_threads
         region = SlicedForward(
@@ -260,20 +263,6 @@ class Slicer:
         """
         session = self._session
         return session.config.batches == "whole" and not files.has_asked_anywhere() and not session.compiles
-
-
-@contextmanager
-def record_compilation(session: Session) -> Iterator[None]:
-    """Record that the program compiles a function with ``torch.compile``, to which tensors must be ordinary ones."""
-    original = torch.compile
-
-    @functools.wraps(original)
-    def compile_function(*args: Any, **kwargs: Any) -> Any:
-        session.compiles = True
-        return original(*args, **kwargs)
-
-    with replaced(torch, "compile", compile_function):
-        yield
 
 
 def _dense_shape(data: Any) -> torch.Size | None:

@@ -218,6 +218,8 @@ class RowExchange:
     gatherer: Gatherer
     block: RowBlock
     place: str
+    on_late_gather: Callable[[], None] = lambda: None
+    """Called when the program has looked at an output whose rows were left with the ranks."""
 
     def gather(self, tensors: Sequence[Tensor], factors: Sequence[int], signed: bytes = b"") -> list[Tensor]:
         """Gather whole tensors by ``Gatherer.gather``."""

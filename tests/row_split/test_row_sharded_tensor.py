@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import LagomError
@@ -189,6 +190,37 @@ def becomes_a_leaf(outputs: Tensor, classes: Tensor) -> Tensor:
     return frozen.grad.clone()
 
 
+def becomes_a_leaf_and_is_looked_at(outputs: Tensor, classes: Tensor) -> Tensor:
+    first, second = outputs.detach(), outputs.detach()
+    first.requires_grad = True
+    (first * 2).sin().sum().backward()
+    second.requires_grad_()
+    second.pow(2).sum().backward()
+    assert first.grad is not None
+    assert second.grad is not None
+    total: Tensor = first.grad + second.grad
+    return total
+
+
+def checkpointed(outputs: Tensor, classes: Tensor) -> Tensor:
+    scale = torch.ones(CLASSES, dtype=torch.float64, requires_grad=True)
+    product = checkpoint(lambda x: (x * scale).exp(), outputs, use_reentrant=True)
+    assert isinstance(product, Tensor)
+    product.mean().backward(retain_graph=True)
+    assert scale.grad is not None
+    loss: Tensor = checkpoint(lambda x: F.cross_entropy(flat(x), classes.view(-1)), outputs, use_reentrant=False)
+    return scale.grad + loss
+
+
+def in_inference_mode(outputs: Tensor, classes: Tensor) -> Tensor:
+    model, inputs, _ = made()
+    with torch.inference_mode():
+        found = [model(inputs) for _ in range(3)][-1]
+        loss = F.cross_entropy(flat(found), classes.view(-1))
+    value: Tensor = loss.clone() + (found.argmax(2) == classes).sum() + found.clone()
+    return value
+
+
 def wrong_class(outputs: Tensor, classes: Tensor) -> Tensor:
     wrong = classes.clone()
     wrong[-1, -1] = CLASSES
@@ -220,6 +252,9 @@ LOOKS |= {
     "saved": saved,
     "without_gradients": without_gradients,
     "becomes_a_leaf": becomes_a_leaf,
+    "becomes_a_leaf_and_is_looked_at": becomes_a_leaf_and_is_looked_at,
+    "checkpointed": checkpointed,
+    "in_inference_mode": in_inference_mode,
     "wrong_class": wrong_class,
 }
 
@@ -331,3 +366,20 @@ def test_small_outputs_are_gathered_at_once() -> None:
             return [type([model(inputs) for _ in range(3)][-1]).__name__ for model in (wide, wider)]
 
     assert run_ranks(2, program, batches="whole", always_slices=False)[0] == ["Tensor", "RowShardedTensor"]
+
+
+def test_a_forward_whose_outputs_are_looked_at_is_sliced_only_if_that_pays_for_their_way() -> None:
+    def program(_: Session) -> list[str]:
+        model, inputs = nn.Linear(48, 4096), torch.randn(1024, 48)
+        kinds = []
+        with torch.no_grad():
+            for number in range(5):
+                outputs = model(inputs)
+                kinds.append(type(outputs).__name__)
+                if number == 2:
+                    outputs.sum()
+        return kinds
+
+    sharded = "RowShardedTensor"
+    expected = ["Tensor", sharded, sharded, "Tensor", "Tensor"]
+    assert run_ranks(2, program, batches="whole", always_slices=False) == [expected] * 2
