@@ -17,6 +17,8 @@ from lagom.errors import LagomError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from torch.autograd.graph import Node
+
     from lagom.row_split.whole_batch import RowBlock, RowExchange
 
 NOT_BY_ROWS: Any = object()
@@ -42,6 +44,8 @@ class RowShardedTensor(torch.Tensor):
     _whole: Tensor | None
     _view: tuple[RowShardedTensor, Callable[[Tensor], Tensor]] | None
     """A tensor that this is a view of, and the function that makes the view."""
+    _made_by: tuple[Node | None, bool]
+    """The node of its graph that made the view, and whether it needs a gradient."""
 
     @staticmethod
     def __new__(
@@ -87,7 +91,7 @@ class RowShardedTensor(torch.Tensor):
 
     def record_view(self, base: RowShardedTensor, view: Callable[[Tensor], Tensor]) -> None:
         """Record that this is ``view(base)``, which shares its memory."""
-        self._view = base, view
+        self._view, self._made_by = (base, view), (self.grad_fn, self.requires_grad)
 
     def _leave_base(self) -> None:
         """Become a tensor with a gradient of its own, and no view."""
@@ -96,6 +100,8 @@ class RowShardedTensor(torch.Tensor):
 
     def plain(self) -> Tensor:
         """Return an ordinary tensor with the same memory and graph; a collective if other ranks' rows are missing."""
+        if self._view is not None and (self.grad_fn, self.requires_grad) != self._made_by:
+            self._leave_base()  # it has been returned by a function of autograd since
         if self._view is not None:
             base, view = self._view
             return view(base.plain())

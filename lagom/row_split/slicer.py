@@ -252,7 +252,7 @@ class Slicer:
         signed = b"".join(_sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
         wholes = gather_blocks(blocks, exchange, factors, signed, postpone=self._may_postpone())
         for i, one, whole in zip(indices, blocks, wholes, strict=True):
-            outputs[i] = whole if one.requires_grad else whole.detach()
+            outputs[i] = whole if one.requires_grad or not whole.requires_grad else whole.detach()
         return outputs
 
     def _may_postpone(self) -> bool:

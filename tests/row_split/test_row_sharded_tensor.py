@@ -212,6 +212,23 @@ def checkpointed(outputs: Tensor, classes: Tensor) -> Tensor:
     return scale.grad + loss
 
 
+class Detached(torch.autograd.Function):
+    """A function that returns a view of its input, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 3
+
+
+def returned_by_a_function(outputs: Tensor, classes: Tensor) -> Tensor:
+    found: Tensor = Detached.apply(outputs)  # type: ignore[no-untyped-call]
+    return F.cross_entropy(flat(found), classes.view(-1)) + found.sin().sum() + flat(found).cos().sum()
+
+
 def in_inference_mode(outputs: Tensor, classes: Tensor) -> Tensor:
     model, inputs, _ = made()
     with torch.inference_mode():
@@ -254,6 +271,7 @@ LOOKS |= {
     "becomes_a_leaf": becomes_a_leaf,
     "becomes_a_leaf_and_is_looked_at": becomes_a_leaf_and_is_looked_at,
     "checkpointed": checkpointed,
+    "returned_by_a_function": returned_by_a_function,
     "in_inference_mode": in_inference_mode,
     "wrong_class": wrong_class,
 }
