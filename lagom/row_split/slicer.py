@@ -12,7 +12,6 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom import files
 from lagom.collectives.agreement_exchange import signature
 from lagom.errors import LagomError
 from lagom.patching.object_reference import ObjectReference
@@ -194,7 +193,7 @@ class Slicer:
 
     def _is_worth_slicing(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
         num_bytes = finding.num_bytes * candidate.rows / finding.rows
-        if num_bytes >= MIN_BYTES and self._may_postpone() and not finding.gathered:
+        if num_bytes >= MIN_BYTES and self._session.may_postpone and not finding.gathered:
             num_bytes = 0.0  # until the program looks at an output otherwise than by rows
         return is_worth_slicing(
             finding.flops * candidate.rows / finding.rows,
@@ -250,19 +249,10 @@ class Slicer:
                     "sample, unlike at its first call; use batches='split' and evaluation='replicated' for this program"
                 )
         signed = b"".join(_sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
-        wholes = gather_blocks(blocks, exchange, factors, signed, postpone=self._may_postpone())
+        wholes = gather_blocks(blocks, exchange, factors, signed, postpone=self._session.may_postpone)
         for i, one, whole in zip(indices, blocks, wholes, strict=True):
             outputs[i] = whole if one.requires_grad or not whole.requires_grad else whole.detach()
         return outputs
-
-    def _may_postpone(self) -> bool:
-        """Return whether all ranks look at an output in the same order, and outputs may be a subclass of tensors.
-
-        Otherwise an output is gathered at once: where a rank that knows its number may look at it alone, where an
-        evaluation may have to be repeated, and where torch compiles functions.
-        """
-        session = self._session
-        return session.config.batches == "whole" and not files.has_asked_anywhere() and not session.compiles
 
 
 def _dense_shape(data: Any) -> torch.Size | None:

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.collectives.agreement_exchange import FRAME, AgreedExchange
 from lagom.collectives.run_store import SealedStore
 from lagom.collectives.torch_backend.shared_group import whole_groups
+from lagom.files import has_asked_anywhere
 from lagom.forward.running_values import RunningValueDetector
 from lagom.gradients.criteria import find_caveats
 from lagom.gradients.divergence import DivergenceMonitor
@@ -250,6 +251,15 @@ class Session:
                 "a loop over a data loader trains while the whole model is in eval mode: every rank trains on all of "
                 "its batches, which is right but not faster; call model.train() before the loop"
             )
+
+    @property
+    def may_postpone(self) -> bool:
+        """Return whether an output may stay with the ranks until something looks at it.
+
+        Otherwise it is gathered at once: where an evaluation may have to be repeated, where a rank that knows its
+        number may look at it alone, and where torch compiles functions, which take ordinary tensors.
+        """
+        return self.config.batches == "whole" and not self.compiles and not has_asked_anywhere()
 
     def find_share(self, data: Any) -> BatchShare | None:
         """Return the share of the batch from which a model's input ``data`` comes, and use it from now on.
