@@ -85,6 +85,8 @@ def make_reduction(group: Group, compression: str | None, adaptive: bool) -> Red
     Args:
         adaptive: whether the config has ``reduction="adasum"``.
     """
+    if compression is None and not adaptive:
+        return Mean(group)
     from lagom.gradients.reduction.powersgd import PowerSGD
     from lagom.gradients.reduction.sliced import HALVES, Adasum, SlicedMean
 
@@ -93,7 +95,7 @@ def make_reduction(group: Group, compression: str | None, adaptive: bool) -> Red
     half = HALVES.get(compression or "")
     if adaptive:
         return Adasum(group, half)
-    return SlicedMean(group, half) if half is not None else Mean(group)
+    return SlicedMean(group, half)
 
 
 # Note [Reductions]
