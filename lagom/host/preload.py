@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  (sockets use it to look up names)
+import gc
 import platform
 
 import torch._dynamo  # noqa: F401  (0.7 s, which an optimizer's first step would take in every rank)
 
+import lagom.files.settle
 import lagom.worker.bootstrap  # noqa: F401
 from lagom.files.symbols import loaded, slots
 from lagom.patching.importers import remember_importers
@@ -13,3 +16,5 @@ from lagom.patching.importers import remember_importers
 for library in loaded():
     slots(library, platform.machine())  # reading torch's takes 0.1 s
 remember_importers()
+# Spark collects garbage after each task: 0.2 s for all these modules, and a copy of memory that ranks share.
+gc.freeze()
