@@ -218,8 +218,9 @@ def _check(spec: RunSpec, context: Any) -> None:
             f"the executor on {platform.node()} has no torch ({error}); its Python is {sys.executable}: "
             "install torch there, or set PYSPARK_PYTHON to a Python that has it"
         ) from error
-    import lagom.host.preload  # noqa: F401  (once per Spark worker; forked ranks inherit the imports)
+    from lagom.host import preload  # imported once per Spark worker; forked ranks inherit the imports
 
+    preload.look_at_loaded()  # Spark loads pandas later
     # Until Python 3.12, invalidate_caches() in a rank reads every archive in this cache again: 0.1 s for Spark's.
     sys.path_importer_cache.clear()
 

@@ -13,8 +13,14 @@ import lagom.worker.bootstrap  # noqa: F401
 from lagom.files.symbols import loaded, slots
 from lagom.patching.importers import remember_importers
 
-for library in loaded():
-    slots(library, platform.machine())  # reading torch's takes 0.1 s
-remember_importers()
+
+def look_at_loaded() -> None:
+    """Look for all ranks at the libraries and modules that are loaded by now, and that ranks will patch."""
+    for library in loaded():
+        slots(library, platform.machine())  # reading torch's takes 0.1 s, and nothing the next time
+    remember_importers()
+
+
+look_at_loaded()
 # Spark collects garbage after each task: 0.2 s for all these modules, and a copy of memory that ranks share.
 gc.freeze()
