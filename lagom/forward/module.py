@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -68,23 +67,8 @@ def prepare_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(nn.Module, "__call__", _make_call(forwards)))
         if session.world_size > 1:
-            stack.enter_context(_record_compilation(session))
             stack.enter_context(replaced(torch.utils.checkpoint, _CHECKPOINT, _make_checkpoint_generator(forwards)))
             stack.enter_context(patch_reentrant_checkpoints(session))
-        yield
-
-
-@contextmanager
-def _record_compilation(session: Session) -> Iterator[None]:
-    """Record that the program compiles a function with ``torch.compile``, to which tensors must be ordinary ones."""
-    original = torch.compile
-
-    @functools.wraps(original)
-    def compile_function(*args: Any, **kwargs: Any) -> Any:
-        session.compiles = True
-        return original(*args, **kwargs)
-
-    with replaced(torch, "compile", compile_function):
         yield
 
 

@@ -16,7 +16,7 @@ from lagom.gradients.backward_gradients import DelayedHooks, encode_batch, run_h
 from lagom.gradients.cached_backward import BackwardCache
 from lagom.patching.replace import replaced
 from lagom.row_split.recorder import NotByRowsError
-from lagom.row_split.row_functions import passes_gather
+from lagom.row_split.whole_batch import passes_gather
 from lagom.run_state.leaves import find_leaves
 
 if TYPE_CHECKING:

@@ -75,8 +75,6 @@ class _PassStarter:
         """Begin a pass over ``loader``."""
         session = self.session
         session.reseed_uneven()  # the iterator draws from the common stream
-        if loader.num_workers and session.gatherer is not None and session.may_meet:
-            session.gatherer.gather_postponed()  # workers may read outputs in the data set
         current = classify_pass(session, can_shard(session, loader), loader)
         current.own = session.distributed and shards_itself(loader.dataset)
         if current.own and session.config.batches == "whole":

@@ -12,22 +12,21 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.collectives.agreement_exchange import signature
 from lagom.errors import LagomError
 from lagom.patching.object_reference import ObjectReference
 from lagom.row_split.draws import Draws
 from lagom.row_split.module_tree import ModuleTree, attribute_numbers, call_kind
 from lagom.row_split.probe import UNIFORM, probe
 from lagom.row_split.restore import parameter_checksums
-from lagom.row_split.row_functions import MIN_BYTES, gather_blocks, slice_rows
-from lagom.row_split.row_sharded_tensor import RowShardedTensor
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense, measure_call
 from lagom.row_split.whole_batch import (
     Gatherer,
     RowBlock,
     RowExchange,
     UnequalInputError,
+    gather_blocks,
     is_worth_slicing,
+    slice_rows,
 )
 from lagom.run_state.loader_pass import BatchShare
 
@@ -91,7 +90,7 @@ class Slicer:
         assert session.divergence is not None
         self._session = session
         self._group = session.group
-        self._gatherer = session.gatherer = Gatherer(session.group, session.divergence.find_divergence)
+        self._gatherer = Gatherer(session.group, session.divergence.find_divergence)
         self._original = original
         self._outside = outside
         self._trees = ModuleTree(session.say_once)
@@ -133,8 +132,7 @@ class Slicer:
             return output
         if finding is None or finding.reason is not None:
             return self._run_whole(module, args, kwargs)
-        stays_sliced = finding.sliced and not finding.gathered
-        if not (stays_sliced or self._is_worth_slicing(finding, candidate)):
+        if not (finding.sliced or self._is_worth_slicing(finding, candidate)):
             # By the first argument only: comparing all arguments takes longer than such a module.
             self._small[module] = _dense_shape(args[0]) if args else None, torch.is_grad_enabled()
             self._say_small(module)
@@ -192,12 +190,9 @@ class Slicer:
             )
 
     def _is_worth_slicing(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
-        num_bytes = finding.num_bytes * candidate.rows / finding.rows
-        if num_bytes >= MIN_BYTES and self._session.may_postpone and not finding.gathered:
-            num_bytes = 0.0  # until the program looks at an output otherwise than by rows
         return is_worth_slicing(
             finding.flops * candidate.rows / finding.rows,
-            num_bytes,
+            finding.num_bytes * candidate.rows / finding.rows,
             self._group.world_size,
             candidate.device,
             training=torch.is_grad_enabled(),
@@ -208,8 +203,7 @@ class Slicer:
         session = self._session
         session.has_sliced = True
         block = RowBlock(self._group.rank, self._group.world_size, candidate.rows)
-        place = f"the output of {type(candidate.module).__name__}"
-        exchange = RowExchange(self._gatherer, block, place, finding.record_gather)
+        exchange = RowExchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
         leaves = [slice_rows(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
         watches_draws = bool(finding.axes) or session.reads_in_threads
         region = SlicedForward(
@@ -249,9 +243,9 @@ class Slicer:
                     "sample, unlike at its first call; use batches='split' and evaluation='replicated' for this program"
                 )
         signed = b"".join(_sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
-        wholes = gather_blocks(blocks, exchange, factors, signed, postpone=self._session.may_postpone)
+        wholes = gather_blocks(blocks, exchange, factors, signed)
         for i, one, whole in zip(indices, blocks, wholes, strict=True):
-            outputs[i] = whole if one.requires_grad or not whole.requires_grad else whole.detach()
+            outputs[i] = whole if one.requires_grad else whole.detach()
         return outputs
 
 
@@ -266,8 +260,6 @@ def _is_dual(leaf: Any) -> bool:
 
 def _sample_bytes(tensor: torch.Tensor) -> bytes:
     """Return some of the numbers in ``tensor`` as bytes."""
-    if isinstance(tensor, RowShardedTensor) and tensor.is_pending:
-        return signature(tensor.signed)
     if tensor.device.type != "cpu" or not tensor.numel():
         return b""
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)

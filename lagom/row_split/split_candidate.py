@@ -63,16 +63,10 @@ class SplitFinding:
     """Row dimensions of the random draws; see ``Draws``."""
     reason: str | None = None
     """Why it runs whole on every rank; None if it is sliced."""
-    gathered: bool = False
-    """The program has looked at outputs that had stayed with the ranks."""
     sliced: bool = False
     """The probe has shown that it computes its rows one by one."""
     repeats: bool = False
     """The probe has shown that it changes no state, so that it can be repeated."""
-
-    def record_gather(self) -> None:
-        """Record that the program has looked at an output that had stayed with the ranks."""
-        self.gathered = True
 
 
 def is_batch(leaf: Any, rows: int) -> bool:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
 
 from lagom.collectives.agreement_exchange import AgreedExchange, memory, signature
-from lagom.collectives.plain_values import all_gather_values
-from lagom.errors import DivergenceError, LagomError
+from lagom.errors import DivergenceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
     from lagom.collectives.group import Group
-    from lagom.row_split.row_sharded_tensor import RowShardedTensor
 
 
 ALWAYS = False
@@ -96,10 +94,6 @@ class Gatherer:
         self._group = group
         self._meet = meet
         self._frame = AgreedExchange(group)
-        self._postponed: WeakValueDictionary[int, RowShardedTensor] = WeakValueDictionary()
-        """Tensors of which rows may be missing, by numbers that are equal on all ranks."""
-        self._num_postponed = 0
-        self._process = os.getpid()
 
     def gather(
         self, tensors: Sequence[Tensor], factors: Sequence[int], block: RowBlock, place: str, signed: bytes = b""
@@ -131,33 +125,6 @@ class Gatherer:
                 self._meet(place)
                 raise UnequalInputError(f"{place}: {_UNEQUAL}")
         return wholes
-
-    def postpone(self, tensor: RowShardedTensor) -> None:
-        """Remember a tensor of which rows are missing."""
-        self._num_postponed += 1
-        self._postponed[self._num_postponed] = tensor
-
-    def gather_postponed(self) -> None:
-        """Gather the missing rows of all tensors that the program can still reach; a collective."""
-        if not self._num_postponed:
-            return
-        pending = {number: one for number, one in self._postponed.items() if one.is_pending}
-        # What the program can reach on one rank it can reach on all; the rest waits for a garbage collector.
-        numbers = all_gather_values(self._group, sorted(pending))
-        for number in sorted(set.intersection(*map(set, numbers))):
-            pending[number].gather_rows()
-
-    def check_place(self) -> None:
-        """Check that this is a process, and a thread of it, that takes part in collectives.
-
-        Raises:
-            LagomError: in a forked child, which is no rank.
-        """
-        if os.getpid() != self._process:
-            raise LagomError(
-                "a forked process looks at a model's output of which each rank has its rows only; look at it before "
-                "the fork (output.sum() is enough), or keep output.clone()"
-            )
 
     def _exchange_small(self, mine: list[Tensor], into: list[list[Tensor]], mark: bytes, block: RowBlock) -> bool:
         """Exchange signatures together with small tensors; return whether all signatures are equal."""
@@ -218,12 +185,84 @@ class RowExchange:
     gatherer: Gatherer
     block: RowBlock
     place: str
-    on_late_gather: Callable[[], None] = lambda: None
-    """Called when the program has looked at an output whose rows were left with the ranks."""
 
     def gather(self, tensors: Sequence[Tensor], factors: Sequence[int], signed: bytes = b"") -> list[Tensor]:
         """Gather whole tensors by ``Gatherer.gather``."""
         return self.gatherer.gather(tensors, factors, self.block, self.place, signed)
+
+
+class SliceFunction(Function):
+    """This rank's block of a whole tensor; the gradient is gathered and divided by the number of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, exchange: RowExchange, factor: int) -> Tensor:
+        ctx.exchange, ctx.factor = exchange, factor
+        return exchange.block.of(whole, factor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (whole,) = gather_blocks([gradient], ctx.exchange, [ctx.factor])
+        return whole / ctx.exchange.block.world_size, None, None
+
+
+class GatherFunction(Function):
+    """Whole tensors from every rank's block; the gradient is this rank's block, times the number of ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: RowExchange, factors: Sequence[int], signed: bytes, *blocks: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.factors = exchange, factors
+        ctx.set_materialize_grads(False)
+        wholes = exchange.gather(blocks, factors, signed)
+        ctx.mark_non_differentiable(*[w for w in wholes if not (w.is_floating_point() or w.is_complex())])
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        exchange = ctx.exchange
+        parts = [
+            None if g is None else slice_rows(g, exchange, factor) * exchange.block.world_size
+            for g, factor in zip(gradients, ctx.factors, strict=True)
+        ]
+        return (None, None, None, *parts)
+
+
+def gather_blocks(
+    blocks: Sequence[Tensor], exchange: RowExchange, factors: Sequence[int], signed: bytes = b""
+) -> Sequence[Tensor]:
+    """Return the whole of each of ``blocks``, with a gradient if any block needs one."""
+    if torch.is_grad_enabled() and any(block.requires_grad for block in blocks):
+        wholes: tuple[Tensor, ...] = GatherFunction.apply(exchange, factors, signed, *blocks)  # type: ignore[no-untyped-call]
+        return wholes
+    return exchange.gather(blocks, factors, signed)
+
+
+def slice_rows(whole: Tensor, exchange: RowExchange, factor: int = 1) -> Tensor:
+    """Return this rank's block of ``whole``, which has ``factor`` rows for each row of the batch.
+
+    It has a gradient if ``whole`` needs one.
+    """
+    if torch.is_grad_enabled() and whole.requires_grad:
+        block: Tensor = SliceFunction.apply(whole, exchange, factor)  # type: ignore[no-untyped-call]
+        return block
+    return exchange.block.of(whole, factor)
+
+
+def passes_gather(roots: Iterable[Tensor | GradientEdge]) -> bool:
+    """Return whether the graph of ``roots`` passes through a ``GatherFunction``."""
+    edges = (root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots)
+    pending = [node for node in edges if node is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, GatherFunction._backward_cls):
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return False
 
 
 # Note [Whole]

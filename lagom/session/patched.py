@@ -79,8 +79,6 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(recorded_calls(session.spans))
         yield
         if distributed:
-            if session.gatherer is not None:
-                session.gatherer.gather_postponed()  # the returned value may hold outputs
             end_tracking()
         if session.divergence is not None and session.agreement is not None and not session.has_joined:
             session.evaluation_passes.judge(at_end=True)

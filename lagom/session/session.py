@@ -17,7 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.collectives.agreement_exchange import FRAME, AgreedExchange
 from lagom.collectives.run_store import SealedStore
 from lagom.collectives.torch_backend.shared_group import whole_groups
-from lagom.files import has_asked_anywhere
 from lagom.forward.running_values import RunningValueDetector
 from lagom.gradients.criteria import find_caveats
 from lagom.gradients.divergence import DivergenceMonitor
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from lagom.plan import Plan
     from lagom.row_split.probe import BatchStatistics
     from lagom.row_split.slicer import SlicedForward
-    from lagom.row_split.whole_batch import Gatherer
     from lagom.zero.gradient_shards import GradientShards
     from lagom.zero.optimizer_group import OptimizerGroup
     from lagom.zero.parameters.shards import ParameterShards
@@ -124,10 +122,6 @@ class Session:
     """Leaves that are no Parameters: weights or data."""
     sliced_forward: SlicedForward | None = field(default=None, init=False)
     """The sliced forward that is running."""
-    compiles: bool = field(default=False, init=False)
-    """The program has called ``torch.compile``."""
-    gatherer: Gatherer | None = field(default=None, init=False)
-    """Gathers the outputs of sliced forwards."""
     probe_statistics: BatchStatistics | None = field(default=None, init=False)
     """Statistics for BatchNorm during a probe of a forward."""
     agreement: AgreedExchange | None = field(default=None, init=False)
@@ -251,15 +245,6 @@ class Session:
                 "a loop over a data loader trains while the whole model is in eval mode: every rank trains on all of "
                 "its batches, which is right but not faster; call model.train() before the loop"
             )
-
-    @property
-    def may_postpone(self) -> bool:
-        """Return whether an output may stay with the ranks until something looks at it.
-
-        Otherwise it is gathered at once: where an evaluation may have to be repeated, where a rank that knows its
-        number may look at it alone, and where torch compiles functions, which take ordinary tensors.
-        """
-        return self.config.batches == "whole" and not self.compiles and not has_asked_anywhere()
 
     def find_share(self, data: Any) -> BatchShare | None:
         """Return the share of the batch from which a model's input ``data`` comes, and use it from now on.
