@@ -31,7 +31,8 @@ class Importers:
         # In C, so that no other thread imports a module meanwhile. Python moves a module to the end once it has run.
         is_newer = functools.partial(operator.is_not, newest)
         newer = list(itertools.takewhile(is_newer, reversed(sys.modules.values())))
-        return found + _having(functions, newer)
+        unchanged = [(module, name) for module, name in found if vars(module).get(name) is functions[name]]
+        return unchanged + _having(functions, newer)
 
     def remember(self) -> None:
         """Find the modules now; see ``remember_importers``."""

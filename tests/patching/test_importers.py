@@ -70,3 +70,12 @@ def test_a_function_that_was_replaced_is_searched_for_anew(library: Importers, m
     program = imported(monkeypatch, "program", serve=len)
     monkeypatch.setattr(sys.modules["lagom_test_library"], "serve", len)
     assert (program, "serve") in library.find()
+
+
+def test_a_module_that_has_a_function_of_its_own_since_keeps_it(
+    library: Importers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = imported(monkeypatch, "program", serve=serve)
+    remember_importers()
+    monkeypatch.setattr(program, "serve", len)
+    assert (program, "serve") not in library.find()
