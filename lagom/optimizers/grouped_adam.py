@@ -12,8 +12,11 @@ from torch.optim import adam
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
+
+    _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+    """Parameters, gradients, and running means of these and of their squares."""
 
 _MAX_ELEMENTS = 2**18
 """Largest number of elements of all parameters: with more, intermediate tensors no longer fit into a core's cache."""
@@ -44,44 +47,32 @@ def grouped_adam(*, same_bits: bool) -> AbstractContextManager[None]:
 @contextmanager
 def _replaced_step(
     original: Callable[..., None],
-    suits: Callable[[Sequence[list[Tensor]]], bool],
+    suits: Callable[[_Tensors], bool],
     step_together: Callable[..., None],
 ) -> Iterator[None]:
     def step(params: list[Tensor], *tensors: Any, **options: Any) -> None:
         if torch.compiler.is_compiling() or not _is_plain(options):
             return original(params, *tensors, **options)
         grads, means, squares, _, steps, *_ = tensors
-        if not suits((params, grads, means, squares)):
+        together = params, grads, means, squares
+        if not suits(together):
             return original(params, *tensors, **options)
-        return step_together(params, grads, means, squares, steps, options)
+        return step_together(together, steps, options)
 
     with replaced(adam, _STEP, step):
         yield
 
 
-def _step_fused(
-    params: list[Tensor],
-    grads: list[Tensor],
-    means: list[Tensor],
-    squares: list[Tensor],
-    steps: list[Tensor],
-    options: dict[str, Any],
-) -> None:
+def _step_fused(tensors: _Tensors, steps: list[Tensor], options: dict[str, Any]) -> None:
     fused = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
     numbers = {name: options[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
     torch._foreach_add_(steps, 1)
-    fused(params, grads, means, squares, [], steps, **numbers, amsgrad=False, maximize=False)
+    fused(*tensors, [], steps, **numbers, amsgrad=False, maximize=False)
 
 
-def _step(
-    params: list[Tensor],
-    grads: list[Tensor],
-    means: list[Tensor],
-    squares: list[Tensor],
-    steps: list[Tensor],
-    options: dict[str, Any],
-) -> None:
+def _step(tensors: _Tensors, steps: list[Tensor], options: dict[str, Any]) -> None:
     """Do what ``torch.optim.adam._single_tensor_adam`` does per parameter, in its order of operations."""
+    params, grads, means, squares = tensors
     beta1, beta2, lr, decay = options["beta1"], options["beta2"], options["lr"], options["weight_decay"]
     torch._foreach_add_(steps, 1)
     if decay and options["decoupled_weight_decay"]:
@@ -105,7 +96,7 @@ def _is_plain(options: dict[str, Any]) -> bool:
     return all(isinstance(options[name], float | int) for name in ("beta1", "beta2", "lr", "weight_decay", "eps"))
 
 
-def _is_dense(tensors: Sequence[list[Tensor]]) -> bool:
+def _is_dense(tensors: _Tensors) -> bool:
     """Return whether the fused kernel, which looks at memory and not at strides, steps these tensors."""
     params = tensors[0]
     if not params or params[0].dtype not in _TYPES:
@@ -118,7 +109,7 @@ def _is_dense(tensors: Sequence[list[Tensor]]) -> bool:
     )
 
 
-def _is_small(tensors: Sequence[list[Tensor]]) -> bool:
+def _is_small(tensors: _Tensors) -> bool:
     """Return whether parameters are few numbers in ordinary tensors of a CPU, each in memory of its own."""
     num_elements, storages = 0, set()
     params = tensors[0]
