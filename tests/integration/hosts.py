@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import tempfile
@@ -43,24 +44,32 @@ def allowed() -> bool:
 @contextmanager
 def network(count: int) -> Iterator[tuple[str, list[Host]]]:
     """``count`` hosts on one bridge; gives this machine's own address there, and the hosts."""
-    bridge, subnet = f"lgb{os.getpid()}", f"10.213.{os.getpid() % 250}"
+    number = _free_subnet()
+    bridge, subnet = f"lgb{number}", f"10.213.{number}"
     with ExitStack() as stack:
-        _ip(f"link add {bridge} type bridge")
         stack.callback(_quiet, "ip", "link", "del", bridge)
         _ip(f"address add {subnet}.1/24 dev {bridge}")
         _ip(f"link set {bridge} up")
-        made = [stack.enter_context(_host(bridge, f"{subnet}.{10 + number}", number)) for number in range(count)]
+        made = [stack.enter_context(_host(number, host)) for host in range(count)]
         yield f"{subnet}.1", made
 
 
+def _free_subnet() -> int:
+    """Make a bridge ``lgb{number}`` and return its number; two tests, or what a killed one left, never share one."""
+    for number in random.SystemRandom().sample(range(250), 250):
+        if _quiet("ip", "link", "add", f"lgb{number}", "type", "bridge"):
+            return number
+    raise RuntimeError("250 bridges lgb* are here: remove those that killed tests left, with `ip link del`")
+
+
 @contextmanager
-def _host(bridge: str, address: str, number: int) -> Iterator[Host]:
-    name = f"lgh{os.getpid()}n{number}"
-    veth = f"lg{os.getpid()}v{number}"
+def _host(subnet: int, number: int) -> Iterator[Host]:
+    name, veth, address = f"lgh{subnet}n{number}", f"lg{subnet}v{number}", f"10.213.{subnet}.{10 + number}"
+    _quiet("ip", "netns", "del", name)  # of a killed test whose bridge is gone
     _ip(f"netns add {name}")
     try:
         _ip(f"link add {veth} type veth peer name eth0 netns {name}")
-        _ip(f"link set {veth} master {bridge} up")
+        _ip(f"link set {veth} master lgb{subnet} up")
         _ip(f"-n {name} address add {address}/24 dev eth0")
         _ip(f"-n {name} link set eth0 up")
         _ip(f"-n {name} link set lo up")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from typing import Any
@@ -42,8 +41,9 @@ def test_hosts_that_are_cut_off_from_each_other_are_named_before_anything_waits_
     found = found_on(3)
     assert found["executors"].found.startswith("3 tasks on 2 hosts: ")
     assert "2 hosts reach each other" in found["network"].found
-    one, other = (f"lgh{os.getpid()}n{number}" for number in range(2))
-    address = f"10.213.{os.getpid() % 250}.11"  # of the other
+    subnet = spark.conf.get("spark.driver.host").removesuffix(".1")
+    one, other = (f"lgh{subnet.split('.')[-1]}n{number}" for number in range(2))
+    address = f"{subnet}.11"  # of the other
     subprocess.run(["ip", "-n", one, "route", "add", "prohibit", address], check=True)
     start = time.monotonic()
     try:
