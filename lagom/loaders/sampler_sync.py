@@ -79,26 +79,28 @@ class _StatefulIterator:
 
 
 def synchronise_generators(session: Session, loader: DataLoader[Any], *, own_order: bool = False) -> None:
-    """Set the generators of torch's samplers to their states on rank 0; a collective.
+    """Set the global generators and those of torch's samplers to their states on rank 0; a collective.
 
-    With ``own_order`` only the global generator is set: the data set shards itself, and its order is its own.
+    With ``own_order`` only the global ones are set: the data set shards itself, and its order is its own.
     """
     assert session.group is not None
     session.check_place("the start of a pass over a data loader")
-    generators = {id(torch.default_generator): torch.default_generator}
     # A library's own loader that torch's iterator reads (fastai's) may have no samplers.
     sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
-    for holder in () if own_order else (loader, sampler, batch_sampler, inner):
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
-            generators[id(generator)] = generator
-    states = [generator.get_state() for generator in generators.values()]
-    together = torch.cat(states)
-    session.group.broadcast(together)
-    parts = torch.split(together, [len(state) for state in states])
-    for generator, state in zip(generators.values(), parts, strict=True):
-        generator.set_state(state.clone())
+    found = (
+        [] if own_order else [getattr(holder, "generator", None) for holder in (loader, sampler, batch_sampler, inner)]
+    )
+    generators = [one for one in found if isinstance(one, torch.Generator) and one.device.type == "cpu"]
+    with DRAWING:  # a thread that reads another loader may have a rank's own streams in them
+        mine = encode_value([_generator_states(), [generator.get_state() for generator in generators]])
+    rank_0s = session.group.broadcast_bytes(mine)
+    if rank_0s != mine:
+        common, states = decode_value(rank_0s)
+        with DRAWING:
+            _set_generator_states(common)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 def _yield_from_torch_sampler(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from lagom.random_states import equal_state, random_states
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from lagom.collectives.group import Group
 
 DRAWING = threading.RLock()
 """Held while the global generators hold a rank's own stream, and while a program's thread draws from a common one."""
@@ -45,29 +46,36 @@ class CommonStreams:
         """``seed``: the run's seed; with None, torch's initial seed is used."""
         self._seed = seed
         self._noted: dict[str, Any] = {}
+        self._all_noted = False
+        """Whether all ranks have noted states, as they do together, and not only those that have drawn."""
         self._num_restarts = 0
 
     def note(self) -> None:
-        """Record the generators' states: ranks may draw different amounts from now on."""
+        """Record the generators' states, on all ranks: they may draw different amounts from now on."""
         self._noted = random_states()
+        self._all_noted = True
 
     def record_uneven_draw(self, before: torch.Tensor) -> None:
         """Record that ranks have drawn different amounts from torch's generator since its state was ``before``."""
         self._noted.setdefault("torch", before)
 
-    def reseed_uneven(self) -> None:
-        """Reseed the generators that were drawn from since ``note``, so that they are equal on all ranks again."""
+    def reseed_uneven(self, group: Group) -> None:
+        """Reseed the generators that a rank drew from since ``note``, so that they are equal on all ranks again."""
         if self._noted:
             before, self._noted = self._noted, {}
             now = random_states()
-            self._restart([name for name, state in before.items() if not equal_state(state, now[name])])
+            drawn = {name for name, state in before.items() if not equal_state(state, now[name])}
+            if self._all_noted:
+                self._all_noted = False
+                drawn = set(b" ".join(group.all_gather_bytes(" ".join(drawn).encode())).decode().split())
+            self._restart(drawn)
 
     def reseed(self) -> None:
         """Reseed all generators, equally on all ranks."""
-        self._noted = {}
-        self._restart(list(random_states()))
+        self._noted, self._all_noted = {}, False
+        self._restart(set(random_states()))
 
-    def _restart(self, names: list[str]) -> None:
+    def _restart(self, names: set[str]) -> None:
         if not names:
             return
         self._num_restarts += 1

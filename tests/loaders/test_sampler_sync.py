@@ -64,12 +64,14 @@ def test_a_batch_sampler_of_lists_follows_rank_0() -> None:
     assert run_ranks(2, run) == [([[0, 2], [4, 6], [8]], True, 5), ([[1, 3], [5, 7], [8]], True, 4)]
 
 
+@pytest.mark.parametrize("end", [5, 1], ids=["all", "one"])  # ranks that draw
 @pytest.mark.parametrize("draw", [torch.randn, np.random.rand, lambda count: random.choices(range(9), k=count)])
-def test_common_numbers_stay_common_after_uneven_draws(draw: Callable[[int], Any]) -> None:
+def test_common_numbers_stay_common_after_uneven_draws(draw: Callable[[int], Any], end: int) -> None:
     def run(session: Session) -> Any:
         seen = []
         for batch in DataLoader(Numbers(5), batch_size=3):
-            draw(len(batch))
+            if drawing := int((batch < end).sum()):
+                draw(drawing)
             seen.append(0)
         return torch.rand(1).item(), random.random(), np.random.rand(), len(seen)
 
@@ -103,12 +105,16 @@ def test_an_evaluation_within_a_step_keeps_the_order_of_one_machine() -> None:
         assert len(wanted) == 3 or mine == other == wanted
 
 
-def test_a_drifted_stream_of_one_rank_is_brought_back() -> None:
+def test_drifted_streams_of_one_rank_are_brought_back() -> None:
     def run(session: Session) -> Any:
-        torch.rand(session.rank + 1)
-        return batches(DataLoader(Numbers(8), batch_size=4, shuffle=True))
+        if session.rank == 1:
+            torch.rand(1), random.random(), np.random.rand()
+        seen = flat([batches(DataLoader(Numbers(8), batch_size=4, shuffle=True))])
+        return seen, (torch.rand(1).item(), random.random(), np.random.rand())
 
-    assert flat(run_ranks(2, run)) == list(range(8))
+    (mine, drawn), (others, others_drawn) = run_ranks(2, run)
+    assert sorted(mine + others) == list(range(8))
+    assert drawn == others_drawn
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
