@@ -15,7 +15,7 @@ import torch
 from lagom.random_states import equal_state, random_states
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lagom.collectives.group import Group
 
@@ -59,14 +59,19 @@ class CommonStreams:
         """Record that ranks have drawn different amounts from torch's generator since its state was ``before``."""
         self._noted.setdefault("torch", before)
 
-    def reseed_uneven(self, group: Group) -> None:
-        """Reseed the generators that a rank drew from since ``note``, so that they are equal on all ranks again."""
+    def reseed_uneven(self, group: Group, check_place: Callable[[str], None]) -> None:
+        """Reseed the generators that a rank drew from since ``note``, so that they are equal on all ranks again.
+
+        Args:
+            check_place: raises on all ranks unless all are at the given place of the program.
+        """
         if self._noted:
             before, self._noted = self._noted, {}
             now = random_states()
             drawn = {name for name, state in before.items() if not equal_state(state, now[name])}
             if self._all_noted:
                 self._all_noted = False
+                check_place("a data loader, after a batch whose shares differ in size")
                 drawn = set(b" ".join(group.all_gather_bytes(" ".join(drawn).encode())).decode().split())
             self._restart(drawn)
 

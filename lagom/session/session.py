@@ -230,7 +230,7 @@ class Session:
     def reseed_uneven(self) -> None:
         """Reseed generators that ranks drew from unevenly, unless this is a thread of the program."""
         if self.may_meet and self.group is not None:
-            self.common_streams.reseed_uneven(self.group)
+            self.common_streams.reseed_uneven(self.group, self.check_place)
 
     def record_evaluation(self, current: LoaderPass) -> None:
         """Record a batch of an evaluation pass."""
