@@ -51,7 +51,7 @@ ROOMS = {
     "random_states run_state session verify.on_rank wire world zero numpy torch",
     # What a rank does with the program, from the top down.
     "session": "collectives collectives.torch_backend deepspeed distributed files forward gradients "
-    "gradients.reduction loaders optimizers run_state timing tracking torch",
+    "gradients.reduction loaders optimizers row_split run_state timing tracking torch",
     "deepspeed": "errors forward gradients optimizers patching run_state zero deepspeed torch",
     "forward": "collectives errors micro_batches monitor patching row_split run_state zero torch",
     "timing": "collectives.torch_backend monitor patching torch",

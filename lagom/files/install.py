@@ -82,6 +82,11 @@ def has_asked() -> bool:
     return isinstance(_calls, OtherRankCalls) and _calls.was_asked
 
 
+def knows_rank() -> bool:
+    """Return whether the program knows which rank it is."""
+    return _calls is not None and _calls.was_asked
+
+
 def share_disk() -> None:
     """Let the program see the real disk from now on: it is a distributed program and says which rank writes."""
     if _calls is not None:

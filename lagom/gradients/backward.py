@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.autograd
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from lagom.errors import DivergenceError
 from lagom.gradients.accumulation import Accumulation
@@ -15,8 +16,9 @@ from lagom.gradients.autograd_grad import AutogradGradAverager, is_averaged
 from lagom.gradients.backward_gradients import DelayedHooks, encode_batch, run_hooks
 from lagom.gradients.cached_backward import BackwardCache
 from lagom.patching.replace import replaced
+from lagom.row_split.gradient_path import watch_gradient
 from lagom.row_split.recorder import NotByRowsError
-from lagom.row_split.whole_batch import passes_gather
+from lagom.row_split.row_functions import is_batched, passes_gather
 from lagom.run_state.leaves import find_leaves
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ def synchronise_backward(session: Session) -> Iterator[None]:
     def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
         if not session.live:
             return original(outputs, *args, **options)
+        for one in args[3]:
+            watch_gradient(one.node if isinstance(one, GradientEdge) else one.grad_fn)
         run = backwards.run_backward if options.get("accumulate_grad", False) else backwards.run_grad
         try:
             return run(outputs, args, options)
@@ -276,7 +280,7 @@ class _Backwards:
             own = [one for one in inputs if isinstance(one, Tensor) and one.is_leaf]
             self._session.repeated_inputs.update(dict.fromkeys(o for o in own if not isinstance(o, torch.nn.Parameter)))
             return []
-        if any(_is_batched(one) for one in (*inputs, *roots) if isinstance(one, Tensor)):
+        if any(is_batched(one) for one in (*inputs, *roots) if isinstance(one, Tensor)):
             # Batched calls (torch.func, is_grads_batched) usually compute gradients per sample, which are not averaged.
             plain = [_unwrap(one) for one in inputs if isinstance(one, Tensor)]
             self.divergence.add_differentiated([one for one in plain if isinstance(one, torch.nn.Parameter)])
@@ -299,10 +303,6 @@ class _Backwards:
             yield
         finally:
             self._session.depth -= 1
-
-
-def _is_batched(one: Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(one) or "Batched" in str(torch._C._dispatch_keys(one))
 
 
 def _unwrap(one: Tensor) -> Tensor:

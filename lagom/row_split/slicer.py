@@ -18,15 +18,14 @@ from lagom.row_split.draws import Draws
 from lagom.row_split.module_tree import ModuleTree, attribute_numbers, call_kind
 from lagom.row_split.probe import UNIFORM, probe
 from lagom.row_split.restore import parameter_checksums
+from lagom.row_split.row_functions import gather_blocks, slice_rows
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense, measure_call
 from lagom.row_split.whole_batch import (
     Gatherer,
     RowBlock,
     RowExchange,
     UnequalInputError,
-    gather_blocks,
     is_worth_slicing,
-    slice_rows,
 )
 from lagom.run_state.loader_pass import BatchShare
 
@@ -233,9 +232,10 @@ class Slicer:
     def _gather_outputs(
         self, outputs: list[Any], finding: SplitFinding, exchange: RowExchange, candidate: SplitCandidate
     ) -> list[Any]:
-        indices = [i for i, factor in enumerate(finding.factors) if factor is not None]
-        factors = [factor for factor in finding.factors if factor is not None]
-        blocks = [outputs[i] for i in indices]
+        by_rows = [(i, factor) for i, factor in enumerate(finding.factors) if factor is not None]
+        # A module may return one tensor twice; the program finds one tensor again.
+        blocks = list({id(outputs[i]): outputs[i] for i, _ in by_rows}.values())
+        factors = list({id(outputs[i]): factor for i, factor in by_rows}.values())
         for one, factor in zip(blocks, factors, strict=True):
             if not isinstance(one, torch.Tensor) or one.dim() == 0 or one.shape[0] != factor * exchange.block.num_mine:
                 raise LagomError(
@@ -244,9 +244,10 @@ class Slicer:
                 )
         signed = b"".join(_sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
         wholes = gather_blocks(blocks, exchange, factors, signed)
-        for i, one, whole in zip(indices, blocks, wholes, strict=True):
-            outputs[i] = whole if one.requires_grad else whole.detach()
-        return outputs
+        found = {
+            id(one): whole if one.requires_grad else whole.detach() for one, whole in zip(blocks, wholes, strict=True)
+        }
+        return [found.get(id(one), one) for one in outputs]
 
 
 def _dense_shape(data: Any) -> torch.Size | None:

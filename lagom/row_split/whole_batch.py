@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd import Function
-from torch.autograd.graph import GradientEdge
 
 from lagom.collectives.agreement_exchange import AgreedExchange, memory, signature
 from lagom.errors import DivergenceError
+from lagom.row_split.kept_memory import KeptMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -29,6 +28,8 @@ _LATENCY = {"memory": 4e-4, "cpu": 1.5e-3, "cuda": 5e-5}
 """Seconds for slicing and the smallest exchange: through shared memory, over gloo, on GPUs."""
 _BANDWIDTH = {"memory": 2e9, "cpu": 5e8, "cuda": 2e10}
 """Bytes per second of an exchange."""
+_MIN_UNPACKED = 2**18
+"""Bytes from which a tensor travels by itself: to pack it with others would take longer than an exchange."""
 
 
 def is_worth_slicing(
@@ -94,6 +95,7 @@ class Gatherer:
         self._group = group
         self._meet = meet
         self._frame = AgreedExchange(group)
+        self._memory = KeptMemory()
 
     def gather(
         self, tensors: Sequence[Tensor], factors: Sequence[int], block: RowBlock, place: str, signed: bytes = b""
@@ -108,7 +110,11 @@ class Gatherer:
         Raises:
             DivergenceError: on all ranks, when they gather different things.
         """
-        wholes = [t.new_empty((f * block.num_all, *t.shape[1:])) for t, f in zip(tensors, factors, strict=True)]
+        shapes = [(f * block.num_all, *t.shape[1:]) for t, f in zip(tensors, factors, strict=True)]
+        wholes = [
+            self._memory.empty(shape, t.dtype) if t.is_cpu else t.new_empty(shape)
+            for t, shape in zip(tensors, shapes, strict=True)
+        ]
         by_device: dict[torch.device, list[int]] = {}
         for index, tensor in enumerate(tensors):
             by_device.setdefault(tensor.device, []).append(index)
@@ -117,23 +123,23 @@ class Gatherer:
             into = [[other.of(wholes[i], factors[i]) for i in indices] for other in block.others]
             if device.type != "cpu":
                 # Without a signature, since reading it would wait for all work on the device.
-                self._exchange_large(mine, into)
+                self._exchange_large(mine, [wholes[i] for i in indices], into)
                 continue
-            shapes = repr([(w.shape, w.dtype) for w in wholes])
-            mark = signature(b"".join((place.encode(), shapes.encode(), signed)))
-            if not self._exchange_small(mine, into, mark, block):
+            kinds = repr([(w.shape, w.dtype) for w in wholes])
+            mark = signature(b"".join((place.encode(), kinds.encode(), signed)))
+            sizes = [sum(map(_aligned_num_bytes, parts)) for parts in into]
+            is_small = max(sizes) <= self._frame.room
+            is_equal = self._exchange_small(mine, into, mark, block) if is_small else self._frame.exchange(mark)
+            if not is_equal:
                 self._meet(place)
                 raise UnequalInputError(f"{place}: {_UNEQUAL}")
+            if not is_small:
+                self._exchange_large(mine, [wholes[i] for i in indices], into)
         return wholes
 
     def _exchange_small(self, mine: list[Tensor], into: list[list[Tensor]], mark: bytes, block: RowBlock) -> bool:
         """Exchange signatures together with small tensors; return whether all signatures are equal."""
         sizes = [sum(map(_aligned_num_bytes, parts)) for parts in into]
-        if max(sizes) > self._frame.room:
-            if not self._frame.exchange(mark):
-                return False
-            self._exchange_large(mine, into)
-            return True
         sent = torch.empty(sizes[block.rank], dtype=torch.uint8)
         for room, tensor in zip(_tensor_views(sent, mine), mine, strict=True):
             room.copy_(tensor)
@@ -146,7 +152,13 @@ class Gatherer:
                 part.copy_(room)
         return True
 
-    def _exchange_large(self, mine: list[Tensor], into: list[list[Tensor]]) -> None:
+    def _exchange_large(self, mine: list[Tensor], wholes: list[Tensor], into: list[list[Tensor]]) -> None:
+        is_even = all(len(part) == len(parts[0]) for parts in zip(*into, strict=True) for part in parts)
+        if is_even and min(tensor.nbytes for tensor in mine) >= _MIN_UNPACKED:
+            for whole, tensor in zip(wholes, mine, strict=True):
+                part = tensor.resolve_conj().resolve_neg().contiguous()  # their numbers as they are, not a promise
+                self._group.all_gather_into(whole.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8))
+            return
         size = max(sum(map(_aligned_num_bytes, parts)) for parts in into)
         sent = torch.empty(size, dtype=torch.uint8, device=mine[0].device)
         for room, tensor in zip(_tensor_views(sent, mine), mine, strict=True):
@@ -189,80 +201,6 @@ class RowExchange:
     def gather(self, tensors: Sequence[Tensor], factors: Sequence[int], signed: bytes = b"") -> list[Tensor]:
         """Gather whole tensors by ``Gatherer.gather``."""
         return self.gatherer.gather(tensors, factors, self.block, self.place, signed)
-
-
-class SliceFunction(Function):
-    """This rank's block of a whole tensor; the gradient is gathered and divided by the number of ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, exchange: RowExchange, factor: int) -> Tensor:
-        ctx.exchange, ctx.factor = exchange, factor
-        return exchange.block.of(whole, factor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (whole,) = gather_blocks([gradient], ctx.exchange, [ctx.factor])
-        return whole / ctx.exchange.block.world_size, None, None
-
-
-class GatherFunction(Function):
-    """Whole tensors from every rank's block; the gradient is this rank's block, times the number of ranks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, exchange: RowExchange, factors: Sequence[int], signed: bytes, *blocks: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.factors = exchange, factors
-        ctx.set_materialize_grads(False)
-        wholes = exchange.gather(blocks, factors, signed)
-        ctx.mark_non_differentiable(*[w for w in wholes if not (w.is_floating_point() or w.is_complex())])
-        return tuple(wholes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        exchange = ctx.exchange
-        parts = [
-            None if g is None else slice_rows(g, exchange, factor) * exchange.block.world_size
-            for g, factor in zip(gradients, ctx.factors, strict=True)
-        ]
-        return (None, None, None, *parts)
-
-
-def gather_blocks(
-    blocks: Sequence[Tensor], exchange: RowExchange, factors: Sequence[int], signed: bytes = b""
-) -> Sequence[Tensor]:
-    """Return the whole of each of ``blocks``, with a gradient if any block needs one."""
-    if torch.is_grad_enabled() and any(block.requires_grad for block in blocks):
-        wholes: tuple[Tensor, ...] = GatherFunction.apply(exchange, factors, signed, *blocks)  # type: ignore[no-untyped-call]
-        return wholes
-    return exchange.gather(blocks, factors, signed)
-
-
-def slice_rows(whole: Tensor, exchange: RowExchange, factor: int = 1) -> Tensor:
-    """Return this rank's block of ``whole``, which has ``factor`` rows for each row of the batch.
-
-    It has a gradient if ``whole`` needs one.
-    """
-    if torch.is_grad_enabled() and whole.requires_grad:
-        block: Tensor = SliceFunction.apply(whole, exchange, factor)  # type: ignore[no-untyped-call]
-        return block
-    return exchange.block.of(whole, factor)
-
-
-def passes_gather(roots: Iterable[Tensor | GradientEdge]) -> bool:
-    """Return whether the graph of ``roots`` passes through a ``GatherFunction``."""
-    edges = (root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots)
-    pending = [node for node in edges if node is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if isinstance(node, GatherFunction._backward_cls):
-            return True
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
-    return False
 
 
 # Note [Whole]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lagom.deepspeed.engine_patches import driven_by_deepspeed
 from lagom.distributed.init_process_group import own_init_process_group
 from lagom.distributed.mp_spawn import own_mp_spawn
+from lagom.files.install import knows_rank
 from lagom.files.saving import shared_files
 from lagom.forward.batchnorm import synchronise_batchnorm
 from lagom.forward.module import patch_reentrant_checkpoints, prepare_forwards, track_modules
@@ -18,6 +19,7 @@ from lagom.optimizers.fast_step import skip_profiler_ranges
 from lagom.optimizers.grouped_adam import grouped_adam
 from lagom.optimizers.lr_scaling import scale_learning_rates
 from lagom.optimizers.zero_steps import shard_steps
+from lagom.row_split.row_losses import share_losses
 from lagom.run_state.random_streams import OwnStreams
 from lagom.timing.program_spans import recorded_calls
 from lagom.tracking.mlflow import log_once_to_mlflow
@@ -57,6 +59,8 @@ def patched(session: Session) -> Iterator[None]:
                 stack.enter_context(synchronise_backward(session))
                 stack.enter_context(skip_profiler_ranges())
                 stack.enter_context(grouped_adam(same_bits=session.config.batches == "whole"))
+                if session.config.batches == "whole":
+                    stack.enter_context(share_losses(session, knows_rank))
                 if session.config.zero_lvl:
                     stack.enter_context(shard_steps(session))
             if session.config.lr_scaling is not None and not session.plan.already_distributed:

@@ -212,9 +212,30 @@ def attention(session: Session) -> Any:
     return trained(Attention(), mean_loss)
 
 
+class Twice(nn.Module):
+    """Returns one tensor twice, as models do that have their last hidden state among all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.body(x)
+        return {"last": hidden, "all": (hidden,)}
+
+
+def one_tensor_twice(session: Session) -> Any:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        outputs = model(x)
+        outputs["last"].mul_(2)
+        return F.mse_loss(outputs["all"][0], y)
+
+    return trained(Twice(), loss_of)
+
+
 SLICED: list[Program] = [
     *(sum_loss, contrastive, weight_decay_in_the_loss, dropout_and_batch_norm, chained_modules, penalised_gradient),
-    *(two_heads, repeated_in_the_backward, noise_of_its_own, recurrent, attention),
+    *(two_heads, repeated_in_the_backward, noise_of_its_own, recurrent, attention, one_tensor_twice),
 ]
 
 

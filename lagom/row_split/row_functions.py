@@ -1,0 +1,109 @@
+"""Slices and gathers rows, with their gradients, and follows them from a loss to the rows. See Note [Whole]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from lagom.row_split.whole_batch import RowExchange
+
+
+class SliceFunction(Function):
+    """This rank's block of a whole tensor; the gradient is gathered and divided by the number of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, exchange: RowExchange, factor: int) -> Tensor:
+        ctx.exchange, ctx.factor = exchange, factor
+        return exchange.block.of(whole, factor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (whole,) = gather_blocks([gradient], ctx.exchange, [ctx.factor])
+        return whole / ctx.exchange.block.world_size, None, None
+
+
+class GatherFunction(Function):
+    """Whole tensors from every rank's block; the gradient is this rank's block, times the number of ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: RowExchange, factors: Sequence[int], signed: bytes, ends: Sequence[Tensor], *blocks: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.factors, ctx.block_ends, ctx.is_watched = exchange, factors, ends, False
+        ctx.set_materialize_grads(False)
+        wholes = exchange.gather(blocks, factors, signed)
+        ctx.mark_non_differentiable(*[w for w in wholes if not (w.is_floating_point() or w.is_complex())])
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        exchange = ctx.exchange
+        parts = [
+            None if g is None else slice_rows(g, exchange, factor) * exchange.block.world_size
+            for g, factor in zip(gradients, ctx.factors, strict=True)
+        ]
+        return (None, None, None, None, *parts)
+
+
+class EndFunction(Function):
+    """A tensor without memory that stands for ``block`` in the graph, and passes it its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Tensor) -> Tensor:
+        return block.new_zeros(()).expand(block.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def gather_blocks(
+    blocks: Sequence[Tensor], exchange: RowExchange, factors: Sequence[int], signed: bytes = b""
+) -> Sequence[Tensor]:
+    """Return the whole of each of ``blocks``, with a gradient if any block needs one."""
+    if torch.is_grad_enabled() and any(block.requires_grad for block in blocks):
+        ends = [EndFunction.apply(block) for block in blocks]  # type: ignore[no-untyped-call]
+        wholes: tuple[Tensor, ...] = GatherFunction.apply(exchange, factors, signed, ends, *blocks)  # type: ignore[no-untyped-call]
+        return wholes
+    return exchange.gather(blocks, factors, signed)
+
+
+def slice_rows(whole: Tensor, exchange: RowExchange, factor: int = 1) -> Tensor:
+    """Return this rank's block of ``whole``, which has ``factor`` rows for each row of the batch.
+
+    It has a gradient if ``whole`` needs one.
+    """
+    if torch.is_grad_enabled() and whole.requires_grad:
+        block: Tensor = SliceFunction.apply(whole, exchange, factor)  # type: ignore[no-untyped-call]
+        return block
+    return exchange.block.of(whole, factor)
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` stands for several, in torch.func or a call with ``is_grads_batched``."""
+    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return wrapped or "Batched" in str(torch._C._dispatch_keys(tensor))
+
+
+def passes_gather(roots: Iterable[Tensor | GradientEdge]) -> bool:
+    """Return whether the graph of ``roots`` passes through a ``GatherFunction``."""
+    edges = (root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots)
+    pending = [node for node in edges if node is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, GatherFunction._backward_cls):
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return False

@@ -1,0 +1,65 @@
+"""``KeptMemory``: memory is used again once no tensor has it, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lagom.row_split.kept_memory import KeptMemory
+
+SHAPE = (512, 1024)  # 2 MB of float32
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "a view": lambda tensor: tensor[3],
+    "an array": lambda tensor: tensor[3].numpy(),
+    "the storage": lambda tensor: tensor.untyped_storage(),
+    "the typed storage": lambda tensor: tensor.storage(),
+    "data": lambda tensor: tensor.data,
+    "a graph": lambda tensor: tensor.requires_grad_().square(),
+    "a capsule": torch.utils.dlpack.to_dlpack,
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_memory_is_used_again_once_a_tensor_and_all_that_share_its_memory_are_gone(holder: str) -> None:
+    memory = KeptMemory()
+    first = memory.empty(SHAPE, torch.float32)
+    address, held = first.data_ptr(), HOLDERS[holder](first)
+    del first
+    assert memory.empty(SHAPE, torch.float32).data_ptr() != address
+    del held
+    again = [memory.empty(SHAPE, torch.float32) for _ in range(2)]
+    assert address in [one.data_ptr() for one in again]
+
+
+def test_memory_serves_tensors_of_any_type_and_shape() -> None:
+    memory = KeptMemory()
+    address = memory.empty(SHAPE, torch.float32).data_ptr()
+    found = memory.empty((256, 1024), torch.float64)
+    assert (found.data_ptr(), found.shape, found.dtype) == (address, (256, 1024), torch.float64)
+    assert found.is_contiguous()
+
+
+def test_memory_that_is_much_too_large_or_too_small_is_left_alone() -> None:
+    memory = KeptMemory()
+    address = memory.empty(SHAPE, torch.float32).data_ptr()
+    assert memory.empty((512, 1025), torch.float32).data_ptr() != address
+    assert memory.empty((512, 511), torch.float32).data_ptr() != address
+    assert memory.empty((512, 513), torch.float32).data_ptr() == address
+
+
+def test_a_tensor_can_be_resized_and_its_memory_is_not_used_again() -> None:
+    memory = KeptMemory()
+    smaller, larger = memory.empty(SHAPE, torch.float32), memory.empty(SHAPE, torch.float32)
+    smaller.untyped_storage().resize_(0)
+    larger.resize_(1024, 1024).fill_(1)
+    del smaller, larger
+    assert memory.empty(SHAPE, torch.float32).fill_(2).sum() == 2 * 512 * 1024
+
+
+def test_a_tensor_is_no_view_so_that_the_output_of_a_function_can_be_changed_in_place() -> None:
+    assert not KeptMemory().empty(SHAPE, torch.float32)._is_view()
