@@ -31,9 +31,8 @@ class KeptMemory:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if num_bytes < _MIN_BYTES:
             return torch.empty(shape, dtype=dtype)
-        piece = next(
-            (one for one in self._kept if num_bytes <= one.nbytes <= 2 * num_bytes and self._is_free(one)), None
-        )
+        # Of exactly this size: torch.save writes all memory that a tensor has.
+        piece = next((one for one in self._kept if one.nbytes == num_bytes and self._is_free(one)), None)
         if piece is None:
             piece = torch.empty(num_bytes, dtype=torch.uint8)
             self._kept.append(piece)
@@ -42,8 +41,11 @@ class KeptMemory:
         return torch.empty(0, dtype=dtype).set_(piece.untyped_storage(), 0, shape, stride)
 
     def _is_free(self, piece: Tensor) -> bool:
-        """Return whether nothing but ``piece`` uses its memory, and nobody has resized it."""
-        return _count_users(piece) == self._users_if_free and piece.untyped_storage().nbytes() == piece.nbytes
+        """Return whether nothing but ``piece`` uses its memory, and nobody has resized it or sent it to a process."""
+        if _count_users(piece) != self._users_if_free:
+            return False
+        storage = piece.untyped_storage()
+        return storage.nbytes() == piece.nbytes and not storage.is_shared()
 
 
 def _count_users(piece: Tensor) -> tuple[int, int]:
