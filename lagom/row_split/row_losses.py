@@ -199,22 +199,28 @@ class _SharedLoss:
         scores, targets, *others = self._args
         factor = self._path.factor
         rows = RowsFunction.apply(scores, self._path.gather.block_ends[self._path.index], self._path, self._rows)  # type: ignore[no-untyped-call]
-        others[self._loss.reduction - 2] = _SUM if self._reduction != _NONE else _NONE
+        keeps_bits = self._loss.of_classes and not targets.is_floating_point() and not self._smoothing()
+        others[self._loss.reduction - 2] = _NONE if keeps_bits or self._reduction == _NONE else _SUM
         found: Tensor | None = None
         # On a CPU, errors are raised again, with one process's words, when all ranks compute all rows. On a GPU they
         # do not depend on the numbers: wrong labels are told of later.
         with suppress(*_ERRORS) if scores.device.type == "cpu" else nullcontext():
             found = self._original(rows, self._rows.block.of(targets, factor), *others, **self._kwargs)
-        if self._reduction == _NONE:
-            return self._gather_losses(found, factor)
+        if keeps_bits or self._reduction == _NONE:
+            losses = self._gather_losses(found, factor)
+            return losses if losses is None or self._reduction == _NONE else self._reduce(losses)
         failed = None if scores.device.type != "cpu" else found is None
         if found is None:
             found = scores.new_zeros((), dtype=scores.dtype if scores.dtype in _SUMMED else torch.float32)
         name = "" if found.grad_fn is None else found.grad_fn.name()
         if self._reduction == _MEAN:
             name, found = _MEANS.get(name, name), found / self._divisor()
-        total, has_failed = _sum_function(name).apply(found, self._ranks, failed)
+        total, has_failed = _function(SumFunction, name).apply(found, self._ranks, failed)
         return None if has_failed else total
+
+    def _smoothing(self) -> float:
+        smoothing: float = self._args[5] if len(self._args) > 5 else 0.0
+        return smoothing
 
     def _gather_losses(self, found: Tensor | None, factor: int) -> Tensor | None:
         if self._args[0].device.type == "cpu":
@@ -223,6 +229,25 @@ class _SharedLoss:
                 return None
         assert found is not None
         return gather_blocks([found], self._rows, [factor])[0]
+
+    def _reduce(self, losses: Tensor) -> Tensor:
+        """Return the sum or mean of all targets' losses, with the bits of torch: added as its operation does."""
+        targets, weight = self._args[1:3]
+        total = self._add(losses)
+        if self._reduction == _MEAN:
+            counts = targets != self._args[4]
+            total = total / (counts.sum() if weight is None else self._add(weight[targets.long().where(counts, 0)]))
+        name = "NllLossBackward0" if targets.dim() == 1 else "NllLoss2DBackward0"
+        reduced: Tensor = _function(NamedFunction, name).apply(total)
+        return reduced
+
+    def _add(self, numbers: Tensor) -> Tensor:
+        """Add one number for each target, but those of ignored ones."""
+        targets, ignored = self._args[1], self._args[4]
+        classes = torch.zeros_like(targets).masked_fill(targets == ignored, -100)
+        add: Any = torch._C._nn.nll_loss_nd  # patched, but there is no path from these numbers to an output
+        total: Tensor = add(-numbers.unsqueeze(1), classes, None, _SUM, -100)
+        return total
 
     def _divisor(self) -> Any:
         """Return what torch divides the sum of the losses by for their mean."""
@@ -289,10 +314,22 @@ class CopyFunction(Function):
         return total / ctx.exchange.block.world_size, None
 
 
+class NamedFunction(Function):
+    """A loss as it is, under the name of torch's operation."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 @functools.cache
-def _sum_function(name: str) -> Any:
-    """Return a ``SumFunction`` whose losses a program sees printed with ``name``, as one process's are."""
-    found: Any = type("SumFunction", (SumFunction,), {})
+def _function(kind: type[Function], name: str) -> Any:
+    """Return ``kind`` whose losses a program sees printed with ``name``, as one process's are."""
+    found: Any = type(kind.__name__, (kind,), {})
     found._backward_cls.__name__ = name
     return found
 

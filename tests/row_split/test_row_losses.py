@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -384,6 +385,23 @@ def test_losses_are_printed_as_in_one_process() -> None:
 
     expected = alone(program)
     assert run_ranks(2, program, batches="whole") == [expected, expected]
+
+
+def test_losses_of_classes_have_the_bits_of_torchs() -> None:
+    def program(_: Session) -> Any:
+        torch.manual_seed(0)
+        model, inputs = nn.Linear(5, CLASSES), torch.randn(41, 30, 5)
+        outputs = [model(inputs) for _ in range(3)][-1]
+        classes = torch.randint(CLASSES, (41, 30)).masked_fill(torch.rand(41, 30) < 0.3, -100)
+        found = []
+        for reduction, weight in itertools.product(("mean", "sum"), (None, torch.rand(CLASSES))):
+            for scores, labels in ((outputs.flatten(0, 1), classes.flatten()), (outputs.transpose(1, 2), classes)):
+                shared = F.cross_entropy(scores, labels, weight, reduction=reduction)
+                whole = F.cross_entropy(scores.detach(), labels, weight, reduction=reduction)
+                found.append((is_shared(shared), torch.equal(shared, whole)))
+        return found
+
+    assert run_ranks(3, program, batches="whole") == [[(True, True)] * 8] * 3
 
 
 def test_only_the_loss_of_large_outputs_is_shared_out() -> None:
