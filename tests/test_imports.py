@@ -62,7 +62,7 @@ ROOMS = {
     "gradients": "collectives errors gradients.reduction patching row_split run_state torch",
     "gradients.reduction": "collectives errors run_state torch",
     "micro_batches": "errors patching random_states row_split run_state torch",
-    "row_split": "collectives errors patching random_states run_state torch",
+    "row_split": "collectives errors patching random_states run_state numpy torch",
     "verify.on_rank": "contents loaders patching random_states row_split run_state torch",
     "loaders": "collectives data.parquet errors files monitor patching run_state world numpy torch",
     "distributed": "collectives collectives.torch_backend errors files patching program torch",

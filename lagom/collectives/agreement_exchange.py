@@ -177,6 +177,7 @@ def lies_plainly(one: torch.Tensor) -> bool:
         and one.layout is torch.strided
         and one.is_contiguous()
         and not one.is_neg()
+        and not one._is_zerotensor()
     )
 
 

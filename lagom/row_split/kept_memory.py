@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections import deque
+import threading
+import weakref
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -15,43 +16,40 @@ if TYPE_CHECKING:
 
 _MIN_BYTES = 1 << 20
 """Smaller tensors have memory of torch's allocator, which keeps theirs."""
-_MAX_KEPT = 4
-"""Number of pieces of memory that are kept: as many large outputs as a step may have, and that of the step before."""
+_MAX_BYTES = 1 << 28
+"""Bytes of free memory that are kept."""
 
 
 class KeptMemory:
     """Makes tensors on the CPU, uninitialised, of memory that earlier ones had."""
 
     def __init__(self) -> None:
-        self._kept: deque[Tensor] = deque(maxlen=_MAX_KEPT)
-        self._users_if_free = _count_users(torch.empty(1))
+        self._free: list[np.ndarray] = []
+        self._lock = threading.RLock()  # the end of a tensor may come at any time, also in `empty`
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor, as ``torch.empty`` does."""
+        """Return a contiguous tensor, as ``torch.empty`` does; one of 1 MB or more cannot be resized."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if num_bytes < _MIN_BYTES:
             return torch.empty(shape, dtype=dtype)
-        # Of exactly this size: torch.save writes all memory that a tensor has.
-        piece = next((one for one in self._kept if one.nbytes == num_bytes and self._is_free(one)), None)
-        if piece is None:
-            piece = torch.empty(num_bytes, dtype=torch.uint8)
-            self._kept.append(piece)
+        piece = self._take(num_bytes)
+        # A storage of its own, which keeps `lent` as long as anything uses it: programs refer weakly to storages.
+        lent = piece[:]
+        weakref.finalize(lent, self._give_back, piece).atexit = False
         stride = torch.empty(shape, dtype=dtype, device="meta").stride()
         # Not a view: the output of a function of autograd that is one cannot be changed in place.
-        return torch.empty(0, dtype=dtype).set_(piece.untyped_storage(), 0, shape, stride)
+        return torch.empty(0, dtype=dtype).set_(torch.from_numpy(lent).untyped_storage(), 0, shape, stride)
 
-    def _is_free(self, piece: Tensor) -> bool:
-        """Return whether nothing but ``piece`` uses its memory, and nobody has resized it or sent it to a process."""
-        if _count_users(piece) != self._users_if_free:
-            return False
-        storage = piece.untyped_storage()
-        return storage.nbytes() == piece.nbytes and not storage.is_shared()
+    def _take(self, num_bytes: int) -> np.ndarray:
+        with self._lock:
+            # Of exactly this size: torch.save writes all memory that a tensor has.
+            index = next((i for i, free in enumerate(self._free) if len(free) == num_bytes), None)
+            if index is not None:
+                return self._free.pop(index)
+            return np.empty(num_bytes, np.uint8)
 
-
-def _count_users(piece: Tensor) -> tuple[int, int]:
-    """Return how many tensors use the memory of ``piece``, and how many names its storage has in Python.
-
-    Both numbers are larger by what counts in this function itself, which depends on the version of torch.
-    """
-    storage = piece.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+    def _give_back(self, piece: np.ndarray) -> None:
+        with self._lock:
+            self._free.append(piece)
+            while self._free and sum(map(len, self._free)) > _MAX_BYTES:
+                del self._free[0]

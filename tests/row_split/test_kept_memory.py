@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lagom.row_split import kept_memory
 from lagom.row_split.kept_memory import KeptMemory
 
 SHAPE = (512, 1024)  # 2 MB of float32
@@ -51,21 +54,50 @@ def test_a_tensor_has_no_memory_but_its_own() -> None:
     assert smaller.untyped_storage().nbytes() == smaller.nbytes
 
 
-def test_a_tensor_can_be_resized_and_its_memory_is_not_used_again() -> None:
+def test_the_storage_of_a_tensor_ends_with_it() -> None:
     memory = KeptMemory()
-    smaller, larger = memory.empty(SHAPE, torch.float32), memory.empty(SHAPE, torch.float32)
-    smaller.untyped_storage().resize_(0)
-    larger.resize_(1024, 1024).fill_(1)
-    del smaller, larger
-    assert memory.empty(SHAPE, torch.float32).fill_(2).sum() == 2 * 512 * 1024
+    tensor = memory.empty(SHAPE, torch.float32)
+    address, storage = tensor.data_ptr(), weakref.ref(tensor.untyped_storage())
+    del tensor
+    assert storage() is None
+    assert memory.empty(SHAPE, torch.float32).data_ptr() == address
 
 
-def test_memory_that_was_sent_to_another_process_is_not_used_again() -> None:
+def test_memory_that_is_sent_to_another_process_is_its_own() -> None:
     memory = KeptMemory()
-    sent = memory.empty(SHAPE, torch.float32).share_memory_()
-    address = sent.data_ptr()
-    del sent
-    assert memory.empty(SHAPE, torch.float32).data_ptr() != address
+    sent = memory.empty(SHAPE, torch.float32).fill_(1).share_memory_()
+    memory.empty(SHAPE, torch.float32).fill_(2)
+    assert sent.eq(1).all()
+
+
+def test_a_limit_holds_for_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_memory, "_MAX_BYTES", 5 << 20)
+    memory = KeptMemory()
+    used = [memory.empty(SHAPE, torch.float32) for _ in range(4)]
+    addresses = [one.data_ptr() for one in used]
+    while used:
+        del used[0]
+    again = [memory.empty(SHAPE, torch.float32) for _ in range(2)]
+    assert sorted(one.data_ptr() for one in again) == sorted(addresses[2:])
+
+
+def test_threads_never_get_the_same_memory() -> None:
+    memory = KeptMemory()
+    shared: list[int] = []
+
+    def use(number: int) -> None:
+        for _ in range(300):
+            tensor = memory.empty(SHAPE, torch.float32)
+            tensor[0, 0] = number
+            if tensor[0, 0] != number:
+                shared.append(number)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not shared
 
 
 def test_a_tensor_is_no_view_so_that_the_output_of_a_function_can_be_changed_in_place() -> None:

@@ -502,3 +502,17 @@ def test_several_gradients_at_once_of_a_shared_loss_are_refused() -> None:
         return type(caught.value).__name__
 
     assert run_ranks(2, program, batches="whole") == ["LagomError"] * 2
+
+
+def test_gradients_that_are_zero_and_have_no_memory_travel() -> None:
+    def program(_: Session) -> Any:
+        torch.manual_seed(0)
+        model, inputs = nn.Linear(6, 30_000).double(), torch.randn(8, 6, dtype=torch.float64)
+        outputs = [model(inputs) for _ in range(3)][-1]
+        (gradient,) = torch.autograd.grad(F.l1_loss(outputs, torch.zeros_like(outputs)), outputs, create_graph=True)
+        (F.mse_loss(outputs, torch.ones_like(outputs)) + gradient.pow(2).sum()).backward()
+        return model.weight.grad
+
+    expected = alone(program)
+    for found in run_ranks(2, program, batches="whole"):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
