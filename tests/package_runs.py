@@ -29,6 +29,8 @@ _IN_SINGLE = (
 """Programs whose package computes in float32, wholly or in part."""
 _BIAS_BEFORE_BATCHNORM = ("graphs_of_geometric", "loop_of_accelerate")
 """Programs with gradients that are zero but for rounding, which Adam divides by its ``eps`` of 1e-8."""
+_LOSS_IN_SINGLE = ("adapter_of_peft",)
+"""Programs in float64 whose loss is float32: where it is shared out, its gradient is rounded once more on 3 ranks."""
 _TIMES = re.compile(r'^.*(runtime|per_second|real_accelerator).*\n?|"dur": [^,}]*', re.MULTILINE)
 """Matches lines that differ between any two runs."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
@@ -74,6 +76,8 @@ def tolerance(program: str) -> float:
     """
     if program in _IN_SINGLE:
         return 2e-5
+    if program in _LOSS_IN_SINGLE:
+        return 1e-7
     if program in _BIAS_BEFORE_BATCHNORM:
         return 1e-9
     return 2e-6 if "round(" in (HERE / f"{program}.py").read_text() else 1e-10
