@@ -259,7 +259,7 @@ def _run(
     with own_disk(str(host_dir), rank, plan.world_size, plan.world_size), patched(session):
         seed_everything(plan.config.seed or 0)
         value = function(session)
-        if session.divergence is not None and session.divergence._error is not None:
+        if session.divergence is not None and session.divergence.error is not None:
             # Tests catch the error on the ranks, to compare it; a program that does is told again at its end.
             session.divergence.check_end = lambda _: None  # type: ignore[assignment,method-assign]
     if group is not None:

@@ -38,13 +38,13 @@ class BackgroundExchanges:
     """Runs calls in one thread, one after the other."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[BackgroundTask | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
 
     def later(self, call: Callable[[], None]) -> Work:
         """Run ``call`` after all calls that were given before."""
-        task = _Task(call)
+        task = BackgroundTask(call)
         self._queue.put(task)
         return task
 
@@ -53,7 +53,7 @@ class BackgroundExchanges:
         self._queue.put(None)
 
 
-class _Task:
+class BackgroundTask:
     def __init__(self, call: Callable[[], None]) -> None:
         self._call: Callable[[], None] | None = call
         self._done = threading.Event()
@@ -77,7 +77,7 @@ class _Task:
             raise self._error
 
 
-def _run(tasks: queue.SimpleQueue[_Task | None]) -> None:
+def _run(tasks: queue.SimpleQueue[BackgroundTask | None]) -> None:
     while (task := tasks.get()) is not None:
         task.run()
         del task

@@ -33,14 +33,14 @@ def connect_mesh(
     Raises:
         OSError: when a rank cannot be reached.
     """
-    homes = all_gather(_home())
+    homes = all_gather(host_identity())
     peers: list[socket.socket | None] = [None] * world_size
     with ExitStack() as stack:
-        listeners = [stack.enter_context(_listening(socket.AF_UNIX, ""))]
+        listeners = [stack.enter_context(listen(socket.AF_UNIX, ""))]
         address: list[object] = []
         if len(set(homes)) > 1:
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-            listeners.append(stack.enter_context(_listening(family, (ip, 0))))
+            listeners.append(stack.enter_context(listen(family, (ip, 0))))
             address = list(listeners[1].getsockname()[:2])
         mine = json.dumps([listeners[0].getsockname().hex(), address])
         for peer, row in enumerate(all_gather(mine.encode())[:rank]):
@@ -56,13 +56,14 @@ def connect_mesh(
     return Mesh(peers, timeout_s)
 
 
-def _home() -> bytes:
+def host_identity() -> bytes:
     """Return a text equal in processes that a Unix socket can connect; abstract names belong to a network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.geteuid()}".encode()
 
 
-def _listening(family: int, address: str | tuple[str, int]) -> socket.socket:
+def listen(family: int, address: str | tuple[str, int]) -> socket.socket:
+    """Return a socket that listens at ``address``."""
     found = socket.socket(family, socket.SOCK_STREAM)
     found.bind(address)  # the kernel chooses an abstract name for ""
     found.listen(1024)

@@ -18,9 +18,9 @@ _NONCE = 16
 _PROOF = 32
 _RANK = struct.Struct("<I")
 _HELLO = _RANK.size + _NONCE + _PROOF
-_HELLO_S = 5.0
+HELLO_S = 5.0
 """Seconds in which a connection must prove itself."""
-_STRANGERS = 256
+MAX_STRANGERS = 256
 """Connections without a proof at the same time; if there are more, the oldest is closed."""
 
 
@@ -101,7 +101,7 @@ def _accepted(listener: socket.socket, key: bytes) -> _Stranger | None:
 def _gone(strangers: dict[int, _Stranger]) -> list[int]:
     """Return strangers that hung up, sent a wrong proof or were silent for too long, and the oldest of too many."""
     gone = [number for number, one in strangers.items() if one.is_refused or one.left_s() <= 0]
-    return gone + [number for number in strangers if number not in gone][: max(0, len(strangers) - _STRANGERS)]
+    return gone + [number for number in strangers if number not in gone][: max(0, len(strangers) - MAX_STRANGERS)]
 
 
 class _Stranger:
@@ -114,7 +114,7 @@ class _Stranger:
         self._key = key
         self._nonce = secrets.token_bytes(_NONCE)
         self._hello = b""
-        self._deadline = time.monotonic() + _HELLO_S
+        self._deadline = time.monotonic() + HELLO_S
         connection.setblocking(False)
         self._send(self._nonce)
 

@@ -27,14 +27,14 @@ class Mesh:
     """
 
     def __init__(self, peers: Sequence[socket.socket | None], timeout_s: float) -> None:
-        self._peers = list(peers)
+        self.peers = list(peers)
         self._rows = [bytearray() for _ in peers]
         self._turn = threading.Lock()
         self._num = 0
         self._size = 0
         self._waits_for: int | None = None
-        self._waited_ns = [0] * len(self._peers)
-        for peer in self._peers:
+        self._waited_ns = [0] * len(self.peers)
+        for peer in self.peers:
             if peer is not None:
                 peer.setblocking(True)
                 # Set the timeout in the kernel: one of Python's takes another system call each time.
@@ -44,7 +44,7 @@ class Mesh:
     @property
     def is_of_one_host(self) -> bool:
         """Whether all ranks are reached by Unix sockets."""
-        return all(peer is None or peer.family == socket.AF_UNIX for peer in self._peers)
+        return all(peer is None or peer.family == socket.AF_UNIX for peer in self.peers)
 
     def exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
         """Return each rank's message, ``head`` and ``body`` in one, in rank order; lengths may differ.
@@ -60,7 +60,7 @@ class Mesh:
             parts.append(body)
         with self._turn:
             self._num, self._size = self._num + 1, size
-            return self._exchange([parts] * len(self._peers), head)
+            return self._exchange([parts] * len(self.peers), head)
 
     def deal(self, bodies: Sequence[memoryview]) -> list[memoryview]:
         """Send each rank its own message of ``bodies``, and return each rank's message to this one; lengths may differ.
@@ -83,7 +83,7 @@ class Mesh:
         current = self._waits_for
         if current is None:
             return "", 0, []
-        fds = {number: peer.fileno() for number, peer in enumerate(self._peers) if peer is not None}
+        fds = {number: peer.fileno() for number, peer in enumerate(self.peers) if peer is not None}
         poll = select.poll()
         for number, fd in fds.items():
             if number > current and fd >= 0:
@@ -93,10 +93,10 @@ class Mesh:
         return f"exchange of {self._size} bytes", self._num, missing
 
     def _exchange(self, parts: Sequence[Sequence[bytes | memoryview]], own: bytes) -> list[memoryview]:
-        sent = [_send(peer, to_it) for peer, to_it in zip(self._peers, parts, strict=True) if peer is not None]
+        sent = [_send(peer, to_it) for peer, to_it in zip(self.peers, parts, strict=True) if peer is not None]
         senders = [sender for sender in sent if sender is not None]
         received = []
-        for number, peer in enumerate(self._peers):
+        for number, peer in enumerate(self.peers):
             if peer is None:
                 received.append(memoryview(own))
                 continue
@@ -111,7 +111,7 @@ class Mesh:
 
     def close(self) -> None:
         """Close the connections."""
-        for peer in self._peers:
+        for peer in self.peers:
             if peer is not None:
                 peer.close()
 

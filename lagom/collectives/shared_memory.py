@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from lagom.collectives.native import Communicator
 
-_SLOT = 1 << 19
+SLOT_BYTES = 1 << 19
 """Bytes that a rank writes before the others read them, twice: small enough for processors' caches."""
 _MAIL = 1 << 16
 """Bytes of a piece of a message between two ranks."""
@@ -148,7 +148,7 @@ def _handed_round(
         fds: list[int] = []
         trouble: Exception | None = None
         try:
-            fds.extend(native().create(size, _SLOT, _MAIL) for _ in range(number))
+            fds.extend(native().create(size, SLOT_BYTES, _MAIL) for _ in range(number))
         except RuntimeError as error:
             trouble = error
             while fds:

@@ -32,7 +32,7 @@ def visit(config: TorchDistributedConfig) -> list[Finding]:
 
     Errors that keep the run from starting become findings too; none are raised.
     """
-    found = [_here(config.launcher)]
+    found = [check_this_process(config.launcher)]
     try:
         launcher = choose(config.launcher)
         the_plan = plan(config, launcher.cluster(), "doctor")
@@ -78,7 +78,8 @@ def as_json(found: Sequence[Finding]) -> str:
     return json.dumps([one.as_json() for one in found], indent=2)
 
 
-def _here(launcher: str) -> Finding:
+def check_this_process(launcher: str) -> Finding:
+    """Return what this process has: versions, packages and Java."""
     parts = [f"lagom {lagom.__version__}", f"Python {platform.python_version()}"]
     parts += [name for name in ("torch", "pyspark", "pyarrow") if importlib.util.find_spec(name) is not None]
     missing = [] if importlib.util.find_spec("torch") is not None else ["torch"]
@@ -96,7 +97,7 @@ def _here(launcher: str) -> Finding:
 @contextmanager
 def _listening(launcher: Any) -> Iterator[tuple[str, int] | None]:
     """Listen at an address that executors must reach, and yield it; None if ranks are children of this process."""
-    facts = getattr(launcher, "_facts", None)
+    facts = getattr(launcher, "facts", None)
     if facts is None or facts.bind is None:
         yield None
         return

@@ -68,7 +68,7 @@ class _Remains:
         for key, entry in list(self._log.entries.items()):
             place = self._upper + key
             made = entry.kind == "put" and os.path.isdir(place) and not os.path.islink(place)
-            if not (made or entry.kind == "gone") or _is_shared(key):
+            if not (made or entry.kind == "gone") or is_on_shared_disk(key):
                 continue
             try:
                 clear(key)
@@ -93,13 +93,13 @@ class _Remains:
             return False
         on_purpose = self._pid is not None and self._pid not in _OF_A_PROCESS.findall(key)
         if self._first_of_host:
-            return on_purpose and not os.path.lexists(key) if _is_shared(key) else True
+            return on_purpose and not os.path.lexists(key) if is_on_shared_disk(key) else True
         if not on_purpose or key in self._journal.log.entries:
             return False
         return self._journal.log.nearest(key) is None or not os.path.lexists(key)
 
 
-def _is_shared(path: str) -> bool:
+def is_on_shared_disk(path: str) -> bool:
     """Return whether the file system of ``path`` may be another host's as well."""
     kind, longest = "", -1
     with suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:

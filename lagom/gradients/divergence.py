@@ -76,7 +76,8 @@ class DivergenceMonitor:
         self._next_batch = 2
         self._steps_before = 0
         self._last: list[torch.Tensor] = []
-        self._error: DivergenceError | None = None
+        self.error: DivergenceError | None = None
+        """The last error, which the program may have caught."""
 
     def add_trained(self, numbers: Iterable[int]) -> None:
         """Record leaves that a backward reached, and that were equal on all ranks."""
@@ -126,8 +127,8 @@ class DivergenceMonitor:
             DivergenceError: if parameters differ in a run without averages; or if the program caught an earlier
                 DivergenceError and continued.
         """
-        if self._error is not None:
-            raise DivergenceError(f"the program caught this error and went on, with wrong numbers: {self._error}")
+        if self.error is not None:
+            raise DivergenceError(f"the program caught this error and went on, with wrong numbers: {self.error}")
         try:
             if self._seen:
                 self._track_changes()
@@ -171,7 +172,7 @@ class DivergenceMonitor:
 
     def record_error(self, error: DivergenceError) -> None:
         """Remember ``error``, which the program may catch, for the check at the end."""
-        self._error = error.with_traceback(None)
+        self.error = error.with_traceback(None)
 
     def _exchange_states(self, at: str) -> None:
         buffers = self._buffers.checksums(everything=True)

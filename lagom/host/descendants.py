@@ -84,14 +84,15 @@ def _exit_host(code: int) -> NoReturn:
         os._exit(code)
 
 
-_adopts = False
+adopts_orphans = False
+"""Whether this process becomes the parent of orphans below it."""
 
 
 def adopt_orphans(whether: bool) -> None:
     """Make this process, instead of the system's first, the parent of processes orphaned below it, or stop that."""
-    global _adopts  # state of this process
+    global adopts_orphans  # state of this process
     if sys.platform == "linux":
-        _adopts = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0) == 0 and whether
+        adopts_orphans = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0) == 0 and whether
 
 
 def end_rank(pid: int, others: Collection[int]) -> None:
@@ -99,7 +100,7 @@ def end_rank(pid: int, others: Collection[int]) -> None:
 
     While there are others, an orphan in a session or group of its own may be theirs; it is killed with the last rank.
     """
-    if _adopts:
+    if adopts_orphans:
         mine = [child for child in children(os.getpid()) if child not in others]
         if others:
             mine = [child for child in mine if child == pid or _group(child) == pid]
@@ -114,7 +115,7 @@ def end_rank(pid: int, others: Collection[int]) -> None:
 
 def reap_adopted(ranks: Collection[int]) -> None:
     """Reap adopted orphans that have ended; ``ranks`` are this process's own children."""
-    for child in set(children(os.getpid())) - set(ranks) if _adopts else ():
+    for child in set(children(os.getpid())) - set(ranks) if adopts_orphans else ():
         with contextlib.suppress(ChildProcessError):
             os.waitpid(child, os.WNOHANG)
 

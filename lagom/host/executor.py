@@ -120,12 +120,12 @@ def _run_ranks(
     ip = link.socket.getsockname()[0] if link else context.getTaskInfos()[task].address.rsplit(":", 1)[0]
     ip = own_address(ip, spec.env)
     with host_workspace(spec) as place:
-        reports = run_task_ranks(spec, task, place, link, gather, outcomes, ip, _gpus(spec, context))
+        reports = run_task_ranks(spec, task, place, link, gather, outcomes, ip, gpus_of_task(spec, context))
         failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
         # A driver that has a link to this task ends the run itself, and quietly: a task that raises fills Spark's log,
         # and the job's failure would lose the reports of other tasks, which may have the cause.
         if failed and link is None:
-            raise RuntimeError(_as_text(failed[0], outcomes[failed[0]["rank"] - ranks[0]], reports))
+            raise RuntimeError(failure_as_text(failed[0], outcomes[failed[0]["rank"] - ranks[0]], reports))
         found = [(rank, "outcome", f"outcome-{rank}", report) for rank, report in zip(ranks, reports, strict=True)]
         if 0 in ranks and pack_files(place, fds["files"]):
             found.append((0, "files", "files", {}))
@@ -147,17 +147,17 @@ class _Part:
     report: Message
 
 
-def _as_text(report: Message, fd: int, reports: Sequence[Message]) -> str:
+def failure_as_text(report: Message, fd: int, reports: Sequence[Message]) -> str:
     size = os.fstat(fd).st_size
     error = os.pread(fd, size, 0) if size <= _MAX_FAILURE else b""
     summary = {key: report[key] for key in report if key != "traceback"} | {"traceback": report["traceback"][-20_000:]}
     if "output" in summary:
         summary["output"] = [said for said in summary["output"] if said["type"] not in ("timeline", "picture")]
-    told = failure_text(json.dumps(summary), error, json.dumps(_fitting_timelines(reports)))
+    told = failure_text(json.dumps(summary), error, json.dumps(fitting_timelines(reports)))
     return f"rank {report['rank']}: {report['error']}: {report['message']}\n{told}"
 
 
-def _fitting_timelines(reports: Sequence[Message]) -> list[Message]:
+def fitting_timelines(reports: Sequence[Message]) -> list[Message]:
     """Select the latest blocks of the ranks' timelines that fit into an error text: they show how the run ended."""
     of_ranks = [[said for said in one.get("output", []) if said["type"] == "timeline"] for one in reports]
     found: list[Message] = []
@@ -243,7 +243,7 @@ def _quiet_sockets() -> Iterator[None]:
             del os.environ[name]
 
 
-def _gpus(spec: RunSpec, context: Any) -> Sequence[str]:
+def gpus_of_task(spec: RunSpec, context: Any) -> Sequence[str]:
     """Return one GPU address per rank of this task, in the form of CUDA_VISIBLE_DEVICES."""
     if not spec.plan.gpu:
         return []

@@ -71,14 +71,14 @@ def _reach(context: Any, driver: tuple[str, int] | None, env: Mapping[str, str])
         address = list(listener.getsockname()[:2]) if listener is not None else None
         mine = {"task": context.partitionId(), "host": socket.gethostname(), "address": address}
         everyone = [json.loads(text) for text in context.allGather(json.dumps(mine))]
-        unreached = _dial_all(_others(mine, everyone))
+        unreached = dial_all(peers_to_dial(mine, everyone))
         context.allGather("")  # no task closes its listener before all have dialled
     return {
         "ip": ip,
         "interface": interface_of(ip) if ip is not None else None,
         "no_address": why,
         "driver": to_driver,
-        "dialled": len(_others(mine, everyone)),
+        "dialled": len(peers_to_dial(mine, everyone)),
         "unreached": unreached,
     }
 
@@ -94,7 +94,7 @@ def _towards(driver: tuple[str, int] | None) -> tuple[str | None, str | None]:
         return None, str(error)
 
 
-def _others(mine: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def peers_to_dial(mine: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the tasks to dial: the first on each other host, in the order of the tasks after this one."""
     ordered = sorted(everyone, key=lambda one: ((one["task"] - mine["task"]) % (len(everyone) * 2), one["task"]))
     by_host: dict[str, Mapping[str, Any]] = {}
@@ -104,7 +104,7 @@ def _others(mine: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]]) -> l
     return list(by_host.values())[:_MAX_PEERS]
 
 
-def _dial_all(peers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def dial_all(peers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Dial all ``peers`` at once; return the peers that do not answer, with the reasons."""
     failed: list[dict[str, Any]] = []
 

@@ -57,7 +57,7 @@ def run_task_ranks(
         for rank, outcome_fd in zip(ranks, outcome_fds, strict=True):
             gpu = gpus[rank - first] if gpus else None
             store_fd = door.fileno() if door is not None and table["store"] is not None and rank == 0 else None
-            seat = _rank_spec(table, rank, spec, ground, outcome_fd, store_fd, gpu)
+            seat = rank_spec(table, rank, spec, ground, outcome_fd, store_fd, gpu)
             watch.add(_fork(spec, seat, ground))
             local_ranks.append(seat.local_rank)
         reports = watch.supervise()
@@ -86,7 +86,7 @@ def _join_message(
     }
 
 
-def _rank_spec(
+def rank_spec(
     table: Message,
     rank: int,
     spec: RunSpec,

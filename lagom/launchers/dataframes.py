@@ -26,9 +26,9 @@ from lagom.errors import DataError
 CACHE = "spark.lagom.cacheDir"
 """Setting of a session that names the folder to write to; petastorm's setting is the second choice."""
 _PETASTORMS = "petastorm.spark.converter.parentCacheDirUrl"
-_COLLECTED_BYTES = 64 << 20
+MAX_COLLECTED_BYTES = 64 << 20
 """Largest frame, by Spark's estimate, that is collected if no folder is known that all hosts reach."""
-_KEPT = 4
+MAX_KEPT_FRAMES = 4
 """Number of frames whose files are kept for the next call."""
 _ROW_GROUP = 32 << 20
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -60,7 +60,7 @@ def write_frame(provided: Mapping[str, Any]) -> dict[str, Any]:
 
 def _replace_frame(frame: Any, name: str, in_use: list[_Kept]) -> Any:
     _check_types(frame, name)
-    folder = _folder(frame.sparkSession)
+    folder = cache_folder(frame.sparkSession)
     if folder is None:
         return _collect(frame, name)
     from lagom.data.parquet.dataframe_ref import WrittenFrame
@@ -70,11 +70,11 @@ def _replace_frame(frame: Any, name: str, in_use: list[_Kept]) -> Any:
         if kept is None:
             kept = _Kept(frame, _inputs(frame), _write(frame, folder))
         else:
-            _frames.remove(kept)
-        _frames.append(kept)
+            kept_frames.remove(kept)
+        kept_frames.append(kept)
         in_use.append(kept)
-        for old in [one for one in _frames if one not in in_use][: max(0, len(_frames) - _KEPT)]:
-            _frames.remove(old)
+        for old in [one for one in kept_frames if one not in in_use][: max(0, len(kept_frames) - MAX_KEPT_FRAMES)]:
+            kept_frames.remove(old)
             _delete(old.url)
     return WrittenFrame(kept.url)
 
@@ -88,14 +88,14 @@ class _Kept:
     url: str
 
 
-_frames: list[_Kept] = []
+kept_frames: list[_Kept] = []
 """Frames in the order of their last use."""
 _lock = threading.Lock()
 
 
 def _find_written(frame: Any) -> _Kept | None:
     inputs = _inputs(frame)
-    for kept in _frames:
+    for kept in kept_frames:
         if _exists(kept.url) and (kept.frame is frame or (inputs and inputs == kept.inputs)):
             with contextlib.suppress(Exception):  # it belongs to another session
                 if kept.inputs == inputs and kept.frame.sameSemantics(frame):
@@ -117,7 +117,7 @@ def _inputs(frame: Any) -> list[tuple[str, int, int]]:
     return found
 
 
-def _folder(session: Any) -> str | None:
+def cache_folder(session: Any) -> str | None:
     """Return the folder to write to, or None if no folder is known that all hosts see."""
     for key in (CACHE, _PETASTORMS):
         folder = session.conf.get(key, None)
@@ -145,7 +145,7 @@ def _write(frame: Any, folder: str) -> str:
 
 def _collect(frame: Any, name: str) -> Any:
     size = _estimate(frame)
-    if size is None or size > _COLLECTED_BYTES:
+    if size is None or size > MAX_COLLECTED_BYTES:
         told = "of unknown size" if size is None else f"of {size >> 20} MB by Spark's estimate"
         raise DataError(
             f"{name} is a DataFrame {told}, and there is no folder known that driver and executors share: set "
@@ -235,8 +235,8 @@ def _clean_up(pid: int = os.getpid()) -> None:
     """Remove the files that are left; only in the process that wrote them, not in its forks."""
     if os.getpid() != pid:
         return
-    while _frames:
-        _delete(_frames.pop().url)
+    while kept_frames:
+        _delete(kept_frames.pop().url)
     while _made_here:
         shutil.rmtree(_made_here.pop(), ignore_errors=True)
 

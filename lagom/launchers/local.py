@@ -144,7 +144,7 @@ class _Server:
         root = str(Path(__file__).parents[2])
         env = dict(os.environ) | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "lagom.host.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -156,12 +156,12 @@ class _Server:
 
     def alive(self) -> bool:
         """Return whether this process can send requests to the server."""
-        return self.pid == os.getpid() and self._process.poll() is None and self._socket.fileno() >= 0
+        return self.pid == os.getpid() and self.process.poll() is None and self._socket.fileno() >= 0
 
     def ended(self) -> bool:
         """Return whether the server has ended or is about to end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=0.5)
+            self.process.wait(timeout=0.5)
         return not self.alive()
 
     def send(self, request: bytes, fds: list[int]) -> None:
@@ -177,10 +177,10 @@ class _Server:
         self._socket.close()
         if self.pid == os.getpid():
             try:
-                self._process.wait(timeout=_PATIENCE_S)
+                self.process.wait(timeout=_PATIENCE_S)
             except subprocess.TimeoutExpired:  # on a busy machine; it would outlive this process, and Popen warn of it
-                self._process.kill()
-                self._process.wait()
+                self.process.kill()
+                self.process.wait()
 
 
 _server: _Server | None = None

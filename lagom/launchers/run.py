@@ -22,11 +22,11 @@ from lagom.wire.server import DriverServer
 
 GATHER_S = 1.5
 """Time for the last task to join after the first, before all are told to gather without the driver."""
-_IMPATIENT_S = 5.0  # without a message from the tasks, before the user is told about the wait
+IMPATIENT_S = 5.0  # without a message from the tasks, before the user is told about the wait
 _BUSY_S = 60.0  # the same if only a process of this machine has to start: it always does, if slowly
 _GRACE_S = 5.0  # between the end of the job and the last messages of its tasks
-_ANSWER_S = 3.0  # for a task to answer a stop; tasks that do are waited for
-_LOST_S = 20.0  # of silence, after which a machine counts as lost
+ANSWER_S = 3.0  # for a task to answer a stop; tasks that do are waited for
+LOST_S = 20.0  # of silence, after which a machine counts as lost
 
 
 class RunView:
@@ -42,7 +42,7 @@ class RunView:
         records: RunRecords | None = None,
     ) -> None:
         self.plan = plan
-        lost_s = min(_LOST_S, plan.config.timeout_s or _LOST_S)
+        lost_s = min(LOST_S, plan.config.timeout_s or LOST_S)
         self.channel = DriverServer(self._take, self._close, payload_fd, self._hush, lost_s)
         self.reports: dict[int, Message] = {}
         self._can_gather = can_gather
@@ -110,7 +110,7 @@ class RunView:
     def stop(self) -> None:
         """Tell every task to end its ranks at once; later tasks are told when they join."""
         if not self._stopping:
-            self._answer_by = time.monotonic() + _ANSWER_S
+            self._answer_by = time.monotonic() + ANSWER_S
         self._stopping = True
         self.channel.broadcast({"type": "stop"})
 
@@ -142,7 +142,7 @@ class RunView:
     def _patience(self, over: bool) -> float:
         if over:
             return _GRACE_S
-        return min(_IMPATIENT_S, max(0.1, self._answer_by - time.monotonic())) if self._stopping else _IMPATIENT_S
+        return min(IMPATIENT_S, max(0.1, self._answer_by - time.monotonic())) if self._stopping else IMPATIENT_S
 
     def _abandoned(self) -> bool:
         """Return whether all stopped tasks are done, except those that have not answered in time."""

@@ -41,7 +41,7 @@ from lagom.wire.tls import NoCertificate, certificate_of_a_run
 
 log = logging.getLogger("lagom")
 _INLINE = 1 << 20  # bytes of a payload that is sent in the job itself
-_CANCELLED_S = 10.0  # for Spark to end a cancelled job; it learns late of an executor that is cut off
+CANCELLED_S = 10.0  # for Spark to end a cancelled job; it learns late of an executor that is cut off
 _CANCEL_S = 2.0  # for tasks to return by themselves when a run is to end
 
 
@@ -50,15 +50,15 @@ class SparkLauncher:
 
     def __init__(self, session: Any = None) -> None:
         check_packages()
-        self._facts: SparkFacts = session_facts(session if session is not None else start_session())
+        self.facts: SparkFacts = session_facts(session if session is not None else start_session())
 
     def cluster(self) -> Cluster:
         """Return the task slots, as Spark counts them."""
-        return self._facts.cluster()
+        return self.facts.cluster()
 
     def where(self) -> str:
         """Name the place for a reader."""
-        return self._facts.name
+        return self.facts.name
 
     def run(self, plan: Plan, call: Call, records: RunRecords | None = None) -> list[Outcome]:
         """See ``Launcher.run``."""
@@ -66,14 +66,14 @@ class SparkLauncher:
             payload = stack.enter_context(_Payload(call))
             run = RunView(plan, self.where(), can_gather=plan.barrier, payload_fd=payload.fd, records=records)
             stack.enter_context(run)
-            tls, certificate = _encryption(self._facts) if plan.encrypted else (None, "")
+            tls, certificate = _encryption(self.facts) if plan.encrypted else (None, "")
             address = self._listen(run, tls)
             if address is None:
                 run.unheard()
-            modules = b"" if self._facts.one_machine else modules_zip(call.function)
-            spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self._facts.one_machine)
+            modules = b"" if self.facts.one_machine else modules_zip(call.function)
+            spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self.facts.one_machine)
             spec = dataclasses.replace(spec, certificate=certificate)
-            rows = self._job(run, plan, spec, stack)
+            rows = self.run_job(run, plan, spec, stack)
             home = OutcomeCollector(rows, run)
             home.unpack_files(spec.cwd)
             return home.outcomes()
@@ -82,33 +82,33 @@ class SparkLauncher:
         """Return the facts that the tasks of ``plan`` find; see ``lagom.launchers.spark_survey``."""
         from lagom.launchers.spark_survey import survey
 
-        return survey(self._facts, plan, driver)
+        return survey(self.facts, plan, driver)
 
     def _listen(self, run: RunView, tls: ssl.SSLContext | None) -> tuple[str, int] | None:
-        if self._facts.bind is None:
+        if self.facts.bind is None:
             return None
         try:
-            bound = run.channel.listen(self._facts.bind, run.plan.num_slots, tls)
+            bound = run.channel.listen(self.facts.bind, run.plan.num_slots, tls)
         except OSError:  # an address of another machine, as behind NAT: ranks gather without the driver
             return None
-        return (self._facts.advertise or bound[0], bound[1])
+        return (self.facts.advertise or bound[0], bound[1])
 
-    def _job(self, run: RunView, plan: Plan, spec: RunSpec, stack: contextlib.ExitStack) -> Sequence[Any]:
+    def run_job(self, run: RunView, plan: Plan, spec: RunSpec, stack: contextlib.ExitStack) -> Sequence[Any]:
         """Run the job in a thread of its own and show it from this one; end it on Ctrl-C and failures."""
         group = f"lagom-{spec.run_id}"
         function = task_by_value(task_module.spark_task(lagom_zip(), _pickled(spec)))
 
         def job() -> Sequence[Any]:
-            self._facts.tag(group, f"lagom: {plan.name} on {plan.world_size} ranks")
-            return self._facts.map_tasks(function, task_module.SCHEMA, plan)
+            self.facts.tag(group, f"lagom: {plan.name} on {plan.world_size} ranks")
+            return self.facts.map_tasks(function, task_module.SCHEMA, plan)
 
         stack.enter_context(plain_interrupt())
-        running = SparkJob(job, self._facts.thread_class(), run.finish)
+        running = SparkJob(job, self.facts.thread_class(), run.finish)
         try:
             run.watch()
             if run.stopped:
                 self._end(running, run, group)
-                running.wait(_CANCELLED_S)
+                running.wait(CANCELLED_S)
                 if running.lasts and (lost := run.lost()) is not None:
                     raise lost
                 if running.lasts and run.failures():  # they give the reason; Spark may never learn of an executor's end
@@ -123,7 +123,7 @@ class SparkLauncher:
         except Exception as error:
             if (lost := run.lost()) is not None:
                 raise lost from error
-            return _rows_of_failure(error, run)
+            return rows_of_failure(error, run)
 
     def _end(self, running: SparkJob, run: RunView, group: str) -> None:
         """Let stopped tasks return, then cancel the rest, which ends Spark's Python workers."""
@@ -132,7 +132,7 @@ class SparkLauncher:
         finally:  # also when Ctrl-C is pressed once more
             if running.lasts:
                 with contextlib.suppress(Exception):
-                    self._facts.cancel(group)
+                    self.facts.cancel(group)
 
 
 def _encryption(facts: SparkFacts) -> tuple[ssl.SSLContext, str]:
@@ -213,7 +213,7 @@ def task_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
     return travelling
 
 
-def _rows_of_failure(error: Exception, run: RunView) -> Sequence[Any]:
+def rows_of_failure(error: Exception, run: RunView) -> Sequence[Any]:
     """Return the failure in Spark's error text as the row that the task could not return."""
     text = full_text(error)
     found = failure_in(text)

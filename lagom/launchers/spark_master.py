@@ -17,7 +17,7 @@ from typing import Any
 from lagom.errors import LagomError
 from lagom.launchers.spark_failure import missing_package_text, why_it_failed
 
-_REACH_S = 2.5
+REACH_S = 2.5
 _MIN_JAVA = 17
 """The oldest Java for Spark 4; Spark 3.5 also runs on 8 and 11."""
 _WANTED = (
@@ -34,7 +34,7 @@ def start_session(master: str | None = None) -> Any:
         LagomError: if nothing listens there, or Spark does not start, with the reason.
     """
     if master is not None:
-        _check_reach(master, addresses_of(master))
+        check_reach(master, addresses_of(master))
     check_packages()
     from pyspark.sql import SparkSession
 
@@ -95,7 +95,7 @@ def _address(master: str, place: str, default: int | None) -> tuple[str, int]:
     return found[1].strip("[]"), port
 
 
-def _check_reach(master: str, addresses: list[tuple[str, int]]) -> None:
+def check_reach(master: str, addresses: list[tuple[str, int]]) -> None:
     """Check that one of the ``addresses`` accepts a connection.
 
     Raises:
@@ -111,7 +111,7 @@ def _check_reach(master: str, addresses: list[tuple[str, int]]) -> None:
 
     def dial(address: tuple[str, int]) -> None:
         try:
-            socket.create_connection(address, timeout=_REACH_S).close()
+            socket.create_connection(address, timeout=REACH_S).close()
             answers.put("")
         except TimeoutError:
             pass  # silence, which the wait below detects
@@ -120,7 +120,7 @@ def _check_reach(master: str, addresses: list[tuple[str, int]]) -> None:
 
     for address in addresses:
         threading.Thread(target=dial, args=(address,), daemon=True).start()  # looking up a name may take long
-    said, deadline = "", time.monotonic() + _REACH_S
+    said, deadline = "", time.monotonic() + REACH_S
     with contextlib.suppress(queue.Empty):
         for _ in addresses:
             said = answers.get(timeout=max(0, deadline - time.monotonic()))
@@ -128,7 +128,7 @@ def _check_reach(master: str, addresses: list[tuple[str, int]]) -> None:
                 return
     if not said and not master.startswith("spark://"):
         return  # it may be far away, or behind a service that starts it
-    why = said or f"no answer within {_REACH_S} s"
+    why = said or f"no answer within {REACH_S} s"
     raise LagomError(f"nobody listens at {master} ({why}); start a master there, or correct the address")
 
 

@@ -19,8 +19,8 @@ from lagom.errors import PlanError
 from lagom.plan import Plan
 
 log = logging.getLogger("lagom")
-_COMES_S = 90.0  # for Spark to start executors: those of a new application, and replacements of lost ones
-_IMPATIENT_S = 5.0  # before the user is told about the wait
+EXECUTORS_S = 90.0  # for Spark to start executors: those of a new application, and replacements of lost ones
+IMPATIENT_S = 5.0  # before the user is told about the wait
 _ENCRYPTION = (
     "spark.network.crypto.enabled",
     "spark.authenticate.enableSaslEncryption",
@@ -158,10 +158,10 @@ class ClassicFacts(SparkFacts):
         profile = jsc.resourceProfileManager().defaultResourceProfile()
         wanted = self._num_executors()
         if wanted != 0 and self._context in _settled:
-            self._await(_settled[self._context], time.monotonic() + _COMES_S)
+            self._await(_settled[self._context], time.monotonic() + EXECUTORS_S)
         elif wanted != 0:
             age_s = time.time() - self._context.startTime / 1000
-            self._await(wanted, time.monotonic() + _COMES_S - age_s)
+            self._await(wanted, time.monotonic() + EXECUTORS_S - age_s)
         _settled[self._context] = self._executors()
         return int(jsc.maxNumConcurrentTasks(profile))
 
@@ -177,7 +177,7 @@ class ClassicFacts(SparkFacts):
                 seen, since = executors, now
             if executors and (executors >= wanted if wanted else now - since > _SETTLED_S):
                 return
-            if not told and now - start > _IMPATIENT_S:
+            if not told and now - start > IMPATIENT_S:
                 told = True
                 all_of = f" of {wanted}" if wanted else ""
                 log.warning("%d%s executors are there; waiting for Spark, for %.0f s", seen, all_of, deadline - now)

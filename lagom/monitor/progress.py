@@ -134,13 +134,13 @@ class Progress:
             sys.stderr.write(f"lagom: {self._text(_WIDTH * 4)}\n")
         else:
             self._clear()
-            self._line = f"lagom: {self._text(_columns() - len('lagom: ') - 1)}"
+            self._line = f"lagom: {self._text(terminal_columns() - len('lagom: ') - 1)}"
             sys.stderr.write(self._line)
         sys.stderr.flush()
 
     def _clear(self) -> None:
         if self._line:
-            blank = min(len(self._line), _columns() - 1)  # the terminal may have become narrower
+            blank = min(len(self._line), terminal_columns() - 1)  # the terminal may have become narrower
             sys.stderr.write("\r" + " " * blank + "\r")
             sys.stderr.flush()
             self._line = ""
@@ -184,7 +184,7 @@ class Progress:
             self._also(text)
 
 
-def _columns() -> int:
+def terminal_columns() -> int:
     """Return the width of the terminal."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or _WIDTH

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterable
 from types import ModuleType
 
-_all: list[Importers] = []
+all_importers: list[Importers] = []
+"""Every object of the class, for ``remember_importers``."""
 
 
 class Importers:
@@ -20,7 +21,7 @@ class Importers:
         self._names = names
         self._remembered: tuple[dict[str, object], list[tuple[ModuleType, str]], ModuleType] | None = None
         """The functions, where they were found, and the module that was imported last before that."""
-        _all.append(self)
+        all_importers.append(self)
 
     def find(self) -> list[tuple[ModuleType, str]]:
         """Return each module that has one of the functions, with the function's name."""
@@ -47,7 +48,7 @@ def remember_importers() -> None:
 
     A forked process copies the memory page of each module that it looks at: 2,000 pages, 10 ms, in every rank.
     """
-    for importers in _all:
+    for importers in all_importers:
         importers.remember()
 
 

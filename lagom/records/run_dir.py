@@ -40,7 +40,7 @@ _PARTS = 500
 
 A long run has some thousands of reports of each rank, and not one for every second.
 """
-_MAX_LOG = 256 << 20
+MAX_LOG_BYTES = 256 << 20
 """Bytes of a rank's output that are kept."""
 _MAX_TEXT = 20_000  # characters
 _MAX_ITEMS = 200  # items of a list or a dict
@@ -122,14 +122,14 @@ class RunRecords:
         """Record ``data`` that a rank wrote to standard output or error."""
         size = self._sizes.get(rank, 0)
         self._sizes[rank] = size + len(data)
-        if size >= _MAX_LOG:
+        if size >= MAX_LOG_BYTES:
             return
         file = self._logs.get(rank)
         if file is None:
             file = self._logs[rank] = open(self.folder / f"rank-{rank}.log", "ab", buffering=0)  # noqa: SIM115
         file.write(data)
-        if size + len(data) >= _MAX_LOG:
-            file.write(f"\n[lagom] more than {_MAX_LOG >> 20} MB; the rest is not kept\n".encode())
+        if size + len(data) >= MAX_LOG_BYTES:
+            file.write(f"\n[lagom] more than {MAX_LOG_BYTES >> 20} MB; the rest is not kept\n".encode())
 
     @_harmless
     def progressed(self, event: Message) -> None:

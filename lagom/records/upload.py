@@ -14,7 +14,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-_EVERY_S = 10.0
+EVERY_S = 10.0
 _PARTS = 10
 """Wait this many times the last upload's duration before the next; objects cannot be appended to."""
 _TRIES = 3
@@ -54,9 +54,9 @@ class Upload:
         before, mark, after = url.partition("?")
         self.url = f"{before.rstrip('/')}/{name}"
         """URL without its query, which may hold a secret."""
-        self._system, root = _opened(f"{before.rstrip('/')}{mark}{after}")
+        self.file_system, root = _opened(f"{before.rstrip('/')}{mark}{after}")
         self._root = f"{root.rstrip('/')}/{name}"
-        self._system.makedirs(self._root, exist_ok=True)
+        self.file_system.makedirs(self._root, exist_ok=True)
         self.folder = Path(tempfile.mkdtemp(prefix="lagom-run-")).resolve()
         self._removed = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._sent: dict[Path, tuple[int, int]] = {}
@@ -65,7 +65,7 @@ class Upload:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of an ended run, with its `Result`; the original keeps the copy on this machine."""
-        return {name: vars(self)[name] for name in ("url", "folder", "_system", "_root")}
+        return {name: vars(self)[name] for name in ("url", "folder", "file_system", "_root")}
 
     def begin(self) -> None:
         """Copy the folder now, and its changes from now on.
@@ -73,7 +73,7 @@ class Upload:
         Raises:
             Exception: the file system's error in the first copy.
         """
-        self._send()
+        self.send_changes()
         self._thread = threading.Thread(target=self._go_on, name="lagom-records", daemon=True)
         self._thread.start()
 
@@ -84,7 +84,7 @@ class Upload:
             self._thread.join()
         for number in range(_TRIES):
             try:
-                self._send()
+                self.send_changes()
                 return
             except Exception as error:
                 if number == _TRIES - 1:
@@ -102,10 +102,10 @@ class Upload:
         """Copy one file of the folder."""
         relative = path.relative_to(self.folder).as_posix()
         target = f"{self._root}/{relative}"
-        self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
-        self._system.put_file(os.fspath(path), target)
+        self.file_system.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self.file_system.put_file(os.fspath(path), target)
 
-    def _send(self) -> None:
+    def send_changes(self) -> None:
         for path in sorted(self.folder.rglob("*")):
             if path.name.startswith(".") or not path.is_file():  # being written
                 continue
@@ -116,16 +116,16 @@ class Upload:
                 self._sent[path] = state
 
     def _go_on(self) -> None:
-        pause_s, said = _EVERY_S, False
+        pause_s, said = EVERY_S, False
         while not self._over.wait(pause_s):
             began = time.monotonic()
             try:
-                self._send()
+                self.send_changes()
             except Exception as error:
                 if not said:
                     log.warning("%s takes nothing at the moment: %s: %s", self.url, type(error).__name__, error)
                 said = True
-            pause_s = max(_EVERY_S, _PARTS * (time.monotonic() - began))
+            pause_s = max(EVERY_S, _PARTS * (time.monotonic() - began))
 
 
 @functools.cache

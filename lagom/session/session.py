@@ -140,7 +140,8 @@ class Session:
     reads_in_threads: bool = field(default=False, init=False)
     """A thread of the program reads a loader, so the global generators may advance at any moment."""
     _thread: int = field(default_factory=threading.get_ident, init=False)
-    _said: set[str] = field(default_factory=set, init=False)
+    said: set[str] = field(default_factory=set, init=False)
+    """Texts that were logged, each once."""
     _num_losses: int = field(default=0, init=False)
     has_other_order: bool = field(default=False, init=False)
     """A sampler of this rank would have drawn another order than rank 0's, which all ranks follow."""
@@ -356,8 +357,8 @@ class Session:
 
     def say_once(self, text: str) -> None:
         """Log ``text`` unless it was logged before."""
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self.said:
+            self.said.add(text)
             log.warning(text)
 
 

@@ -31,7 +31,7 @@ class Verification:
     seconds: float
 
     def __str__(self) -> str:
-        cells = [self._head(), *(line for row in self._shown() for line in _wrapped(self._cells(row)))]
+        cells = [self._head(), *(line for row in self.shown_rows() for line in _wrapped(self._cells(row)))]
         widths = [max(len(line[column]) for line in cells) for column in range(4)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
@@ -47,14 +47,14 @@ class Verification:
             told = "".join(f"<{tag} style='text-align:left'>{html.escape(cell)}</{tag}>" for cell in cells)
             return f"<tr>{told}</tr>"
 
-        rows = "".join(line(self._cells(row), "td") for row in self._shown())
+        rows = "".join(line(self._cells(row), "td") for row in self.shown_rows())
         return (
             f"<table><caption style='text-align:left'><b>{html.escape(self._title())}</b></caption>"
             f"<thead>{line(self._head(), 'th')}</thead><tbody>{rows}</tbody></table>"
             f"<p>{html.escape(self.told)}</p>"
         )
 
-    def _shown(self) -> list[ComparisonRow]:
+    def shown_rows(self) -> list[ComparisonRow]:
         return [row for row in self.rows if row.note or row.level > AgreementLevel.UNKNOWN or row.one != row.ranks]
 
     def _title(self) -> str:

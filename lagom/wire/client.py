@@ -16,9 +16,9 @@ from lagom.wire.framing import NONCE, PROOF, BadFrame, FrameDecoder, FrameKeys, 
 from lagom.wire.framing import Message as Message
 from lagom.wire.peer_silence import probe_silence, silent_s
 
-_MAX_BACKLOG = 64 << 20  # bytes of log that may wait for a slow driver; then lines are dropped
+MAX_BACKLOG_BYTES = 64 << 20  # bytes of log that may wait for a slow driver; then lines are dropped
 _TRIES = 3
-_LOST_AFTER_S = 120.0
+LOST_AFTER_S = 120.0
 """Silence of the driver's machine before it counts as lost, as long as Spark's: a laptop may sleep for a while."""
 _NO_CHECK_TIME = 0x200000
 """X509_V_FLAG_NO_CHECK_TIME, for which Python has no name: a host's clock may be behind the driver's."""
@@ -68,7 +68,7 @@ class DriverClient:
 
     def offer(self, message: Message) -> None:
         """Send ``message`` without waiting, as soon as there is room; drop and count it if the other end is slow."""
-        if len(self._outgoing) > _MAX_BACKLOG:
+        if len(self._outgoing) > MAX_BACKLOG_BYTES:
             self._dropped += 1
             return
         if self._dropped:
@@ -90,7 +90,7 @@ class DriverClient:
 
     def give_up_silent(self) -> None:
         """Close the connection if the other machine has been silent for too long: ``poll`` then raises."""
-        if silent_s(self.socket) >= _LOST_AFTER_S:
+        if silent_s(self.socket) >= LOST_AFTER_S:
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -162,7 +162,7 @@ def dial(
             return None
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            probe_silence(connection, _LOST_AFTER_S)
+            probe_silence(connection, LOST_AFTER_S)
             if certificate:
                 connection = _encrypt(connection, certificate)
             return _authenticate(connection, secret, hello, deadline)

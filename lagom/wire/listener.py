@@ -14,7 +14,7 @@ from typing import Any
 from lagom.wire.connection import STRANGE, DriverConnection
 from lagom.wire.framing import Message
 
-_STRANGERS = 256
+MAX_STRANGERS = 256
 """Connections without a proof yet, at the same time: above this number, the oldest is closed."""
 _FILES = 128  # files that this process may open besides
 _BACKLOG = 1024
@@ -51,7 +51,7 @@ class DriverListener:
                 self._strangers[task] = None
                 task.add_done_callback(functools.partial(self._forget, connection))
                 await asyncio.sleep(0)  # admitted connections are served first
-                if len(self._strangers) > _STRANGERS:
+                if len(self._strangers) > MAX_STRANGERS:
                     self._hang_up_on_oldest()
 
     def _hang_up_on_oldest(self) -> None:
@@ -96,7 +96,7 @@ def listening_socket(host: str) -> socket.socket:
 def files_for(num_tasks: int) -> Any:
     """Allow this process one more open file for each task in the context, if its soft limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_tasks + _STRANGERS + _FILES
+    wanted = num_tasks + MAX_STRANGERS + _FILES
     unlimited = resource.RLIM_INFINITY
     if soft in (unlimited, hard) or wanted <= soft // 2:
         yield

@@ -154,11 +154,11 @@ class DriverServer:
             return
         if purpose == "fetch":
             self._keep(peer)
-            task = self._loop.create_task(self._hand_out(peer))
+            task = self._loop.create_task(self.hand_out(peer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            self._take_in(str(hello["name"]), int(hello["size"]), peer)
+            self.take_in(str(hello["name"]), int(hello["size"]), peer)
 
     def _keep(self, peer: DriverConnection, over: Callable[[], None] = lambda: None) -> None:
         """Record ``peer`` until its connection has ended, and call ``over`` then."""
@@ -184,7 +184,7 @@ class DriverServer:
         peer.serve(lambda message: self._on_message(task, message))
         self._keep(peer, over)
 
-    async def _hand_out(self, peer: DriverConnection) -> None:
+    async def hand_out(self, peer: DriverConnection) -> None:
         # Several hosts fetch at once, so read by position.
         position = 0
         while self._payload_fd is not None and not peer.gone:
@@ -195,7 +195,7 @@ class DriverServer:
             position += len(chunk)
         peer.end_writing()  # the other end closes once it has the payload
 
-    def _take_in(self, name: str, size: int, peer: DriverConnection) -> None:
+    def take_in(self, name: str, size: int, peer: DriverConnection) -> None:
         fd, left = anonymous_file(name), size
 
         def write(data: bytes) -> None:

@@ -107,9 +107,9 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _describe(session: Session, wanted: int) -> str:
-    limit = _limit(session)
+    limit = memory_limit(session)
     now = held_memory(session)
-    used = _used(session, limit)
+    used = used_memory(session, limit)
     others = max(used - now.total, 0)
     asked = f"{size(wanted)} were wanted at once" if wanted else "more was wanted"
     return (
@@ -132,7 +132,8 @@ def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) 
         smaller += " or mixed_precision='bf16' would need less for activations"
     with contextlib.suppress(Exception):  # a third party's optimizer may raise anything
         ranks = session.world_size
-        able = [one for one in _levels(max(ranks, 2)) if one.possible and one.zero_lvl > session.config.zero_lvl]
+        levels = possible_levels(max(ranks, 2))
+        able = [one for one in levels if one.possible and one.zero_lvl > session.config.zero_lvl]
         fitting = [one for one in able if one.held + others + wanted <= limit.num_bytes]
         if fitting and ranks > 1:
             return f"zero_lvl={fitting[0].zero_lvl} would fit: {_of(fitting[0])}; {smaller}"
@@ -144,7 +145,7 @@ def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) 
     return f"More ranks or larger machines, {smaller}"
 
 
-def _levels(num_ranks: int) -> list[Level]:
+def possible_levels(num_ranks: int) -> list[Level]:
     """Compute for each ``zero_lvl`` the bytes that a rank would hold, for all optimizers that exist in this process."""
     alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
     optimizers = [one for one in alive if isinstance(one, Optimizer)]
@@ -162,13 +163,15 @@ def _of(one: Level) -> str:
     )
 
 
-def _limit(session: Session) -> AvailableMemory:
+def memory_limit(session: Session) -> AvailableMemory:
+    """Return the memory that this rank may use."""
     if session.device.type == "cuda":
         return AvailableMemory(torch.cuda.get_device_properties(session.device).total_memory, "of its GPU")
     return available_memory(session.local_world_size, gpus=False)
 
 
-def _used(session: Session, limit: AvailableMemory) -> int:
+def used_memory(session: Session, limit: AvailableMemory) -> int:
+    """Return the bytes that count towards ``limit``."""
     if session.device.type == "cuda":
         return torch.cuda.memory_allocated(session.device)
     pages = Path("/proc/self/statm").read_text().split()

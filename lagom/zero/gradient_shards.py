@@ -137,12 +137,12 @@ class GradientShards:
             self._add_shard(early_entry, part)
         for leaf in leaves:
             if (entry := self._find_shardable(leaf)) is not None:
-                self._add_shard(entry, self._cut_shard(leaf, entry))
+                self._add_shard(entry, self.cut_shard(leaf, entry))
 
     def keep_shard_early(self, leaf: torch.Tensor) -> None:
         """Keep a shard as ``keep_shards`` does, in a backward that still runs and may yet fail."""
         if (entry := self._find_shardable(leaf)) is not None:
-            self._early.append((entry, self._cut_shard(leaf, entry)))
+            self._early.append((entry, self.cut_shard(leaf, entry)))
 
     def find_shard_map(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
         """Return the ranks that keep each part of the averages of ``leaves``; None if one of them must be whole.
@@ -183,7 +183,7 @@ class GradientShards:
         entry.is_given = True
         return entry
 
-    def _cut_shard(self, leaf: torch.Tensor, entry: _ShardedGradient) -> torch.Tensor | None:
+    def cut_shard(self, leaf: torch.Tensor, entry: _ShardedGradient) -> torch.Tensor | None:
         gradient = _slot.__get__(leaf)
         _slot.__set__(leaf, None)
         if entry.mine is None:

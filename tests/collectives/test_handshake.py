@@ -15,6 +15,9 @@ from lagom.collectives import handshake
 from lagom.collectives.handshake import Stranger, admit, introduce
 
 KEY = b"known to ranks"
+NONCE, PROOF = 16, 32
+HELLO = 4 + NONCE + PROOF
+"""Bytes of what either end says."""
 
 
 @pytest.fixture(params=[socket.AF_INET, socket.AF_UNIX])
@@ -48,8 +51,8 @@ class Dialler:
     def __init__(self, listener: socket.socket, rank: int, key: bytes = KEY) -> None:
         self.connection = dial(listener)
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(rank, key))
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, args=(rank, key))
+        self.thread.start()
 
     def _run(self, rank: int, key: bytes) -> None:
         try:
@@ -58,14 +61,14 @@ class Dialler:
             self.error = error
 
     def end(self) -> None:
-        self._thread.join()
+        self.thread.join()
         self.connection.close()
 
 
 def test_a_rank_is_let_in_past_strangers_who_say_nothing_little_or_garbage(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "_HELLO_S", 1000.0)  # who waits for one of them waits for ever
+    monkeypatch.setattr(handshake, "HELLO_S", 1000.0)  # who waits for one of them waits for ever
     with ExitStack() as stack:
         silent = [stack.enter_context(dial(listener)) for _ in range(20)]
         for one in silent[:5]:
@@ -77,7 +80,7 @@ def test_a_rank_is_let_in_past_strangers_who_say_nothing_little_or_garbage(
         number, connection = first(listener)
         with connection:
             assert number == 7
-            rank._thread.join()
+            rank.thread.join()
             assert rank.error is None
             connection.sendall(b"!")
             assert rank.connection.recv(1) == b"!"
@@ -86,7 +89,7 @@ def test_a_rank_is_let_in_past_strangers_who_say_nothing_little_or_garbage(
 
 def test_more_silent_strangers_than_it_keeps_do_not_keep_a_rank_out(listener: socket.socket) -> None:
     with ExitStack() as stack:
-        for _ in range(handshake._STRANGERS + 100):
+        for _ in range(handshake.MAX_STRANGERS + 100):
             stack.enter_context(dial(listener))
         rank = Dialler(listener, 1)
         number, connection = first(listener)
@@ -118,11 +121,11 @@ def test_a_hello_in_pieces_is_a_hello(listener: socket.socket) -> None:
 
 
 def test_a_silent_stranger_is_hung_up_on_in_time(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_HELLO_S", 0.2)
+    monkeypatch.setattr(handshake, "HELLO_S", 0.2)
     with dial(listener) as silent:
         with pytest.raises(TimeoutError, match="another rank did not connect"):
             first(listener, 1.0)
-        assert len(silent.recv(100)) == handshake._NONCE
+        assert len(silent.recv(100)) == NONCE
         assert silent.recv(1) == b""
 
 
@@ -136,9 +139,9 @@ def test_who_does_not_know_the_key_is_refused_on_either_end(listener: socket.soc
     connection, _ = listener.accept()  # what sits at the port of a rank that is gone
     with connection:
         connection.setblocking(True)
-        connection.sendall(b"n" * handshake._NONCE)
-        connection.recv(handshake._HELLO, socket.MSG_WAITALL)
-        connection.sendall(b"p" * handshake._PROOF)
+        connection.sendall(b"n" * NONCE)
+        connection.recv(HELLO, socket.MSG_WAITALL)
+        connection.sendall(b"p" * PROOF)
         rank.end()
     assert isinstance(rank.error, Stranger)
 

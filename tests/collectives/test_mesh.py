@@ -26,14 +26,14 @@ def exchanged(session: Session) -> Any:
         rows[session.rank] += body
         found.append([(row[:4], len(row), set(row[4:])) for row in rows])
     (mesh,) = (one for one in gc.get_objects() if type(one) is Mesh)
-    families = {peer.family for peer in mesh._peers if peer is not None}
+    families = {peer.family for peer in mesh.peers if peer is not None}
     return found, families
 
 
 @pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.soak), 2, 3])  # of 2, one has two ranks
 def test_messages_of_any_lengths_reach_all_also_between_hosts(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(session: Session) -> Any:
-        monkeypatch.setattr(connect, "_home", lambda: f"host {session.rank % hosts}".encode())
+        monkeypatch.setattr(connect, "host_identity", lambda: f"host {session.rank % hosts}".encode())
         if hosts == 2:  # a program may have more files open than select knows numbers of
             held = [os.dup(2) for _ in range(1100)]
             assert max(held) > 1024
@@ -52,7 +52,7 @@ def test_messages_of_any_lengths_reach_all_also_between_hosts(hosts: int, monkey
 
 @pytest.mark.parametrize("said", [b"", b"x" * 100])
 def test_ranks_meet_past_strangers_who_came_first(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    listen = connect._listening
+    listen = connect.listen
 
     def run(session: Session) -> Any:
         strangers = []
@@ -65,8 +65,8 @@ def test_ranks_meet_past_strangers_who_came_first(said: bytes, monkeypatch: pyte
                 strangers[-1].sendall(said)
             return found
 
-        monkeypatch.setattr(connect, "_listening", besieged)
-        monkeypatch.setattr(connect, "_home", lambda: f"host {session.rank}".encode())
+        monkeypatch.setattr(connect, "listen", besieged)
+        monkeypatch.setattr(connect, "host_identity", lambda: f"host {session.rank}".encode())
         assert session.group is not None
         return [bytes(row) for row in session.group.exchange(bytes([session.rank]))], len(strangers)
 

@@ -379,7 +379,7 @@ def test_ranks_without_the_compiled_part_or_on_other_hosts_fall_back_together(
 
     def no_memory(session: Session) -> Any:
         if session.rank == 0:
-            monkeypatch.setattr(handing, "_SLOT", 100)
+            monkeypatch.setattr(handing, "SLOT_BYTES", 100)
         return fallen_back(session)
 
     def fallen_back(session: Session) -> Any:

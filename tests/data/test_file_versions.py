@@ -62,7 +62,7 @@ def test_times_of_files_travel_on_their_host_only(tmp_path: Path, monkeypatch: p
     os.utime(path, ns=(1, 1))
     with pytest.raises(DataError, match="was written again"):
         pickle.loads(packed).check(home, str(path))
-    monkeypatch.setattr(file_versions, "_boot", lambda: "another host")
+    monkeypatch.setattr(file_versions, "boot_id", lambda: "another host")
     elsewhere = pickle.loads(packed)
     elsewhere.check(home, str(path))
     os.utime(path, ns=(2, 2))

@@ -14,28 +14,29 @@ from lagom.errors import DataError
 
 
 def test_urls_of_stores_reach_their_file_systems_without_a_connection() -> None:
-    found, path = files._place("gs://anonymous@bucket/table", None)
+    found, path = files.file_system_of("gs://anonymous@bucket/table")
     assert isinstance(found, fs.GcsFileSystem)
     assert path == "bucket/table"
-    azure, path = files._place("abfs://container@account.dfs.core.windows.net/table", None)
+    azure, path = files.file_system_of("abfs://container@account.dfs.core.windows.net/table")
     assert azure.type_name == "abfs"
     assert path == "container/table"
     for scheme in ("s3", "s3a"):
-        found, path = files._place(f"{scheme}://key:secret@bucket/table?region=eu-north-1", None)
+        found, path = files.file_system_of(f"{scheme}://key:secret@bucket/table?region=eu-north-1")
         assert isinstance(found, fs.S3FileSystem)
         assert (path, found.region) == ("bucket/table", "eu-north-1")
 
 
 def test_googles_store_is_not_tried_for_15_minutes() -> None:
-    assert files._as_pyarrow_says("gs://b/t") == "gs://b/t?retry_limit_seconds=60"
-    assert files._as_pyarrow_says("gs://b/t?anonymous=true") == "gs://b/t?anonymous=true&retry_limit_seconds=60"
-    assert files._as_pyarrow_says("gs://b/t?retry_limit_seconds=5") == "gs://b/t?retry_limit_seconds=5"
-    assert files._as_pyarrow_says("s3a://b/t") == "s3://b/t"
-    assert files._as_pyarrow_says("dbfs:/b/t") == "/dbfs/b/t"
+    for url, seconds in (("gs://anonymous@b/t", 60), ("gs://anonymous@b/t?retry_limit_seconds=5", 5)):
+        assert files.file_system_of(url) == fs.FileSystem.from_uri(f"gs://anonymous@b/t?retry_limit_seconds={seconds}")
+
+
+def test_databricks_urls_are_folders_of_this_machine() -> None:
+    assert files.file_system_of("dbfs:/b/t") == (fs.LocalFileSystem(), "/dbfs/b/t")
 
 
 def test_what_pyarrow_does_not_know_goes_to_fsspec() -> None:
-    found, path = files._place("memory://folder/table", None)
+    found, path = files.file_system_of("memory://folder/table")
     assert isinstance(found.handler.fs, type(fsspec.filesystem("memory")))
     assert path.strip("/") == "folder/table"
     with pytest.raises(DataError, match=r"nobody://x cannot be opened: .*nobody"):
@@ -53,6 +54,6 @@ def test_an_error_of_a_store_says_where_credentials_come_from(monkeypatch: pytes
             raise pa.ArrowException("Unknown error: AuthenticationException")
 
     home = fs.PyFileSystem(Refusing(fsspec.filesystem("memory")))
-    monkeypatch.setattr(files, "_place", lambda source, filesystem: (home, "container/table"))
+    monkeypatch.setattr(files, "file_system_of", lambda *_: (home, "container/table"))
     with pytest.raises(DataError, match=r"abfss://x@y/t cannot be reached: .*AuthenticationException \(.*az login"):
         files.locate(["abfss://x@y/t"])

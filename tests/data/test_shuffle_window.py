@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,7 @@ def test_rows_that_lie_apart_are_put_in_place() -> None:
     made = ShuffleWindow(np.array([5, 0, 3, 1, 4, 2]), ReusedArrays())
     for first in (4, 0, 2):
         assert made.put({("x",): Dense(read[first : first + 2, 8:].reshape(2, 3, 64))}, first) == {}
-    found = made._wide["x",]
+    with ThreadPoolExecutor(1) as pool:
+        found = made.block([("x",)], [{}], pool)["x",].array
     assert found.tobytes() == read[[5, 0, 3, 1, 4, 2], 8:].tobytes()
     assert found.flags.writeable

@@ -6,7 +6,7 @@ import socket
 from typing import Any
 
 from lagom.doctor.executors import executor_findings
-from lagom.host.executor_survey import _dial_all, _others
+from lagom.host.executor_survey import dial_all, peers_to_dial
 
 
 def task(number: int, host: str = "a", **more: Any) -> dict[str, Any]:
@@ -63,12 +63,12 @@ def test_an_interface_that_is_not_there_is_said() -> None:
 
 def test_each_other_host_is_dialled_once_and_by_different_tasks() -> None:
     everyone = [{"task": n, "host": f"h{n // 2}", "address": ["10.0.0.1", n]} for n in range(100)]
-    dialled = [[one["task"] for one in _others(mine, everyone)] for mine in everyone]
+    dialled = [[one["task"] for one in peers_to_dial(mine, everyone)] for mine in everyone]
     assert all(len(tasks) == 32 for tasks in dialled)
     assert dialled[0] == list(range(2, 66, 2))
     assert dialled[99] == list(range(0, 64, 2))
     assert {task for tasks in dialled for task in tasks} >= set(range(0, 100, 2))
-    assert _others(everyone[0], everyone[:2]) == []
+    assert peers_to_dial(everyone[0], everyone[:2]) == []
 
 
 def test_what_does_not_answer_is_told_with_the_reason() -> None:
@@ -76,4 +76,4 @@ def test_what_does_not_answer_is_told_with_the_reason() -> None:
         address, gone = list(server.getsockname()), list(closed.getsockname())
         closed.close()
         peers = [{"host": "here", "address": address}, {"host": "gone", "address": gone}]
-        assert _dial_all(peers) == [{"host": "gone", "address": f"127.0.0.1:{gone[1]}", "why": "connection refused"}]
+        assert dial_all(peers) == [{"host": "gone", "address": f"127.0.0.1:{gone[1]}", "why": "connection refused"}]

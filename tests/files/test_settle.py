@@ -68,7 +68,7 @@ def test_a_file_system_that_hosts_share_is_left_to_rank_0(tmp_path: Path, monkey
         Path("a").write_text("rank 0 has written this as well")
 
     on_a_host_without_rank_0(tmp_path / "run", host, program)
-    monkeypatch.setattr(settle, "_is_shared", lambda path: True)
+    monkeypatch.setattr(settle, "is_on_shared_disk", lambda path: True)
     assert settle.settle(tmp_path / "run", [1], [0]) == []
     found = tree(host)
     assert found.pop("rank1.txt") == b"on purpose"

@@ -134,7 +134,7 @@ def _own_autocast(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("asked", ["bf16", "fp16"])
 def test_a_program_with_autocast_of_its_own_is_left_alone(asked: Any) -> None:
     expected = alone(lambda _: _train(_own_autocast))
-    found = run_ranks(1, lambda session: (_train(_own_autocast), session._said), mixed_precision=asked)[0]
+    found = run_ranks(1, lambda session: (_train(_own_autocast), session.said), mixed_precision=asked)[0]
     assert all(map(torch.equal, found[0], expected))
     assert any("uses autocast itself" in said for said in found[1])
 
@@ -176,7 +176,7 @@ def test_a_step_whose_gradients_overflow_is_left_out_on_all_ranks(world_size: in
             optimizer.step()
             graded = all(p.grad is not None for p in model.parameters())
             weights.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
-        return weights, graded, optimizer.state_dict()["state"][0]["step"].item(), session._said
+        return weights, graded, optimizer.state_dict()["state"][0]["step"].item(), session.said
 
     for (first, second, third), graded, steps, said in run_ranks(
         world_size, run, mixed_precision="fp16", zero_lvl=zero_lvl

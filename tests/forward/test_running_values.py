@@ -66,11 +66,11 @@ def test_what_a_forward_keeps_of_a_share_is_told_of() -> None:
     def program(session: Session) -> dict[str, list[str]]:
         found = {}
         for name, (make, _wanted) in LAYERS.items():
-            session._said.clear()
+            session.said.clear()
             model = nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 1))
             for (x,) in DataLoader(TensorDataset(torch.randn(48, 4)), batch_size=16):
                 model(x).square().mean().backward()
-            said = " ".join(session._said)
+            said = " ".join(session.said)
             found[name] = [text for text in ("changes its", "ghost batch norm") if text in said]
         return found
 

@@ -64,7 +64,7 @@ def test_training_in_eval_mode_is_right_and_said_once(caplog: pytest.LogCaptureF
     def run(session: Session) -> list[Tensor]:
         model = mlp().eval()
         result = sgd(model, mse(model))
-        return [*result, torch.tensor("model.train()" in " ".join(session._said))]
+        return [*result, torch.tensor("model.train()" in " ".join(session.said))]
 
     expected = alone(lambda session: run(session)[:-1])
     for *result, said in run_ranks(2, run):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lagom.collectives.agreement_exchange import AgreedExchange
 from lagom.errors import LagomError
 from lagom.gradients.reduction.powersgd import RANK
 from lagom.session.session import Session
@@ -154,7 +155,7 @@ def test_what_powersgd_loses_is_kept_and_what_is_not_finite_is_not(world_size: i
                 own[0][5, 5] = torch.inf
             results.append(averaged(session, own, parameters)[0])
         assert session.gradient_averager is not None
-        (kept,) = session.gradient_averager.reduction._kept.values()  # type: ignore[attr-defined]
+        (kept,) = session.gradient_averager.reduction.states.values()  # type: ignore[attr-defined]
         return torch.stack(results), kept.error
 
     found = run_ranks(world_size, run, gradient_compression="powersgd")
@@ -179,23 +180,22 @@ def sent(world_size: int, **gradients: Any) -> int:
         group, total = session.group, [0]
         others = world_size - 1
 
-        def counted(name: str, share: Callable[[Tensor], int]) -> None:
-            plain = getattr(group, name)
+        def counted(owner: Any, name: str, share: Callable[..., int]) -> None:
+            plain = getattr(owner, name)
 
-            def call(*args: Any) -> Any:
-                total[0] += share(args[0])
-                return plain(*args)
+            def call(*args: Any, **options: Any) -> Any:
+                total[0] += share(*args)
+                return plain(*args, **options)
 
-            setattr(group, name, call)
+            setattr(owner, name, call)
 
         # A ring's sum sends each part twice; rows go to one rank each; and a whole comes of parts in as many steps.
-        counted("all_reduce_later", lambda one: 2 * one.nbytes * others // world_size)
-        counted("all_to_all", lambda rows: rows.nbytes * others // world_size)
-        counted("all_gather_into", lambda whole: whole.nbytes * others // world_size)
+        counted(group, "all_reduce_later", lambda one, *_: 2 * one.nbytes * others // world_size)
+        counted(group, "all_to_all", lambda rows, *_: rows.nbytes * others // world_size)
+        counted(group, "all_gather_into", lambda whole, *_: whole.nbytes * others // world_size)
+        counted(AgreedExchange, "average", lambda _, small, *rest: len(small.packed or b"") * others)
         averaged(session, constants(session.rank, 1), parameters)
-        layouts = session.gradient_averager._averager._layouts.values()
-        beside = sum(len(layout.packed.packed or b"") for layout in layouts)
-        return total[0] + beside * others
+        return total[0]
 
     numbers: list[int] = run_ranks(world_size, run, **gradients)
     assert len(set(numbers)) == 1

@@ -74,14 +74,14 @@ def test_of_timelines_the_latest_that_fit_travel_with_a_failure() -> None:
         {},
         {"output": [said(2, 5000), said(2, 7)]},
     ]
-    assert executor._fitting_timelines(reports) == [said(2, 5000), said(1, 10), said(2, 7), said(1, 20)]
+    assert executor.fitting_timelines(reports) == [said(2, 5000), said(1, 10), said(2, 7), said(1, 20)]
 
 
 def test_the_failure_of_a_rank_becomes_text_with_the_exception_in_it() -> None:
     fd = anonymous_file("outcome")
     Parcel({"error": KeyError("lr")}).write(fd)
     report = {"rank": 3, "ok": False, "error": "KeyError", "message": "'lr'", "traceback": "x" * 100_000}
-    text = executor._as_text(report, fd, [report])
+    text = executor.failure_as_text(report, fd, [report])
     os.close(fd)
     assert text.startswith("rank 3: KeyError: 'lr'")
     found = failure_in(text)

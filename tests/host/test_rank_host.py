@@ -22,7 +22,7 @@ from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.host import descendants
-from lagom.host.rank_host import _rank_spec, run_task_ranks
+from lagom.host.rank_host import rank_spec, run_task_ranks
 from lagom.host.workspace import host_workspace
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import plan
@@ -166,7 +166,7 @@ def test_a_failure_without_a_driver_ends_the_others_and_is_reported() -> None:
 
 
 def test_ranks_are_ended_where_the_kernel_does_not_list_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descendants, "_adopts", True)
+    monkeypatch.setattr(descendants, "adopts_orphans", True)
     monkeypatch.setattr(descendants, "children", lambda pid: [])
 
     def train() -> None:
@@ -232,7 +232,7 @@ def _children() -> set[str]:
 def test_the_first_of_openmps_list_of_numbers_counts() -> None:
     with host_workspace(spec(1), payload_fd=0) as place:
         table = {"ranks": [{"rank": 0, "host": "here", "ip": "1.2.3.4"}], "store": ["1.2.3.4", 5], "nccl": False}
-        assert _rank_spec(table, 0, spec(1, OMP_NUM_THREADS="4,3"), place, 0, None, None).threads == 4
+        assert rank_spec(table, 0, spec(1, OMP_NUM_THREADS="4,3"), place, 0, None, None).threads == 4
 
 
 @pytest.mark.parametrize(
@@ -254,5 +254,5 @@ def test_a_program_for_torchrun_sees_the_gpus_of_its_host_in_the_order_of_its_ra
         here = [{"rank": rank, "host": "here", "ip": "1.2.3.4", "gpu": gpu} for rank, gpu in enumerate(masks)]
         there = {"rank": 2, "host": "there", "ip": "1.2.3.5", "gpu": "0"}
         table = {"ranks": [*here, there], "store": ["1.2.3.4", 5], "nccl": nccl}
-        seat = _rank_spec(table, 1, its, place, 0, None, masks[1])
+        seat = rank_spec(table, 1, its, place, 0, None, masks[1])
     assert (seat.gpu, seat.gpu_index) == wanted

@@ -76,8 +76,8 @@ def test_files_are_used_again_for_the_same_plan_over_the_same_files(spark: Any, 
         assert spark.read.parquet(second).count() == 16
         made = spark.range(0, 2, 1, 1)
         assert url(made) == url(made)
-        paths = [Path(one.url.removeprefix("file://")) for one in dataframes._frames]
-        assert len(paths) == dataframes._KEPT
+        paths = [Path(one.url.removeprefix("file://")) for one in dataframes.kept_frames]
+        assert len(paths) == dataframes.MAX_KEPT_FRAMES
         url(spark.range(0, 3, 1, 1))
         assert not paths[0].exists()
         assert paths[1].exists()
@@ -114,9 +114,9 @@ def test_what_cannot_be_handed_over_is_said_before_anything_is_written(
     ):
         with pytest.raises(ValueError, match=rf"train_set is a DataFrame whose column 'm' has the type {kind}.*drop"):
             write_frame({"train_set": spark.range(3).selectExpr("id", f"{column} m")})
-    monkeypatch.setattr(dataframes, "_folder", lambda session: None)
-    monkeypatch.setattr(dataframes, "_COLLECTED_BYTES", 100)
+    monkeypatch.setattr(dataframes, "cache_folder", lambda session: None)
+    monkeypatch.setattr(dataframes, "MAX_COLLECTED_BYTES", 100)
     with pytest.raises(DataError, match=r"test_set is a DataFrame of 0 MB by Spark's estimate.*spark.lagom.cacheDir"):
         write_frame({"test_set": spark.range(1000)})
-    assert not dataframes._frames
+    assert not dataframes.kept_frames
     assert len(write_frame({"test_set": spark.range(3)})["test_set"]()) == 3

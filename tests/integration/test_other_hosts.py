@@ -35,7 +35,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ranks came to the driver for, beside their links."""
     seen: list[str] = []
-    hand_out, take_in = DriverServer._hand_out, DriverServer._take_in
+    hand_out, take_in = DriverServer.hand_out, DriverServer.take_in
 
     async def counted_out(self: DriverServer, peer: DriverConnection) -> None:
         seen.append("fetch")
@@ -45,8 +45,8 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(f"deliver {name}")
         take_in(self, name, size, peer)
 
-    monkeypatch.setattr(DriverServer, "_hand_out", counted_out)
-    monkeypatch.setattr(DriverServer, "_take_in", counted_in)
+    monkeypatch.setattr(DriverServer, "hand_out", counted_out)
+    monkeypatch.setattr(DriverServer, "take_in", counted_in)
     return seen
 
 

@@ -83,11 +83,11 @@ def test_ranks_of_a_task_get_gpus_of_their_own(spark: Any, mask: str) -> None:
         try:
             from pyspark import BarrierTaskContext
 
-            from lagom.host.executor import _gpus
+            from lagom.host.executor import gpus_of_task
 
             context: Any = BarrierTaskContext.get()
             plan = types.SimpleNamespace(gpu=True, ranks_per_slot=2)
-            found = _gpus(types.SimpleNamespace(plan=plan), context)  # type: ignore[arg-type]
+            found = gpus_of_task(types.SimpleNamespace(plan=plan), context)  # type: ignore[arg-type]
         finally:
             del os.environ["CUDA_VISIBLE_DEVICES"]
             sys.path.remove(root)

@@ -48,7 +48,7 @@ def works() -> bool:
 def ranks_alive(patience_s: float = 30.0) -> list[int]:
     """Processes under the fork server, once those that are ending have ended."""
     deadline = time.monotonic() + patience_s
-    while (found := _descendants(local.server()._process.pid)) and time.monotonic() < deadline:
+    while (found := _descendants(local.server().process.pid)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return found
 
@@ -623,12 +623,12 @@ def test_children_of_a_rank_that_dies_are_gone_too(tmp_path: Path) -> None:
 
 def test_the_fork_server_may_be_killed_between_two_calls() -> None:
     assert works()
-    os.kill(local.server()._process.pid, signal.SIGKILL)
+    os.kill(local.server().process.pid, signal.SIGKILL)
     assert works()
 
 
 def test_the_fork_server_may_be_killed_during_a_call() -> None:
-    server = local.server()._process.pid
+    server = local.server().process.pid
 
     def kill_server() -> None:
         if lagom.rank() == 1:
@@ -672,7 +672,7 @@ def test_a_second_call_is_forked_from_the_same_server() -> None:
         host = Path(f"/proc/{os.getppid()}/stat").read_text()
         return int(host.rsplit(")", 1)[1].split()[1])
 
-    assert run(server).per_rank == run(server).per_rank == (local.server()._process.pid,) * 2
+    assert run(server).per_rank == run(server).per_rank == (local.server().process.pid,) * 2
 
 
 def test_many_calls_leave_no_files_open() -> None:
@@ -685,7 +685,7 @@ def test_many_calls_leave_no_files_open() -> None:
             run(_raise)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
-    server = local.server()._process.pid
+    server = local.server().process.pid
     assert len(os.listdir(f"/proc/{server}/fd")) < 12
 
 
@@ -752,7 +752,7 @@ try:
     experiment.lagom(train, config)
 except MyError as error:
     assert error.code == 5
-    print("ok", local.server()._process.pid)
+    print("ok", local.server().process.pid)
 """
 
 
@@ -777,7 +777,7 @@ def train():
     time.sleep(1000)
 
 config = TorchDistributedConfig(launcher="local", world_size=2)
-print("server", local.server()._process.pid, flush=True)
+print("server", local.server().process.pid, flush=True)
 try:
     experiment.lagom(train, config)
 except KeyboardInterrupt:

@@ -20,6 +20,7 @@ from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
 from lagom.launchers.run import RunView
+from lagom.monitor.progress import Progress
 from lagom.plan import Plan, plan
 from tests.integration import hosts
 
@@ -74,7 +75,7 @@ def run_with(tasks: list[tuple[list[str], bool]], address: str = "127.0.0.1") ->
 def test_a_machine_that_is_cut_off_is_named_and_then_given_up(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lagom.launchers.run, "_LOST_S", 7.0)
+    monkeypatch.setattr(lagom.launchers.run, "LOST_S", 7.0)
     with hosts.network(1) as (here, (there,)), run_with([([], True), (list(there.command), True)], here) as (run, _):
         there.cut_off()
         run.watch()
@@ -91,14 +92,14 @@ def test_a_machine_that_comes_back_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
     with hosts.network(1) as (here, (there,)), run_with([(list(there.command), True)], here) as (run, _):
         said: list[str] = []
 
-        def hear(text: str) -> None:
+        def hear(_: Progress, text: str) -> None:
             said.append(text)
             if "no sign of life for" in text:
                 there.reconnect()
             else:
                 run.stop()
 
-        monkeypatch.setattr(run._progress, "warn", hear)
+        monkeypatch.setattr(Progress, "warn", hear)
         there.cut_off()
         run.watch()
     assert run.lost() is None
@@ -119,7 +120,7 @@ def test_a_process_that_is_stopped_is_not_a_machine_that_is_gone(capfd: pytest.C
 
 
 def test_tasks_that_answer_are_waited_for_and_others_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lagom.launchers.run, "_ANSWER_S", 2.0)
+    monkeypatch.setattr(lagom.launchers.run, "ANSWER_S", 2.0)
     with run_with([([], True), ([], False)]) as (run, _):
         run.stop()
         run.watch()
@@ -142,7 +143,7 @@ def test_a_process_that_is_gone_is_named_with_its_ranks_and_host() -> None:
 def test_waiting_for_this_machine_is_no_alarm(
     launcher: str, said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lagom.launchers.run, "_IMPATIENT_S", 0.1)
+    monkeypatch.setattr(lagom.launchers.run, "IMPATIENT_S", 0.1)
     cluster = Cluster(launcher=launcher, slots=2)
     with RunView(plan(TorchDistributedConfig(world_size=2), cluster), "there", can_gather=False) as run:
         timer = threading.Timer(1.0, run.finish)

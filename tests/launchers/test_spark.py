@@ -12,7 +12,7 @@ import pytest
 
 from lagom.errors import LagomError
 from lagom.launchers.run import RunView
-from lagom.launchers.spark import SparkLauncher, _rows_of_failure
+from lagom.launchers.spark import SparkLauncher, rows_of_failure
 from lagom.launchers.spark_session import ClassicFacts, SparkFacts
 
 
@@ -49,7 +49,7 @@ class _NothingFailed:
 def test_executors_whose_python_will_not_do_are_one_line_with_what_to_do(said: str, meant: str) -> None:
     run: RunView = _NothingFailed()  # type: ignore[assignment]
     with pytest.raises(LagomError) as raised:
-        _rows_of_failure(RuntimeError(f"Job aborted due to stage failure: {said}\n\tat org.apache.spark"), run)
+        rows_of_failure(RuntimeError(f"Job aborted due to stage failure: {said}\n\tat org.apache.spark"), run)
     told = str(raised.value)
     assert told.startswith(f"Spark's job failed: {meant}. Install it there, or")
     assert f"set PYSPARK_PYTHON to a Python that has what this one has ({sys.executable})" in told
@@ -59,7 +59,7 @@ def test_executors_whose_python_will_not_do_are_one_line_with_what_to_do(said: s
 def test_another_failure_is_told_as_it_is() -> None:
     run: RunView = _NothingFailed()  # type: ignore[assignment]
     with pytest.raises(LagomError, match=r"^Spark's job failed: the disk is full$"):
-        _rows_of_failure(RuntimeError("the disk is full\n\tat org.apache.spark"), run)
+        rows_of_failure(RuntimeError("the disk is full\n\tat org.apache.spark"), run)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ class _Context:
 def test_executors_that_are_lost_are_awaited_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lagom.launchers.spark_session._COMES_S", 1.0)
-    monkeypatch.setattr("lagom.launchers.spark_session._IMPATIENT_S", 0.1)
+    monkeypatch.setattr("lagom.launchers.spark_session.EXECUTORS_S", 1.0)
+    monkeypatch.setattr("lagom.launchers.spark_session.IMPATIENT_S", 0.1)
     conf = {"spark.master": "spark://host:7077", "spark.executor.instances": "3", "spark.driver.host": "here"}
     context = _Context(last=3)
     found = ClassicFacts(
@@ -114,17 +114,17 @@ def test_executors_that_are_lost_are_awaited_once(
     assert "2 of 3 executors are there; waiting for Spark, for 1 s" in caplog.text
     context.last = 1  # these do not come back
     assert found.slots() == 1
-    monkeypatch.setattr("lagom.launchers.spark_session._COMES_S", 1000.0)
+    monkeypatch.setattr("lagom.launchers.spark_session.EXECUTORS_S", 1000.0)
     assert found.slots() == 1
     assert caplog.text.count("waiting") == 2
 
 
 def test_a_job_that_spark_does_not_end_is_left_where_failures_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyspark")
-    monkeypatch.setattr("lagom.launchers.spark._CANCELLED_S", 0.1)
+    monkeypatch.setattr("lagom.launchers.spark.CANCELLED_S", 0.1)
     never, cancelled = threading.Event(), list[str]()
     launcher = object.__new__(SparkLauncher)
-    launcher._facts = SimpleNamespace(  # type: ignore[assignment]
+    launcher.facts = SimpleNamespace(  # type: ignore[assignment]
         tag=lambda *about: None,
         map_tasks=lambda *about: never.wait(),
         thread_class=lambda: threading.Thread,
@@ -142,6 +142,6 @@ def test_a_job_that_spark_does_not_end_is_left_where_failures_say_why(monkeypatc
     spec: Any = SimpleNamespace(run_id="x")
     the_plan: Any = SimpleNamespace(name="x", world_size=2)
     with ExitStack() as stack:
-        assert launcher._job(cast(RunView, run), the_plan, spec, stack) == []
+        assert launcher.run_job(cast(RunView, run), the_plan, spec, stack) == []
     assert cancelled == ["lagom-x"]
     never.set()

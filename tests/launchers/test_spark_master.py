@@ -70,7 +70,7 @@ def test_a_master_at_which_nobody_listens_is_one_line_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.path", list(sys.path))
-    monkeypatch.setattr(spark_master, "_check_java", lambda: pytest.fail("came as far as Java"))
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))  # which has none: it does not come as far as Java
     (tmp_path / "s.py").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -94,14 +94,14 @@ def test_one_master_of_several_that_listens_is_enough_and_one_that_is_silent_end
         return socket.socket()
 
     monkeypatch.setattr(socket, "create_connection", dial)
-    monkeypatch.setattr(spark_master, "_REACH_S", 0.1)
-    spark_master._check_reach("spark://standby:1,good:1", [("standby", 1), ("good", 1)])
+    monkeypatch.setattr(spark_master, "REACH_S", 0.1)
+    spark_master.check_reach("spark://standby:1,good:1", [("standby", 1), ("good", 1)])
     with pytest.raises(LagomError, match=r"nobody listens at spark://silent:1 \(no answer within 0\.1 s\)"):
-        spark_master._check_reach("spark://silent:1", [("silent", 1)])
+        spark_master.check_reach("spark://silent:1", [("silent", 1)])
     for master in ("sc://silent:1", "k8s://https://silent:1"):  # these may be far
-        spark_master._check_reach(master, [("silent", 1)])
+        spark_master.check_reach(master, [("silent", 1)])
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
-    spark_master._check_reach("k8s://https://standby:1", [("standby", 1)])
+    spark_master.check_reach("k8s://https://standby:1", [("standby", 1)])
     time.sleep(0.5)
 
 
@@ -125,7 +125,7 @@ def test_java_that_will_not_do_is_told_before_spark_starts(
         (tmp_path / "bin" / "java").write_text("")
         (tmp_path / "bin" / "java").chmod(0o755)
         (tmp_path / "release").write_text('IMPLEMENTOR="x"\nJAVA_VERSION="1.8.0_392"\n')
-        monkeypatch.setattr(spark_master, "_pyspark_version", lambda: 4)
+        monkeypatch.setattr("pyspark.__version__", "4.0.0")
     said = {
         "none": "there is no java on PATH",
         "wrong home": f"JAVA_HOME is '{tmp_path}', where there is no bin/java",
@@ -157,7 +157,7 @@ def test_a_package_that_pyspark_lacks_in_this_process_is_told_as_such(
     assert told.startswith(f"this process's Python ({sys.executable}) lacks a package: [PACKAGE_NOT_INSTALLED] {said}")
     assert "pip install 'lagom-spark[spark]'" in told
     assert "\n" not in told
-    from lagom.doctor.visit import _here
+    from lagom.doctor.visit import check_this_process
 
-    found = _here("local")
+    found = check_this_process("local")
     assert (found.level, found.found[-8:], found.remedy) == ("warn", "no Spark", told)

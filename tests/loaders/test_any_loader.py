@@ -270,7 +270,7 @@ def test_samples_that_collate_leaves_out_are_told_of(collate_fn: Any) -> None:
         rows = torch.arange(12.0)[:, None].expand(12, 2)
         for _ in DataLoader(TensorRows(rows), batch_size=6, collate_fn=collate_fn):
             pass
-        return any("collate_fn leaves samples out" in line for line in session._said)
+        return any("collate_fn leaves samples out" in line for line in session.said)
 
     assert run_ranks(2, program) == [collate_fn is without_thirds] * 2
 
@@ -307,7 +307,7 @@ def test_a_program_whose_batches_come_from_no_loader_is_told_that_nothing_is_sha
                 optimizer.step()
         with torch.no_grad():
             list(DataLoader(TensorDataset(x), batch_size=8))
-        return [line for line in session._said if "nothing is shared out" in line]
+        return [line for line in session.said if "nothing is shared out" in line]
 
     for lines in run_ranks(2, program, batches=batches, always_slices=always_slices):
         assert len(lines) == (is_told != "")

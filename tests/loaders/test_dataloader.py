@@ -127,10 +127,10 @@ def test_an_iteration_that_goes_on_without_gradients_is_told() -> None:
     def run(session: Session) -> Any:
         begun = iter(DataLoader(Numbers(5), batch_size=2))
         next(begun)
-        before = any("goes on" in text for text in session._said)
+        before = any("goes on" in text for text in session.said)
         with torch.no_grad():
             next(begun)
-        return before, any("goes on" in text for text in session._said)
+        return before, any("goes on" in text for text in session.said)
 
     assert run_ranks(2, run) == [(False, True)] * 2
 

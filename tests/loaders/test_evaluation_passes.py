@@ -231,7 +231,7 @@ def test_training_of_any_form_is_no_error(world_size: int) -> None:
             for _epoch in range(2):
                 train(model, optimizer, DataLoader(data(24), batch_size=12))
             found.append([parameter.detach() for parameter in model.parameters()])
-        assert not any("without a backward" in text for text in session._said)
+        assert not any("without a backward" in text for text in session.said)
         return found
 
     check_against_one_process(program, world_size)
@@ -290,7 +290,7 @@ def test_rows_that_nothing_is_known_of_are_told_of_also_after_training() -> None
         fit(model, optimizer, loader)
         told = []
         for _pass in range(3):
-            told.append(any("without a backward" in text for text in session._said))
+            told.append(any("without a backward" in text for text in session.said))
             torch.cat([x for x, _ in loader]).numpy()
         return told
 

@@ -264,7 +264,7 @@ def test_a_stream_without_batches_is_seen_by_all_and_that_is_said() -> None:
             [int(x) for x in DataLoader(Numbers(2), batch_size=None)],
             session.weight,
             session.samples_trained,
-            any('batches="whole"' in text for text in session._said),
+            any('batches="whole"' in text for text in session.said),
         )
 
     assert run_ranks(2, run) == [(list(range(7)), [0, 1], 1.0, 9, True)] * 2

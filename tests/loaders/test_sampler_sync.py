@@ -220,12 +220,12 @@ def test_an_order_that_follows_what_the_loop_saw_is_told_of() -> None:
     def program(session: Session) -> list[bool]:
         model, found = torch.nn.Linear(1, 1), []
         for sampler in (Shuffled(), ByScore()):
-            session._said.clear()
+            session.said.clear()
             for _epoch in range(2):
                 for (x,) in DataLoader(TensorDataset(torch.arange(12.0)[:, None]), batch_size=4, sampler=sampler):
                     model(x).mean().backward()
                     sampler.scores[x[:, 0].long()] = x[:, 0].fmod(5)
-            found.append(any("follows what the loop has seen" in text for text in session._said))
+            found.append(any("follows what the loop has seen" in text for text in session.said))
         return found
 
     assert run_ranks(2, program) == [[False, True]] * 2

@@ -136,7 +136,7 @@ def test_the_line_keeps_away_from_one_that_the_program_has_begun(monkeypatch: py
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_the_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    monkeypatch.setattr(module, "_columns", lambda: columns)
+    monkeypatch.setattr(module, "terminal_columns", lambda: columns)
     progress, stream = shown(monkeypatch, live=True, world_size=3)
     for rank, samples in ((0, 4096), (1, 4000), (2, 4050)):
         progress.show(step(rank, samples=samples))
@@ -145,7 +145,7 @@ def test_the_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: in
     if columns > 40:  # there is room for one: that which is the farthest behind
         assert "rank 1: epoch 1" in line
         assert line.endswith(" more ranks") or columns == 120
-    monkeypatch.setattr(module, "_columns", lambda: 20)
+    monkeypatch.setattr(module, "terminal_columns", lambda: 20)
     progress.make_room(stream, "x\n")
     assert stream.getvalue().endswith("\r" + " " * 19 + "\r")
 

@@ -18,7 +18,7 @@ def serve() -> None:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Importers:
     """A library that has ``serve``, and a module that has imported it by its name."""
-    monkeypatch.setattr(importers, "_all", [])
+    monkeypatch.setattr(importers, "all_importers", [])
     return Importers(imported(monkeypatch, "library", serve=serve), "serve")
 
 

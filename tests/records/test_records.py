@@ -181,7 +181,7 @@ def test_a_default_that_cannot_be_is_a_warning(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_a_rank_that_writes_without_end_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_LOG", 1 << 20)
+    monkeypatch.setattr(module, "MAX_LOG_BYTES", 1 << 20)
     kept = records(tmp_path, False, {"name": "../a b"})
     assert kept is not None
     assert kept.folder.parent == tmp_path

@@ -90,14 +90,14 @@ def test_a_run_is_kept_at_a_url_as_it_is_in_a_folder(url: str, tmp_path: Path) -
 
 def test_what_a_run_has_written_is_there_before_its_end(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = threading.Semaphore(0)
-    original = Upload._send
+    original = Upload.send_changes
 
     def send(upload: Upload) -> None:
         original(upload)
         passes.release()
 
-    monkeypatch.setattr(upload, "_EVERY_S", 0.01)
-    monkeypatch.setattr(Upload, "_send", send)
+    monkeypatch.setattr(upload, "EVERY_S", 0.01)
+    monkeypatch.setattr(Upload, "send_changes", send)
     kept = records(url, False, {"name": "x"})
     assert isinstance(kept, RunRecords)
     kept.wrote(3, b"hello")
@@ -128,7 +128,7 @@ def test_what_cannot_be_copied_at_the_end_stays(
     def full(*args: Any) -> None:
         raise OSError("quota exceeded")
 
-    monkeypatch.setattr(kept.upload._system, "put_file", full)
+    monkeypatch.setattr(kept.upload.file_system, "put_file", full)
     monkeypatch.setattr("lagom.records.upload.time.sleep", lambda seconds: None)
     kept.ended({"outcome": "returned"})
     folder = kept.folder

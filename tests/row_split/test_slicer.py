@@ -400,7 +400,7 @@ def on_ranks(world_size: int) -> list[dict[str, Any]]:
 def run_alike(session: Session, program: Program) -> tuple[Any, list[str]]:
     """Run ``program`` as the first in its process: with the same random numbers, and nothing said before."""
     seed_everything(0)
-    session._said.clear()
+    session.said.clear()
     return program(session), whole_on_every_rank(session)
 
 
@@ -438,7 +438,7 @@ def test_others_run_whole_and_the_log_says_why(program: Program) -> None:
 
 
 def whole_on_every_rank(session: Session) -> list[str]:
-    return sorted(text for text in session._said if "runs whole on every rank" in text)
+    return sorted(text for text in session.said if "runs whole on every rank" in text)
 
 
 def rows_seen(model: nn.Linear, rows: list[int]) -> nn.Module:
@@ -497,8 +497,8 @@ def test_what_shares_out_small_models_is_said_once() -> None:
         loader = DataLoader(data(16), batch_size=8)
 
         def said() -> list[str]:
-            found = [text for text in session._said if "batches='split'" in text]
-            session._said.clear()
+            found = [text for text in session.said if "batches='split'" in text]
+            session.said.clear()
             return found
 
         for _ in range(3):  # without a loader there are no batches to split
@@ -523,7 +523,7 @@ def test_what_shares_out_small_models_is_said_once() -> None:
     def small_only(session: Session) -> list[str]:
         trained(network(), mean_loss)
         trained(nn.Sequential(network()), mean_loss)
-        return sorted(session._said)
+        return sorted(session.said)
 
     first, second = run_ranks(2, small_only, batches="whole", always_slices=False)
     assert len(first) == 1

@@ -575,7 +575,7 @@ def test_half_precision_and_adam_are_allowed_their_rounding() -> None:
 def test_a_notebook_gets_a_table() -> None:
     found = train_verified(2)
     text = found._repr_html_()
-    assert text.count("<tr>") == 1 + len(found._shown())
+    assert text.count("<tr>") == 1 + len(found.shown_rows())
     assert "<th style='text-align:left'>2 ranks, batches=&#x27;split&#x27;</th>" in text
     assert re.search(r"<td[^>]*>losses</td>", text)
 

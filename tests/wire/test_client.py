@@ -102,7 +102,7 @@ def test_send_to_somebody_who_does_not_read_gives_up(pair: tuple[DriverClient, D
 def test_offers_to_a_slow_reader_cost_no_time_and_are_dropped_and_counted(
     pair: tuple[DriverClient, DriverClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MAX_BACKLOG", 4 << 20)
+    monkeypatch.setattr(module, "MAX_BACKLOG_BYTES", 4 << 20)
     left, right = pair
     for number in range(1000):
         left.offer({"type": "log", "n": number, "data": "x" * 20_000})  # one that waits for the reader waits for ever

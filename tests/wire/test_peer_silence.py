@@ -57,7 +57,7 @@ def test_a_process_that_takes_nothing_in_is_not_a_machine_that_is_gone() -> None
 @pytest.mark.skipif(not hosts.allowed(), reason="no namespaces may be made here")
 @pytest.mark.parametrize("waiting", [False, True])
 def test_a_link_to_a_machine_that_is_cut_off_ends(waiting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "_LOST_AFTER_S", 3.0)
+    monkeypatch.setattr(link_module, "LOST_AFTER_S", 3.0)
     with hosts.network(1) as (_, (there,)):
         command = [*there.command, sys.executable, "-c", LISTENER, there.address]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:

@@ -332,10 +332,10 @@ print(made)
 
 
 def test_a_rank_that_was_thrown_out_in_a_crowd_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lagom.wire.listener._STRANGERS", 0)
+    monkeypatch.setattr("lagom.wire.listener.MAX_STRANGERS", 0)
     with Driver() as driver:
         address, secret = driver.address, driver.channel.secret
-        crowd = threading.Timer(0.01, lambda: monkeypatch.setattr("lagom.wire.listener._STRANGERS", 10))
+        crowd = threading.Timer(0.01, lambda: monkeypatch.setattr("lagom.wire.listener.MAX_STRANGERS", 10))
         assert dial(address, secret, {"purpose": "task", "task": 0}, 2.0) is None  # each time the oldest, and only one
         crowd.start()
         link = dial(address, secret, {"purpose": "task", "task": 0}, 5.0)

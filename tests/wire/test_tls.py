@@ -7,6 +7,7 @@ import hashlib
 import os
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from lagom.wire import tls as module
 from lagom.wire.client import DriverClient, Message, deliver, dial, fetch
 from lagom.wire.server import DriverServer, anonymous_file
 from lagom.wire.tls import NoCertificate, certificate_of_a_run
@@ -158,10 +158,10 @@ def test_a_host_whose_clock_is_behind_is_served(monkeypatch: pytest.MonkeyPatch)
             strict.wrap_socket(connection)
 
 
-@pytest.mark.parametrize("way", ["_by_package", "_by_program"])
+@pytest.mark.parametrize("way", ["package", "program"])
 def test_the_certificate_is_made_by_what_there_is(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if way == "_by_program":
-        monkeypatch.setattr(module, "_by_package", lambda: "")
+    if way == "program":
+        monkeypatch.setitem(sys.modules, "cryptography", None)
     else:
         monkeypatch.setattr("shutil.which", lambda _: None)
     with channel() as (made, address, certificate, messages):
@@ -171,7 +171,7 @@ def test_the_certificate_is_made_by_what_there_is(way: str, monkeypatch: pytest.
 
 
 def test_where_nothing_makes_one_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_by_package", lambda: "")
+    monkeypatch.setitem(sys.modules, "cryptography", None)
     monkeypatch.setattr("shutil.which", lambda _: "/bin/false")
     with pytest.raises(NoCertificate, match="/bin/false made no certificate"):
         certificate_of_a_run()

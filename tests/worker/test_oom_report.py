@@ -83,11 +83,11 @@ def test_the_level_that_would_fit_is_named(
 ) -> None:
     """A model of 4 MB (decimal) with Adam, and 1 MB wanted."""
     size = 1_000_000
-    monkeypatch.setattr(oom_report, "_limit", lambda _: AvailableMemory(int(room * size), "as the test says"))
-    monkeypatch.setattr(oom_report, "_used", lambda session, _: held_memory(session).total)
+    monkeypatch.setattr(oom_report, "memory_limit", lambda _: AvailableMemory(int(room * size), "as the test says"))
+    monkeypatch.setattr(oom_report, "used_memory", lambda session, _: held_memory(session).total)
 
     def fails(session: Session) -> str:
-        before = len(oom_report._levels(2))
+        before = len(oom_report.possible_levels(2))
         assert before == 0, "another test left an optimizer behind"
         network = nn.Linear(1000, 1000, bias=False)
         optimizer = torch.optim.Adam(network.parameters())

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adafactor, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.collectives.background import _Task as Overlapped
+from lagom.collectives.background import BackgroundTask
 from lagom.collectives.group import Group
 from lagom.gradients import overlap
 from lagom.gradients.reduction import layout
@@ -249,7 +249,7 @@ def test_large_gradients_are_cut_while_a_backward_runs(way: str, monkeypatch: py
     if way == "whole":
         monkeypatch.setattr(Group, "reduces_parts", False)
     # At once, and not when it has come to pass: that depends on the machine.
-    monkeypatch.setattr(Overlapped, "is_completed", lambda task: task.wait() or True, raising=False)
+    monkeypatch.setattr(BackgroundTask, "is_completed", lambda task: task.wait() or True, raising=False)
 
     def train(session: Session) -> Any:
         torch.set_default_dtype(torch.float64)
@@ -258,7 +258,7 @@ def test_large_gradients_are_cut_while_a_backward_runs(way: str, monkeypatch: py
         optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
         early: list[int] = []
         if session.gradients is not None:
-            name = "_cut_shard" if way == "whole" or not _shares_memory(session) else "take_shard_early"
+            name = "cut_shard" if way == "whole" or not _shares_memory(session) else "take_shard_early"
             done: Any = getattr(session.gradients, name)
             setattr(session.gradients, name, lambda *given: early.append(session.depth) or done(*given))  # type: ignore[func-returns-value]
         none = []

@@ -280,13 +280,14 @@ def test_what_is_used_again_and_again_is_made_whole_a_few_times() -> None:
         assert session.weights is not None
         torch.set_default_dtype(torch.float64)
         cell = nn.RNNCell(16, 16)
-        calls, ask = [], session.weights._group.ask
+        assert session.group is not None
+        calls, ask = [], session.group.ask
 
         def counted(what: bytes) -> bool:
             calls.append(what)
             return ask(what)
 
-        session.weights._group.ask = counted  # type: ignore[method-assign]
+        session.group.ask = counted  # type: ignore[method-assign]
 
         class Unrolled(nn.Module):
             def forward(self, x: Tensor) -> Tensor:

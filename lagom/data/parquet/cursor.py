@@ -110,9 +110,9 @@ class RowGroupCursor:
         if not self._fast.columns or not wanted:
             return RowGroupPart(batch, {})
         arrays = self._fast.read(min(wanted, self._most))
-        return self._by_arrow() if arrays is None else RowGroupPart(batch, arrays)
+        return self.read_by_arrow() if arrays is None else RowGroupPart(batch, arrays)
 
-    def _by_arrow(self) -> RowGroupPart:
+    def read_by_arrow(self) -> RowGroupPart:
         """Let Arrow read the row group again from the present row on; lagom's decoder cannot."""
         assert self._opened is not None
         self._batches = self._source.table.batches(self._opened.parquet, self._group, self._most, threads=self._threads)

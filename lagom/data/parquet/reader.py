@@ -40,7 +40,8 @@ class TableReader:
         self._table = table
         self._source = Source(table, leaves)
         self._most_bytes = most_bytes
-        self._passes: OrderedDict[Epoch, _Pass] = OrderedDict()
+        self.passes: OrderedDict[Epoch, _Pass] = OrderedDict()
+        """Open passes, in the order of their last use."""
         self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._num_decoded = 0
         self._starts = np.concatenate([[0], np.cumsum(np.array(table.counts, np.int64))])
@@ -52,7 +53,7 @@ class TableReader:
             DataError: if a file cannot be read.
         """
         narrow = rank_lane(places, epoch.streams)
-        current = self._passes.get(epoch)
+        current = self.passes.get(epoch)
         if current is None or current.lane != narrow:
             order = EpochOrder(self._table.counts, epoch.seed, epoch.streams, epoch.window)
             if current is not None and narrow.step < current.lane.step and len(places) == 1:
@@ -63,26 +64,26 @@ class TableReader:
             # A worker reads only some batches, and with a number of ranks that does not divide ``streams`` a rank uses
             # only some of the rows that it reads: then cells are decoded when they are needed.
             decodes = narrow.step == places.step and get_worker_info() is None
-            current = self._passes[epoch] = _Pass(
+            current = self.passes[epoch] = _Pass(
                 self._source,
                 order,
                 narrow,
                 len(places) * places.step // narrow.step,
                 decodes=decodes,
             )
-        self._passes.move_to_end(epoch)
-        while len(self._passes) > _PASSES:
-            self._passes.popitem(last=False)[1].close()
+        self.passes.move_to_end(epoch)
+        while len(self.passes) > _PASSES:
+            self.passes.popitem(last=False)[1].close()
         found = current.rows(places)
         if current.is_over(places):
-            self._passes.pop(epoch).close()
+            self.passes.pop(epoch).close()
         return found
 
     def _leave(self, epoch: Epoch) -> None:
         """End the pass over ``epoch``, and passes of the same source that no iterator continues."""
-        for other in list(self._passes):
+        for other in list(self.passes):
             if other == epoch or (other.source == epoch.source and other.is_left):
-                self._passes.pop(other).close()
+                self.passes.pop(other).close()
 
     def pick(self, index: NDArray[np.int64], *, is_asked: bool = True) -> list[RowSpan]:
         """Return the rows at ``index``, counted in the order of the table.
@@ -108,9 +109,9 @@ class TableReader:
 
     def close(self) -> None:
         """End all threads."""
-        for one in self._passes.values():
+        for one in self.passes.values():
             one.close()
-        self._passes.clear()
+        self.passes.clear()
 
     def _kept(self, number: int, is_asked: bool) -> Block:
         block = self._blocks.pop(number, None)

@@ -16,7 +16,7 @@ class FileVersions:
     """
 
     def __init__(self) -> None:
-        self._boot = _boot()
+        self._boot = boot_id()
         self._times: dict[str, int] = {}
         self._stored: dict[str, int | None] = {}
 
@@ -52,7 +52,7 @@ class FileVersions:
             raise _again(path)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        boot = _boot()
+        boot = boot_id()
         self.__dict__.update(state if state["_boot"] == boot else {**state, "_boot": boot, "_times": {}})
 
 
@@ -72,7 +72,7 @@ def _again(path: str) -> DataError:
     )
 
 
-def _boot() -> str:
+def boot_id() -> str:
     """Return an id of this host since it was booted; empty if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -88,7 +88,7 @@ def locate(sources: list[str], filesystem: Any = None) -> Location:
 
 
 def _located(sources: list[str], filesystem: Any) -> Location:
-    places = [_place(source, filesystem) for source in sources]
+    places = [file_system_of(source, filesystem) for source in sources]
     home = places[0][0]
     for source, (other, _) in zip(sources, places, strict=True):
         if not other.equals(home):
@@ -111,7 +111,8 @@ def _located(sources: list[str], filesystem: Any) -> Location:
     return Location(home, places[0][1] if is_folder else None, files, {}, None)
 
 
-def _place(source: str, filesystem: Any) -> tuple[Any, str]:
+def file_system_of(source: str, filesystem: Any = None) -> tuple[Any, str]:
+    """Return the file system of ``source``, which is ``filesystem`` if given, and the path in it."""
     from pyarrow import fs
 
     if filesystem is not None:

@@ -39,7 +39,7 @@ class PowerSGD:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._mean = Mean(group)
-        self._kept: dict[int, _CompressionState] = {}
+        self.states: dict[int, _CompressionState] = {}
 
     def frame_bytes(self, room: int) -> int:
         """Return ``room``: gradients that are not compressed may use all of it."""
@@ -75,7 +75,7 @@ class PowerSGD:
 
     def forget(self, is_alive: Callable[[int], bool]) -> None:
         """Drop the state of leaves for whose numbers ``is_alive`` is False."""
-        self._kept = {number: kept for number, kept in self._kept.items() if is_alive(number)}
+        self.states = {number: kept for number, kept in self.states.items() if is_alive(number)}
 
     def _approximate(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         matrices = [_to_matrix(gradient) for gradient in gradients]
@@ -91,11 +91,11 @@ class PowerSGD:
                 gradient.fill_(torch.nan)
                 continue
             result = bases[i] @ seconds[i].T
-            self._kept[numbers[i]] = _CompressionState(seconds[i], matrix.sub_(result))
+            self.states[numbers[i]] = _CompressionState(seconds[i], matrix.sub_(result))
             gradient.copy_(result.view(gradient.shape))
 
     def _state_of(self, number: int, matrix: torch.Tensor) -> _CompressionState:
-        found = self._kept.get(number)
+        found = self.states.get(number)
         if found is not None and (found.error.shape, found.error.dtype) == (matrix.shape, matrix.dtype):
             return found
         generator = torch.Generator().manual_seed(abs(number))  # equal on all ranks, apart from the program's

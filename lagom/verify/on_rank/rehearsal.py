@@ -222,7 +222,7 @@ class _Notes:
         for number, leaf in self.record.leaves.items():
             leaf.end = sketch(self._kept[number])
         self.record.num_samples = self.session.samples_trained
-        self.record.notes = sorted(self.session._said)
+        self.record.notes = sorted(self.session.said)
 
 
 def _backward(notes: _Notes) -> Callable[..., Any]:

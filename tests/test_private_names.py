@@ -1,0 +1,84 @@
+"""Tests judge by behaviour: few of them name what is private in lagom, so that its code can be changed without them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MOST = 9
+"""Uses of private names of lagom in tests. This number only falls."""
+OF_OTHERS = {
+    "_base",
+    "_clear",
+    "_dataset_fetcher",
+    "_device_types",
+    "_devices",
+    "_iterator",
+    "_native",
+    "_pid",
+    "_process",
+}
+OF_OTHERS |= {"_repr_html_", "_timeout", "_Unpickler", "_world"}
+"""Names of Python's, torch's and Jupyter's, and of the compiled part, that lagom has too."""
+_PRIVATE = re.compile(r"_(?!_)\w+")
+
+
+def test_few_tests_name_what_is_private() -> None:
+    private = {name for path in (ROOT / "lagom").rglob("*.py") for name in defined(ast.parse(path.read_text()))}
+    private = {name for name in private if _PRIVATE.fullmatch(name)} - OF_OTHERS
+    assert len(private) > 1000
+    found = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line, name in used(ast.parse(path.read_text()), private)
+    ]
+    assert len(found) <= MOST, "judge by behaviour, or give the room a public name:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from lagom.data import _x",
+        "module._x",
+        "module._x()",
+        "session.one._x.two",
+        "monkeypatch.setattr(module, '_x', 3)",
+        "monkeypatch.setattr('lagom.data._x', 3)",
+    ],
+)
+def test_a_private_name_is_found(source: str) -> None:
+    assert list(used(ast.parse(source), {"_x"})) == [(1, "_x")]
+
+
+@pytest.mark.parametrize("source", ["_x = 3", "self._x", "from torch import _x", "'of _x it says'", "module._other"])
+def test_others_are_not(source: str) -> None:
+    assert list(used(ast.parse(source), {"_x"})) == []
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Names that a module gives to functions, classes, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def used(tree: ast.AST, private: set[str]) -> Iterator[tuple[int, str]]:
+    """Lines and names of ``private`` that a test imports, reads of another object, or names in a text."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lagom"):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            names = [node.attr]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [re.sub(r"^lagom\.[\w.]*\.", "", node.value)]
+        yield from ((getattr(node, "lineno", 0), name) for name in names if name in private)
