@@ -14,6 +14,7 @@ from lagom.errors import DivergenceError
 from lagom.gradients.accumulation import Accumulation
 from lagom.gradients.autograd_grad import AutogradGradAverager, is_averaged
 from lagom.gradients.backward_gradients import DelayedHooks, encode_batch, run_hooks
+from lagom.gradients.batched_roots import take_one_by_one
 from lagom.gradients.cached_backward import BackwardCache
 from lagom.patching.replace import replaced
 from lagom.row_split.gradient_path import watch_gradient
@@ -249,6 +250,12 @@ class _Backwards:
     def run_grad(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run ``torch.autograd.grad``, and average the gradients of parameters, unless it runs inside a backward."""
         inputs: Sequence[Any] = args[3]
+        if self._must_take_one_by_one(outputs, args):
+
+            def take(roots: tuple[Tensor, ...], is_last: bool) -> Any:
+                return self.run_grad(outputs, (roots, args[1] if is_last else True, *args[2:]), options)
+
+            return take_one_by_one(args[0], take)
         if self._session.depth:
             with self._enter_backward():
                 return self._original(outputs, *args, **options)
@@ -272,6 +279,14 @@ class _Backwards:
         for i, average in zip(shared, averages, strict=True):
             found[i] = None if average is None else run_hooks(inputs[i], average)
         return tuple(found)
+
+    def _must_take_one_by_one(self, outputs: Sequence[Any], args: tuple[Any, ...]) -> bool:
+        """Return whether the call asks for several gradients at once of something that ranks have computed by rows."""
+        if self._session.depth or self._session.sliced_forward is not None or self._session.is_probing:
+            return False
+        if not any(isinstance(root, Tensor) and is_batched(root) and root.numel() for root in args[0]):
+            return False
+        return not any(isinstance(one, Tensor) and is_batched(one) for one in outputs) and passes_gather(outputs)
 
     def _find_averaged_inputs(self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Any]) -> list[int]:
         """Return the indices of the ``inputs`` whose gradients are averaged."""
