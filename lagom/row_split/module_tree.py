@@ -110,7 +110,7 @@ class _ModuleList(NamedTuple):
 
 def _tree_fingerprint(modules: list[nn.Module]) -> object:
     """Return a fingerprint of the submodule tree; it changes when a child is added or replaced."""
-    return [tuple(map(id, module.__dict__["_modules"].values())) for module in modules]
+    return [tuple(map(id, (module.__dict__.get("_modules") or {}).values())) for module in modules]
 
 
 def call_kind(candidate: SplitCandidate, surroundings: Surroundings) -> object:

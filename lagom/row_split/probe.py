@@ -23,6 +23,7 @@ from lagom.row_split.recorder import BlockRecorder, NotByRowsError, Recorder
 from lagom.row_split.restore import ModuleState, copy_buffers, parameter_checksums, restored_state
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense
 from lagom.row_split.whole_batch import RowBlock
+from lagom.run_state.memory_layout import memory_order, shares_memory
 from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def _run_and_compare(
     recorder = Recorder([leaf for leaf in given if is_batch(leaf, candidate.rows)], parameters)
     with statistics(noted):
         outputs, finding.factors, finding.spec = _run_forward(candidate, recorder, given, candidate.rows, noted)
+    finding.orders = [memory_order(one) if isinstance(one, torch.Tensor) else None for one in outputs]
     if finding.repeats and noted.noted:
         raise NotByRowsError("normalises by statistics of the whole batch (BatchNorm in train mode)")
     buffers = copy_buffers(candidate.inside)
@@ -243,6 +245,7 @@ def _run_forward(
     if said.getvalue():
         raise NotByRowsError("prints, and would print of a part of the batch")
     factors = [_rows_per_input_row(output, recorder, rows) for output in outputs]
+    _check_memory(outputs, factors, leaves)
     # Copies, so that storages that are still alive afterwards are those that the program keeps.
     copies = [output.detach().clone() if isinstance(output, torch.Tensor) else output for output in outputs]
     outputs.clear()
@@ -250,6 +253,15 @@ def _run_forward(
     if recorder.keeps_results(known):
         raise NotByRowsError("keeps a tensor of its forward beside its output, which would be of a part of the batch")
     return copies, factors, spec
+
+
+def _check_memory(outputs: list[Any], factors: list[int | None], leaves: list[Any]) -> None:
+    """Check that a change of one output in place changes nothing else that the program has."""
+    made = {id(one): one for one, factor in zip(outputs, factors, strict=True) if factor is not None}
+    for one in leaves:
+        made.pop(id(one), None)  # the program finds its own tensor again
+    if shares_memory(list(made.values()), [one for one in leaves if isinstance(one, torch.Tensor)]):
+        raise NotByRowsError("gives tensors that share memory, so that a change of one changes the other")
 
 
 def _rows_per_input_row(output: Any, recorder: Recorder, rows: int) -> int | None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from lagom.row_split.whole_batch import RowExchange
+    from lagom.row_split.whole_batch import Orders, RowExchange
 
 
 class SliceFunction(Function):
@@ -35,11 +35,17 @@ class GatherFunction(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: RowExchange, factors: Sequence[int], signed: bytes, ends: Sequence[Tensor], *blocks: Tensor
+        ctx: Any,
+        exchange: RowExchange,
+        factors: Sequence[int],
+        signed: bytes,
+        orders: Orders,
+        ends: Sequence[Tensor],
+        *blocks: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.factors, ctx.block_ends, ctx.is_watched = exchange, factors, ends, False
         ctx.set_materialize_grads(False)
-        wholes = exchange.gather(blocks, factors, signed)
+        wholes = exchange.gather(blocks, factors, signed, orders)
         ctx.mark_non_differentiable(*[w for w in wholes if not (w.is_floating_point() or w.is_complex())])
         return tuple(wholes)
 
@@ -50,7 +56,7 @@ class GatherFunction(Function):
             None if g is None else slice_rows(g, exchange, factor) * exchange.block.world_size
             for g, factor in zip(gradients, ctx.factors, strict=True)
         ]
-        return (None, None, None, None, *parts)
+        return (None, None, None, None, None, *parts)
 
 
 class EndFunction(Function):
@@ -66,14 +72,14 @@ class EndFunction(Function):
 
 
 def gather_blocks(
-    blocks: Sequence[Tensor], exchange: RowExchange, factors: Sequence[int], signed: bytes = b""
+    blocks: Sequence[Tensor], exchange: RowExchange, factors: Sequence[int], signed: bytes = b"", orders: Orders = ()
 ) -> Sequence[Tensor]:
     """Return the whole of each of ``blocks``, with a gradient if any block needs one."""
     if torch.is_grad_enabled() and any(block.requires_grad for block in blocks):
         ends = [EndFunction.apply(block) for block in blocks]  # type: ignore[no-untyped-call]
-        wholes: tuple[Tensor, ...] = GatherFunction.apply(exchange, factors, signed, ends, *blocks)  # type: ignore[no-untyped-call]
+        wholes: tuple[Tensor, ...] = GatherFunction.apply(exchange, factors, signed, orders, ends, *blocks)  # type: ignore[no-untyped-call]
         return wholes
-    return exchange.gather(blocks, factors, signed)
+    return exchange.gather(blocks, factors, signed, orders)
 
 
 def slice_rows(whole: Tensor, exchange: RowExchange, factor: int = 1) -> Tensor:

@@ -65,8 +65,8 @@ def is_splittable(session: Session, module: nn.Module) -> bool:
     """Return whether ranks may split a call of ``module`` by rows: all of them have the same input."""
     if not session.distributed or session.depth or session.is_probing or not session.shares_forwards:
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False  # torch.func's transforms cannot contain exchanges
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing():
+        return False  # neither torch.func's transforms nor a traced graph can contain exchanges
     evaluates = not (torch.is_grad_enabled() and module.training)
     if evaluates and session.config.evaluation != "gathered":
         return False
@@ -221,7 +221,8 @@ class Slicer:
                 "call; use batches='split' and evaluation='replicated' for this program"
             )
         try:
-            return tree_unflatten(self._gather_outputs(outputs, finding, exchange, candidate), spec)
+            passed = {id(leaf): whole for leaf, whole in zip(leaves, candidate.leaves, strict=True)}
+            return tree_unflatten(self._gather_outputs(outputs, passed, finding, exchange, candidate), spec)
         except UnequalInputError:
             if session.config.batches == "whole":
                 raise
@@ -230,12 +231,27 @@ class Slicer:
             return candidate.run(candidate.leaves)
 
     def _gather_outputs(
-        self, outputs: list[Any], finding: SplitFinding, exchange: RowExchange, candidate: SplitCandidate
+        self,
+        outputs: list[Any],
+        passed: dict[int, Any],
+        finding: SplitFinding,
+        exchange: RowExchange,
+        candidate: SplitCandidate,
     ) -> list[Any]:
-        by_rows = [(i, factor) for i, factor in enumerate(finding.factors) if factor is not None]
+        """Return the whole of each output.
+
+        Args:
+            passed: by id of what the module was called with, what the program called it with.
+        """
+        by_rows = [
+            (i, factor)
+            for i, factor in enumerate(finding.factors)
+            if factor is not None and id(outputs[i]) not in passed
+        ]
         # A module may return one tensor twice; the program finds one tensor again.
         blocks = list({id(outputs[i]): outputs[i] for i, _ in by_rows}.values())
         factors = list({id(outputs[i]): factor for i, factor in by_rows}.values())
+        orders = list({id(outputs[i]): finding.orders[i] for i, _ in by_rows}.values())
         for one, factor in zip(blocks, factors, strict=True):
             if not isinstance(one, torch.Tensor) or one.dim() == 0 or one.shape[0] != factor * exchange.block.num_mine:
                 raise LagomError(
@@ -243,8 +259,8 @@ class Slicer:
                     "sample, unlike at its first call; use batches='split' and evaluation='replicated' for this program"
                 )
         signed = b"".join(_sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
-        wholes = gather_blocks(blocks, exchange, factors, signed)
-        found = {
+        wholes = gather_blocks(blocks, exchange, factors, signed, orders)
+        found = passed | {
             id(one): whole if one.requires_grad else whole.detach() for one, whole in zip(blocks, wholes, strict=True)
         }
         return [found.get(id(one), one) for one in outputs]

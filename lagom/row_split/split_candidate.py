@@ -59,6 +59,8 @@ class SplitFinding:
     """Structure of the outputs."""
     factors: list[int | None] = field(default_factory=list)
     """Rows of each output per row of the batch; None for an output that is no tensor."""
+    orders: list[tuple[int, ...] | None] = field(default_factory=list)
+    """Dimensions of each output in the order of memory; None where they lie in order."""
     axes: dict[DrawKind, int | None] = field(default_factory=dict)
     """Row dimensions of the random draws; see ``Draws``."""
     reason: str | None = None

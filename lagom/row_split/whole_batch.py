@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lagom.collectives.group import Group
 
 
+Orders: TypeAlias = "Sequence[tuple[int, ...] | None]"
+"""Dimensions of tensors in the order of memory; None where they lie in order."""
 ALWAYS = False
 """Slice whether it pays or not: for tests and benchmarks."""
 _SPEED = {"cpu": 5e10, "cuda": 2e13}
@@ -98,7 +100,13 @@ class Gatherer:
         self._memory = KeptMemory()
 
     def gather(
-        self, tensors: Sequence[Tensor], factors: Sequence[int], block: RowBlock, place: str, signed: bytes = b""
+        self,
+        tensors: Sequence[Tensor],
+        factors: Sequence[int],
+        block: RowBlock,
+        place: str,
+        signed: bytes = b"",
+        orders: Orders = (),
     ) -> list[Tensor]:
         """Return the whole tensors of which each rank gives its block of rows, ``tensors``; a collective.
 
@@ -106,6 +114,7 @@ class Gatherer:
             factors: of each tensor, the rows per row of the batch.
             place: words for this place in an error.
             signed: bytes that must be equal on all ranks.
+            orders: of each tensor, its dimensions in the order in which memory is to have them; equal on all ranks.
 
         Raises:
             DivergenceError: on all ranks, when they gather different things.
@@ -115,6 +124,24 @@ class Gatherer:
             self._memory.empty(shape, t.dtype) if t.is_cpu else t.new_empty(shape)
             for t, shape in zip(tensors, shapes, strict=True)
         ]
+        self._fill(tensors, wholes, factors, block, place, signed)
+        return [
+            whole
+            if order is None
+            else torch.empty_permuted(whole.shape, order, dtype=whole.dtype, device=whole.device).copy_(whole)
+            for whole, order in zip(wholes, orders or [None] * len(wholes), strict=True)
+        ]
+
+    def _fill(
+        self,
+        tensors: Sequence[Tensor],
+        wholes: Sequence[Tensor],
+        factors: Sequence[int],
+        block: RowBlock,
+        place: str,
+        signed: bytes,
+    ) -> None:
+        """Fill ``wholes`` with the blocks of all ranks; a collective."""
         by_device: dict[torch.device, list[int]] = {}
         for index, tensor in enumerate(tensors):
             by_device.setdefault(tensor.device, []).append(index)
@@ -135,7 +162,6 @@ class Gatherer:
                 raise UnequalInputError(f"{place}: {_UNEQUAL}")
             if not is_small:
                 self._exchange_large(mine, [wholes[i] for i in indices], into)
-        return wholes
 
     def _exchange_small(self, mine: list[Tensor], into: list[list[Tensor]], mark: bytes, block: RowBlock) -> bool:
         """Exchange signatures together with small tensors; return whether all signatures are equal."""
@@ -205,9 +231,11 @@ class RowExchange:
     block: RowBlock
     place: str
 
-    def gather(self, tensors: Sequence[Tensor], factors: Sequence[int], signed: bytes = b"") -> list[Tensor]:
+    def gather(
+        self, tensors: Sequence[Tensor], factors: Sequence[int], signed: bytes = b"", orders: Orders = ()
+    ) -> list[Tensor]:
         """Gather whole tensors by ``Gatherer.gather``."""
-        return self.gatherer.gather(tensors, factors, self.block, self.place, signed)
+        return self.gatherer.gather(tensors, factors, self.block, self.place, signed, orders)
 
 
 # Note [Whole]
