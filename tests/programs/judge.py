@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
@@ -25,6 +26,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lagom.patching.replace import replaced
 from lagom.row_split.whole_batch import Gatherer
+from lagom.run_state.random_streams import seed_everything
 from lagom.session.session import Session
 from tests.ranks import alone, run_ranks
 
@@ -100,6 +102,29 @@ def on_ranks(
     return _in_scratch(lambda: run_ranks(world_size, body, **settings))
 
 
+def one_after_another(programs: Mapping[str, Callable[[], Any]], world_size: int, **settings: Any) -> dict[str, Run]:
+    """Run all ``programs`` on the same ranks, each from the same random numbers and in a folder of its own.
+
+    Args:
+        settings: of ``run_ranks``.
+    """
+    with scratch() as folder:
+        for name in programs:
+            (folder / name).mkdir()
+
+        def body(session: Session) -> dict[str, Seen]:
+            seen = {}
+            for name, train in programs.items():
+                os.chdir(folder / name)
+                seed_everything(0)
+                session._said.clear()
+                seen[name] = _observe(train)
+            return seen
+
+        ranks = run_ranks(world_size, body, **settings)
+        return {name: Run([rank[name] for rank in ranks], files_in(folder / name)) for name in programs}
+
+
 @contextmanager
 def scratch() -> Iterator[Path]:
     """An empty working directory, for a while."""
@@ -131,13 +156,19 @@ def _body(
     def body(_: object) -> Seen:
         if change is not None:
             change(module)  # in a process forked for this run
-        said = io.StringIO()
-        logging.getLogger("lagom").addHandler(logging.StreamHandler(said))
-        with redirect_stdout(io.StringIO()) as text, noted_passes() as passes, _counted_gathers() as gathers:
-            value = module.train(**options)
-        return Seen(value, text.getvalue(), passes, _children(), said.getvalue(), len(gathers))
+        return _observe(lambda: module.train(**options))
 
     return body
+
+
+def _observe(train: Callable[[], Any]) -> Seen:
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("lagom").addHandler(handler)
+    with redirect_stdout(io.StringIO()) as text, noted_passes() as passes, _counted_gathers() as gathers:
+        value = train()
+    logging.getLogger("lagom").removeHandler(handler)
+    return Seen(value, text.getvalue(), passes, _children(), said.getvalue(), len(gathers))
 
 
 def _children() -> list[str]:
@@ -214,6 +245,8 @@ def differences(found: Any, wanted: Any, where: str = "value", tolerance: float 
         return [line for i, (one, other) in parts for line in differences(one, other, f"{where}[{i}]", tolerance)]
     if isinstance(wanted, torch.Tensor):
         return _tensor_differences(found, wanted, where, tolerance)
+    if isinstance(wanted, np.ndarray):
+        return differences(found.tolist(), wanted.tolist(), where, tolerance)
     if isinstance(wanted, float):
         return differences(torch.tensor(found), torch.tensor(wanted), where, tolerance)
     return [] if found == wanted else [f"{where} is {found!r}, not {wanted!r}"]
@@ -224,6 +257,8 @@ def _tensor_differences(found: torch.Tensor, wanted: torch.Tensor, where: str, t
         return [f"{where} is {found.dtype}{list(found.shape)}, not {wanted.dtype}{list(wanted.shape)}"]
     if torch.equal(found, wanted):
         return []
+    if wanted.is_complex():
+        found, wanted = torch.view_as_real(found.resolve_conj()), torch.view_as_real(wanted.resolve_conj())
     found, wanted = found.detach().double(), wanted.detach().double()
     error = ((found - wanted).abs() / wanted.abs().clamp_min(1.0)).max().item()
     return [] if error <= tolerance else [f"{where} is off by {error:.1e}"]  # also when it is no number

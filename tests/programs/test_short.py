@@ -1,0 +1,89 @@
+"""Short programs, several in a file of ``short``: one plain process against ranks, in all that can be seen.
+
+All programs of a file run one after another on the same ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.programs import judge
+
+TOLERANCE = 1e-10
+"""Tolerance for weights and returned numbers, relative to the larger of 1 and the number."""
+WHOLE = {
+    "torch_features.functional": "",
+    "torch_features.saved_tensors_packed": "takes the numbers of its input out of torch",
+    "torch_features.scripted": "it is TorchScript, into which lagom does not look",
+    "torch_features.vectorised_ensemble": "",
+}
+"""Programs of which nothing is sliced, and a part of the line that says why; the others have sliced forwards."""
+Program = Callable[[], Any]
+
+
+def _programs() -> dict[str, dict[str, Program]]:
+    found: dict[str, dict[str, Program]] = {}
+    for path in sorted((judge.HERE / "short").glob("*.py")):
+        module = importlib.import_module(f"tests.programs.short.{path.stem}")
+        found[path.stem] = {
+            name: partial(in_float64, value)
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        }
+    return found
+
+
+def in_float64(program: Program) -> Any:
+    """Run a program with numbers of 64 bits, so that sums in another order do not matter."""
+    torch.set_default_dtype(torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return program()
+
+
+PROGRAMS = _programs()
+"""Every public function of each file, imported before any test begins."""
+NAMES = [(file, name) for file, programs in PROGRAMS.items() for name in programs]
+
+
+@cache
+def plain_runs(file: str) -> dict[str, judge.Run]:
+    return judge.one_after_another(PROGRAMS[file], 1, patches=False)
+
+
+@cache
+def runs(file: str, world_size: int, always_slices: bool) -> dict[str, judge.Run]:
+    return judge.one_after_another(PROGRAMS[file], world_size, batches="whole", always_slices=always_slices)
+
+
+# Blocks of three ranks are uneven, and sums of three numbers are added in another order: these show what two show.
+@pytest.mark.parametrize(
+    ("world_size", "always_slices"),
+    [
+        pytest.param(3, True, id="3-sliced"),
+        pytest.param(2, False, id="2"),
+        pytest.param(2, True, id="2-sliced", marks=pytest.mark.soak),
+        pytest.param(3, False, id="3", marks=pytest.mark.soak),
+        pytest.param(1, True, id="1", marks=pytest.mark.soak),
+    ],
+)
+@pytest.mark.parametrize(("file", "name"), NAMES)
+def test_ranks_give_what_one_process_gives(file: str, name: str, world_size: int, always_slices: bool) -> None:
+    plain, run = plain_runs(file)[name], runs(file, world_size, always_slices)[name]
+    for rank in run.ranks:
+        assert judge.differences(rank.value, plain.ranks[0].value, tolerance=TOLERANCE) == []
+        assert judge.text_differences(rank.text, plain.ranks[0].text) == []
+        assert rank.passes == plain.ranks[0].passes
+        assert rank.left == []
+    assert judge.file_differences(run.files, plain.files) == []
+    if always_slices and world_size > 1:
+        assert (max(rank.num_gathered for rank in run.ranks) > 0) != (f"{file}.{name}" in WHOLE)
+        assert WHOLE.get(f"{file}.{name}", "") in run.ranks[0].said
