@@ -15,6 +15,7 @@ from lagom.patching.object_reference import ObjectReference
 from lagom.row_split.recorder import NotByRowsError
 from lagom.row_split.split_candidate import SplitCandidate, is_batch
 from lagom.row_split.surroundings import Surroundings
+from lagom.run_state.memory_layout import memory_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -116,7 +117,7 @@ def _tree_fingerprint(modules: list[nn.Module]) -> object:
 def call_kind(candidate: SplitCandidate, surroundings: Surroundings) -> object:
     """Return a key that is equal for calls to which the same finding applies."""
     leaves = tuple(
-        (leaf.dim(), leaf.dtype, leaf.requires_grad, is_batch(leaf, candidate.rows))
+        (leaf.dim(), leaf.dtype, leaf.requires_grad, is_batch(leaf, candidate.rows), memory_order(leaf))
         if isinstance(leaf, torch.Tensor)
         else (leaf if isinstance(leaf, (bool, int, str, type(None))) else (type(leaf), _sign(leaf)))
         for leaf in candidate.leaves

@@ -19,11 +19,12 @@ from lagom.errors import LagomError
 from lagom.random_states import equal_random_states, random_states
 from lagom.row_split.comparison import are_close, compare, compare_buffers, tolerance_for
 from lagom.row_split.draws import UnsupportedDrawError
+from lagom.row_split.output_memory import find_bases
 from lagom.row_split.recorder import BlockRecorder, NotByRowsError, Recorder
 from lagom.row_split.restore import ModuleState, copy_buffers, parameter_checksums, restored_state
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense
 from lagom.row_split.whole_batch import RowBlock
-from lagom.run_state.memory_layout import memory_order, shares_memory
+from lagom.run_state.memory_layout import memory_order
 from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
@@ -160,7 +161,9 @@ def _run_and_compare(
     parameters = list(candidate.module.parameters())
     recorder = Recorder([leaf for leaf in given if is_batch(leaf, candidate.rows)], parameters)
     with statistics(noted):
-        outputs, finding.factors, finding.spec = _run_forward(candidate, recorder, given, candidate.rows, noted)
+        outputs, finding.factors, finding.bases, finding.spec = _run_forward(
+            candidate, recorder, given, candidate.rows, noted
+        )
     finding.orders = [memory_order(one) if isinstance(one, torch.Tensor) else None for one in outputs]
     if finding.repeats and noted.noted:
         raise NotByRowsError("normalises by statistics of the whole batch (BatchNorm in train mode)")
@@ -179,8 +182,9 @@ def _run_and_compare(
         part = BlockRecorder(inputs, parameters, block, recorder.drawn, finding.axes)
         noted.replay()
         with statistics(noted):
-            part_outputs, factors, spec = _run_forward(candidate, part, leaves, block.num_mine, noted)
-        if spec != finding.spec or factors != finding.factors or len(part.drawn) != len(recorder.drawn):
+            part_outputs, factors, bases, spec = _run_forward(candidate, part, leaves, block.num_mine, noted)
+        same = spec == finding.spec and factors == finding.factors and bases == finding.bases
+        if not same or len(part.drawn) != len(recorder.drawn):
             raise NotByRowsError("gives other outputs for a part of its batch")
         compare_buffers(buffers, copy_buffers(candidate.inside), noted)
         parts.append(part_outputs)
@@ -238,30 +242,21 @@ def silent() -> Iterator[io.StringIO]:
 
 def _run_forward(
     candidate: SplitCandidate, recorder: Recorder, leaves: list[Any], rows: int, noted: BatchStatistics
-) -> tuple[list[Any], list[int | None], TreeSpec]:
-    """Run the forward; return its detached outputs, each one's rows per input row, and the outputs' structure."""
+) -> tuple[list[Any], list[int | None], list[int | None], TreeSpec]:
+    """Run the forward; return its detached outputs, each one's rows per input row and base, and their structure."""
     with silent() as said, recorder, recorder.refuse_reads():
         outputs, spec = tree_flatten(candidate.run(leaves))
     if said.getvalue():
         raise NotByRowsError("prints, and would print of a part of the batch")
     factors = [_rows_per_input_row(output, recorder, rows) for output in outputs]
-    _check_memory(outputs, factors, leaves)
+    bases = find_bases(outputs, factors, leaves)
     # Copies, so that storages that are still alive afterwards are those that the program keeps.
     copies = [output.detach().clone() if isinstance(output, torch.Tensor) else output for output in outputs]
     outputs.clear()
     known = chain(candidate.module.parameters(), candidate.module.buffers(), *noted.noted)
     if recorder.keeps_results(known):
         raise NotByRowsError("keeps a tensor of its forward beside its output, which would be of a part of the batch")
-    return copies, factors, spec
-
-
-def _check_memory(outputs: list[Any], factors: list[int | None], leaves: list[Any]) -> None:
-    """Check that a change of one output in place changes nothing else that the program has."""
-    made = {id(one): one for one, factor in zip(outputs, factors, strict=True) if factor is not None}
-    for one in leaves:
-        made.pop(id(one), None)  # the program finds its own tensor again
-    if shares_memory(list(made.values()), [one for one in leaves if isinstance(one, torch.Tensor)]):
-        raise NotByRowsError("gives tensors that share memory, so that a change of one changes the other")
+    return copies, factors, bases, spec
 
 
 def _rows_per_input_row(output: Any, recorder: Recorder, rows: int) -> int | None:

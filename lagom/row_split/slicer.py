@@ -16,6 +16,7 @@ from lagom.errors import LagomError
 from lagom.patching.object_reference import ObjectReference
 from lagom.row_split.draws import Draws
 from lagom.row_split.module_tree import ModuleTree, attribute_numbers, call_kind
+from lagom.row_split.output_memory import view_like
 from lagom.row_split.probe import UNIFORM, probe
 from lagom.row_split.restore import parameter_checksums
 from lagom.row_split.row_functions import gather_blocks, slice_rows
@@ -248,21 +249,31 @@ class Slicer:
             for i, factor in enumerate(finding.factors)
             if factor is not None and id(outputs[i]) not in passed
         ]
-        # A module may return one tensor twice; the program finds one tensor again.
-        blocks = list({id(outputs[i]): outputs[i] for i, _ in by_rows}.values())
-        factors = list({id(outputs[i]): factor for i, factor in by_rows}.values())
-        orders = list({id(outputs[i]): finding.orders[i] for i, _ in by_rows}.values())
-        for one, factor in zip(blocks, factors, strict=True):
+        for i, factor in by_rows:
+            one = outputs[i]
             if not isinstance(one, torch.Tensor) or one.dim() == 0 or one.shape[0] != factor * exchange.block.num_mine:
                 raise LagomError(
                     f"the forward of {type(candidate.module).__name__} gave an output that has not a row for each "
                     "sample, unlike at its first call; use batches='split' and evaluation='replicated' for this program"
                 )
+        # A module may return one tensor twice; the program finds one tensor again.
+        places = {id(outputs[i]): i for i, _ in by_rows if finding.bases[i] is None}
+        blocks = [outputs[i] for i in places.values()]
         signed = b"".join(_sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
-        wholes = gather_blocks(blocks, exchange, factors, signed, orders)
-        found = passed | {
-            id(one): whole if one.requires_grad else whole.detach() for one, whole in zip(blocks, wholes, strict=True)
-        }
+        wholes = gather_blocks(
+            blocks,
+            exchange,
+            [finding.factors[i] or 0 for i in places.values()],
+            signed,
+            [finding.orders[i] for i in places.values()],
+        )
+        found = passed | dict(zip(places, wholes, strict=True))
+        for i, _ in by_rows:
+            one, base = outputs[i], finding.bases[i]
+            if base is not None:
+                found[id(one)] = view_like(one, outputs[base], found[id(outputs[base])])
+            elif not one.requires_grad:
+                found[id(one)] = found[id(one)].detach()
         return [found.get(id(one), one) for one in outputs]
 
 

@@ -61,6 +61,8 @@ class SplitFinding:
     """Rows of each output per row of the batch; None for an output that is no tensor."""
     orders: list[tuple[int, ...] | None] = field(default_factory=list)
     """Dimensions of each output in the order of memory; None where they lie in order."""
+    bases: list[int | None] = field(default_factory=list)
+    """Of each output that is a view of another one, the index of that one; None for the others."""
     axes: dict[DrawKind, int | None] = field(default_factory=dict)
     """Row dimensions of the random draws; see ``Draws``."""
     reason: str | None = None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 
 storage_of = torch._C.TensorBase.untyped_storage
@@ -42,30 +41,6 @@ def find_overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
         if len(together) > 1:
             found.update(together)
     return found
-
-
-def shares_memory(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Return whether any element of one of the strided ``tensors`` is one of another, or of one of the ``others``."""
-    arrays = [(storage_of(one)._cdata, np.asarray(_Places(one))) for one in (*tensors, *others)]
-    for i, (storage, array) in enumerate(arrays[: len(tensors)]):
-        for other_storage, other in arrays[i + 1 :]:
-            if storage == other_storage and np.shares_memory(array, other):
-                return True
-    return False
-
-
-class _Places:
-    """The places of a tensor's elements as numpy takes them, which never looks at the elements."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        size = tensor.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (tensor.data_ptr(), True),
-            "typestr": f"|V{size}",
-            "shape": tuple(tensor.shape),
-            "strides": tuple(size * stride for stride in tensor.stride()),
-        }
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
