@@ -117,7 +117,7 @@ def one_after_another(programs: Mapping[str, Callable[[], Any]], world_size: int
             for name, train in programs.items():
                 os.chdir(folder / name)
                 seed_everything(0)
-                session._said.clear()
+                session.said.clear()
                 seen[name] = _observe(train)
             return seen
 

@@ -51,7 +51,11 @@ def in_float64(program: Program) -> Any:
 
 PROGRAMS = _programs()
 """Every public function of each file, imported before any test begins."""
-NAMES = [(file, name) for file, programs in PROGRAMS.items() for name in programs]
+NAMES = [
+    pytest.param(file, name, id=f"{file}-{name}", marks=pytest.mark.soak if file == "compiled" else ())
+    for file, programs in PROGRAMS.items()
+    for name in programs
+]
 
 
 @cache

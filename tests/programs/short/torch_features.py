@@ -236,23 +236,6 @@ def channels_last() -> dict[str, Any]:
     return {"weights": model.state_dict()}
 
 
-def compiled() -> dict[str, Any]:
-    """torch.compile of the model and of the loss, with the "eager" backend."""
-    x, _, loader = _data()
-    model = _mlp()
-    fast = torch.compile(model, backend="eager")
-    criterion = torch.compile(lambda scores, labels: F.cross_entropy(scores, labels), backend="eager")
-    optimizer = _sgd(model)
-    for _ in range(2):
-        for inputs, labels in loader:
-            optimizer.zero_grad()
-            loss = criterion(fast(inputs), labels)
-            loss.backward()
-            optimizer.step()
-        print(f"{loss.item():.10f}")
-    return {"weights": model.state_dict(), "final": fast(x).detach()}
-
-
 def scripted() -> dict[str, Any]:
     """torch.jit.script of the model before training, saved and loaded in the middle."""
     import warnings
