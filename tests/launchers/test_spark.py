@@ -100,7 +100,7 @@ class _Context:
 def test_executors_that_are_lost_are_awaited_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lagom.launchers.spark_session.EXECUTORS_S", 1.0)
+    monkeypatch.setattr("lagom.launchers.spark_session.EXECUTORS_S", 1000.0)
     monkeypatch.setattr("lagom.launchers.spark_session.IMPATIENT_S", 0.1)
     conf = {"spark.master": "spark://host:7077", "spark.executor.instances": "3", "spark.driver.host": "here"}
     context = _Context(last=3)
@@ -111,8 +111,9 @@ def test_executors_that_are_lost_are_awaited_once(
     context.counts = [2] * 4
     assert found.slots() == 3
     assert context.counts == []
-    assert "2 of 3 executors are there; waiting for Spark, for 1 s" in caplog.text
+    assert "2 of 3 executors are there; waiting for Spark, for 1000 s" in caplog.text
     context.last = 1  # these do not come back
+    monkeypatch.setattr("lagom.launchers.spark_session.EXECUTORS_S", 1.0)
     assert found.slots() == 1
     monkeypatch.setattr("lagom.launchers.spark_session.EXECUTORS_S", 1000.0)
     assert found.slots() == 1

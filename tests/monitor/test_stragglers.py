@@ -57,7 +57,7 @@ def test_a_rank_that_comes_late_is_named(tmp_path: Path, collectives: Collective
     for event in map(json.loads, (result.run_dir / "progress.jsonl").read_text().splitlines()):
         for rank, share in event["waits_for"].items():
             waits[int(rank)] += share
-    assert waits[1] > 2 * (waits[0] + waits[2])
+    assert max(waits, key=waits.__getitem__) == 1
 
 
 def test_the_report_says_it(tmp_path: Path) -> None:
