@@ -21,7 +21,6 @@ OF_OTHERS = {
     "_iterator",
     "_native",
     "_pid",
-    "_process",
 }
 OF_OTHERS |= {"_repr_html_", "_timeout", "_Unpickler", "_world"}
 """Names of Python's, torch's and Jupyter's, and of the compiled part, that lagom has too."""
@@ -49,6 +48,7 @@ def test_few_tests_name_what_is_private() -> None:
         "session.one._x.two",
         "monkeypatch.setattr(module, '_x', 3)",
         "monkeypatch.setattr('lagom.data._x', 3)",
+        "PROGRAM = 'import lagom; lagom.call()._x'",
     ],
 )
 def test_a_private_name_is_found(source: str) -> None:
@@ -81,4 +81,6 @@ def used(tree: ast.AST, private: set[str]) -> Iterator[tuple[int, str]]:
             names = [node.attr]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names = [re.sub(r"^lagom\.[\w.]*\.", "", node.value)]
+            if "import lagom" in node.value or "from lagom" in node.value:  # a program
+                names += re.findall(r"(?<!self)\.(_\w+)", node.value)
         yield from ((getattr(node, "lineno", 0), name) for name in names if name in private)

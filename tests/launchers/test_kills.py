@@ -41,7 +41,7 @@ def train():
     time.sleep(600)
 
 for line in sys.stdin:
-    print("server", local.server()._process.pid, flush=True)
+    print("server", local.server().process.pid, flush=True)
     try:
         experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2, run_dir=""))
     except Exception as error:
