@@ -16,6 +16,7 @@ from lagom.gradients.autograd_grad import AutogradGradAverager, is_averaged
 from lagom.gradients.backward_gradients import DelayedHooks, encode_batch, run_hooks
 from lagom.gradients.batched_roots import take_one_by_one
 from lagom.gradients.cached_backward import BackwardCache
+from lagom.gradients.replicas import Replicas
 from lagom.patching.replace import replaced
 from lagom.row_split.gradient_path import watch_gradient
 from lagom.row_split.recorder import NotByRowsError
@@ -29,18 +30,22 @@ if TYPE_CHECKING:
 
     from lagom.gradients.backward_gradients import BackwardGradients
     from lagom.gradients.cached_backward import CachedBackward
+    from lagom.gradients.reduction.layout import Layout
     from lagom.session.session import Session
 
 
 @contextmanager
-def synchronise_backward(session: Session) -> Iterator[None]:
+def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> Iterator[None]:
     """Patch autograd so that ``Tensor.backward`` and ``torch.autograd.backward`` average gradients over the ranks.
 
     Both call ``_engine_run_backward`` with arguments in one form. Patching this function works however the program
     imported them, and an option of the call shows whether it comes from ``torch.autograd.grad``.
+
+    Args:
+        knows_rank: tells whether the program has asked for its rank.
     """
     original = torch.autograd._engine_run_backward
-    backwards = _Backwards(session, original)
+    backwards = _Backwards(session, original, knows_rank)
 
     def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
         if not session.live:
@@ -64,7 +69,7 @@ def synchronise_backward(session: Session) -> Iterator[None]:
 class _Backwards:
     """Runs backwards. A backward inside another (a re-entrant checkpoint) is part of the outer one."""
 
-    def __init__(self, session: Session, original: Callable[..., Any]) -> None:
+    def __init__(self, session: Session, original: Callable[..., Any], knows_rank: Callable[[], bool]) -> None:
         assert session.group is not None
         assert session.divergence is not None
         assert session.gradient_averager is not None
@@ -76,6 +81,7 @@ class _Backwards:
         self._pending: BackwardGradients | None = None
         self._keeps = False
         self._cache = BackwardCache()
+        self._replicas = Replicas(session, session.gradient_averager, knows_rank)
         self._running: Sequence[Tensor] = ()
         """Leaves of the steady backward that runs now; empty if none runs."""
         self.accumulation = Accumulation(session, self._gradient_averager)
@@ -177,18 +183,25 @@ class _Backwards:
             for hook in hooks:
                 hook.remove()
         inner, self._pending = self._pending, None
-        found = cached.collect_gradients(leaves) if inner is None else None
-        differs = found is not None
-        if found is not None and self._gradient_averager.reduce_cached(
-            cached.layout, found, encode_batch(session.position)
-        ):
-            session.distributed_part = session.distributed_part or "a backward ran"
-            session.record_backward()
+        self.divergence.count_step()
+        found = None
+        if inner is None and not self._replicas.skip(cached.layout):
+            found = cached.collect_gradients(leaves)
+            if found is None or not self._reduce_cached(cached.layout, found):
+                inner = self._take_pending(leaves)
+        if inner is not None:
+            inner.restore_hooks()
+            self._finish(inner, create_graph=False, is_counted=True, differs=found is not None)
             return result
-        pending = inner or self._take_pending(leaves)
-        pending.restore_hooks()
-        self._finish(pending, create_graph=False, differs=differs)
+        session.distributed_part = session.distributed_part or "a backward ran"
+        session.record_backward()
         return result
+
+    def _reduce_cached(self, layout: Layout, gradients: Sequence[Tensor]) -> bool:
+        """Average ``gradients`` unless all ranks have the same; return False if the ranks did not agree."""
+        place = encode_batch(self._session.position)
+        are_equal = self._replicas.compare(layout, gradients, place)
+        return self._gradient_averager.reduce_cached(layout, gradients, place) if are_equal is None else are_equal
 
     def _take_pending(self, leaves: Sequence[Tensor]) -> BackwardGradients:
         pending = self.accumulation.take_pending()
@@ -232,13 +245,15 @@ class _Backwards:
             self._cache.add(pending.leaves, self._gradient_averager.agreed_layout)
         return result
 
-    def _finish(self, pending: BackwardGradients, *, create_graph: bool, differs: bool = False) -> None:
+    def _finish(
+        self, pending: BackwardGradients, *, create_graph: bool, is_counted: bool = False, differs: bool = False
+    ) -> None:
         self._session.distributed_part = self._session.distributed_part or "a backward ran"
         with torch.set_grad_enabled(create_graph):
             if any(leaf.grad is not None and leaf.grad.requires_grad for leaf in pending.leaves):
                 self._grads.average_accumulated(pending)
             else:
-                self._gradient_averager.reduce(pending, differs=differs)
+                self._gradient_averager.reduce(pending, is_counted=is_counted, differs=differs)
             self.accumulation.record_reduction(pending)
             pending.finish()
             if self._session.gradients is not None:

@@ -60,6 +60,8 @@ class DivergenceMonitor:
     ) -> None:
         self.checksums: Callable[[Mapping[Any, torch.Tensor]], dict[Any, tuple[str, int]]] = checksums
         """Function that computes the checksums of parameters."""
+        self.repair: Callable[[Iterable[torch.Tensor]], bool] | None = None
+        """Makes the given parameters equal on all ranks, if it can, where a check has found that some differ."""
         self.reached: set[int] = set()
         """Numbers of the leaves that backwards of this run have reached."""
         self._differentiated: set[int] = set()
@@ -78,6 +80,11 @@ class DivergenceMonitor:
         self._last: list[torch.Tensor] = []
         self.error: DivergenceError | None = None
         """The last error, which the program may have caught."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next exchange compares parameters."""
+        return self._due
 
     def add_trained(self, numbers: Iterable[int]) -> None:
         """Record leaves that a backward reached, and that were equal on all ranks."""
@@ -207,19 +214,18 @@ class DivergenceMonitor:
 
     def _trained_values(self) -> dict[int, tuple[str, int]] | None:
         """Return the checksums of trained parameters that are alive, by number; None if no check is due."""
-        if not self._due:
-            return None
-        found = {}
-        for number in sorted(self.reached | self._differentiated):
-            leaf = self._leaves.tensor(number)
-            if leaf is not None:
-                found[number] = leaf
-        return self.checksums(found)
+        return self.checksums(self._trained()) if self._due else None
+
+    def _trained(self) -> dict[int, torch.Tensor]:
+        found = {number: self._leaves.tensor(number) for number in sorted(self.reached | self._differentiated)}
+        return {number: leaf for number, leaf in found.items() if leaf is not None}
 
     def _compare_rows(self, rows: list[RankState]) -> None:
         values = [row.values or {} for row in rows]
         for number in sorted(set.intersection(*(set(held) for held in values))):
             if len({held[number] for held in values}) > 1:
+                if self.repair is not None and self.repair(self._trained().values()):
+                    break
                 raise DivergenceError(_describe_difference(self._name(self._leaves.tensor(number))))
         strict = self._buffers.strict
         for key in [key for key in strict if all(key in row.buffers for row in rows)]:

@@ -91,10 +91,11 @@ class GradientAverager:
         self.overlap.begin([n for n, _ in shared], [leaf for _, leaf in shared], plain)
 
     @torch.no_grad()
-    def reduce(self, pending: BackwardGradients, *, differs: bool = False) -> None:
+    def reduce(self, pending: BackwardGradients, *, is_counted: bool = False, differs: bool = False) -> None:
         """Average ``leaf.grad`` over the ranks, in place; a collective, unless no leaf was reached.
 
         Args:
+            is_counted: whether the divergence monitor has counted this backward.
             differs: whether ``reduce_cached`` has just found that the ranks do not agree.
 
         Raises:
@@ -112,12 +113,11 @@ class GradientAverager:
                 if number not in self._verified.local:
                     reached.numbers.append(number)
                     reached.gradients.append(view_as_real(_resolve_gradient(leaf)))
-        if running is not None:
+        if not is_counted and (running is not None or reached.numbers):
             self._divergence.count_step()
+        if running is not None:
             self._reduce_rest(reached, running, pending)
         elif reached.numbers:
-            if not differs:
-                self._divergence.count_step()
             kind, tries = _describe_place(_BACKWARD, pending), 0
             while reached.numbers and (differs or not self.average(kind, reached, pending.identity)):
                 reached, differs, tries = self._agree_on_union(kind, reached, pending), False, tries + 1
@@ -137,7 +137,6 @@ class GradientAverager:
         Returns:
             False if the ranks did not agree; then ``reduce(..., differs=True)`` must follow.
         """
-        self._divergence.count_step()
         if not self._averager.average(layout, gradients, self._make_signature(layout, identity), lie_plainly=True):
             return False
         self._divergence.record_agreement()

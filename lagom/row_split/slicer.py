@@ -110,6 +110,8 @@ class Slicer:
         device = self._session.device
         candidate = self._trees.candidate(module, self._original, args, kwargs, device, says=not self._depth)
         if candidate.rows < self._group.world_size or any(map(_is_dual, candidate.leaves)):
+            if not candidate.inside and next(module.parameters(), None) is None:
+                self._record_small(module, args)  # a loss
             return self._original(module, *args, **kwargs)
         known: dict[object, SplitFinding] = self._findings.setdefault(module, {})
         around = self._trees.surroundings(module)
@@ -133,13 +135,17 @@ class Slicer:
         if finding is None or finding.reason is not None:
             return self._run_whole(module, args, kwargs)
         if not (finding.sliced or self._is_worth_slicing(finding, candidate)):
-            # By the first argument only: comparing all arguments takes longer than such a module.
-            self._small[module] = _dense_shape(args[0]) if args else None, torch.is_grad_enabled()
+            self._record_small(module, args)
             self._say_small(module)
             return self._original(module, *args, **kwargs)
         if not finding.sliced:
             self._probe(candidate, finding)
         return self._run_sliced(candidate, finding) if finding.sliced else self._run_whole(module, args, kwargs)
+
+    def _record_small(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Run ``module`` whole without a look at it from now on, while its first argument has the same shape."""
+        # By the first argument only: comparing all arguments takes longer than such a module.
+        self._small[module] = _dense_shape(args[0]) if args else None, torch.is_grad_enabled()
 
     def _record_change(self, module: nn.Module, known: dict[object, SplitFinding], kind: object, what: str) -> None:
         del known[kind]
@@ -201,7 +207,7 @@ class Slicer:
 
     def _run_sliced(self, candidate: SplitCandidate, finding: SplitFinding) -> Any:
         session = self._session
-        session.has_sliced = True
+        session.has_sliced = session.has_sliced or torch.is_grad_enabled()
         block = RowBlock(self._group.rank, self._group.world_size, candidate.rows)
         exchange = RowExchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
         leaves = [slice_rows(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]

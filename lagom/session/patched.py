@@ -56,7 +56,7 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(write_events_once(session))
             stack.enter_context(track_modules(session))
             if session.config.backend == "torch":
-                stack.enter_context(synchronise_backward(session))
+                stack.enter_context(synchronise_backward(session, knows_rank))
                 stack.enter_context(skip_profiler_ranges())
                 stack.enter_context(grouped_adam(same_bits=session.config.batches == "whole"))
                 if session.config.batches == "whole":

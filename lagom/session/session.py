@@ -146,7 +146,7 @@ class Session:
     has_other_order: bool = field(default=False, init=False)
     """A sampler of this rank would have drawn another order than rank 0's, which all ranks follow."""
     has_sliced: bool = field(default=False, init=False)
-    """Ranks have split a forward by its rows."""
+    """Ranks have split a forward by its rows, and gradients may pass it."""
     is_probing: bool = field(default=False, init=False)
     num_micro_batches: int = field(default=1, init=False)
     """Largest number of micro-batches in a forward so far."""

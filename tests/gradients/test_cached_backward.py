@@ -174,9 +174,9 @@ def test_most_backwards_take_the_short_way(world_size: int) -> None:
             long = []
             reduce = GradientAverager.reduce
 
-            def counted(self: GradientAverager, pending: Any, *, differs: bool = False) -> None:
+            def counted(self: GradientAverager, pending: Any, **options: bool) -> None:
                 long.append(pending)
-                reduce(self, pending, differs=differs)
+                reduce(self, pending, **options)
 
             with replaced(GradientAverager, "reduce", counted):
                 return trained(plain, model, rate=1e-5), len(long)

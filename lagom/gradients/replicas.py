@@ -1,0 +1,138 @@
+"""``Replicas``: leaves out the averaging of gradients where all ranks compute the same ones."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lagom.collectives.agreement_exchange import signature
+from lagom.collectives.plain_values import all_gather_values
+from lagom.gradients.checksum import checksums
+from lagom.gradients.reduction.mean import Mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from lagom.gradients.gradient_averager import GradientAverager
+    from lagom.gradients.reduction.layout import Layout
+    from lagom.session.session import Session
+
+_MAX_LAYOUTS = 64
+_DIFFER = (
+    "the ranks' gradients were equal and are not any more: something that the program computes is each rank's own, "
+    "such as numbers of a generator without a seed. All ranks go on with rank 0's parameters and optimizers, and "
+    "gradients are averaged from now on"
+)
+
+
+class Replicas:
+    """Knows whether all ranks compute the same gradients. See Note [Replicas].
+
+    Args:
+        knows_rank: tells whether the program has asked for its rank, and so may compute other gradients on a rank.
+    """
+
+    def __init__(self, session: Session, averager: GradientAverager, knows_rank: Callable[[], bool]) -> None:
+        assert session.agreement is not None
+        assert session.divergence is not None
+        assert session.group is not None
+        self._session = session
+        self._frame = session.agreement
+        self._divergence = session.divergence
+        self._group = session.group
+        self._knows_rank = knows_rank
+        self._equal: set[Layout] = set()
+        """Layouts of gradients that were equal on all ranks when they were compared."""
+        self._has_skipped = False
+        config = session.config
+        self._is_over = (
+            config.batches != "whole"
+            or bool(config.zero_lvl)
+            or not isinstance(averager.reduction, Mean)
+            or session.device.type != "cpu"
+        )
+        self._divergence.repair = self._follow_first_rank
+
+    def skip(self, layout: Layout) -> bool:
+        """Return whether gradients of ``layout`` need neither averaging nor a comparison now."""
+        if layout not in self._equal or self._divergence.is_due or not self._may_skip():
+            return False
+        self._has_skipped = True
+        return True
+
+    def compare(self, layout: Layout, gradients: Sequence[torch.Tensor], identity: bytes) -> bool | None:
+        """Compare ``gradients``, and parameters if that is due, with those of other ranks; a collective.
+
+        Args:
+            identity: bytes that must be equal on all ranks.
+
+        Returns:
+            Whether they are equal, and so need no averaging; None if they were not compared.
+        """
+        if not self._may_skip():
+            return None
+        numbers = repr(checksums(dict(enumerate(gradients)))).encode()
+        signed = layout.identity + identity + self._divergence.identity(layout.numbers) + numbers
+        if not self._frame.exchange(signature(signed)):
+            self._is_over = True
+            return False
+        self._divergence.record_agreement()
+        if len(self._equal) == _MAX_LAYOUTS:
+            self._equal.clear()
+        self._equal.add(layout)
+        return True
+
+    def _may_skip(self) -> bool:
+        session = self._session
+        if self._is_over or session.has_sliced or session.passes.share is not None or self._knows_rank():
+            return False
+        return self._group.shares_memory
+
+    def _follow_first_rank(self, leaves: Iterable[torch.Tensor]) -> bool:
+        """Copy rank 0's parameters and optimizers to all ranks, if they differ since gradients were not averaged.
+
+        A collective.
+
+        Returns:
+            False if averages were not left out, or ranks have optimizers that differ in more than numbers.
+        """
+        if not self._has_skipped:
+            return False
+        self._has_skipped, self._is_over = False, True
+        tensors = [*leaves, *self._optimizer_tensors()]
+        kinds = all_gather_values(self._group, [(str(one.dtype), tuple(one.shape)) for one in tensors])
+        if any(kind != kinds[0] for kind in kinds):
+            return False
+        for one in tensors:
+            found = one.detach().contiguous()
+            self._group.broadcast(found)
+            one.data.copy_(found)
+        self._session.say_once(_DIFFER)
+        return True
+
+    def _optimizer_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors in the states of torch's optimizers, in an order that is equal on all ranks."""
+        found: dict[tuple[int, str, int], torch.Tensor] = {}
+        # By their types: objects may stand for others, and asking those for their class may make them.
+        optimizers: Any = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+        for optimizer in optimizers:
+            for leaf, state in vars(optimizer).get("state", {}).items():
+                number = self._session.leaves.known(leaf)
+                tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+                for name, value in tensors.items() if number is not None else ():
+                    found[number or 0, str(name), len(found)] = value
+        return [found[key] for key in sorted(found)]
+
+
+# Note [Replicas]
+#
+# With batches="whole", every rank has whole batches, and computes small networks whole. Then each rank has the
+# gradients of one process. To average them changes nothing, and takes as long as the backward of such a network: ranks
+# wait for each other in each step. So gradients are compared instead: those of each kind of backward when it comes for
+# the first time, and later whenever parameters are compared (see Note [Divergence]). In between, ranks do not wait.
+#
+# Ranks that compute something of their own (a generator without a seed) have other gradients from the beginning, and
+# those are averaged. Where they begin to differ later, a check finds other parameters. Then all ranks get rank 0's
+# parameters and optimizer states, which are those of one process, and gradients are averaged from then on.
