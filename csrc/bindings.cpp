@@ -14,6 +14,7 @@
 #include "communicator.hpp"
 #include "pages.hpp"
 #include "permutation.hpp"
+#include "twister.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -137,7 +138,7 @@ std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(const std::vecto
 
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a rank ends by os._exit
-    module.attr("VERSION") = 9;  // of what is bound here; lagom/collectives/native.py asks for it
+    module.attr("VERSION") = 10;  // of what is bound here; lagom/collectives/native.py asks for it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -165,6 +166,10 @@ NB_MODULE(_native, module) {
             lagom::permute(n, key, start, count, static_cast<int64_t*>(at(out)));
         },
         Released());
+    module.def("skip_random_numbers", [](uintptr_t generator, size_t size, uint64_t count) {
+        if (size < sizeof(lagom::Twister)) throw lagom::Failure("this is not the state of a generator");
+        static_cast<lagom::Twister*>(at(generator))->skip(count);
+    });
     nb::class_<Pages>(module, "Pages")
         .def(nb::init<>())
         .def("begin", [](Pages& self, bool is_snappy, bool is_optional, bool is_bytes, nb::bytes prefix, size_t size,

@@ -55,7 +55,7 @@ class Communicator(Protocol):
     def forget(self) -> None: ...
 
 
-_VERSION = 9
+_VERSION = 10
 
 
 @functools.cache

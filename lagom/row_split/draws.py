@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lagom.errors import LagomError
+from lagom.row_split.skipped_draws import draw_own_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -111,6 +112,8 @@ def draw_block(
     index = _size_argument(function)
     if index is not None:
         return function(*args[:index], list(whole), *args[index + 1 :], **kwargs).narrow(*at).clone()
+    if draw_own_rows(function, args, kwargs, axis, factor * block.start, whole[axis]):
+        return args[0]
     like = _empty_longer(whole, args[0], axis)
     name = function.overloadpacket.__name__
     if name == "native_dropout":

@@ -1,0 +1,22 @@
+// Skips numbers of torch's generator of random numbers on CPUs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace lagom {
+
+// The beginning of what torch.Generator.get_state() returns: a Mersenne Twister (ATen/core/MT19937RNGEngine.h).
+struct Twister {
+    static constexpr int SIZE = 624;
+    uint64_t seed;
+    int32_t left;  // numbers until the state is renewed, plus 1
+    int32_t is_seeded;
+    uint64_t next;  // place of the next number
+    uint64_t state[SIZE];  // 32 bits of each are used
+
+    // Brings the generator to where it is after `count` numbers of 32 bits.
+    void skip(uint64_t count);
+};
+
+}  // namespace lagom

@@ -1,0 +1,81 @@
+"""``draw_own_rows``: draws a rank's rows of a dropout mask, and skips the numbers of others. See Note [Skipping]."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lagom.collectives.native import native
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._ops import OpOverload
+
+_NUMBERS = 2
+"""Numbers of 32 bits that torch takes for one element."""
+_STATE_BYTES = 5056
+"""Size of the state of a generator whose beginning ``csrc/twister.hpp`` describes."""
+
+
+def draw_own_rows(
+    function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, num_before: int, num_all: int
+) -> bool:
+    """Fill ``args[0]``, rows of a mask, with the numbers that they have where the whole mask is drawn.
+
+    Args:
+        function: what draws them, in place.
+        axis: dimension of the rows.
+        num_before: number of rows before those in ``args[0]``.
+        num_all: number of rows of the whole mask.
+
+    Returns:
+        False if nothing was drawn, since numbers cannot be skipped here.
+    """
+    mask: Tensor = args[0]
+    if function is not torch.ops.aten.bernoulli_.float or not mask.is_cpu or not _lies_by_rows(mask, axis):
+        return False
+    if not can_skip(mask.dtype):
+        return False
+    generator = kwargs.get("generator") or torch.default_generator
+    per_row = mask.numel() // mask.shape[axis]
+    skip_draws(generator, num_before * per_row)
+    function(*args, **kwargs)
+    skip_draws(generator, (num_all - num_before) * per_row - mask.numel())
+    return True
+
+
+def skip_draws(generator: torch.Generator, count: int) -> None:
+    """Bring ``generator`` to where it is after a draw of ``count`` elements."""
+    if count:
+        state = generator.get_state()
+        native().skip_random_numbers(state.data_ptr(), len(state), _NUMBERS * count)
+        generator.set_state(state)
+
+
+@functools.cache
+def can_skip(dtype: torch.dtype) -> bool:
+    """Return whether parts of a mask of ``dtype`` can be drawn one by one on this machine."""
+    one, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    if native() is None or len(one.get_state()) != _STATE_BYTES:
+        return False
+    whole = torch.empty(2000, dtype=dtype).bernoulli_(0.5, generator=one)
+    skip_draws(other, 700)
+    part = torch.empty(600, dtype=dtype).bernoulli_(0.5, generator=other)
+    skip_draws(other, 700)
+    return torch.equal(whole[700:1300], part) and torch.equal(one.get_state(), other.get_state())
+
+
+def _lies_by_rows(mask: Tensor, axis: int) -> bool:
+    """Return whether the elements of a row are side by side in memory, and drawn one after the other."""
+    # A single row of a mask whose rows do not lie so has the stride of another dimension.
+    return all(mask.stride(axis) > mask.stride(d) for d in range(mask.dim()) if d != axis and mask.shape[d] > 1)
+
+
+# Note [Skipping]
+#
+# Each rank draws the numbers of one process (see Note [Whole]), of which it needs those of its rows. Torch draws masks
+# on CPUs one element after the other, each of two numbers of a Mersenne Twister, which takes 7 to 16 ns; to renew the
+# twister's state takes 1 ns. With MKL on Intel's CPUs torch draws a mask of a single number of the twister, by another
+# generator: a trial finds that out, and then the whole mask is drawn.
