@@ -172,6 +172,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a script, a module or a notebook on every rank.",
         usage="lagom run [OPTION ...] SCRIPT [ARGUMENT ...], or: lagom run [OPTION ...] -m MODULE [ARGUMENT ...]",
     )
+    _add_run_options(run)
+    text = "Look around on every rank: versions, GPUs, memory, exchanges, addresses; say what is wrong and what to do."
+    doctor = commands.add_parser("doctor", help="say whether runs can be expected to work", description=text)
+    doctor.set_defaults(command=_doctor)
+    _add_place(doctor)
+    doctor.add_argument("--json", action="store_true", help="for machines")
+    return parser
+
+
+def _add_run_options(run: argparse.ArgumentParser) -> None:
     _add_place(run)
     run.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="as horovodrun's, of this machine: localhost:4")
     run.add_argument("-cb", "--check-build", action=CheckBuild, nargs=0, help="say what programs of Horovod's find")
@@ -193,6 +203,18 @@ def _parser() -> argparse.ArgumentParser:
         help="rehearse the first steps in one process and on the ranks; exit with status 3 where they do not agree",
     )
     run.add_argument("--seed", type=int, help="start of the random generators; a new Python's if not given")
+    _add_seeing_options(run)
+    run.set_defaults(command=_run)
+    run.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module, as python -m")
+    run.add_argument(
+        "words",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT",
+        help='path of a script or notebook; or "python", and then the path; what follows is the script\'s own',
+    )
+
+
+def _add_seeing_options(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--log",
         choices=get_args(Log),
@@ -209,20 +231,6 @@ def _parser() -> argparse.ArgumentParser:
         "--stall-timeout", type=float, default=60.0, metavar="S", help="name ranks that get nowhere so long"
     )
     run.add_argument("--timeout", type=float, metavar="S", help="end the run when a rank gets nowhere so long")
-    run.set_defaults(command=_run)
-    run.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module, as python -m")
-    run.add_argument(
-        "words",
-        nargs=argparse.REMAINDER,
-        metavar="SCRIPT",
-        help='path of a script or notebook; or "python", and then the path; what follows is the script\'s own',
-    )
-    text = "Look around on every rank: versions, GPUs, memory, exchanges, addresses; say what is wrong and what to do."
-    doctor = commands.add_parser("doctor", help="say whether runs can be expected to work", description=text)
-    doctor.set_defaults(command=_doctor)
-    _add_place(doctor)
-    doctor.add_argument("--json", action="store_true", help="for machines")
-    return parser
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -57,14 +57,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
         Exception: the function's own exception, with the rank's traceback as its cause.
     """
     started = time.monotonic()
-    if not isinstance(config, TorchDistributedConfig):
-        raise ValueError(f"config is a {type(config).__name__}; want a TorchDistributedConfig")
-    provided = _provided(config)
-    arguments(train, provided | {"reporter": None})
-    check_makers(provided)
-    _check_folder()
-    for line in unread_hparams(train, config.hparams):
-        log.warning(line)
+    provided = _checked(train, config)
     launcher = choose(config.launcher)
     name = getattr(train, "__name__", "lagom")
     cluster = launcher.cluster()
@@ -83,14 +76,9 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
     with _run_records(config, the_plan, launcher.where(), source_of(train)) as records:
         outcomes = launcher.run(the_plan, call, records)
         raise_failure(outcomes)
-        loaded = [outcome.load() for outcome in outcomes]
-        values = [outcome["value"] for outcome in loaded]
-        advice = "" if the_plan.already_distributed else remedy(the_plan.config.batches, the_plan.config.evaluation)
-        value = aggregate(values, [outcome["samples"] for outcome in loaded], advice)
+        value, values = _values([outcome.load() for outcome in outcomes], the_plan)
         if records is not None:
             records.ended({"outcome": "returned", "value": value, "per_rank": values})
-        if (states := loaded[0].get("random")) is not None:
-            set_random_states(states)
     return Result(
         value,
         values,
@@ -100,6 +88,29 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result:
         run_dir=records.folder if records is not None else None,
         upload=records.upload if records is not None else None,
     )
+
+
+def _checked(train: Callable[..., Any], config: TorchDistributedConfig) -> dict[str, Any]:
+    """Check the call before anything starts; return what the config provides for the function."""
+    if not isinstance(config, TorchDistributedConfig):
+        raise ValueError(f"config is a {type(config).__name__}; want a TorchDistributedConfig")
+    provided = _provided(config)
+    arguments(train, provided | {"reporter": None})
+    check_makers(provided)
+    _check_folder()
+    for line in unread_hparams(train, config.hparams):
+        log.warning(line)
+    return provided
+
+
+def _values(returned: Sequence[Mapping[str, Any]], the_plan: Plan) -> tuple[Any, list[Any]]:
+    """Return the value of the run and each rank's; take over rank 0's final random states."""
+    values = [one["value"] for one in returned]
+    advice = "" if the_plan.already_distributed else remedy(the_plan.config.batches, the_plan.config.evaluation)
+    value = aggregate(values, [one["samples"] for one in returned], advice)
+    if (states := returned[0].get("random")) is not None:
+        set_random_states(states)
+    return value, values
 
 
 def _check_folder() -> None:

@@ -51,8 +51,7 @@ def activations(module: nn.Module, batch: Any, num_shares: int, dtype: torch.dty
         cut = tensor[:share] if tensor.dim() and tensor.shape[0] == rows else tensor
         return empty(cut).requires_grad_(tensor.requires_grad)
 
-    twin = without_numbers(module, empty)
-    twin.train()
+    twin = without_numbers(module, empty).train()
     inputs = tree_map_only(torch.Tensor, part, copy.copy(batch))
     args = () if isinstance(inputs, dict) else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     named = inputs if isinstance(inputs, dict) else {}

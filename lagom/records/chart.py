@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 _WIDTH, _HEIGHT = 500, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 34, 40
@@ -34,13 +34,7 @@ def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_
         return across, _TOP + (high - y) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     parts = [f'<text x="{_LEFT}" y="14" font-weight="600">{html.escape(title)}</text>']
-    for tick in ticks:
-        _, y = place(0, tick)
-        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {_FAINT}/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}{unit}</text>')
-    for part, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-        x, y = place(part * end, low)
-        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="{anchor}">{_number(part * end)} s</text>')
+    parts += _axes(ticks, end, unit, place)
     for number, (name, points) in enumerate(drawn.items()):
         colour = colours[name]
         # Ranks often have the same numbers: a lower line shows between the dashes of the upper one.
@@ -60,6 +54,18 @@ def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_
         f'aria-label="{html.escape(title)}" font-family="system-ui, sans-serif" font-size="11" fill="currentColor">'
         f"{inside}</svg>"
     )
+
+
+def _axes(ticks: list[float], end: float, unit: str, place: Callable[[float, float], tuple[float, float]]) -> list[str]:
+    parts = []
+    for tick in ticks:
+        _, y = place(0, tick)
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {_FAINT}/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}{unit}</text>')
+    for part, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
+        x, y = place(part * end, ticks[0])
+        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="{anchor}">{_number(part * end)} s</text>')
+    return parts
 
 
 def _thinned(points: Points) -> Points:

@@ -51,22 +51,8 @@ def patched(session: Session) -> Iterator[None]:
             if not distributed:
                 stack.enter_context(patch_reentrant_checkpoints(session))
         if distributed:
-            stack.enter_context(own_mp_spawn(session))
             end_tracking = stack.enter_context(log_once_to_mlflow(session))
-            stack.enter_context(write_events_once(session))
-            stack.enter_context(track_modules(session))
-            if session.config.backend == "torch":
-                stack.enter_context(synchronise_backward(session, knows_rank))
-                stack.enter_context(skip_profiler_ranges())
-                stack.enter_context(grouped_adam(same_bits=session.config.batches == "whole"))
-                if session.config.batches == "whole":
-                    stack.enter_context(share_losses(session, knows_rank))
-                if session.config.zero_lvl:
-                    stack.enter_context(shard_steps(session))
-            if session.config.lr_scaling is not None and not session.plan.already_distributed:
-                stack.enter_context(scale_learning_rates(session))
-            if session.config.sync_batchnorm:
-                stack.enter_context(synchronise_batchnorm(session))
+            stack.enter_context(_patched_for_ranks(session))
         if distributed or session.plan.rehearsal is not None:
             stack.enter_context(shared_files(session))
         on_cuda = session.device.type == "cuda"
@@ -87,3 +73,25 @@ def patched(session: Session) -> Iterator[None]:
         if session.divergence is not None and session.agreement is not None and not session.has_joined:
             session.evaluation_passes.judge(at_end=True)
             session.divergence.check_end(session.agreement)
+
+
+@contextmanager
+def _patched_for_ranks(session: Session) -> Iterator[None]:
+    """Patch what several ranks do together: backwards, steps, BatchNorm, and processes of the program's own."""
+    with ExitStack() as stack:
+        stack.enter_context(own_mp_spawn(session))
+        stack.enter_context(write_events_once(session))
+        stack.enter_context(track_modules(session))
+        if session.config.backend == "torch":
+            stack.enter_context(synchronise_backward(session, knows_rank))
+            stack.enter_context(skip_profiler_ranges())
+            stack.enter_context(grouped_adam(same_bits=session.config.batches == "whole"))
+            if session.config.batches == "whole":
+                stack.enter_context(share_losses(session, knows_rank))
+            if session.config.zero_lvl:
+                stack.enter_context(shard_steps(session))
+        if session.config.lr_scaling is not None and not session.plan.already_distributed:
+            stack.enter_context(scale_learning_rates(session))
+        if session.config.sync_batchnorm:
+            stack.enter_context(synchronise_batchnorm(session))
+        yield

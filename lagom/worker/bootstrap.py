@@ -20,6 +20,7 @@ from lagom.monitor.spans import Spans
 from lagom.plan import Plan
 from lagom.program.signature import arguments, makes_data
 from lagom.random_states import random_states, set_random_states, start_random_states
+from lagom.run_state.leaves import Leaves
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.patched import patched
 from lagom.session.session import Session
@@ -56,11 +57,10 @@ def run(
         stack.enter_context(place_set(place))
         device = rank_device(plan, seat.gpu_index if seat is not None else 0)
         group, store = None, None
+        if seat is not None:
+            stack.enter_context(threads(seat.threads))
         if seat is not None and place.world_size > 1:
-            stack.enter_context(threads(seat.threads))
             group, store = stack.enter_context(process_group(seat, place.world_size, device, plan.config.collectives))
-        elif seat is not None:
-            stack.enter_context(threads(seat.threads))
         if plan.already_distributed:
             notes = SealedStore(store, seat.key) if store is not None and seat is not None else None
             stack.enter_context(torchrun_variables(place, seat, notes))
@@ -78,6 +78,7 @@ def run(
             spans=Spans(place.rank) if plan.config.timeline and plan.rehearsal is None else None,
         )
         watch(session)
+        leaves: Leaves | None = None
         if plan.rehearsal is not None:
             stack.enter_context(truncated_passes(session))
             leaves = stack.enter_context(numbered_parameters())
@@ -90,19 +91,23 @@ def run(
         if seat is not None:  # without a seat, this is the driver's process, which has these settings
             set_process_settings(call.settings)
         stack.enter_context(seeded(plan.config.seed, call.random_states))
-        provided = dict(call.provided) | {"reporter": Reporter(session)}
-        positional, named = arguments(call.function, MadeArguments(provided))
+        positional, named = arguments(
+            call.function, MadeArguments(dict(call.provided) | {"reporter": Reporter(session)})
+        )
         if seat is not None:  # without a seat, the program's forks belong to the caller
             stack.enter_context(end_forks())
-        if plan.rehearsal is not None:
-            value = rehearse(session, leaves, lambda: call.function(*positional, **named))
-            return {"value": value, "samples": session.samples_trained}
-        with OutOfMemoryReport(session), DiskFullReport(session):
-            value = call.function(*positional, **named)
-        returned = {"value": value, "samples": session.samples_trained}
-        if place.rank == 0 and call.random_states is not None:
-            returned["random"] = {name: state for name, state in random_states().items() if name in call.random_states}
-        return returned
+        return _returned(session, call, leaves, lambda: call.function(*positional, **named))
+
+
+def _returned(session: Session, call: Call, leaves: Leaves | None, function: Callable[[], Any]) -> Returned:
+    if leaves is not None:
+        return {"value": rehearse(session, leaves, function), "samples": session.samples_trained}
+    with OutOfMemoryReport(session), DiskFullReport(session):
+        value = function()
+    returned = {"value": value, "samples": session.samples_trained}
+    if session.rank == 0 and call.random_states is not None:
+        returned["random"] = {name: state for name, state in random_states().items() if name in call.random_states}
+    return returned
 
 
 @contextmanager

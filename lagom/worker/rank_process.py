@@ -190,6 +190,13 @@ def _run(spec: RunSpec, seat: RankSpec) -> int:
         parcel, report = _pack_error(error, seat.rank, at_home)
     decided.acquire()
     parcel.write(seat.outcome_fd)
+    _end(report, heart)
+
+
+def _end(report: Message, heart: Heartbeat) -> NoReturn:
+    """End the program as Python does, and report the outcome."""
+    from lagom.worker import bootstrap
+
     if not report["ok"]:
         if "exit" in report:  # Python ends in order, and so do the threads and the atexit functions of the program
             bootstrap.run_exit_handlers(lambda: heart.send_outcome(report))
@@ -199,13 +206,12 @@ def _run(spec: RunSpec, seat: RankSpec) -> int:
         heart.send_outcome(report)
         threading.Event().wait()  # until the host process has reported the failure, and ends this one
 
-    def end() -> None:
+    def end() -> NoReturn:
         heart.send_outcome(report)
         os._exit(0)
 
     bootstrap.run_exit_handlers(end)
     end()
-    return 0
 
 
 def _pack_result(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:

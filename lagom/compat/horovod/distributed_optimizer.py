@@ -52,18 +52,13 @@ def DistributedOptimizer(
     Raises:
         ValueError: for parameters without a name, names that are not unique, or settings that do not go together.
     """
-    size = topology.size()
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}, which wants op=hvd.Average")
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}; want 1 or more")
-    if isinstance(optimizer, torch.optim.LBFGS) and size > 1:
-        raise ValueError(
-            "LBFGS goes by the loss, which is each rank's own, so ranks would part; take a lagom run without Horovod "
-            "(batches='whole'), or another optimizer"
-        )
+    _check_kind(optimizer)
     _check_groups(groups if groups is not None else num_groups)
-    mixin: Any = _AdasumMixin if op == Adasum and size > 1 else _ReducingMixin
+    mixin: Any = _AdasumMixin if op == Adasum and topology.size() > 1 else _ReducingMixin
     kind = type(type(optimizer).__name__, (mixin, type(optimizer)), {"__module__": __name__})
     wrapped: Any = object.__new__(kind)
     # A scheduler that has seen the optimizer keeps a bound step in it, which would bypass the step of the mixin.
@@ -80,6 +75,14 @@ def DistributedOptimizer(
     wrapped._restart()
     wrapped._add_hooks()
     return wrapped
+
+
+def _check_kind(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS) and topology.size() > 1:
+        raise ValueError(
+            "LBFGS goes by the loss, which is each rank's own, so ranks would part; take a lagom run without Horovod "
+            "(batches='whole'), or another optimizer"
+        )
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:

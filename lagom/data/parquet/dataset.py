@@ -40,6 +40,18 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+def _check(source: Any, columns: Any, window_bytes: int, streams: int) -> None:
+    for name, number in (("window_bytes", window_bytes), ("streams", streams)):
+        if isinstance(number, bool) or not isinstance(number, Integral):
+            raise ValueError(f"{name} is {number!r}; it is a whole number")
+    if isinstance(columns, str):
+        raise ValueError(f"columns is {columns!r}; say [{columns!r}], a list of names")
+    if source is None or isinstance(source, bytes):
+        raise ValueError(f"the data set is {source!r}; it is a path, a URL or a list of these")
+    if window_bytes < 1 or streams < 1:
+        raise ValueError(f"window_bytes is {window_bytes} and streams {streams}; both are at least 1")
+
+
 class Origin(NamedTuple):
     """The sources of a data set, as the user gave them."""
 
@@ -90,15 +102,7 @@ class ParquetDataset(Dataset[Any]):
         streams: int = DEFAULT_STREAMS,
         filesystem: Any = None,
     ) -> None:
-        for name, number in (("window_bytes", window_bytes), ("streams", streams)):
-            if isinstance(number, bool) or not isinstance(number, Integral):
-                raise ValueError(f"{name} is {number!r}; it is a whole number")
-        if isinstance(columns, str):
-            raise ValueError(f"columns is {columns!r}; say [{columns!r}], a list of names")
-        if source is None or isinstance(source, bytes):
-            raise ValueError(f"the data set is {source!r}; it is a path, a URL or a list of these")
-        if window_bytes < 1 or streams < 1:
-            raise ValueError(f"window_bytes is {window_bytes} and streams {streams}; both are at least 1")
+        _check(source, columns, window_bytes, streams)
         self.origin = _origin(source, filters, filesystem)
         if columns is None and isinstance(source, ParquetDataset):
             columns = source.columns

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lagom.data.columns import unischema
 from lagom.data.sources.file_versions import FileVersions
-from lagom.data.sources.files import DataFile, arrow, locate
+from lagom.data.sources.files import DataFile, Location, arrow, locate
 from lagom.data.sources.footers import PAGE_BYTES, Footer, check_names, common_field, open_file, partitions_of
 from lagom.errors import DataError
 
@@ -178,31 +178,18 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
     home, files = where.home, where.files
     schema = unischema.found(home, where.folder) if where.folder is not None else None
     stamps = FileVersions()
-
-    def footer(file: DataFile) -> Footer:
-        stamps.look(home, file.path)
-        return Footer(home, file)
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        footers = list(pool.map(footer, files))
+    footers = _footers(home, files, stamps)
     partitions = partitions_of(files)
-    added = where.names or ()
     if columns is None:
-        check_names(files, footers, added)
-        names = where.names or footers[0].schema.names
-        there = {name for footer in footers for name in footer.schema.names}
-        columns = [name for name in names if name in there and name not in partitions] + partitions
-        if absent := [name for name in where.names or () if name not in columns]:
-            raise DataError(
-                f"column {absent[0]!r} of {sources[0]} is in none of its files; say columns=[...] without it"
-            )
-    if callable(columns):
+        columns = _all_columns(where, footers, partitions, sources[0])
+    elif callable(columns):
         columns = columns(list(dict.fromkeys([*chain(*(footer.schema.names for footer in footers)), *partitions])))
     if not columns:
         raise ValueError("columns is empty; name at least one")
+    told = {**where.kinds, **(schema or {})}
 
     def named(name: str) -> Any:
-        return common_field(name, files, footers, partitions, {**where.kinds, **(schema or {})}, added)
+        return common_field(name, files, footers, partitions, told, where.names or ())
 
     expression, used = _expression(filters)
     chosen = list(dict.fromkeys(columns))
@@ -234,6 +221,26 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
             f"no row of {sources[0]} passes the filters" if made.num_stored else f"{sources[0]} has no rows"
         )
     return made
+
+
+def _footers(home: Any, files: list[DataFile], stamps: FileVersions) -> list[Footer]:
+    def footer(file: DataFile) -> Footer:
+        stamps.look(home, file.path)
+        return Footer(home, file)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(footer, files))
+
+
+def _all_columns(where: Location, footers: list[Footer], partitions: list[str], source: str) -> list[str]:
+    """Return the names of all columns, partitions last, which all files must have."""
+    check_names(where.files, footers, where.names or ())
+    names = where.names or footers[0].schema.names
+    there = {name for footer in footers for name in footer.schema.names}
+    columns = [name for name in names if name in there and name not in partitions] + partitions
+    if absent := [name for name in where.names or () if name not in columns]:
+        raise DataError(f"column {absent[0]!r} of {source} is in none of its files; say columns=[...] without it")
+    return columns
 
 
 def _expression(filters: Any) -> tuple[Any, list[str]]:

@@ -11,6 +11,8 @@ from lagom.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    import numpy as np
+
     from lagom.data.columns.unischema import UnischemaField
     from lagom.data.sources.files import DataFile
 
@@ -180,14 +182,8 @@ def common_field(
         DataError: if files have the column with different types, or lack it.
         ValueError: if the first file has no such column.
     """
-    import pyarrow as pa
-
     if name in partitions:
-        dtype = told[name].dtype if name in told else None
-        if dtype is not None:
-            return pa.field(name, pa.string() if dtype.kind in "USO" else pa.from_numpy_dtype(dtype))
-        values = [dict(file.partition)[name] for file in files]
-        return pa.field(name, pa.int64() if all(_is_integer(value) for value in values) else pa.string())
+        return _partition_field(name, files, told[name].dtype if name in told else None)
     have = [number for number, footer in enumerate(footers) if name in footer.schema.names]
     first = have[0] if have and name in added else 0
     schema = footers[first].schema
@@ -206,6 +202,15 @@ def common_field(
                 "have the data set written with one type"
             )
     return wanted
+
+
+def _partition_field(name: str, files: list[DataFile], dtype: np.dtype[Any] | None) -> Any:
+    import pyarrow as pa
+
+    if dtype is not None:
+        return pa.field(name, pa.string() if dtype.kind in "USO" else pa.from_numpy_dtype(dtype))
+    values = [dict(file.partition)[name] for file in files]
+    return pa.field(name, pa.int64() if all(_is_integer(value) for value in values) else pa.string())
 
 
 def _bare(kind: Any) -> str:

@@ -17,71 +17,75 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
     from lagom.verify.on_rank.record import RecordedRead
 
+    Note = Callable[[str, float], RecordedRead]
+    """Records a number that was read at a place, and returns the record."""
+
+_item = torch.Tensor.item
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 
 @contextmanager
-def recorded_reads(session: Session, note: Callable[[str, float], RecordedRead]) -> Iterator[None]:
+def recorded_reads(session: Session, note: Note) -> Iterator[None]:
     """Call ``note`` for every number that the program, not torch itself, reads from a floating-point tensor.
 
     ``tensor.item()`` returns a ``Number``, which records comparisons with it; so do the numbers computed from it.
     """
-    item = torch.Tensor.item
+    made = {"item": _make_item, "__float__": _make_float}
+    made |= dict.fromkeys(("numpy", "tolist", "__array__"), _make_leaving)
+    made |= dict.fromkeys(("__lt__", "__le__", "__gt__", "__ge__"), _make_comparison)
+    with ExitStack() as stack:
+        for name, make in made.items():
+            stack.enter_context(replaced(torch.Tensor, name, make(session, note, getattr(torch.Tensor, name))))
+        yield
 
+
+def _make_item(session: Session, note: Note, original: Callable[..., Any]) -> Callable[..., Any]:
     @torch._disable_dynamo
     def uncompiled(self: torch.Tensor) -> Any:
-        return item(self)
+        return original(self)
 
-    def patched_item(self: torch.Tensor) -> Any:
+    def item(self: torch.Tensor) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return uncompiled(self)  # the graph breaks there anyway
-        value = item(self)
+        value = original(self)
         place = _place() if session.live and type(value) is float else None
         return value if place is None else Number.read(value, note(place, value))
 
-    to_float = torch.Tensor.__float__
+    return item
 
-    def patched_float(self: torch.Tensor) -> float:
-        value = to_float(self)
+
+def _make_float(session: Session, note: Note, original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_float(self: torch.Tensor) -> Any:
+        value = original(self)
         caller = sys._getframe(1).f_code.co_filename
         place = "ReduceLROnPlateau" if _is_scheduler(caller) else _place()
         if session.live and self.is_floating_point() and place is not None:
             note(place, value).decides = place == "ReduceLROnPlateau"
         return value
 
-    def leaving(original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method that makes numpy's or Python's numbers of a tensor; tensors of several numbers may be data."""
+    return to_float
 
-        def leave(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-            if session.live and self.numel() == 1 and self.is_floating_point() and (place := _place()) is not None:
-                note(place, item(self))
-            return original(self, *args, **options)
 
-        return leave
+def _make_leaving(session: Session, note: Note, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method that makes numpy's or Python's numbers of a tensor; tensors of several numbers may be data."""
 
-    def comparing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def compare(self: torch.Tensor, other: Any) -> Any:
-            if (
-                session.live
-                and self.dim() == 0
-                and self.is_floating_point()
-                and not torch.compiler.is_compiling()
-                and (place := _place()) is not None
-            ):
-                note(place, item(self)).decides = True
-            return original(self, other)
+    def leave(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if session.live and self.numel() == 1 and self.is_floating_point() and (place := _place()) is not None:
+            note(place, _item(self))
+        return original(self, *args, **options)
 
-        return compare
+    return leave
 
-    with ExitStack() as stack:
-        stack.enter_context(replaced(torch.Tensor, "item", patched_item))
-        stack.enter_context(replaced(torch.Tensor, "__float__", patched_float))
-        for name in ("numpy", "tolist", "__array__"):
-            stack.enter_context(replaced(torch.Tensor, name, leaving(getattr(torch.Tensor, name))))
-        for name in ("__lt__", "__le__", "__gt__", "__ge__"):
-            stack.enter_context(replaced(torch.Tensor, name, comparing(getattr(torch.Tensor, name))))
-        yield
+
+def _make_comparison(session: Session, note: Note, original: Callable[..., Any]) -> Callable[..., Any]:
+    def compare(self: torch.Tensor, other: Any) -> Any:
+        is_scalar = session.live and self.dim() == 0 and self.is_floating_point()
+        if is_scalar and not torch.compiler.is_compiling() and (place := _place()) is not None:
+            note(place, _item(self)).decides = True
+        return original(self, other)
+
+    return compare
 
 
 class Number(float):
