@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from lagom.row_split.probe import BatchStatistics
+    from lagom.row_split.recorder import BatchStatistics
     from lagom.run_state.loader_pass import BatchShare
     from lagom.session.session import Session
 

@@ -11,7 +11,7 @@ from lagom.row_split.recorder import NotByRowsError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lagom.row_split.probe import BatchStatistics
+    from lagom.row_split.recorder import BatchStatistics
     from lagom.row_split.split_candidate import SplitCandidate, SplitFinding
 
 

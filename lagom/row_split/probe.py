@@ -9,6 +9,7 @@ import io
 import warnings
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,13 @@ from torch.utils._pytree import tree_flatten
 
 from lagom.errors import LagomError
 from lagom.random_states import equal_random_states, random_states
+from lagom.row_split.backward_probe import BackwardProbe
 from lagom.row_split.comparison import are_close, compare, compare_buffers, tolerance_for
 from lagom.row_split.draws import UnsupportedDrawError
 from lagom.row_split.output_memory import find_bases
-from lagom.row_split.recorder import BlockRecorder, NotByRowsError, Recorder
+from lagom.row_split.recorder import BatchStatistics, BlockRecorder, NotByRowsError, Recorder
 from lagom.row_split.restore import ModuleState, copy_buffers, parameter_checksums, restored_state
-from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense
+from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense, like_given
 from lagom.row_split.whole_batch import RowBlock
 from lagom.run_state.memory_layout import memory_order
 from lagom.run_state.oom_errors import wanted_bytes
@@ -42,32 +44,6 @@ NO_MEMORY = "has no memory to be run once more and compared"
 
 class ChangedError(LagomError):
     """A forward has changed its parameters in a probe."""
-
-
-class BatchStatistics:
-    """BatchNorm in a probe: statistics of the whole batch are recorded, then used for its blocks."""
-
-    def __init__(self) -> None:
-        self.noted: list[tuple[Tensor, Tensor]] = []
-        self.running: list[Tensor] = []
-        self._replayed: Iterator[tuple[Tensor, Tensor]] | None = None
-
-    def replay(self) -> None:
-        """Give the recorded statistics from now on."""
-        self._replayed = iter(self.noted)
-
-    @property
-    def replays(self) -> bool:
-        """Return whether a block is run, not the whole batch."""
-        return self._replayed is not None
-
-    def next(self) -> tuple[Tensor, Tensor]:
-        """Return mean and biased variance for the next BatchNorm of a block."""
-        assert self._replayed is not None
-        found = next(self._replayed, None)
-        if found is None:
-            raise NotByRowsError("runs BatchNorm another number of times on a part of the batch")
-        return found
 
 
 def probe(
@@ -156,13 +132,14 @@ def _run_and_compare(
 ) -> None:
     noted = BatchStatistics()
     # Copies, since the forward may change its input in place, and the input is the program's.
-    given = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.leaves]
+    given = _copy_leaves(candidate)
     versions = _tensor_versions(given)
     parameters = list(candidate.module.parameters())
     recorder = Recorder([leaf for leaf in given if is_batch(leaf, candidate.rows)], parameters)
+    backwards = BackwardProbe(parameters, tolerance_for(candidate))
     with statistics(noted):
         outputs, finding.factors, finding.bases, finding.spec = _run_forward(
-            candidate, recorder, given, candidate.rows, noted
+            candidate, recorder, given, candidate.rows, noted, lambda made, _: backwards.look_at(made)
         )
     finding.orders = [memory_order(one) if isinstance(one, torch.Tensor) else None for one in outputs]
     if finding.repeats and noted.noted:
@@ -172,6 +149,11 @@ def _run_and_compare(
     state.restore()
     with statistics(noted):
         _check_nan_row(candidate, outputs, finding.factors)
+        if backwards.is_needed:
+            noted.replay()
+            state.restore()
+            with silent():
+                backwards.run_whole(candidate, _copy_leaves(candidate))
     if _tensor_versions(given) != versions:
         raise NotByRowsError("changes its input in place")
     parts = []
@@ -182,12 +164,15 @@ def _run_and_compare(
         part = BlockRecorder(inputs, parameters, block, recorder.drawn, finding.axes)
         noted.replay()
         with statistics(noted):
-            part_outputs, factors, bases, spec = _run_forward(candidate, part, leaves, block.num_mine, noted)
+            part_outputs, factors, bases, spec = _run_forward(
+                candidate, part, leaves, block.num_mine, noted, partial(backwards.run_block, inputs=leaves, block=block)
+            )
         same = spec == finding.spec and factors == finding.factors and bases == finding.bases
         if not same or len(part.drawn) != len(recorder.drawn):
             raise NotByRowsError("gives other outputs for a part of its batch")
         compare_buffers(buffers, copy_buffers(candidate.inside), noted)
         parts.append(part_outputs)
+    backwards.compare()
     compare(finding, outputs, parts, tolerance_for(candidate))
     finding.sliced = True
 
@@ -241,15 +226,25 @@ def silent() -> Iterator[io.StringIO]:
 
 
 def _run_forward(
-    candidate: SplitCandidate, recorder: Recorder, leaves: list[Any], rows: int, noted: BatchStatistics
+    candidate: SplitCandidate,
+    recorder: Recorder,
+    leaves: list[Any],
+    rows: int,
+    noted: BatchStatistics,
+    look: Callable[[list[Any], list[int | None]], None],
 ) -> tuple[list[Any], list[int | None], list[int | None], TreeSpec]:
-    """Run the forward; return its detached outputs, each one's rows per input row and base, and their structure."""
+    """Run the forward; return its detached outputs, each one's rows per input row and base, and their structure.
+
+    Args:
+        look: is called with the outputs, which still have their graph, and the rows of each per input row.
+    """
     with silent() as said, recorder, recorder.refuse_reads():
         outputs, spec = tree_flatten(candidate.run(leaves))
     if said.getvalue():
         raise NotByRowsError("prints, and would print of a part of the batch")
     factors = [_rows_per_input_row(output, recorder, rows) for output in outputs]
     bases = find_bases(outputs, factors, leaves)
+    look(outputs, factors)
     # Copies, so that storages that are still alive afterwards are those that the program keeps.
     copies = [output.detach().clone() if isinstance(output, torch.Tensor) else output for output in outputs]
     outputs.clear()
@@ -269,6 +264,12 @@ def _rows_per_input_row(output: Any, recorder: Recorder, rows: int) -> int | Non
     if output.layout != torch.strided or output.dim() == 0 or output.shape[0] == 0 or output.shape[0] % rows:
         raise NotByRowsError(f"gives an output of shape {tuple(output.shape)}, not one with a row for each of {rows}")
     return output.shape[0] // rows
+
+
+def _copy_leaves(candidate: SplitCandidate) -> list[Any]:
+    return [
+        like_given(leaf.detach().clone(), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.leaves
+    ]
 
 
 def _tensor_versions(leaves: list[Any]) -> list[int | None]:
@@ -291,6 +292,7 @@ def _tensor_versions(leaves: list[Any]) -> list[int | None]:
 # - Buffers must be equal afterwards, except BatchNorm's, whose statistics are the whole batch's in each block.
 # - Random draws must have a fixed count for each row; see ``Draws``.
 # - The program's hooks and prints would see a part of the batch, so there may be none.
+# - A backward that is not torch's own is compared too; see Note [Backwards of programs].
 #
 # A batch of equal rows, as of a warm-up with zeros, shows nothing: the next batch is probed. Parameters that are almost
 # zero are enlarged during the probe: a gate that starts closed would hide a coupling of rows that shows later. Random

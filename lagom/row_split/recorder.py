@@ -48,6 +48,32 @@ class FlopCounter(TorchDispatchMode):
         return result
 
 
+class BatchStatistics:
+    """BatchNorm in a probe: statistics of the whole batch are recorded, then used for its blocks."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[Tensor, Tensor]] = []
+        self.running: list[Tensor] = []
+        self._replayed: Iterator[tuple[Tensor, Tensor]] | None = None
+
+    def replay(self) -> None:
+        """Give the recorded statistics from now on."""
+        self._replayed = iter(self.noted)
+
+    @property
+    def replays(self) -> bool:
+        """Return whether a block is run, not the whole batch."""
+        return self._replayed is not None
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Return mean and biased variance for the next BatchNorm of a block."""
+        assert self._replayed is not None
+        found = next(self._replayed, None)
+        if found is None:
+            raise NotByRowsError("runs BatchNorm another number of times on a part of the batch")
+        return found
+
+
 class Recorder(TorchDispatchMode):
     """Records a forward's draws and the results that come from its input; refuses reads of the input's numbers."""
 
@@ -99,6 +125,7 @@ class Recorder(TorchDispatchMode):
         with ExitStack() as stack:
             for name in ("numpy", "tolist", "__dlpack__"):
                 stack.enter_context(replaced(torch.Tensor, name, self._make_refused_read(getattr(torch.Tensor, name))))
+            stack.enter_context(replaced(torch.Tensor, "register_hook", _refuse_hook))
             yield
 
     def _make_refused_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,6 +145,10 @@ class Recorder(TorchDispatchMode):
         # The reference keeps the address from being reused, without keeping the numbers.
         if tensor.layout == torch.strided:
             self._of_input.setdefault(_storage_key(tensor), StorageWeakRef(storage_of(tensor)))
+
+
+def _refuse_hook(*_: Any) -> Any:
+    raise NotByRowsError("sets a hook on a gradient, which would see that of a part of the batch")
 
 
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

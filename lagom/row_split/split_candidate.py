@@ -16,6 +16,8 @@ from lagom.row_split.whole_batch import RowBlock
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import Tensor
+
 
 @dataclass(frozen=True)
 class SplitCandidate:
@@ -42,7 +44,9 @@ class SplitCandidate:
 
     def cut_leaves(self, block: RowBlock) -> list[Any]:
         """Return the leaves for one block."""
-        return [block.of(leaf.detach()) if is_batch(leaf, self.rows) else leaf for leaf in self.leaves]
+        return [
+            like_given(block.of(leaf.detach()), leaf) if is_batch(leaf, self.rows) else leaf for leaf in self.leaves
+        ]
 
 
 @dataclass
@@ -71,6 +75,11 @@ class SplitFinding:
     """The probe has shown that it computes its rows one by one."""
     repeats: bool = False
     """The probe has shown that it changes no state, so that it can be repeated."""
+
+
+def like_given(copy: Tensor, leaf: Tensor) -> Tensor:
+    """Return ``copy`` with a gradient if ``leaf`` has one, and no leaf then, which cannot be changed in place."""
+    return copy.requires_grad_().view_as(copy) if leaf.requires_grad and torch.is_grad_enabled() else copy
 
 
 def is_batch(leaf: Any, rows: int) -> bool:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lagom.config import TorchDistributedConfig
     from lagom.monitor.spans import Spans
     from lagom.plan import Plan
-    from lagom.row_split.probe import BatchStatistics
+    from lagom.row_split.recorder import BatchStatistics
     from lagom.row_split.slicer import SlicedForward
     from lagom.zero.gradient_shards import GradientShards
     from lagom.zero.optimizer_group import OptimizerGroup

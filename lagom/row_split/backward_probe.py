@@ -1,0 +1,147 @@
+"""``BackwardProbe``: compare the backward of blocks with that of the whole batch. See Note [Backwards of programs]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_flatten
+
+from lagom.random_states import equal_random_states, random_states
+from lagom.row_split.comparison import are_close
+from lagom.row_split.recorder import NotByRowsError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lagom.row_split.split_candidate import SplitCandidate
+    from lagom.row_split.whole_batch import RowBlock
+
+_SCALES = {torch.float16: (2.0**8, 2.0**-8)}
+"""Factors of gradients, powers of two, for types with a small range."""
+_WIDE = (2.0**40, 2.0**-40)
+_FAILS = "has a backward of its own that is not by rows, or not in proportion to the gradient that it gets"
+
+
+class BackwardProbe:
+    """Runs the backwards of a probe, if the forward uses functions whose backward is not torch's.
+
+    Args:
+        parameters: of the module.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], tolerance: float) -> None:
+        self._parameters = [one for one in parameters if one.requires_grad]
+        self._tolerance = tolerance
+        self.is_needed = False
+        self._roots: list[Tensor | None] = []
+        self._whole: list[Tensor | None] = []
+        self._parts: list[list[Tensor | None]] = []
+
+    def look_at(self, outputs: Sequence[Any]) -> None:
+        """Find out whether backwards must be compared."""
+        self.is_needed = _has_own_function(outputs)
+
+    def run_whole(self, candidate: SplitCandidate, inputs: list[Any]) -> None:
+        """Run forward and backward of a whole batch.
+
+        Raises:
+            NotByRowsError: when it is not proportional to the gradient of the outputs.
+        """
+        outputs = tree_flatten(candidate.run(inputs))[0]
+        generator = torch.Generator().manual_seed(0)
+        self._roots = [
+            torch.randn(one.shape, generator=generator).to(one.device, one.dtype) if _is_root(one) else None
+            for one in outputs
+        ]
+        before = random_states()
+        self._whole = self._run(outputs, inputs, self._roots)
+        if not equal_random_states(before, random_states()):
+            raise NotByRowsError(_FAILS)
+        kinds = {one.dtype for one in (*self._parameters, *inputs, *outputs) if isinstance(one, Tensor)}
+        for scale in next((_SCALES[kind] for kind in kinds if kind in _SCALES), _WIDE):
+            scaled = self._run(outputs, inputs, [None if one is None else one * scale for one in self._roots])
+            self._compare([None if one is None else one / scale for one in scaled], self._whole)
+
+    def run_block(
+        self, outputs: Sequence[Any], factors: Sequence[int | None], inputs: Sequence[Any], block: RowBlock
+    ) -> None:
+        """Run the backward of one block."""
+        if self.is_needed:
+            roots = [
+                root if root is None or factor is None else block.of(root, factor)
+                for root, factor in zip(self._roots, factors, strict=True)
+            ]
+            self._parts.append(self._run(outputs, inputs, roots))
+
+    def compare(self) -> None:
+        """Compare the gradients of the blocks with those of the whole batch.
+
+        Raises:
+            NotByRowsError: when they differ.
+        """
+        if not self.is_needed:
+            return
+        num = len(self._parameters)
+        found: list[Tensor | None] = []
+        for i, parts in enumerate(zip(*self._parts, strict=True)):
+            present = [part for part in parts if part is not None]
+            whole = torch.stack(present).sum(0) if present and i < num else torch.cat(present) if present else None
+            found.append(whole)
+        self._compare(found, self._whole)
+
+    def _run(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        chosen = [(one, root) for one, root in zip(outputs, roots, strict=True) if root is not None]
+        wanted = [*self._parameters, *filter(_is_root, inputs)]
+        found = torch.autograd.grad(
+            [one for one, _ in chosen], wanted, [root for _, root in chosen], retain_graph=True, allow_unused=True
+        )
+        return [one if one is None else one.to_dense() for one in found]
+
+    def _compare(self, found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
+        for one, other in zip(found, wanted, strict=True):
+            one = torch.zeros_like(other) if one is None and other is not None else one
+            other = torch.zeros_like(one) if other is None and one is not None else other
+            if one is not None and other is not None and not are_close(one, other, self._tolerance):
+                raise NotByRowsError(_FAILS)
+
+
+def _is_root(one: Any) -> bool:
+    return isinstance(one, Tensor) and one.requires_grad
+
+
+def _has_own_function(outputs: Sequence[Any]) -> bool:
+    """Return whether the graph of ``outputs`` has a function whose backward somebody wrote."""
+    pending = [one.grad_fn for one in outputs if _is_root(one) and one.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if _is_own(node):
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return False
+
+
+def _is_own(node: Any) -> bool:
+    kind = type(node)
+    if not issubclass(kind, BackwardCFunction):
+        return kind.__name__ == "CppFunction"
+    owner: type = kind._forward_cls  # type: ignore[attr-defined]  # made by the metaclass
+    return not owner.__module__.startswith(("torch.", "lagom.")) or owner.__name__.startswith("Generated")
+
+
+# Note [Backwards of programs]
+#
+# The gradient of torch's operations is the derivative of what they compute: where the forward works row by row, so does
+# the backward, and R times the gradient gives R times the result (see Note [Whole]). A function of the program's own
+# may clamp a gradient, divide it by a norm over the batch, round it, or add something to it. Where a forward uses one,
+# a probe runs backwards too, from gradients of the outputs that are random: one that is 2**40 times as large, or as
+# small, must give as many times the result, and those of the blocks must add up to that of the whole. A hook that a
+# forward sets on a tensor may also keep what it sees, so that such a module is not sliced.
