@@ -15,7 +15,7 @@ import re
 import struct
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -32,24 +32,29 @@ _OUT_OF_BAND = 1 << 16  # bytes; copying a smaller buffer costs less than a piec
 class Parcel:
     """A pickled value, not yet written: its pickle and buffers, in the order of the file."""
 
-    def __init__(self, value: object, at_home: Mapping[type, str] | None = None) -> None:
+    def __init__(self, value: object, at_home: Mapping[type, str] | None = None, *, compact: bool = False) -> None:
         """Pickle ``value``; pickle the classes ``at_home`` by the reader's ids. See Note [Classes of __main__].
+
+        With ``compact``, a tensor that is a small part of its storage is pickled alone, without sharing memory.
 
         Raises:
             PayloadError: if a part of it cannot be pickled, with that part's name.
         """
-        self._pickled, self._buffers = _pickle(value, at_home or {})
+        self._pickled, self._buffers = _pickle(value, at_home or {}, compact)
         sizes = [len(self._pickled), *(buffer.nbytes for buffer in self._buffers)]
         index = json.dumps(sizes).encode()
         self._head = _MAGIC + struct.pack(">Q", len(index)) + index
         self.size = len(self._head) + sum(_padding(size) + size for size in [len(self._head), *sizes]) - len(self._head)
 
+    def parts(self) -> list[bytes | memoryview]:
+        """Return the pickle and its buffers, for ``unpack_parts``."""
+        return [self._pickled, *self._buffers]
+
     def pieces(self) -> Iterable[bytes | memoryview]:
         """Yield the bytes of the parcel, in order, without joining them."""
         yield self._head
         size = len(self._head)
-        pieces: list[bytes | memoryview] = [self._pickled, *self._buffers]
-        for piece in pieces:
+        for piece in self.parts():
             yield bytes(_padding(size))
             yield piece
             size = memoryview(piece).nbytes
@@ -85,7 +90,12 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
         position, previous = position + size, size
     if position > len(view):
         raise PayloadError(f"a parcel of {position} bytes arrived as {len(view)} bytes")
-    return pickle.loads(pieces[0], buffers=pieces[1:])
+    return unpack_parts(pieces)
+
+
+def unpack_parts(parts: Sequence[bytes | bytearray | memoryview]) -> Any:
+    """Return the value of a parcel's ``parts``. Its arrays and tensors use the buffers themselves."""
+    return pickle.loads(parts[0], buffers=parts[1:])
 
 
 def unpack_file(fd: int, *, offset: int = 0) -> Any:
@@ -109,7 +119,7 @@ def _padding(size: int) -> int:
     return -size % _ALIGNMENT
 
 
-def _pickle(value: object, at_home: Mapping[type, str]) -> tuple[bytes, list[memoryview]]:
+def _pickle(value: object, at_home: Mapping[type, str], compact: bool) -> tuple[bytes, list[memoryview]]:
     buffers: list[memoryview] = []
 
     def out_of_band(buffer: pickle.PickleBuffer) -> bool:
@@ -121,7 +131,7 @@ def _pickle(value: object, at_home: Mapping[type, str]) -> tuple[bytes, list[mem
 
     stream = io.BytesIO()
     try:
-        _Pickler(stream, out_of_band, at_home).dump(value)
+        _Pickler(stream, out_of_band, at_home, compact).dump(value)
     except Exception as error:
         culprit = find_unpicklable(value)
         what = culprit or f"a {type(value).__name__}"
@@ -140,9 +150,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle with torch's storages pickled out of band; never imports torch."""
 
     def __init__(
-        self, stream: io.BytesIO, out_of_band: Callable[[pickle.PickleBuffer], Any], at_home: Mapping[type, str]
+        self,
+        stream: io.BytesIO,
+        out_of_band: Callable[[pickle.PickleBuffer], Any],
+        at_home: Mapping[type, str],
+        compact: bool = False,
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=out_of_band)
+        self._compact = compact
         self._storages: dict[tuple[str, int, int], _Storage] = {}
         self._at_home = at_home
 
@@ -162,6 +177,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if torch is not None and isinstance(value, torch.UntypedStorage):
             # For dtypes without typed storages, such as float8; torch still takes the untyped storage from it.
             return _typed_storage, (self._storage(value), torch.uint8)
+        if self._compact and torch is not None and type(value) is torch.Tensor and (span := _small_span(value, torch)):
+            part = value.detach().as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride())
+            return part.requires_grad_(value.requires_grad).__reduce_ex__(5)
         return super().reducer_override(value)
 
     def _storage(self, storage: Any) -> _Storage:
@@ -170,6 +188,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if key not in self._storages or storage.nbytes() == 0:
             self._storages[key] = _Storage(storage)
         return self._storages[key]
+
+
+def _small_span(tensor: Any, torch: Any) -> int:
+    """Return the number of elements from the first to the last of ``tensor`` if its storage is far larger; else 0."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.is_leaf or not tensor.numel():
+        return 0
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span if tensor.untyped_storage().nbytes() > max(_OUT_OF_BAND, 4 * span * tensor.element_size()) else 0
 
 
 class _Storage:
