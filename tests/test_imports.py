@@ -64,7 +64,7 @@ ROOMS = {
     "micro_batches": "errors patching random_states row_split run_state torch",
     "row_split": "collectives errors patching random_states run_state numpy torch",
     "verify.on_rank": "contents loaders patching random_states row_split run_state torch",
-    "loaders": "collectives data.parquet errors files monitor patching run_state world numpy torch",
+    "loaders": "collectives data.parquet errors files monitor patching payload row_split run_state world numpy torch",
     "distributed": "collectives collectives.torch_backend errors files patching program torch",
     "tracking": "collectives errors files patching",
     "files": "collectives errors patching run_state numpy torch",

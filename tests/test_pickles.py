@@ -13,8 +13,8 @@ ALLOWED = {
     "launchers/spark_task.py::run": "the run as the driver describes it, inside Spark's job",
     "host/executor.py::run_task": "what became of ranks, from a process forked a line above, by a file without a name",
     "host/fork_server.py::_run_host": "the run as the driver describes it, over an inherited pair of sockets",
-    "payload.py::unpack_parts": "the call, over an inherited file, Spark's job or the driver's proven channel; results, "
-    "on their way home by the same ways; and batches of rank 0's workers, through the memory that ranks of a host share",
+    "payload.py::unpack_parts": "the call, over an inherited file, Spark's job or the driver's proven channel; "
+    "results, on their way home by the same ways; and batches of workers, through memory that a host's ranks share",
     "data/columns/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",
     "data/parquet/dataset.py::_reading": "a copy of an object of this process",
     "compat/horovod/broadcasting.py::broadcast_object": "Horovod's API: an object of any kind from the program's own "

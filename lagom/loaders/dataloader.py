@@ -15,6 +15,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Sing
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
+from lagom.files.install import knows_rank
 from lagom.loaders.batch_shares import ResumableIndexSampler, ShardedIndexSampler
 from lagom.loaders.batch_source import choose_batch_source
 from lagom.loaders.evaluation_passes import classify_pass
@@ -24,6 +25,7 @@ from lagom.loaders.permutation import make_sampler_iter
 from lagom.loaders.reading_threads import PassNames, Publication, ReaderThreads
 from lagom.loaders.sampler_sync import has_state, synchronise_generators
 from lagom.loaders.self_sharded import RankCollate, shards_itself
+from lagom.loaders.shared_workers import share_workers
 from lagom.monitor.spans import COPY
 from lagom.patching.object_reference import ObjectReference
 from lagom.patching.replace import replaced
@@ -58,6 +60,7 @@ def shard_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
             stack.enter_context(replaced(RandomSampler, "__iter__", make_sampler_iter(session)))
             fetcher = staticmethod(make_create_fetcher(session, streams))
             stack.enter_context(replaced(_DatasetKind, "create_fetcher", fetcher))
+            stack.enter_context(share_workers(session, knows_rank))
         yield
 
 

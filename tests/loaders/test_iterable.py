@@ -192,11 +192,14 @@ def test_an_evaluation_sees_everything_also_with_workers_that_trained_before(opt
     assert second == [[[1, 3], [4]], [[1, 3]], [[1, 3], [4]]]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
-    ("grad", "options"),
-    [(True, {}), (True, {"batches": "whole"}), (False, {"evaluation": "gathered"}), (False, {"evaluation": "sharded"})],
-    ids=["split", "whole", "gathered", "sharded"],
+    ("num_workers", "grad", "options"),
+    [
+        *((0, True, {"batches": kind}) for kind in ("split", "whole")),
+        *((0, False, {"evaluation": kind}) for kind in ("gathered", "sharded")),
+        (2, True, {"batches": "split"}),
+        (2, False, {"evaluation": "sharded"}),
+    ],
 )
 def test_a_stream_that_differs_between_ranks_is_an_error_on_all_of_them(
     num_workers: int, grad: bool, options: dict[str, Any]

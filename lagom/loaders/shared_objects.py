@@ -1,0 +1,161 @@
+"""``reach_shared_memory``: find objects through which a loader's workers could tell the program something."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import mmap
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+_MAX_ITEMS = 64
+"""Number of items of a container that are searched."""
+_MAX_OBJECTS = 5_000
+"""Number of objects that are searched, those nearest to the roots first."""
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, np.dtype))
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_SHARING = ("multiprocessing", "_multiprocessing", "ctypes", "_ctypes", "socket", "_socket", "_posixshmem")
+"""Modules whose objects processes share, or that point to memory."""
+_CORE = frozenset(("torch", "numpy", "lagom", "builtins"))
+
+
+def reach_shared_memory(roots: Iterable[object]) -> bool:
+    """Return whether memory, pipes or files that processes share can be reached from ``roots``.
+
+    Attributes, containers, closures, and globals that functions of the program name are searched.
+    """
+    seen: dict[int, object] = {}  # keeps temporary objects alive, so that their ids stay theirs
+    left = deque(roots)
+    while left and len(seen) < _MAX_OBJECTS:
+        value = left.popleft()
+        if type(value) in _PLAIN or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if _is_shared(value):
+            return True
+        left.extend(_parts(value))
+    return False
+
+
+def _is_shared(value: Any) -> bool:
+    kind = type(value)  # isinstance() would ask a proxy for its class
+    if issubclass(kind, torch.Tensor):
+        return bool(value.layout is torch.strided and value.is_cpu and value.is_shared())
+    if issubclass(kind, np.ndarray):
+        return _lies_in_shared_memory(value)
+    if issubclass(kind, io.IOBase):
+        return not value.closed and value.writable() and value not in (sys.stdout, sys.stderr)
+    if issubclass(kind, type):
+        return False
+    if issubclass(kind, (mmap.mmap, memoryview)):
+        return True
+    return any(one.__module__.partition(".")[0] in _SHARING for one in kind.__mro__)
+
+
+def _lies_in_shared_memory(array: Any) -> bool:
+    """Return whether the memory of ``array`` may be shared with other processes, and written."""
+    if not array.flags.writeable:
+        return False
+    while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap):
+            return array.mode != "c"
+        array = array.base
+    if isinstance(array, memoryview):
+        array = array.obj
+    if isinstance(array, torch.Tensor):
+        return bool(array.is_shared())
+    return array is not None and type(array) not in (bytes, bytearray)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
+        return
+    if issubclass(kind, (staticmethod, classmethod)):
+        yield value.__func__
+    elif issubclass(kind, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif issubclass(kind, (types.BuiltinMethodType, types.MethodWrapperType)):
+        yield value.__self__
+    elif issubclass(kind, property):
+        yield from (value.fget, value.fset)
+    elif issubclass(kind, types.FunctionType):
+        yield from _function_parts(value)
+    elif issubclass(kind, type):
+        yield from _class_parts(value)
+    elif issubclass(kind, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif issubclass(kind, dict):
+        yield from itertools.islice(dict.values(value), _MAX_ITEMS)
+    elif issubclass(kind, _CONTAINERS):
+        yield from itertools.islice(iter(value), _MAX_ITEMS)
+    elif issubclass(kind, np.ndarray):
+        yield from value.ravel()[:_MAX_ITEMS].tolist() if value.dtype.hasobject else ()
+    if not (issubclass(kind, (types.ModuleType, type)) or _is_pythons(kind.__module__)):
+        yield from _attributes(value)
+        yield kind
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    for name in ("__dict__", *(name for one in type(value).__mro__ for name in _slot_names(one))):
+        with contextlib.suppress(AttributeError):
+            held = object.__getattribute__(value, name)
+            yield from list(held.values()) if name == "__dict__" else (held,)
+
+
+def _slot_names(kind: type) -> tuple[str, ...]:
+    names = vars(kind).get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _class_parts(kind: type) -> Iterator[Any]:
+    for one in kind.__mro__:
+        if _is_of_the_program(one.__module__):
+            yield from list(vars(one).values())
+
+
+def _function_parts(function: types.FunctionType) -> Iterator[Any]:
+    yield from (function.__defaults__ or (), function.__kwdefaults__ or ())
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
+    if not _is_of_the_program(function.__module__):
+        return
+    codes, names = [function.__code__], set[str]()
+    for code in codes:
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        names.update(code.co_names)
+    yield from _named_parts(function.__globals__, names)
+
+
+def _named_parts(held: dict[str, Any], names: set[str]) -> Iterator[Any]:
+    for name in sorted(names.intersection(held)):
+        value = held[name]
+        if not isinstance(value, types.ModuleType):
+            yield value
+        elif _is_of_the_program(value.__name__):
+            yield from (vars(value)[inner] for inner in sorted(names.intersection(vars(value))))
+
+
+@functools.cache
+def _is_of_the_program(module: str | None) -> bool:
+    """Return whether a module is the program's own: none of Python's, torch's, numpy's, or of an installed library."""
+    top = (module or "").partition(".")[0]
+    if top in _CORE or _is_pythons(module):
+        return False
+    path = getattr(sys.modules.get(top), "__file__", None) or ""
+    return "site-packages" not in path and "dist-packages" not in path
+
+
+@functools.cache
+def _is_pythons(module: str | None) -> bool:
+    top = (module or "").partition(".")[0]
+    return top in sys.stdlib_module_names and top != "__main__"

@@ -1,0 +1,404 @@
+"""``lagom.loaders.shared_workers``: one set of workers for all ranks, whose batches are those of one plain process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from lagom.collectives.native import native
+from lagom.errors import DivergenceError, LagomError
+from lagom.files.install import asked_for_rank
+from lagom.session.session import Session
+from tests.ranks import alone, run_ranks
+from tests.session.loading import Broken, Nondeterministic, Numbers, OwnLoader, Unseeded, WorkerSharded
+
+pytestmark = [
+    pytest.mark.skipif(native() is None, reason="without the compiled part each rank has workers of its own"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
+]
+
+Row = namedtuple("Row", ["picture", "name"])
+
+
+class Augmented(Numbers):
+    """Pictures whose numbers depend on every generator, on the worker, and on what it has loaded before."""
+
+    def __init__(self, count: int, shape: tuple[int, ...] = (3, 40, 40)) -> None:
+        super().__init__(count)
+        self.shape = shape
+        self.num_loaded = 0
+        self.seeded = -1
+
+    def __getitem__(self, index: int) -> Any:
+        worker = get_worker_info()
+        assert worker is not None
+        self.num_loaded += 1
+        picture = torch.full(self.shape, float(index)) + torch.rand(())
+        return picture, index, self.num_loaded, worker.id, worker.seed, random.random(), np.random.rand(), self.seeded
+
+
+def seed_worker(number: int) -> None:
+    worker = get_worker_info()
+    assert worker is not None
+    np.random.seed((number + torch.initial_seed()) % 2**32)
+    worker.dataset.seeded = number  # type: ignore[attr-defined]
+
+
+class Sample:
+    """An object that only a program's own collate function makes."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sample) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def collate_anything(samples: list[Any]) -> Any:
+    pictures = torch.stack([sample[0] for sample in samples])
+    arrays = pictures.numpy().astype(np.float64)
+    names = [f"picture {sample[1]}" for sample in samples]
+    return {
+        "row": Row(pictures, names),
+        "views": (pictures[:1], pictures.transpose(0, 1), pictures[::2]),
+        "arrays": [arrays, np.asfortranarray(arrays[0, 0]), np.array(["a", None], dtype=object), np.float32(3)],
+        "objects": (None, {Sample(3).number: Sample(4)}, b"bytes", 1 + 2j, slice(3), torch.float16),
+        "sparse": torch.eye(3).to_sparse(),
+        "empty": [torch.empty(0, 3), np.empty(0), [], torch.tensor(5)],
+        "trained": pictures[0].clone().requires_grad_(),
+    }
+
+
+def as_plain(value: Any) -> Any:
+    """Return ``value`` with the bytes of tensors and arrays, so that results of ranks can be compared exactly."""
+    if isinstance(value, Tensor):
+        strides = value.stride() if value.layout is torch.strided else ()
+        return "tensor", str(value.dtype), value.requires_grad, strides, as_plain(value.detach().to_dense().numpy())
+    if isinstance(value, np.ndarray):
+        numbers = value.tolist() if value.dtype.hasobject else value.tobytes()
+        return "array", str(value.dtype), value.shape, value.strides, numbers
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [as_plain(item) for item in value]
+    return value
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "1 worker": lambda: DataLoader(Augmented(9), 4, True, num_workers=1),
+    "2 workers": lambda: DataLoader(Augmented(9), 4, True, num_workers=2, worker_init_fn=seed_worker),
+    "3 workers, more than batches": lambda: DataLoader(Augmented(5), 4, num_workers=3, drop_last=True),
+    "3 workers, generator": lambda: DataLoader(
+        Augmented(20), 3, True, num_workers=3, generator=torch.Generator().manual_seed(3)
+    ),
+    "persistent": lambda: DataLoader(Augmented(9), 2, True, num_workers=2, persistent_workers=True),
+    "prefetch": lambda: DataLoader(Augmented(9), 1, num_workers=2, prefetch_factor=5),
+    "large batches": lambda: DataLoader(Augmented(9, (3, 200, 200)), 3, num_workers=2, multiprocessing_context="fork"),
+    "anything": lambda: DataLoader(Augmented(9), 4, num_workers=2, collate_fn=collate_anything),
+    "samples": lambda: DataLoader(Augmented(5), batch_size=None, num_workers=2),
+    "own sampler": lambda: DataLoader(Augmented(9), 4, num_workers=2, sampler=random.sample(range(9), 7)),
+    "own loader": lambda: OwnLoader(Augmented(9), 4, num_workers=2),
+    "parts of a stream": lambda: DataLoader(WorkerSharded(23), 4, num_workers=3),
+    "stream that goes on": lambda: DataLoader(WorkerSharded(23), 4, num_workers=2, persistent_workers=True),
+    "stream without batches": lambda: DataLoader(WorkerSharded(7), batch_size=None, num_workers=2),
+}
+
+
+def check_equal(function: Callable[[Session], Any], world_size: int = 2) -> None:
+    """Check that ``function`` returns exactly what it returns in one plain process."""
+    wanted = alone(function)
+    for found in run_ranks(world_size, function, batches="whole"):
+        assert found == wanted
+
+
+def _two_epochs(session: Session) -> Any:
+    found = []
+    for name, make in LOADERS.items():
+        loader = make()
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                found.append((name, [as_plain(batch) for batch in loader], torch.rand(()).item()))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_batches_are_those_of_one_process(world_size: int) -> None:
+    wanted = alone(_two_epochs)
+    for found in run_ranks(world_size, _two_epochs, batches="whole"):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == theirs, ours[0]
+
+
+def test_a_model_trained_on_batches_of_workers_is_that_of_one_process() -> None:
+    def train(session: Session) -> list[list[float]]:
+        model = nn.Linear(48, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        loader = DataLoader(Augmented(24, (48,)), 8, True, num_workers=2)
+        for _ in range(2):
+            for x, *_ in loader:
+                optimizer.zero_grad()
+                model(x.double().div_(10)).square().mean().backward()
+                optimizer.step()
+        return [p.tolist() for p in model.parameters()]
+
+    for ours in run_ranks(2, train, batches="whole"):
+        torch.testing.assert_close(ours, alone(train), rtol=0, atol=1e-12)
+
+
+class Processes(Numbers):
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def _num_processes(results: list[list[int]]) -> int:
+    return len({number for numbers in results for number in numbers})
+
+
+def _processes(session: Session, **options: Any) -> tuple[list[int], int]:
+    batches = iter(DataLoader(Processes(12), 2, num_workers=3, **options))
+    first = next(batches)
+    running = len(multiprocessing.active_children())
+    return [number for batch in (first, *batches) for number in batch.tolist()], running
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}], ids=str)
+def test_a_host_has_the_workers_of_one_process(options: dict[str, Any]) -> None:
+    results = run_ranks(2, lambda session: _processes(session, **options), batches="whole", collectives="auto")
+    numbers, running = zip(*results, strict=True)
+    assert running == (3, 0)
+    assert numbers[0] == numbers[1]
+    assert _num_processes(list(numbers)) == 3
+
+
+def test_each_rank_has_workers_of_its_own_where_ranks_may_see_other_batches() -> None:
+    def knows_its_rank(session: Session) -> tuple[list[int], int]:
+        asked_for_rank()
+        return _processes(session)
+
+    def evaluates(session: Session) -> tuple[list[int], int]:
+        with torch.no_grad():
+            return _processes(session)
+
+    runs: list[tuple[Any, dict[str, Any]]] = [
+        (knows_its_rank, {"batches": "whole"}),
+        (_processes, {"batches": "split"}),
+        (evaluates, {"evaluation": "replicated"}),
+        (evaluates, {"evaluation": "sharded"}),
+        (_processes, {"batches": "whole", "collectives": "gloo"}),
+    ]
+    for run, options in runs:
+        numbers, running = zip(*run_ranks(2, run, **options), strict=True)
+        assert running == (3, 3), options
+        assert _num_processes(list(numbers)) == 6, options
+
+
+def test_each_rank_may_change_its_batches() -> None:
+    def change(session: Session) -> list[float]:
+        kept = []
+        for picture, *_ in DataLoader(Augmented(12, (3, 200, 200)), 3, num_workers=2):
+            time.sleep(0.05 * session.rank)
+            picture.div_(255)
+            kept.append(picture)
+        return [picture.double().sum().item() for picture in kept]
+
+    check_equal(change)
+
+
+def test_a_small_part_of_a_large_tensor_is_sent_alone() -> None:
+    class Parts(Numbers):
+        def __init__(self, count: int) -> None:
+            super().__init__(count)
+            self.numbers = torch.arange(1_000_000)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.numbers[3 * index : 3 * index + 3], self.numbers[index:5000:1000], self.numbers[:2].expand(4, 2)
+
+    def read(session: Session) -> tuple[Any, bool]:
+        batches = list(DataLoader(Parts(4), batch_size=None, num_workers=1))
+        is_small = all(part.untyped_storage().nbytes() < 50_000 for batch in batches for part in batch)
+        return as_plain(batches), is_small
+
+    wanted, _ = alone(read)
+    assert [found for found, _ in run_ranks(2, read, batches="whole")] == [wanted] * 2
+    assert run_ranks(2, read, batches="whole", collectives="auto")[1][1]
+
+
+def test_errors_of_samples_are_those_of_one_process_and_later_batches_come() -> None:
+    def read(session: Session) -> list[Any]:
+        batches = iter(DataLoader(Broken(8, 3), 2, num_workers=2))
+        found = [next(batches).tolist()]
+        with pytest.raises(KeyError) as raised:
+            next(batches)
+        return [*found, str(raised.value), *(batch.tolist() for batch in batches)]
+
+    check_equal(read)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_dead_worker_is_an_error_on_all_ranks(grad: bool) -> None:
+    class Deadly(Numbers):
+        def __getitem__(self, index: int) -> int:
+            if index == 9:
+                time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return index
+
+    def read(session: Session) -> str:
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError) as raised:
+            list(DataLoader(Deadly(20), 2, num_workers=2, collate_fn=list))
+        return str(raised.value)
+
+    first, second = run_ranks(2, read, batches="whole", collectives="auto")
+    assert first == second
+    assert "DataLoader worker" in first
+
+
+def test_a_slow_worker_is_an_error_on_all_ranks() -> None:
+    class Slow(Numbers):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(30 * (index == 5))
+            return index
+
+    def read(session: Session) -> str:
+        with pytest.raises(RuntimeError) as raised:
+            list(DataLoader(Slow(20), 2, num_workers=2, timeout=1))
+        return str(raised.value)
+
+    assert run_ranks(2, read, batches="whole", collectives="auto") == ["DataLoader timed out after 1 seconds"] * 2
+
+
+def test_loaders_may_be_left_early_and_read_together() -> None:
+    def read(session: Session) -> list[Any]:
+        first = DataLoader(Augmented(12, (2,)), 3, True, num_workers=2)
+        second = DataLoader(Augmented(8, (2,)), 2, True, num_workers=1, persistent_workers=True)
+        found: list[Any] = []
+        for _ in range(2):
+            for batch in first:
+                found.append(as_plain(batch))
+                if len(found) % 3 == 2:
+                    break
+            found += [as_plain(pair) for pair in zip(first, second, strict=False)]
+            found += [as_plain(inner) for outer in second for inner in (outer, next(iter(first)))]
+        return found
+
+    check_equal(read, world_size=3)
+
+
+def test_all_ranks_follow_what_only_rank_0_has_drawn() -> None:
+    def read(session: Session) -> Any:
+        shuffled = DataLoader(Numbers(12), 3, sampler=Nondeterministic(12), num_workers=2)
+        unordered = DataLoader(Numbers(12), 3, num_workers=3, in_order=False)
+        stream = DataLoader(Unseeded(50), 8, num_workers=2)
+        return [as_plain(list(loader)) for loader in (shuffled, unordered, stream)]
+
+    first, second = run_ranks(2, read, batches="whole", collectives="auto")
+    assert first == second
+
+
+def test_what_workers_tell_by_shared_memory_every_rank_hears() -> None:
+    class Counting(Numbers):
+        def __init__(self, count: int) -> None:
+            super().__init__(count)
+            self.seen = torch.zeros(count).share_memory_()
+
+        def __getitem__(self, index: int) -> int:
+            self.seen[index] += 1
+            return index
+
+    def read(session: Session) -> list[float]:
+        dataset = Counting(6)
+        list(DataLoader(dataset, 2, num_workers=2))
+        return [float(number) for number in dataset.seen]
+
+    check_equal(read)
+
+
+def test_a_thread_reads_what_the_main_thread_has_begun() -> None:
+    def read(session: Session, *, first_in_main: bool) -> Any:
+        batches = iter(DataLoader(Augmented(12, (2,)), 3, True, num_workers=1 if first_in_main else 2))
+        found: list[Any] = [as_plain(next(batches))] if first_in_main else []
+        errors: list[BaseException] = []
+
+        def read_on() -> None:
+            try:
+                found.extend(as_plain(batch) for batch in batches)
+            except LagomError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=read_on)
+        thread.start()
+        thread.join()
+        return found, [str(error) for error in errors]
+
+    check_equal(lambda session: read(session, first_in_main=False))
+    for found, errors in run_ranks(
+        2, lambda session: read(session, first_in_main=True), batches="whole", collectives="auto"
+    ):
+        assert len(found) == 1
+        assert "call iter() in the thread" in errors[0]
+
+
+def test_a_rank_that_reads_no_batch_is_named() -> None:
+    def read(session: Session) -> str:
+        batches = iter(DataLoader(Numbers(12), 3, num_workers=1))
+        next(batches)
+        other = DataLoader(Numbers(12), 3)
+        with pytest.raises(DivergenceError) as raised:
+            iter(other) if session.rank else next(batches)
+        return str(raised.value)
+
+    for text in run_ranks(2, read, batches="whole", collectives="auto"):
+        assert "rank 0 at the next batch of a data loader with workers" in text
+
+
+class Unsendable:
+    """What unpickles as something that cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        return threading.Lock, ()
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_on_all_ranks() -> None:
+    def read(session: Session) -> str:
+        with pytest.raises(LagomError) as raised:
+            list(DataLoader(Numbers(4), 2, num_workers=1, collate_fn=lambda _: Unsendable()))
+        return str(raised.value)
+
+    first, second = run_ranks(2, read, batches="whole", collectives="auto")
+    assert first == second
+    assert "cannot be given to the other ranks" in first
+
+
+def test_a_stream_that_fails_in_its_worker_fails_on_all_ranks() -> None:
+    class Failing(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(5)
+            raise OSError(5, "the source is gone")
+
+    def read(session: Session) -> list[Any]:
+        found: list[Any] = []
+        try:
+            found.extend(
+                batch.tolist() for batch in DataLoader(Failing(), 2, num_workers=2, collate_fn=default_collate)
+            )
+        except OSError as error:
+            found.append(str(error).splitlines()[-1])
+        return found
+
+    check_equal(read)
