@@ -75,11 +75,6 @@ class CommonStreams:
                 drawn = set(b" ".join(group.all_gather_bytes(" ".join(drawn).encode())).decode().split())
             self._restart(drawn)
 
-    def reseed(self) -> None:
-        """Reseed all generators, equally on all ranks."""
-        self._noted, self._all_noted = {}, False
-        self._restart(set(random_states()))
-
     def _restart(self, names: set[str]) -> None:
         if not names:
             return

@@ -175,7 +175,7 @@ def _run(spec: RunSpec, seat: RankSpec) -> int:
 
     def fail(error: BaseException) -> None:
         if decided.acquire(blocking=False):
-            parcel, report = _pack_error(error, seat.rank, at_home)
+            parcel, report = _pack_error(error, at_home)
             parcel.write(seat.outcome_fd)
             heart.send_outcome(report)
 
@@ -187,7 +187,7 @@ def _run(spec: RunSpec, seat: RankSpec) -> int:
         returned = bootstrap.run(spec.plan, place, load, Path(seat.host_dir), seat, watch)
         parcel, report = _pack_result(returned, seat.rank, at_home)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes as well
-        parcel, report = _pack_error(error, seat.rank, at_home)
+        parcel, report = _pack_error(error, at_home)
     decided.acquire()
     parcel.write(seat.outcome_fd)
     _end(report, heart)
@@ -220,10 +220,10 @@ def _pack_result(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, 
     except PayloadError as error:
         raised = PayloadError(f"rank {rank} returned a {type(returned['value']).__name__}, but {error}")
         raised.__cause__ = error.__cause__
-        return _pack_error(raised, rank, at_home)
+        return _pack_error(raised, at_home)
 
 
-def _pack_error(error: BaseException, rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
+def _pack_error(error: BaseException, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
     text = "".join(traceback.format_exception(type(error), error, _own_frames_cut(error)))[-_MAX_TEXT:]
     report = {
         "type": "outcome",

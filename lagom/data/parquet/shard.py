@@ -54,11 +54,6 @@ class EpochOrder:
         """Whether the order is that of the table."""
         return self.seed is None and self.streams == 1
 
-    @property
-    def round_rows(self) -> int:
-        """Number of positions in a round, which takes one window from each stream."""
-        return self.streams * self.window
-
     @cached_property
     def _groups(self) -> NDArray[np.int64]:
         """Numbers of the row groups, in the order of the epoch."""
