@@ -84,10 +84,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Give all tests of a file, and all tests on one kind of Spark, to one process."""
+    """Give all tests of a file, all on one kind of Spark and all in a notebook to one process."""
 
     def _split_scope(self, nodeid: str) -> str:
         path, _, name = nodeid.partition("::")
+        if path.startswith("tests/notebooks/"):
+            return "notebooks"
         kinds = [kind for kind in clusters.KINDS if f"-{kind}-" in f"-{name.partition('[')[2][:-1]}-"]
         if not path.startswith("tests/integration/") or not kinds:
             return path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -30,6 +29,7 @@ def train(folder):
             optimizer.step()
         print(f"epoch {epoch} is done", flush=True)
 
+os.mkdir("pids")
 config = TorchDistributedConfig(launcher="local", world_size=2, hparams={"folder": "pids"}, hb_interval=0.1)
 """
 
@@ -48,16 +48,6 @@ while tracker.getActiveJobsIds():
     assert time.monotonic() < deadline, "the job goes on"
     time.sleep(0.05)
 """
-
-
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A notebook in a folder of its own, after the program's cell."""
-    folder = tmp_path_factory.mktemp("notebook")
-    (folder / "pids").mkdir()
-    with Notebook(folder) as found:
-        assert found.run(PROGRAM).error == ""
-        yield found
 
 
 def test_a_run_is_interrupted_nothing_is_left_and_the_next_cell_works(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from tests.notebooks.kernel import Notebook
 
 PROGRAM = """
@@ -18,14 +14,6 @@ from lagom.config import TorchDistributedConfig
 def go(function, **more):
     return experiment.lagom(function, TorchDistributedConfig(launcher="local", world_size=2, **more))
 """
-
-
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A notebook after the program's cell."""
-    with Notebook(tmp_path_factory.mktemp("notebook")) as found:
-        assert found.run(PROGRAM).error == ""
-        yield found
 
 
 def value(notebook: Notebook, text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,6 @@ def train(fails=False):
 def config(**hparams):
     return TorchDistributedConfig(launcher="local", world_size=2, hb_interval=0.1, hparams=hparams)
 """
-
-
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A notebook after the program's cell."""
-    with Notebook(tmp_path_factory.mktemp("notebook")) as found:
-        assert found.run(PROGRAM).error == ""
-        yield found
 
 
 def test_a_table_renews_itself_and_the_result_shows_what_came_of_it(notebook: Notebook) -> None:

@@ -56,8 +56,7 @@ def DistributedOptimizer(
         raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}, which wants op=hvd.Average")
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}; want 1 or more")
-    _check_kind(optimizer)
-    _check_groups(groups if groups is not None else num_groups)
+    _check(optimizer, groups if groups is not None else num_groups)
     mixin: Any = _AdasumMixin if op == Adasum and topology.size() > 1 else _ReducingMixin
     kind = type(type(optimizer).__name__, (mixin, type(optimizer)), {"__module__": __name__})
     wrapped: Any = object.__new__(kind)
@@ -75,14 +74,6 @@ def DistributedOptimizer(
     wrapped._restart()
     wrapped._add_hooks()
     return wrapped
-
-
-def _check_kind(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS) and topology.size() > 1:
-        raise ValueError(
-            "LBFGS goes by the loss, which is each rank's own, so ranks would part; take a lagom run without Horovod "
-            "(batches='whole'), or another optimizer"
-        )
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
@@ -111,7 +102,12 @@ def _parameter_names(optimizer: torch.optim.Optimizer, given: Iterable[tuple[str
     return names
 
 
-def _check_groups(groups: Any) -> None:
+def _check(optimizer: torch.optim.Optimizer, groups: Any) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS) and topology.size() > 1:
+        raise ValueError(
+            "LBFGS goes by the loss, which is each rank's own, so ranks would part; take a lagom run without Horovod "
+            "(batches='whole'), or another optimizer"
+        )
     if isinstance(groups, int) and groups >= 0:
         return
     if not isinstance(groups, list):
