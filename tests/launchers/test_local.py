@@ -46,7 +46,7 @@ def no_rank_is_left() -> Iterator[None]:
 
 def works() -> bool:
     """Whether a further call works."""
-    return run(lambda: sum(range(lagom.world_size())))["test result"] == 1
+    return bool(run(lambda: sum(range(lagom.world_size())))["test result"] == 1)
 
 
 def ranks_alive() -> list[int]:
