@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,12 +71,21 @@ class Draws(TorchDispatchMode):
 
 def draws_random_numbers(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether ``function`` draws random numbers; attention does if it has dropout."""
+    may_draw, index, default = _drawing(function)
+    if not may_draw or index is None:
+        return may_draw
+    return bool(args[index] if index < len(args) else kwargs.get("dropout_p", default))
+
+
+@functools.cache  # asked for each operation of a forward
+def _drawing(function: OpOverload) -> tuple[bool, int | None, Any]:
+    """Return whether ``function`` may draw random numbers; and position and default of its ``dropout_p``, if any."""
     if torch.Tag.nondeterministic_seeded not in function.tags or function.name() == "aten::dropout":
-        return False
+        return False, None, None
     for index, argument in enumerate(function._schema.arguments):
         if argument.name == "dropout_p":
-            return bool(args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value))
-    return True
+            return True, index, argument.default_value
+    return True, None, None
 
 
 def draw_shape(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
