@@ -1,0 +1,214 @@
+"""``SharedLoss``: a loss of which each rank computes its rows, and the ranks' losses are added."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from lagom.errors import LagomError
+from lagom.row_split.row_functions import gather_blocks, is_batched
+from lagom.row_split.whole_batch import RowBlock, RowExchange
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lagom.row_split.gradient_path import GradientPath
+
+NONE, MEAN, SUM = range(3)
+"""Reductions as torch's operations take them."""
+SUMMED = (torch.float32, torch.float64)
+"""Types of losses that are summed over ranks; in shorter ones a sum overflows where the mean does not."""
+_ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
+_MEANS = {"SumBackward0": "MeanBackward0", "NegBackward0": "DivBackward1"}
+"""Names, as printed, of operations that torch has for a mean instead of those for a sum."""
+_BATCHED = (
+    "several gradients at once (is_grads_batched) of the loss of a large output cannot be taken on several ranks; take "
+    "one after another"
+)
+_PLACE = "the sum of a loss"
+
+
+@dataclass(frozen=True)
+class TorchLoss:
+    """One of torch's operations that compute a loss.
+
+    Args:
+        owner: what has it as an attribute.
+        reduction: position of the argument that says how losses of rows become one.
+        weights: positions of arguments that may be weights, and have no rows.
+        of_classes: whether it takes scores of classes: its mean is weighted, and it has one loss for each target.
+    """
+
+    owner: Any
+    name: str
+    reduction: int
+    weights: tuple[int, ...] = ()
+    of_classes: bool = False
+
+
+class SharedLoss:
+    """A loss of which each rank computes its rows."""
+
+    def __init__(
+        self,
+        loss: TorchLoss,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        path: GradientPath,
+    ) -> None:
+        self._loss = loss
+        self._original = original
+        self._args = args
+        self._kwargs = kwargs
+        self._path = path
+        self._reduction: int = args[loss.reduction]
+        exchange: RowExchange = path.gather.exchange
+        block = exchange.block
+        self._rows = RowExchange(exchange.gatherer, block, _PLACE)
+        self._ranks = RowExchange(exchange.gatherer, RowBlock(block.rank, block.world_size, block.world_size), _PLACE)
+
+    def compute(self) -> Tensor | None:
+        """Return the loss; None, on all ranks, if one of them cannot compute its rows. A collective."""
+        scores, targets, *others = self._args
+        factor = self._path.factor
+        rows = RowsFunction.apply(scores, self._path.gather.block_ends[self._path.index], self._path, self._rows)  # type: ignore[no-untyped-call]
+        keeps_bits = self._loss.of_classes and not targets.is_floating_point() and not self._smoothing()
+        others[self._loss.reduction - 2] = NONE if keeps_bits or self._reduction == NONE else SUM
+        found: Tensor | None = None
+        # On a CPU, errors are raised again, with one process's words, when all ranks compute all rows. On a GPU they
+        # do not depend on the numbers: wrong labels are told of later.
+        with suppress(*_ERRORS) if scores.device.type == "cpu" else nullcontext():
+            found = self._original(rows, self._rows.block.of(targets, factor), *others, **self._kwargs)
+        if keeps_bits or self._reduction == NONE:
+            losses = self._gather_losses(found, factor)
+            return losses if losses is None or self._reduction == NONE else self._reduce(losses)
+        failed = None if scores.device.type != "cpu" else found is None
+        if found is None:
+            found = scores.new_zeros((), dtype=scores.dtype if scores.dtype in SUMMED else torch.float32)
+        name = "" if found.grad_fn is None else found.grad_fn.name()
+        if self._reduction == MEAN:
+            name, found = _MEANS.get(name, name), found / self._divisor()
+        total, has_failed = _function(SumFunction, name).apply(found, self._ranks, failed)
+        return None if has_failed else total
+
+    def _smoothing(self) -> float:
+        smoothing: float = self._args[5] if len(self._args) > 5 else 0.0
+        return smoothing
+
+    def _gather_losses(self, found: Tensor | None, factor: int) -> Tensor | None:
+        if self._args[0].device.type == "cpu":
+            (failed,) = self._ranks.gather([torch.tensor([found is None])], [1])
+            if bool(failed.any()):
+                return None
+        assert found is not None
+        return gather_blocks([found], self._rows, [factor])[0]
+
+    def _reduce(self, losses: Tensor) -> Tensor:
+        """Return the sum or mean of all targets' losses, with the bits of torch: added as its operation does."""
+        targets, weight = self._args[1:3]
+        total = self._add(losses)
+        if self._reduction == MEAN:
+            counts = targets != self._args[4]
+            total = total / (counts.sum() if weight is None else self._add(weight[targets.long().where(counts, 0)]))
+        name = "NllLossBackward0" if targets.dim() == 1 else "NllLoss2DBackward0"
+        reduced: Tensor = _function(NamedFunction, name).apply(total)
+        return reduced
+
+    def _add(self, numbers: Tensor) -> Tensor:
+        """Add one number for each target, but those of ignored ones."""
+        targets, ignored = self._args[1], self._args[4]
+        classes = torch.zeros_like(targets).masked_fill(targets == ignored, -100)
+        add: Any = torch._C._nn.nll_loss_nd  # patched, but there is no path from these numbers to an output
+        total: Tensor = add(-numbers.unsqueeze(1), classes, None, SUM, -100)
+        return total
+
+    def _divisor(self) -> Any:
+        """Return what torch divides the sum of the losses by for their mean."""
+        scores, targets, *others = self._args
+        if not self._loss.of_classes:
+            return scores.numel()
+        if targets.is_floating_point():  # probabilities of classes
+            return scores.numel() // scores.shape[1]
+        weight, ignored = others[0], others[2]
+        counts = targets != ignored
+        if weight is None:
+            return counts.sum()
+        return weight[targets.long().where(counts, 0)].where(counts, 0).sum()
+
+
+class RowsFunction(Function):
+    """This rank's rows of ``scores``; their gradient goes straight to the block of the output that they come from.
+
+    If something watches gradients on the way, the gradient is gathered and goes that way instead.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, end: Tensor, path: GradientPath, exchange: RowExchange) -> Tensor:
+        ctx.path, ctx.exchange = path, exchange
+        return exchange.block.of(scores, path.factor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        path: GradientPath = ctx.path
+        if is_batched(gradient):
+            raise LagomError(_BATCHED)
+        if path.gather.is_watched:
+            (whole,) = gather_blocks([gradient], ctx.exchange, [path.factor])
+            return whole / ctx.exchange.block.world_size, None, None, None
+        return None, path.gradient_of_block(gradient), None, None
+
+
+class SumFunction(Function):
+    """The sum of the ranks' numbers, and whether a rank says that it failed; the sum's gradient is times the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, exchange: RowExchange, failed: bool | None) -> tuple[Tensor, bool]:
+        ctx.exchange = exchange
+        numbers = [number.reshape(1)] if failed is None else [number.reshape(1), torch.tensor([failed])]
+        totals = exchange.gather(numbers, [1] * len(numbers))
+        return totals[0].sum(), failed is not None and bool(totals[1].any())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None, None]:
+        return CopyFunction.apply(gradient, ctx.exchange) * ctx.exchange.block.world_size, None, None  # type: ignore[no-untyped-call]
+
+
+class CopyFunction(Function):
+    """A number that is equal on all ranks, as each rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total, _ = SumFunction.apply(gradient, ctx.exchange, None)  # type: ignore[no-untyped-call]
+        return total / ctx.exchange.block.world_size, None
+
+
+class NamedFunction(Function):
+    """A loss as it is, under the name of torch's operation."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@functools.cache
+def _function(kind: type[Function], name: str) -> Any:
+    """Return ``kind`` whose losses a program sees printed with ``name``, as one process's are."""
+    found: Any = type(kind.__name__, (kind,), {})
+    found._backward_cls.__name__ = name
+    return found
