@@ -12,15 +12,14 @@ from torch.autograd.graph import GradientEdge
 
 from lagom.errors import DivergenceError
 from lagom.gradients.accumulation import Accumulation
-from lagom.gradients.autograd_grad import AutogradGradAverager, is_averaged
-from lagom.gradients.backward_gradients import DelayedHooks, encode_batch, run_hooks
-from lagom.gradients.batched_roots import take_one_by_one
+from lagom.gradients.autograd_grad import AutogradGradAverager
+from lagom.gradients.backward_gradients import encode_batch
 from lagom.gradients.cached_backward import BackwardCache
+from lagom.gradients.grad_calls import GradCalls, inside_backward
 from lagom.gradients.replicas import Replicas
 from lagom.patching.replace import replaced
 from lagom.row_split.gradient_path import watch_gradient
 from lagom.row_split.recorder import NotByRowsError
-from lagom.row_split.row_functions import is_batched, passes_gather
 from lagom.run_state.leaves import find_leaves
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> It
             return original(outputs, *args, **options)
         for one in args[3]:
             watch_gradient(one.node if isinstance(one, GradientEdge) else one.grad_fn)
-        run = backwards.run_backward if options.get("accumulate_grad", False) else backwards.run_grad
+        run = backwards.run_backward if options.get("accumulate_grad", False) else backwards.grad_calls.run
         try:
             return run(outputs, args, options)
         except DivergenceError as error:
@@ -78,6 +77,7 @@ class _Backwards:
         self.divergence = session.divergence
         self._gradient_averager = session.gradient_averager
         self._grads = AutogradGradAverager(session.group, session.leaves, session.divergence, session.gradient_averager)
+        self.grad_calls = GradCalls(session, original, self._grads)
         self._pending: BackwardGradients | None = None
         self._keeps = False
         self._cache = BackwardCache()
@@ -108,7 +108,7 @@ class _Backwards:
                     self._pending.expect(leaves)
                 elif self._keeps:
                     self.accumulation.add_owed_inside(leaves)
-            with self._enter_backward():
+            with inside_backward(self._session):
                 return self._original(outputs, *args, **options)
         self._session.begin_backward(outputs, leaves)
         if self._session.weights is not None:
@@ -132,7 +132,7 @@ class _Backwards:
         self.accumulation.add_owed(leaves)
         self._keeps = True
         try:
-            with self._enter_backward(), self.accumulation.mark_running():
+            with inside_backward(self._session), self.accumulation.mark_running():
                 result = self._original(outputs, gradients, *args[1:], **options)
         except BaseException:
             self.accumulation.record_failures()
@@ -219,7 +219,7 @@ class _Backwards:
             gradients, hooks = self._session.loss_weights.weight_gradients(outputs, args[0], self._session.weight)
             if leaves and not args[2]:
                 self._gradient_averager.begin_backward(pending)
-            with self._enter_backward(), self.accumulation.mark_running():
+            with inside_backward(self._session), self.accumulation.mark_running():
                 result = self._original(outputs, gradients, *args[1:], **options)
         except BaseException:
             self._gradient_averager.overlap.abandon()
@@ -261,89 +261,3 @@ class _Backwards:
         if self._session.weights is not None:
             self._session.weights.free_idle()
         self._session.record_backward()
-
-    def run_grad(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run ``torch.autograd.grad``, and average the gradients of parameters, unless it runs inside a backward."""
-        inputs: Sequence[Any] = args[3]
-        if self._must_take_one_by_one(outputs, args):
-
-            def take(roots: tuple[Tensor, ...], is_last: bool) -> Any:
-                return self.run_grad(outputs, (roots, args[1] if is_last else True, *args[2:]), options)
-
-            return take_one_by_one(args[0], take)
-        if self._session.depth:
-            with self._enter_backward():
-                return self._original(outputs, *args, **options)
-        shared = self._find_averaged_inputs(outputs, inputs, args[0])
-        if not shared:
-            with self._enter_backward():
-                return self._original(outputs, *args, **options)
-        self._session.distributed_part = self._session.distributed_part or "torch.autograd.grad was called"
-        hooks = DelayedHooks()
-        weight = self._session.weight
-        try:
-            for i in shared:
-                hooks.delay(inputs[i])
-            with self._enter_backward():
-                found = list(self._original(outputs, *_weight_roots(args, weight), **options))
-        finally:
-            hooks.restore()
-        if weight not in (0, 1):
-            found = [g if g is None or i in shared else g / weight for i, g in enumerate(found)]
-        averages = self._grads.average_returned([inputs[i] for i in shared], [found[i] for i in shared], weight)
-        for i, average in zip(shared, averages, strict=True):
-            found[i] = None if average is None else run_hooks(inputs[i], average)
-        return tuple(found)
-
-    def _must_take_one_by_one(self, outputs: Sequence[Any], args: tuple[Any, ...]) -> bool:
-        """Return whether the call asks for several gradients at once of something that ranks have computed by rows."""
-        if self._session.depth or self._session.sliced_forward is not None or self._session.is_probing:
-            return False
-        if not any(isinstance(root, Tensor) and is_batched(root) and root.numel() for root in args[0]):
-            return False
-        return not any(isinstance(one, Tensor) and is_batched(one) for one in outputs) and passes_gather(outputs)
-
-    def _find_averaged_inputs(self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Any]) -> list[int]:
-        """Return the indices of the ``inputs`` whose gradients are averaged."""
-        if self._session.sliced_forward is not None or self._session.is_probing:
-            # In a forward that computes a block of rows, an input that a later backward reaches is this rank's own.
-            own = [one for one in inputs if isinstance(one, Tensor) and one.is_leaf]
-            self._session.repeated_inputs.update(dict.fromkeys(o for o in own if not isinstance(o, torch.nn.Parameter)))
-            return []
-        if any(is_batched(one) for one in (*inputs, *roots) if isinstance(one, Tensor)):
-            # Batched calls (torch.func, is_grads_batched) usually compute gradients per sample, which are not averaged.
-            plain = [_unwrap(one) for one in inputs if isinstance(one, Tensor)]
-            self.divergence.add_differentiated([one for one in plain if isinstance(one, torch.nn.Parameter)])
-            return []
-        if passes_gather(outputs):  # then averages give the whole batch's gradients for all inputs
-            return [i for i, one in enumerate(inputs) if isinstance(one, Tensor)]
-        session = self._session
-        session.begin_backward(outputs, [one for one in inputs if isinstance(one, Tensor) and one.is_leaf])
-        shared_out = session.passes.share is not None or session.config.batches == "whole"
-        return [
-            i
-            for i, one in enumerate(inputs)
-            if isinstance(one, Tensor) and is_averaged(one, session.likeness(one), shared_out=shared_out)
-        ]
-
-    @contextmanager
-    def _enter_backward(self) -> Iterator[None]:
-        self._session.depth += 1
-        try:
-            yield
-        finally:
-            self._session.depth -= 1
-
-
-def _unwrap(one: Tensor) -> Tensor:
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(one):
-        one = functorch.get_unwrapped(one)
-    return one
-
-
-def _weight_roots(args: tuple[Any, ...], weight: float) -> tuple[Any, ...]:
-    if weight == 1.0:
-        return args
-    roots: Sequence[Tensor | None] = args[0]
-    return tuple(None if root is None else root * weight for root in roots), *args[1:]

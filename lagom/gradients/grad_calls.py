@@ -1,0 +1,124 @@
+"""``GradCalls``: calls of ``torch.autograd.grad``, whose gradients of parameters are averaged."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lagom.gradients.autograd_grad import is_averaged
+from lagom.gradients.backward_gradients import DelayedHooks, run_hooks
+from lagom.gradients.batched_roots import take_one_by_one
+from lagom.row_split.row_functions import is_batched, passes_gather
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from lagom.gradients.autograd_grad import AutogradGradAverager
+    from lagom.session.session import Session
+
+
+class GradCalls:
+    """Runs calls of ``torch.autograd.grad``.
+
+    Args:
+        original: torch's own function.
+        averager: averages the gradients.
+    """
+
+    def __init__(self, session: Session, original: Callable[..., Any], averager: AutogradGradAverager) -> None:
+        assert session.divergence is not None
+        self._session = session
+        self._original = original
+        self._divergence = session.divergence
+        self._grads = averager
+
+    def run(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run ``torch.autograd.grad``, and average the gradients of parameters, unless it runs inside a backward."""
+        inputs: Sequence[Any] = args[3]
+        if self._must_take_one_by_one(outputs, args):
+
+            def take(roots: tuple[Tensor, ...], is_last: bool) -> Any:
+                return self.run(outputs, (roots, args[1] if is_last else True, *args[2:]), options)
+
+            return take_one_by_one(args[0], take)
+        if self._session.depth:
+            with inside_backward(self._session):
+                return self._original(outputs, *args, **options)
+        shared = self._find_averaged_inputs(outputs, inputs, args[0])
+        if not shared:
+            with inside_backward(self._session):
+                return self._original(outputs, *args, **options)
+        self._session.distributed_part = self._session.distributed_part or "torch.autograd.grad was called"
+        hooks = DelayedHooks()
+        weight = self._session.weight
+        try:
+            for i in shared:
+                hooks.delay(inputs[i])
+            with inside_backward(self._session):
+                found = list(self._original(outputs, *_weight_roots(args, weight), **options))
+        finally:
+            hooks.restore()
+        if weight not in (0, 1):
+            found = [g if g is None or i in shared else g / weight for i, g in enumerate(found)]
+        averages = self._grads.average_returned([inputs[i] for i in shared], [found[i] for i in shared], weight)
+        for i, average in zip(shared, averages, strict=True):
+            found[i] = None if average is None else run_hooks(inputs[i], average)
+        return tuple(found)
+
+    def _must_take_one_by_one(self, outputs: Sequence[Any], args: tuple[Any, ...]) -> bool:
+        """Return whether the call asks for several gradients at once of something that ranks have computed by rows."""
+        if self._session.depth or self._session.sliced_forward is not None or self._session.is_probing:
+            return False
+        if not any(isinstance(root, Tensor) and is_batched(root) and root.numel() for root in args[0]):
+            return False
+        return not any(isinstance(one, Tensor) and is_batched(one) for one in outputs) and passes_gather(outputs)
+
+    def _find_averaged_inputs(self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Any]) -> list[int]:
+        """Return the indices of the ``inputs`` whose gradients are averaged."""
+        if self._session.sliced_forward is not None or self._session.is_probing:
+            # In a forward that computes a block of rows, an input that a later backward reaches is this rank's own.
+            own = [one for one in inputs if isinstance(one, Tensor) and one.is_leaf]
+            self._session.repeated_inputs.update(dict.fromkeys(o for o in own if not isinstance(o, torch.nn.Parameter)))
+            return []
+        if any(is_batched(one) for one in (*inputs, *roots) if isinstance(one, Tensor)):
+            # Batched calls (torch.func, is_grads_batched) usually compute gradients per sample, which are not averaged.
+            plain = [_unwrap(one) for one in inputs if isinstance(one, Tensor)]
+            self._divergence.add_differentiated([one for one in plain if isinstance(one, torch.nn.Parameter)])
+            return []
+        if passes_gather(outputs):  # then averages give the whole batch's gradients for all inputs
+            return [i for i, one in enumerate(inputs) if isinstance(one, Tensor)]
+        session = self._session
+        session.begin_backward(outputs, [one for one in inputs if isinstance(one, Tensor) and one.is_leaf])
+        shared_out = session.passes.share is not None or session.config.batches == "whole"
+        return [
+            i
+            for i, one in enumerate(inputs)
+            if isinstance(one, Tensor) and is_averaged(one, session.likeness(one), shared_out=shared_out)
+        ]
+
+
+@contextmanager
+def inside_backward(session: Session) -> Iterator[None]:
+    """Count a backward that runs meanwhile."""
+    session.depth += 1
+    try:
+        yield
+    finally:
+        session.depth -= 1
+
+
+def _unwrap(one: Tensor) -> Tensor:
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(one):
+        one = functorch.get_unwrapped(one)
+    return one
+
+
+def _weight_roots(args: tuple[Any, ...], weight: float) -> tuple[Any, ...]:
+    if weight == 1.0:
+        return args
+    roots: Sequence[Tensor | None] = args[0]
+    return tuple(None if root is None else root * weight for root in roots), *args[1:]
