@@ -1,4 +1,4 @@
-"""``AbsentContext``: a multiprocessing context that starts no workers yet, for a rank that gets another's batches."""
+"""``AbsentContext``: a multiprocessing context that starts no workers, for a rank that gets another's batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class AbsentContext:
 
     Args:
         context: the real one.
-        are_absent: tells whether workers stay absent; called once, when the first queue is made.
+        are_absent: tells whether workers are absent; called once, when the first queue is made.
     """
 
     def __init__(self, context: Any, are_absent: Callable[[], bool]) -> None:
@@ -24,94 +24,43 @@ class AbsentContext:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
-    def Queue(self) -> Any:  # a name of multiprocessing
+    def Queue(self) -> Any:
         """Return a queue: the first one, for results, is real."""
         if self._absent is None:
             self._absent = self._are_absent()
             return self._context.Queue()
         return AbsentQueue() if self._absent else self._context.Queue()
 
-    def Process(self, *, target: Any, args: tuple[Any, ...]) -> Any:  # a name of multiprocessing
+    def Process(self, *, target: Any, args: tuple[Any, ...]) -> Any:
         """Return a worker."""
-        if self._absent:
-            return AbsentWorker(self._context, target, args)
-        return self._context.Process(target=target, args=args)
+        return AbsentWorker() if self._absent else self._context.Process(target=target, args=args)
 
 
 class AbsentQueue:
-    """Queue of the tasks of an absent worker: keeps them until somebody else has done one."""
-
-    def __init__(self) -> None:
-        self._tasks: list[Any] | None = []
-        self._real: Any = None
+    """Queue of the tasks of an absent worker."""
 
     def put(self, task: Any) -> None:
-        """Put ``task``."""
-        if self._real is not None:
-            self._real.put(task)
-        elif self._tasks is not None:
-            self._tasks.append(task)
-
-    def forget(self) -> None:
-        """Forget the tasks: the worker cannot start any more."""
-        self._tasks = None
-
-    def begin(self, real: Any) -> None:
-        """Move all tasks to the queue ``real``."""
-        tasks, self._tasks, self._real = self._tasks, None, real
-        for task in tasks or ():
-            real.put(task)
+        """Leave ``task`` to the worker of another rank."""
 
     def cancel_join_thread(self) -> None:
-        """Do what a real queue does."""
-        if self._real is not None:
-            self._real.cancel_join_thread()
+        """Do nothing: there is no thread."""
 
     def close(self) -> None:
-        """Close the queue."""
-        if self._real is not None:
-            self._real.close()
+        """Do nothing: there is no pipe."""
 
 
 class AbsentWorker:
-    """Stands for the process of a worker, which may start later."""
+    """Stands for the process of a worker that another rank has."""
 
-    def __init__(self, context: Any, target: Any, args: tuple[Any, ...]) -> None:
-        self._context = context
-        self._made_of: Any = (target, args)
-        self._real: Any = None
-        self.daemon = True
-
-    @property
-    def pid(self) -> int:
-        """Number of the process; 0 for none."""
-        return 0 if self._real is None else int(self._real.pid)
+    daemon = True
+    pid = 0
 
     def start(self) -> None:
         """Start nothing."""
 
-    def start_late(self) -> None:
-        """Start the process, which does all tasks in its queue."""
-        target, args = self._made_of
-        tasks = next(one for one in args if isinstance(one, AbsentQueue))
-        queue = self._context.Queue()
-        queue.cancel_join_thread()
-        real = self._context.Process(target=target, args=tuple(queue if one is tasks else one for one in args))
-        real.daemon = True
-        real.start()
-        self._real, self._made_of = real, None
-        tasks.begin(queue)
-
     def is_alive(self) -> bool:
-        """Return whether the process runs."""
-        return self._real is not None and bool(self._real.is_alive())
+        """Return False."""
+        return False
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end of the process."""
-        if self._real is not None:
-            self._real.join(timeout)
-
-    def terminate(self) -> None:
-        """End the process."""
-        if self._real is not None:
-            self._real.terminate()
+        """Wait for nothing."""

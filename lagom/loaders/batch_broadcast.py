@@ -1,20 +1,23 @@
-"""``BatchBroadcast``: rank 0 gives any value to all ranks; large tensors and arrays are copied once."""
+"""``BatchBroadcast``: rank 0 gives any value to all ranks; ``BatchFiles`` does so in threads of the program."""
 
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 
 from lagom.collectives.agreement_exchange import SIZE, memory, signature
-from lagom.errors import DivergenceError, LagomError, PayloadError
-from lagom.payload import Parcel, classes_received, unpack_parts
+from lagom.errors import DivergenceError
+from lagom.payload import Parcel, classes_received, unpack_file, unpack_parts
 from lagom.row_split.kept_memory import KeptMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lagom.loaders.reading_threads import Publication
     from lagom.session.session import Session
 
 _PLACE = "the next batch of a data loader with workers"
@@ -37,38 +40,27 @@ class BatchBroadcast:
 
         Raises:
             DivergenceError: on all ranks, if one is at another place of the program.
-            LagomError: on all ranks, if ``value`` cannot be pickled.
+            PayloadError: if ``value`` cannot be pickled, before the other ranks notice anything.
         """
-        failure = None
-        try:
-            parts = _pickle(value)
-        except PayloadError as error:
-            failure = LagomError(f"a batch of a data loader cannot be given to the other ranks: {error}")
-            parts = _pickle(_Failure(str(failure)))
+        parts = [memoryview(part) for part in _pack(value).parts()]
         sizes = json.dumps([len(part) for part in parts]).encode()
         small = b"".join(parts) if sum(map(len, parts)) <= _TOGETHER else b""
         self._exchange(bytearray(len(sizes).to_bytes(8, "little") + sizes + small))
         if not small:
             for part in parts:
                 self._group.broadcast(_as_tensor(part))
-        if failure is not None:
-            raise failure
 
     def receive(self) -> Any:
         """Return the value that rank 0 sends; a collective.
 
         Raises:
             DivergenceError: on all ranks, if one is at another place of the program.
-            LagomError: on all ranks, if the value cannot be pickled.
         """
         row = self._exchange(None)
         start = 8 + int.from_bytes(row[:8], "little")
         sizes = json.loads(bytes(row[8:start]))
         parts = _cut(row[start:], sizes) if len(row) > start else map(self._receive_part, sizes)
-        value = unpack_parts(list(parts))
-        if isinstance(value, _Failure):
-            raise LagomError(value.text)
-        return value
+        return unpack_parts(list(parts))
 
     def _receive_part(self, size: int) -> memoryview:
         part = self._memory.empty((size,), torch.uint8)
@@ -86,15 +78,54 @@ class BatchBroadcast:
         return rows[0][SIZE:]
 
 
-class _Failure:
-    """Stands for a value that cannot be pickled."""
+class BatchFiles:
+    """Gives values of rank 0 to the same thread of the other ranks of its host, through files.
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    Rank 0 does not wait for the other ranks. A reader maps the file privately, so that it owns what it changes.
+    """
+
+    def __init__(self, session: Session, publication: Publication) -> None:
+        self._others = [rank for rank in range(session.world_size) if rank != session.rank]
+        self._rank = session.rank
+        self._folder = session.host_dir
+        self._publication = publication
+
+    def send(self, value: object) -> None:
+        """Send ``value`` from rank 0.
+
+        Raises:
+            PayloadError: if ``value`` cannot be pickled, before the other ranks notice anything.
+        """
+        parcel = _pack(value)
+        name = f"batch-{uuid4().hex}"
+        path = self._folder / name
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            parcel.write(fd)
+            for rank in self._others:  # each reader removes a name of its own
+                os.link(path, self._folder / f"{name}-{rank}")
+        finally:
+            os.close(fd)
+            path.unlink()
+        self._publication.publish(name.encode())
+
+    def receive(self) -> Any:
+        """Return the value that rank 0 sends.
+
+        Raises:
+            LagomError: if none comes.
+        """
+        path = self._folder / f"{self._publication.read().decode()}-{self._rank}"
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            path.unlink()
+            return unpack_file(fd)
+        finally:
+            os.close(fd)
 
 
-def _pickle(value: object) -> list[memoryview]:
-    return [memoryview(part) for part in Parcel(value, classes_received(), compact=True).parts()]
+def _pack(value: object) -> Parcel:
+    return Parcel(value, classes_received(), compact=True)
 
 
 def _cut(row: memoryview, sizes: list[int]) -> Iterable[bytearray]:

@@ -11,13 +11,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch.multiprocessing
-from torch.utils.data import _utils
+from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lagom.collectives.agreement_exchange import SIZE, signature
-from lagom.errors import DivergenceError, LagomError
+from lagom.errors import DivergenceError, LagomError, PayloadError
 from lagom.loaders.absent_workers import AbsentContext
-from lagom.loaders.batch_broadcast import BatchBroadcast
+from lagom.loaders.batch_broadcast import BatchBroadcast, BatchFiles
 from lagom.loaders.fetching import PASS
 from lagom.loaders.shared_objects import reach_shared_memory
 from lagom.patching.replace import replaced
@@ -79,13 +79,9 @@ def _make_get_data(session: Session) -> Any:
 
     def get_data(self: Any) -> Any:
         shared: SharedWorkers | None = self.__dict__.get(_SHARED)
-        if shared is None:
-            return original(self)
-        if session.may_meet:
-            return shared.get(original, self)
-        del self.__dict__[_SHARED]
-        shared.part(self)
-        return original(self)
+        if session.has_joined and shared is not None:
+            raise LagomError(_JOINED)
+        return original(self) if shared is None or not session.live else shared.get(original, self)
 
     return get_data
 
@@ -132,28 +128,25 @@ class SharedWorkers:
     """
 
     def __init__(self, session: Session, cores: list[list[int]]) -> None:
-        self._rank = session.rank
+        self._session = session
         self._broadcast = BatchBroadcast(session)
         self._cores = cores
-        self._has_begun = False
 
     def place(self, iterator: Any) -> None:
         """Have the workers of ``iterator`` use the cores of all ranks in turn."""
-        if self._rank or all(cores == self._cores[0] for cores in self._cores):
+        if self._session.rank or all(cores == self._cores[0] for cores in self._cores):
             return
         for number, worker in enumerate(iterator._workers):
             with suppress(OSError):  # a container may forbid cores of another one
                 os.sched_setaffinity(worker.pid, self._cores[number % len(self._cores)])
 
     def get(self, original: Callable[[Any], Any], iterator: Any) -> Any:
-        """Return what ``original(iterator)`` returns on rank 0, or raise its error; a collective."""
-        if not self._has_begun and self._rank:
-            for queue in iterator._index_queues:
-                queue.forget()
-        self._has_begun = True
-        if not self._rank:
-            return self._get_and_send(original, iterator)
-        found, error, alive = self._broadcast.receive()
+        """Return what ``original(iterator)`` returns on rank 0, or raise its error; a collective in the main thread."""
+        session = self._session
+        way = self._broadcast if session.may_meet else BatchFiles(session, iterator.__dict__[PASS].publication())
+        if not session.rank:
+            return _get_and_send(way, original, iterator)
+        found, error, alive = way.receive()
         for worker, is_alive in enumerate(alive):
             if iterator._workers_status[worker] and not is_alive:
                 iterator._mark_worker_as_unavailable(worker)
@@ -161,34 +154,30 @@ class SharedWorkers:
             raise error
         return found
 
-    def _get_and_send(self, original: Callable[[Any], Any], iterator: Any) -> Any:
+
+def _get_and_send(way: BatchBroadcast | BatchFiles, original: Callable[[Any], Any], iterator: Any) -> Any:
+    try:
+        found = original(iterator)
+    except Exception as error:
+        # A worker has died, or takes too long: errors of the data set come as data.
         try:
-            found = original(iterator)
-        except Exception as error:
-            # A worker has died, or takes too long: errors of the data set come as data.
-            self._broadcast.send((None, InParts(error), iterator._workers_status))
-            raise
-        self._broadcast.send((found, None, ()))
-        return found
-
-    def part(self, iterator: Any) -> None:
-        """Have each rank go on with workers of its own.
-
-        Raises:
-            LagomError: if ranks have shared a batch already.
-        """
-        if self._has_begun:
-            raise LagomError(_BEGUN)
-        if self._rank:
-            for worker in iterator._workers:
-                worker.start_late()
-            _utils.signal_handling._remove_worker_pids(id(iterator))
-            _utils.signal_handling._set_worker_pids(id(iterator), tuple(one.pid for one in iterator._workers))
+            way.send((None, InParts(error), iterator._workers_status))
+        except PayloadError:
+            way.send((None, RuntimeError(f"{type(error).__name__}: {error}"), iterator._workers_status))
+        raise
+    try:
+        way.send((found, None, ()))
+    except PayloadError as error:
+        # As data, so that the iterators of all ranks know that this task is done.
+        unsent = LagomError(f"a batch cannot be given to the other ranks: {error}")
+        found = found[0], ExceptionWrapper((LagomError, unsent, None), "a data loader")
+        way.send((found, None, ()))
+    return found
 
 
-_BEGUN = (
-    "a thread of the program goes on with a data loader that the main thread has begun to read; read all of it in one "
-    "thread, or call iter() in the thread that reads it"
+_JOINED = (
+    "a data loader was begun before init_process_group() and is read on after it, but lagom's ranks share its workers; "
+    "call init_process_group() first"
 )
 
 # Note [One set of workers]

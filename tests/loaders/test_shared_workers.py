@@ -10,6 +10,7 @@ import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -329,29 +330,44 @@ def test_what_workers_tell_by_shared_memory_every_rank_hears() -> None:
     check_equal(read)
 
 
-def test_a_thread_reads_what_the_main_thread_has_begun() -> None:
-    def read(session: Session, *, first_in_main: bool) -> Any:
-        batches = iter(DataLoader(Augmented(12, (2,)), 3, True, num_workers=1 if first_in_main else 2))
-        found: list[Any] = [as_plain(next(batches))] if first_in_main else []
-        errors: list[BaseException] = []
+@pytest.mark.parametrize("num_in_main", [0, 1])
+def test_a_thread_reads_what_the_main_thread_has_begun(num_in_main: int) -> None:
+    def read(session: Session) -> list[Any]:
+        found = []
+        for options in ({}, {"persistent_workers": True}, {"sampler": list(range(7, 0, -1))}):
+            loader: DataLoader[Any] = DataLoader(Augmented(12, (3, 40, 40)), 3, num_workers=2, **options)
+            for _ in range(2):
+                batches = iter(loader)
+                found += [as_plain(next(batches)) for _ in range(num_in_main)]
+                with ThreadPoolExecutor(1) as pool:
+                    later = pool.submit(list, batches)
+                    for batch in later.result():
+                        batch[0].div_(255)
+                        found.append(as_plain(batch))
+        return found
 
-        def read_on() -> None:
-            try:
-                found.extend(as_plain(batch) for batch in batches)
-            except LagomError as error:
-                errors.append(error)
+    check_equal(read)
 
-        thread = threading.Thread(target=read_on)
-        thread.start()
-        thread.join()
-        return found, [str(error) for error in errors]
 
-    check_equal(lambda session: read(session, first_in_main=False))
-    for found, errors in run_ranks(
-        2, lambda session: read(session, first_in_main=True), batches="whole", collectives="auto"
-    ):
-        assert len(found) == 1
-        assert "call iter() in the thread" in errors[0]
+def test_errors_in_a_thread_are_those_of_rank_0() -> None:
+    class Slow(Broken):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(30 * (index == 5))
+            return super().__getitem__(index)
+
+    def read(session: Session) -> list[str]:
+        found = []
+        for data, options in (Broken(6, 2), {"collate_fn": lambda _: Unsendable()}), (Slow(8, 3), {"timeout": 1}):
+            batches = iter(DataLoader(data, 2, num_workers=1, **options))
+            with ThreadPoolExecutor(1) as pool:
+                found += [str(pool.submit(next, batches).exception()) for _ in range(3)]
+        return found
+
+    first, second = run_ranks(2, read, batches="whole", collectives="auto")
+    assert first == second
+    unsent, slow = "a batch cannot be given to the other ranks", "DataLoader timed out after 1 seconds"
+    everything = (unsent, "sample 2 is broken", unsent, "None", "sample 3 is broken", slow)
+    assert [wanted in text for wanted, text in zip(everything, first, strict=True)] == [True] * 6
 
 
 def test_a_rank_that_reads_no_batch_is_named() -> None:
@@ -374,15 +390,22 @@ class Unsendable:
         return threading.Lock, ()
 
 
+def collate_some(samples: list[int]) -> Any:
+    return Unsendable() if 2 in samples else samples
+
+
 def test_a_batch_that_cannot_be_sent_is_an_error_on_all_ranks() -> None:
-    def read(session: Session) -> str:
+    def read(session: Session) -> list[Any]:
+        batches = iter(DataLoader(Numbers(6), 2, num_workers=2, collate_fn=collate_some))
+        found = [next(batches)]
         with pytest.raises(LagomError) as raised:
-            list(DataLoader(Numbers(4), 2, num_workers=1, collate_fn=lambda _: Unsendable()))
-        return str(raised.value)
+            next(batches)
+        return [str(raised.value), *found, *batches]
 
     first, second = run_ranks(2, read, batches="whole", collectives="auto")
     assert first == second
-    assert "cannot be given to the other ranks" in first
+    assert "cannot be given to the other ranks" in first[0]
+    assert first[1:] == [[0, 1], [4, 5]]
 
 
 def test_a_stream_that_fails_in_its_worker_fails_on_all_ranks() -> None:
