@@ -1,4 +1,4 @@
-"""``shared_files``: saves files whole, and downloads once per host."""
+"""``shared_files``: saves files whole on rank 0 and into the overlay on others, and downloads once for each host."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from lagom.gradients.cached_backward import BackwardCache
 from lagom.gradients.grad_calls import GradCalls, inside_backward
 from lagom.gradients.replicas import Replicas
 from lagom.patching.replace import replaced
-from lagom.row_split.gradient_path import watch_gradient
+from lagom.row_split.path_to_output import watch_gradient
 from lagom.row_split.recorder import NotByRowsError
 from lagom.run_state.leaves import find_leaves
 

@@ -277,7 +277,8 @@ def _describe_batches(batches: Sequence[int | None]) -> str:
 # changed yet: the ranks exchange their sets and reduce the union, in the order of the leaves' numbers.
 #
 # A parameter that several modules share (tied weights) is one leaf with one number: autograd adds what each use
-# contributes, and the sum is averaged once.
+# contributes, and the sum is averaged once. Uses in forwards that are split by rows and in whole ones may mix: those of
+# a rank's rows count as many times as there are ranks (see Note [Whole]).
 #
 # When a leaf is reached for the first time, the signature also contains a hash of its values, since training from
 # different initial values would give wrong results without an error.

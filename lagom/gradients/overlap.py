@@ -164,7 +164,8 @@ def _sign(key: Key) -> bytes:
 # layout are summed in order, each as soon as its gradients are complete. They have connections of their own, because
 # other exchanges of the backward (statistics of BatchNorm) may come earlier or later on another rank. At the end of the
 # backward, also of a failed one, the remaining buckets are sent, with zeros for leaves without a gradient. So all ranks
-# send the same buckets in any case. The small gradients follow with a signature, as in any other backward.
+# send the same buckets in any case. The small gradients follow with a signature, as in any other backward. A parameter
+# that modules share is complete after its last use.
 #
 # With ``zero_lvl=2`` a rank keeps only its part of an average. If ranks share memory, it receives only this part; the
 # signature at the start says so. Otherwise it receives whole sums and cuts them. Both happen while the backward runs.

@@ -1,4 +1,4 @@
-"""Sample order, also of custom samplers: all ranks follow rank 0's."""
+"""Sample order, also of custom samplers: all ranks follow rank 0's. Nothing else changes what a sampler gives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ranks that make no progress: since when, and the texts that say so.
 
-A rank notices by itself in ``worker/heartbeat.py``, its host process in ``host/supervisor.py``; ``launchers/run.py``
-shows the text.
+A rank notices by itself in ``worker/heartbeat.py`` (whether it waits or is stuck: ``worker/stack_dump.py``), its host
+process in ``host/supervisor.py``; ``launchers/run.py`` shows the text.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class BatchStatistics:
     def __init__(self) -> None:
         self.noted: list[tuple[Tensor, Tensor]] = []
         self.running: list[Tensor] = []
+        """Buffers that may differ after the probe, which restores them."""
         self._replayed: Iterator[tuple[Tensor, Tensor]] | None = None
 
     def replay(self) -> None:

@@ -13,13 +13,13 @@ from torch.autograd import forward_ad
 
 from lagom.patching.replace import replaced
 from lagom.row_split import whole_batch
-from lagom.row_split.gradient_path import find_gradient_path, watch_gradient
+from lagom.row_split.path_to_output import find_gradient_path, watch_gradient
 from lagom.row_split.shared_loss import MEAN, NONE, SUM, SUMMED, SharedLoss, TorchLoss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from lagom.row_split.gradient_path import GradientPath
+    from lagom.row_split.path_to_output import GradientPath
     from lagom.session.session import Session
 
 MIN_BYTES = 2**17

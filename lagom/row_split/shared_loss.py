@@ -18,7 +18,7 @@ from lagom.row_split.whole_batch import RowBlock, RowExchange
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lagom.row_split.gradient_path import GradientPath
+    from lagom.row_split.path_to_output import GradientPath
 
 NONE, MEAN, SUM = range(3)
 """Reductions as torch's operations take them."""

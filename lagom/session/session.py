@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.collectives.agreement_exchange import FRAME, AgreedExchange
 from lagom.collectives.run_store import SealedStore
 from lagom.collectives.torch_backend.shared_group import whole_groups
-from lagom.forward.running_values import RunningValueDetector
+from lagom.forward.running_value_warnings import RunningValueDetector
 from lagom.gradients.criteria import find_caveats
 from lagom.gradients.divergence import DivergenceMonitor
 from lagom.gradients.gradient_averager import GradientAverager

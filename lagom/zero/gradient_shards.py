@@ -316,4 +316,8 @@ class GradientShards:
 # request, that is an error on all ranks. The program never sees a shard. Operations that treat every element alike, or
 # only need norms, work on shards; each has a patch that knows about shards.
 #
+# So a gradient is whole before its optimizer's first step, after the program has read it until it is thrown away
+# (`was_shown`), if two optimizers step its parameter (`stays_whole`), and if its optimizer is not sharded at all (its
+# step couples parameters; see `optimizer_group.py`).
+#
 # Entries are weak: another rank that runs the same code cannot request a parameter that is gone here.

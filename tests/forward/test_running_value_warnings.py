@@ -1,4 +1,4 @@
-"""``lagom.forward.running_values`` and BatchNorm of parts: warnings about normalisations that see a rank's share."""
+"""``lagom.forward.running_value_warnings`` and BatchNorm of parts: normalisations that see a share are told of."""
 
 from __future__ import annotations
 
