@@ -14,6 +14,7 @@ from lagom.gradients.checksum import hash_values
 from lagom.gradients.gradient_averager import ReachedLeaves
 from lagom.gradients.tensor_averager import view_as_real
 from lagom.run_state.leaves import ACCUMULATE, leaf_of_node
+from lagom.run_state.memory_layout import resolve_lazy
 from lagom.run_state.plain_leaves import Likeness
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class AutogradGradAverager:
     ) -> list[Tensor | None] | None:
         present = [(i, gradient) for i, gradient in enumerate(gradients) if gradient is not None]
         with torch.no_grad():
-            averages = [gradient.detach().clone() for _, gradient in present]
+            averages = [_copy(gradient) for _, gradient in present]
             reached = ReachedLeaves([numbers[i] for i, _ in present], [view_as_real(average) for average in averages])
             if not self._gradient_averager.average(kind, reached, identity, averages=True):
                 return None
@@ -156,6 +157,11 @@ class AutogradGradAverager:
             elif gradient is not None and gradient.is_sparse and not all(kind and kind[2] for _, _, kind in held):
                 filled[i] = gradient.to_dense()
         return filled, local
+
+
+def _copy(gradient: Tensor) -> Tensor:
+    resolved = gradient if gradient.layout is not torch.strided else resolve_lazy(gradient)
+    return gradient.detach().clone() if resolved is gradient else resolved.detach()
 
 
 class AverageFunction(Function):

@@ -16,7 +16,7 @@ from lagom.gradients.reduction.buckets import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from lagom.gradients.tensor_averager import view_as_real
+from lagom.gradients.tensor_averager import real_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -174,7 +174,7 @@ class BucketPipeline:
                 if leaf.grad is None:
                     leaf.grad = torch.zeros_like(leaf)
                     self.missing.append(leaf)
-            gradients = [view_as_real(leaf.grad) for leaf in bucket if leaf.grad is not None]
+            gradients = [real_gradient(leaf) for leaf in bucket]
             deal = self._shard_maps.get(len(self.moving))
             if deal is None:
                 self.moving.append(start_all_reduce(gradients, self._group.all_reduce_aside, self._group.world_size))

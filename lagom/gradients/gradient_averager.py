@@ -13,7 +13,7 @@ from lagom.gradients.initial_values import InitialValueCheck
 from lagom.gradients.overlap import OverlappedBackward
 from lagom.gradients.reduction.layout import Layout, LayoutEntry
 from lagom.gradients.reduction.mean import Mean
-from lagom.gradients.tensor_averager import TensorAverager, view_as_real
+from lagom.gradients.tensor_averager import TensorAverager, real_gradient
 from lagom.run_state.plain_leaves import Likeness
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class GradientAverager:
                     number = self._number_leaf(leaf)
                 if number not in self._verified.local:
                     reached.numbers.append(number)
-                    reached.gradients.append(view_as_real(_resolve_gradient(leaf)))
+                    reached.gradients.append(real_gradient(leaf))
         if not is_counted and (running is not None or reached.numbers):
             self._divergence.count_step()
         if running is not None:
@@ -245,15 +245,7 @@ class GradientAverager:
             leaf.grad = torch.zeros_like(leaf) if dense else torch.zeros_like(leaf, layout=torch.sparse_coo)
         elif dense and leaf.grad.is_sparse:
             leaf.grad = leaf.grad.to_dense()
-        return view_as_real(leaf.grad)
-
-
-def _resolve_gradient(leaf: torch.Tensor) -> torch.Tensor:
-    """Return ``leaf``'s gradient, after resolving a lazy negation or conjugation in memory."""
-    assert leaf.grad is not None
-    if leaf.grad.is_neg() or leaf.grad.is_conj():
-        leaf.grad = leaf.grad.resolve_conj().resolve_neg()
-    return leaf.grad
+        return real_gradient(leaf)
 
 
 def _describe_place(kind: str, pending: BackwardGradients) -> str:

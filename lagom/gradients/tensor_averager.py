@@ -9,6 +9,7 @@ import torch
 from lagom.collectives.plain_values import all_gather_values
 from lagom.gradients.reduction.layout import Layout, LayoutEntry
 from lagom.gradients.reduction.mean import Mean
+from lagom.run_state.memory_layout import resolve_lazy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,3 +100,13 @@ class TensorAverager:
 def view_as_real(gradient: torch.Tensor) -> torch.Tensor:
     """Return a view of a complex ``gradient`` as real numbers; other gradients are returned unchanged."""
     return torch.view_as_real(gradient) if gradient.is_complex() and not gradient.is_sparse else gradient
+
+
+def real_gradient(leaf: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``leaf`` as real numbers in memory, which are to be averaged in place."""
+    assert leaf.grad is not None
+    if leaf.grad.layout is torch.strided:
+        resolved = resolve_lazy(leaf.grad)
+        if resolved is not leaf.grad:
+            leaf.grad = resolved
+    return view_as_real(leaf.grad)

@@ -11,6 +11,7 @@ import torch
 from lagom.collectives.agreement_exchange import AgreedExchange, memory, signature
 from lagom.errors import DivergenceError
 from lagom.row_split.kept_memory import KeptMemory
+from lagom.run_state.memory_layout import resolve_lazy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -182,7 +183,7 @@ class Gatherer:
         is_even = all(len(part) == len(parts[0]) for parts in zip(*into, strict=True) for part in parts)
         if is_even and min(tensor.nbytes for tensor in mine) >= _MIN_UNPACKED:
             for whole, tensor in zip(wholes, mine, strict=True):
-                part = _as_it_lies(tensor)
+                part = resolve_lazy(tensor).contiguous()
                 self._group.all_gather_into(whole.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8))
             return
         size = max(sum(map(_aligned_num_bytes, parts)) for parts in into)
@@ -199,13 +200,6 @@ _UNEQUAL = (
     "numpy's or random's global generators, which lagom starts equal on all ranks, and not from the time, the process "
     "or a generator of your own without a fixed seed"
 )
-
-
-def _as_it_lies(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` as memory has it: contiguous, and not still to be conjugated, negated or filled with zeros."""
-    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return tensor.contiguous()
 
 
 def _aligned_num_bytes(tensor: Tensor) -> int:

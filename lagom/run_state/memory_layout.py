@@ -43,6 +43,13 @@ def find_overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
     return found
 
 
+def resolve_lazy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or a copy if its numbers are still to be conjugated, negated or filled with zeros."""
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor
+
+
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Return the dimensions of ``tensor`` by their place in memory, the outermost first; None if they are in order."""
     if tensor.layout != torch.strided or tensor.is_contiguous() or not is_dense(tensor):

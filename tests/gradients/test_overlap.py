@@ -303,3 +303,34 @@ def test_ranks_that_keep_reaching_different_leaves_stop_to_ask(monkeypatch: pyte
         return len(asked)
 
     assert run_ranks(2, run) == [1 + 9] * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_that_have_no_memory_are_averaged(world_size: int) -> None:
+    class Lazy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return torch._efficientzerotensor(gradient.shape, dtype=gradient.dtype)
+
+    def run(_: Session) -> Any:
+        torch.manual_seed(0)
+        lazy: Any = Lazy.apply
+        model: Any = wide()
+        large = nn.Parameter(torch.randn(WIDE, WIDE, dtype=torch.float64))
+        inputs = torch.randn(12, 2, dtype=torch.float64)
+        optimizer = torch.optim.SGD([*model.parameters(), large], lr=0.1)
+        for _step in range(4):
+            optimizer.zero_grad()
+            (model(inputs).square().mean() + lazy(large).sum()).backward()
+            optimizer.step()
+        found = torch.autograd.grad(lazy(large).sum() + model(inputs).mean(), [large, model[2].weight])
+        gradients = [one.sum().item() for one in (large.grad, *found)]
+        return gradients, [one.detach() for one in model.parameters()]
+
+    expected = alone(run)
+    for found in run_ranks(world_size, run, batches="whole"):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
