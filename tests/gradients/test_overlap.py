@@ -320,7 +320,7 @@ def test_gradients_that_have_no_memory_are_averaged(world_size: int) -> None:
         torch.manual_seed(0)
         lazy: Any = Lazy.apply
         model: Any = wide()
-        large = nn.Parameter(torch.randn(WIDE, WIDE, dtype=torch.float64))
+        large: Any = nn.Parameter(torch.randn(WIDE, WIDE, dtype=torch.float64))
         inputs = torch.randn(12, 2, dtype=torch.float64)
         optimizer = torch.optim.SGD([*model.parameters(), large], lr=0.1)
         for _step in range(4):
