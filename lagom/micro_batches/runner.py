@@ -11,10 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from lagom.errors import LagomError
 from lagom.random_states import equal_random_states, random_states, set_random_states
 from lagom.row_split.draws import Draws
-from lagom.row_split.probe import silent
 from lagom.row_split.recorder import BatchStatistics, NotByRowsError
 from lagom.row_split.restore import restored_state
-from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch
+from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, silent
 from lagom.row_split.whole_batch import RowBlock
 from lagom.run_state.oom_errors import wanted_bytes
 

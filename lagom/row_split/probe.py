@@ -5,9 +5,7 @@ See Note [Probe].
 
 from __future__ import annotations
 
-import io
-import warnings
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -24,7 +22,16 @@ from lagom.row_split.draws import UnsupportedDrawError
 from lagom.row_split.output_memory import find_bases
 from lagom.row_split.recorder import BatchStatistics, BlockRecorder, NotByRowsError, Recorder
 from lagom.row_split.restore import ModuleState, copy_buffers, parameter_checksums, restored_state
-from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense, like_given
+from lagom.row_split.split_candidate import (
+    PLAIN,
+    SplitCandidate,
+    SplitFinding,
+    check_call,
+    describe_failure,
+    is_batch,
+    like_given,
+    silent,
+)
 from lagom.row_split.whole_batch import RowBlock
 from lagom.run_state.memory_layout import memory_order
 from lagom.run_state.oom_errors import wanted_bytes
@@ -34,8 +41,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from torch.utils._pytree import TreeSpec
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 UNIFORM = "is called with rows that are all alike, which does not show whether it mixes them"
 NO_MEMORY = "has no memory to be run once more and compared"
@@ -64,7 +69,9 @@ def probe(
         ChangedError: when a forward has changed parameters, of which no second copy is kept.
     """
     try:
-        _check(candidate)
+        if candidate.is_uniform:
+            raise NotByRowsError(UNIFORM)
+        check_call(candidate)
         with restored_state(candidate.module, candidate.inside) as state, _unchanged_parameters(candidate.module):
             if repeated:
                 candidate = replace(candidate, run=_unchanging_run(candidate, finding, state))
@@ -74,8 +81,7 @@ def probe(
     except ChangedError:
         raise
     except Exception as error:  # the forward does not run on a part of its batch
-        fails = f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
-        finding.reason = fails if wanted_bytes(error) is None else NO_MEMORY
+        finding.reason = describe_failure(error) if wanted_bytes(error) is None else NO_MEMORY
 
 
 @contextmanager
@@ -91,36 +97,6 @@ def _unchanged_parameters(module: nn.Module) -> Iterator[None]:
                 "the optimizer's step, or keep them as buffers, or use batches='split', evaluation='replicated' and "
                 "no micro_batches for this program"
             )
-
-
-def _check(candidate: SplitCandidate) -> None:
-    """Check that rows differ, and that nothing else would see a part of the batch, such as a hook.
-
-    Raises:
-        NotByRowsError: when rows are equal, or something would, or might.
-    """
-    if candidate.is_uniform:
-        raise NotByRowsError(UNIFORM)
-    for leaf in candidate.leaves:
-        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
-            raise NotByRowsError(f"is called with a {type(leaf).__name__}, of which it is unknown what is in it")
-        if isinstance(leaf, torch.Tensor) and not is_dense(leaf):
-            raise NotByRowsError("is called with a sparse or nested tensor, which has no rows to share out")
-    for module in candidate.inside:
-        state = module.__dict__
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            if any(not _is_from_torch(hook) for hook in (state.get(kind) or {}).values()):
-                raise NotByRowsError("has hooks, which would see a part of the batch")
-        for parameter in (state.get("_parameters") or {}).values():
-            if parameter is not None and parameter._backward_hooks:
-                raise NotByRowsError("has hooks on gradients, which would see those of a part of the batch")
-    everywhere = torch.nn.modules.module
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks or everywhere._global_backward_hooks:
-        raise NotByRowsError("is called with global hooks, which would see a part of the batch")
-
-
-def _is_from_torch(hook: object) -> bool:
-    return (getattr(hook, "__module__", None) or type(hook).__module__ or "").startswith("torch.")
 
 
 def _run_and_compare(
@@ -216,15 +192,6 @@ def _drop_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
     return torch.cat([tensor[:start], tensor[stop:]]) if stop else tensor
 
 
-@contextmanager
-def silent() -> Iterator[io.StringIO]:
-    """Collect what is printed meanwhile, and show no warnings."""
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield said
-
-
 def _run_forward(
     candidate: SplitCandidate,
     recorder: Recorder,
@@ -256,7 +223,7 @@ def _run_forward(
 
 def _rows_per_input_row(output: Any, recorder: Recorder, rows: int) -> int | None:
     if not isinstance(output, torch.Tensor):
-        if not isinstance(output, _PLAIN):
+        if not isinstance(output, PLAIN):
             raise NotByRowsError(f"gives a {type(output).__name__}, of which it is unknown what is in it")
         return None
     if not recorder.follows_input(output):
@@ -279,10 +246,11 @@ def _tensor_versions(leaves: list[Any]) -> list[int | None]:
 # Note [Probe]
 #
 # A forward is sliced only where this changes nothing but the speed, and a probe shows this. A module's first call with
-# inputs of a kind runs whole, and tells how much work it is. If that work is worth sharing, then before the second call
-# every rank runs the forward whole, and in the blocks of all ranks, one after the other. The probe exchanges nothing,
-# so all ranks find the same, and a forward that fails on a block fails equally everywhere. The outputs must agree, and
-# moreover:
+# inputs of a kind runs whole, and tells how much work it is. If that work is worth sharing, the module is called once
+# more, on a part of the batch: one that cannot be called again must fail here, after the program's own call. Before the
+# second call every rank runs the forward whole, and in the blocks of all ranks, one after the other. The probe
+# exchanges nothing, so all ranks find the same, and a forward that fails on a block fails equally everywhere. The
+# outputs must agree, and moreover:
 #
 # - Nothing computed from the input may stay behind in an attribute, a list or a closure, where the program would find a
 #   part of the batch. Weak references to the storages of all results show what is alive after the output is gone.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -20,7 +19,16 @@ from lagom.row_split.output_memory import view_like
 from lagom.row_split.probe import UNIFORM, probe
 from lagom.row_split.restore import parameter_checksums
 from lagom.row_split.row_functions import gather_blocks, slice_rows
-from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, is_dense, measure_call
+from lagom.row_split.split_candidate import (
+    SplitCandidate,
+    SplitFinding,
+    is_batch,
+    is_dense,
+    is_dual,
+    measure_call,
+    sample_bytes,
+    try_again,
+)
 from lagom.row_split.whole_batch import (
     Gatherer,
     RowBlock,
@@ -109,7 +117,7 @@ class Slicer:
             return self._original(module, *args, **kwargs)
         device = self._session.device
         candidate = self._trees.candidate(module, self._original, args, kwargs, device, says=not self._depth)
-        if candidate.rows < self._group.world_size or any(map(_is_dual, candidate.leaves)):
+        if candidate.rows < self._group.world_size or any(map(is_dual, candidate.leaves)):
             if not candidate.inside and next(module.parameters(), None) is None:
                 self._record_small(module, args)  # a loss
             return self._original(module, *args, **kwargs)
@@ -121,17 +129,7 @@ class Slicer:
         if module in self._counting:
             return self._run_whole(module, args, kwargs)
         if finding is None and len(known) < _MAX_KINDS:
-            before, marks = (attribute_numbers(candidate.inside), around.state()), parameter_checksums(module)
-            output, known[kind] = measure_call(candidate, lambda: self._original(module, *args, **kwargs))
-            self._has_work = self._has_work or self._is_worth_slicing(known[kind], candidate)
-            if (attribute_numbers(candidate.inside), around.state()) != before:
-                self._record_change(module, known, kind, _CHANGES_NUMBERS)
-            elif parameter_checksums(module) != marks:
-                self._record_change(module, known, kind, "changes parameters, which a look at it would do once more")
-            elif around.iterates:
-                known[kind].reason = reason = "has an iterator, of which a look at it would take items"
-                self._say_whole(module, reason)
-            return output
+            return self._run_first(candidate, known, kind, lambda: self._original(module, *args, **kwargs))
         if finding is None or finding.reason is not None:
             return self._run_whole(module, args, kwargs)
         if not (finding.sliced or self._is_worth_slicing(finding, candidate)):
@@ -146,6 +144,28 @@ class Slicer:
         """Run ``module`` whole without a look at it from now on, while its first argument has the same shape."""
         # By the first argument only: comparing all arguments takes longer than such a module.
         self._small[module] = _dense_shape(args[0]) if args else None, torch.is_grad_enabled()
+
+    def _run_first(
+        self, candidate: SplitCandidate, known: dict[object, SplitFinding], kind: object, run: Callable[[], Any]
+    ) -> Any:
+        """Make the first call with inputs of a ``kind``; find out what it costs, and what it changes."""
+        module, around = candidate.module, self._trees.surroundings(candidate.module)
+        before, marks = (attribute_numbers(candidate.inside), around.state()), parameter_checksums(module)
+        output, finding = measure_call(candidate, run)
+        known[kind] = finding
+        pays = self._is_worth_slicing(finding, candidate)
+        self._has_work = self._has_work or pays
+        if (attribute_numbers(candidate.inside), around.state()) != before:
+            self._record_change(module, known, kind, _CHANGES_NUMBERS)
+        elif parameter_checksums(module) != marks:
+            self._record_change(module, known, kind, "changes parameters, which a look at it would do once more")
+        elif around.iterates:
+            finding.reason = "has an iterator, of which a look at it would take items"
+            self._say_whole(module, finding.reason)
+        elif pays:
+            with self._session.probing():
+                finding.failure = try_again(candidate, self._group.world_size, self._session.statistics)
+        return output
 
     def _record_change(self, module: nn.Module, known: dict[object, SplitFinding], kind: object, what: str) -> None:
         del known[kind]
@@ -177,8 +197,10 @@ class Slicer:
             self._depth -= 1
 
     def _probe(self, candidate: SplitCandidate, finding: SplitFinding) -> None:
-        with self._session.probing():
-            probe(candidate, finding, self._group.world_size, self._session.statistics)
+        finding.reason = finding.failure
+        if finding.failure is None:
+            with self._session.probing():
+                probe(candidate, finding, self._group.world_size, self._session.statistics)
         name = type(candidate.module).__name__
         self._session.check_place(f"the second call of {name} with inputs of a kind")
         reasons = [part.decode() for part in self._group.all_gather_bytes((finding.reason or "").encode())]
@@ -265,7 +287,7 @@ class Slicer:
         # A module may return one tensor twice; the program finds one tensor again.
         places = {id(outputs[i]): i for i, _ in by_rows if finding.bases[i] is None}
         blocks = [outputs[i] for i in places.values()]
-        signed = b"".join(_sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
+        signed = b"".join(sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
         wholes = gather_blocks(
             blocks,
             exchange,
@@ -285,18 +307,3 @@ class Slicer:
 
 def _dense_shape(data: Any) -> torch.Size | None:
     return data.shape if is_dense(data) else None
-
-
-def _is_dual(leaf: Any) -> bool:
-    """Return whether ``leaf`` carries a derivative in forward mode."""
-    return isinstance(leaf, torch.Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
-
-
-def _sample_bytes(tensor: torch.Tensor) -> bytes:
-    """Return some of the numbers in ``tensor`` as bytes."""
-    if tensor.device.type != "cpu" or not tensor.numel():
-        return b""
-    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)
-    some = flat[:: max(1, len(flat) // 61)][:64]
-    # A copy: a single number is contiguous whatever its stride, and bytes must lie side by side.
-    return bytes(some.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().data)

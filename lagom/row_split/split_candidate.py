@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import io
+import warnings
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from lagom.row_split.draws import DrawKind
-from lagom.row_split.recorder import FlopCounter
+from lagom.row_split.recorder import BatchStatistics, FlopCounter, NotByRowsError
+from lagom.row_split.restore import restored_state
 from lagom.row_split.whole_batch import RowBlock
+from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Types of arguments and outputs in which no rows are hidden."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,8 @@ class SplitFinding:
     """Row dimensions of the random draws; see ``Draws``."""
     reason: str | None = None
     """Why it runs whole on every rank; None if it is sliced."""
+    failure: str | None = None
+    """Why a second call failed, on a part of the batch; None if it did not."""
     sliced: bool = False
     """The probe has shown that it computes its rows one by one."""
     repeats: bool = False
@@ -92,6 +103,21 @@ def is_dense(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested
 
 
+def is_dual(leaf: Any) -> bool:
+    """Return whether ``leaf`` carries a derivative in forward mode."""
+    return isinstance(leaf, torch.Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
+
+
+def sample_bytes(tensor: torch.Tensor) -> bytes:
+    """Return some of the numbers in ``tensor`` as bytes."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return b""
+    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)
+    some = flat[:: max(1, len(flat) // 61)][:64]
+    # A copy: a single number is contiguous whatever its stride, and bytes must lie side by side.
+    return bytes(some.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().data)
+
+
 def measure_call(candidate: SplitCandidate, call: Callable[[], Any]) -> tuple[Any, SplitFinding]:
     """Make the ``call``; return its output and a finding with its amount of work."""
     with FlopCounter() as counter:
@@ -99,3 +125,66 @@ def measure_call(candidate: SplitCandidate, call: Callable[[], Any]) -> tuple[An
     own = sum(parameter.numel() for parameter in candidate.module.parameters())
     num_bytes = sum(o.numel() * o.element_size() for o in tree_flatten(output)[0] if isinstance(o, torch.Tensor))
     return output, SplitFinding(candidate.rows, max(counter.flops, 2.0 * own * candidate.rows), num_bytes)
+
+
+def try_again(candidate: SplitCandidate, num_blocks: int, statistics: Callable[[BatchStatistics], Any]) -> str | None:
+    """Call a module once more, on a part of its batch; return why that failed, or None. Restore all state.
+
+    A library may refuse to be called twice between two steps (Pyro does). Such a module fails here, after the call
+    that the program has made, and not before it.
+    """
+    try:
+        check_call(candidate)
+    except NotByRowsError:
+        return None  # a probe will say so
+    # Of at least two rows, as BatchNorm needs.
+    block = RowBlock(0, max(1, min(num_blocks, candidate.rows // 2)), candidate.rows)
+    leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.cut_leaves(block)]
+    try:
+        with restored_state(candidate.module, candidate.inside, opens=False), statistics(BatchStatistics()), silent():
+            candidate.run(leaves)
+    except Exception as error:
+        return describe_failure(error) if wanted_bytes(error) is None else None
+    return None
+
+
+def describe_failure(error: Exception) -> str:
+    """Return the reason for which a module is not sliced that fails on a part of its batch."""
+    return f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
+
+
+def check_call(candidate: SplitCandidate) -> None:
+    """Check that nothing else would see a part of the batch, such as a hook.
+
+    Raises:
+        NotByRowsError: when something would, or might.
+    """
+    for leaf in candidate.leaves:
+        if not isinstance(leaf, (torch.Tensor, *PLAIN)):
+            raise NotByRowsError(f"is called with a {type(leaf).__name__}, of which it is unknown what is in it")
+        if isinstance(leaf, torch.Tensor) and not is_dense(leaf):
+            raise NotByRowsError("is called with a sparse or nested tensor, which has no rows to share out")
+    for module in candidate.inside:
+        state = module.__dict__
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            if any(not _is_from_torch(hook) for hook in (state.get(kind) or {}).values()):
+                raise NotByRowsError("has hooks, which would see a part of the batch")
+        for parameter in (state.get("_parameters") or {}).values():
+            if parameter is not None and parameter._backward_hooks:
+                raise NotByRowsError("has hooks on gradients, which would see those of a part of the batch")
+    everywhere = torch.nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks or everywhere._global_backward_hooks:
+        raise NotByRowsError("is called with global hooks, which would see a part of the batch")
+
+
+def _is_from_torch(hook: object) -> bool:
+    return (getattr(hook, "__module__", None) or type(hook).__module__ or "").startswith("torch.")
+
+
+@contextmanager
+def silent() -> Iterator[io.StringIO]:
+    """Collect what is printed meanwhile, and show no warnings."""
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield said

@@ -22,7 +22,6 @@ SAID = {
     ("engines_of_monai", "split"): _NO_TRAINING,
     ("model_of_keras", "split"): _NO_TRAINING,
     ("private_by_opacus", "split"): r"DivergenceError: the parameter .* no longer has the same values on all ranks",
-    ("inference_of_pyro", "whole"): r"RuntimeError: Multiple sample sites named 'noise'",
 }
 """The error where a setting is not for a program, by program and setting."""
 SPLIT = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
+import threading
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
@@ -467,10 +468,40 @@ def test_each_rank_computes_its_block() -> None:
         return rows
 
     first, second, third = run_ranks(3, program, batches="whole")
-    # Whole; in the probe: whole, with a row of NaN, and in blocks; then blocks; every rank computes a single sample.
-    assert first == [10, 10, 10, 3, 3, 4, 3, 3, 1]
-    assert second == [10, 10, 10, 3, 3, 4, 3, 3, 1]
-    assert third == [10, 10, 10, 3, 3, 4, 4, 4, 1]
+    # Whole, and whether it can be called again; in the probe: whole, with a row of NaN, and in blocks; then blocks;
+    # every rank computes a single sample.
+    assert first == [10, 3, 10, 10, 3, 3, 4, 3, 3, 1]
+    assert second == [10, 3, 10, 10, 3, 3, 4, 3, 3, 1]
+    assert third == [10, 3, 10, 10, 3, 3, 4, 4, 4, 1]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_forward_that_cannot_be_called_twice_runs_whole(world_size: int) -> None:
+    """Stand in for a library that records what a forward does, and refuses to record it twice between two steps."""
+    busy = threading.Lock()
+
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: Tensor) -> Any:
+            if not busy.acquire(blocking=False):
+                raise RuntimeError("called twice")
+            return self.net(x)
+
+    def once(session: Session) -> Any:
+        def loss(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+            found = mean_loss(model, x, y)
+            busy.release()
+            return found
+
+        return trained(Once(), loss), whole_on_every_rank(session)
+
+    expected, _ = alone(once)
+    for found, said in run_ranks(world_size, once, batches="whole"):
+        assert_equal(found, expected)
+        assert any("called twice" in line for line in said)
 
 
 def test_what_does_not_pay_is_not_sliced() -> None:
@@ -488,7 +519,7 @@ def test_what_does_not_pay_is_not_sliced() -> None:
 
     for rows, wide in run_ranks(2, program, batches="whole", always_slices=False):
         assert rows == [8, 8]
-        assert wide == [2048, 2048, 2048, 1024, 1024, 1024]
+        assert wide == [2048, 1024, 2048, 2048, 1024, 1024, 1024]
 
 
 def test_what_shares_out_small_models_is_said_once() -> None:
@@ -535,7 +566,7 @@ def test_what_shares_out_small_models_is_said_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("collectives", "blocks"), [("auto", [512, 512, 512, 256, 256, 256, 256]), ("gloo", [512] * 3)]
+    ("collectives", "blocks"), [("auto", [512, 256, 512, 512, 256, 256, 256, 256]), ("gloo", [512] * 3)]
 )
 def test_through_shared_memory_less_is_enough_to_pay(collectives: Collectives, blocks: list[int]) -> None:
     def program(_: Session) -> list[int]:
