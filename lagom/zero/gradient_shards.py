@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -12,6 +12,7 @@ from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
 from lagom.gradients.reduction.buckets import ShardMap, make_shard_map
 from lagom.run_state.memory_layout import flatten_like, flatten_memory, is_dense
+from lagom.zero.sharded_gradient import GradientPart, ShardedGradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,33 +26,6 @@ _SENT_AS_IS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types that are sent as they are."""
 _slot: Any = vars(torch._C.TensorBase)["grad"]
 """Autograd's own slot for a tensor's gradient, whatever ``Tensor.grad`` is."""
-
-
-class _GradientPart(NamedTuple):
-    """Elements of a parameter whose gradient one rank keeps."""
-
-    owner: int
-    start: int
-    end: int
-
-
-class _ShardedGradient:
-    """A sharded parameter."""
-
-    def __init__(self, number: int, parts: list[_GradientPart], rank: int) -> None:
-        self.number = number
-        """Number of its optimizer."""
-        self.parts = parts
-        self.mine = next((part for part in parts if part.owner == rank), None)
-        self.shard: torch.Tensor | None = None
-        """This rank's shard of the gradient; None if it has no elements, or if there is no gradient."""
-        self.is_cut = False
-        """Whether the gradient is sharded."""
-        self.was_shown = False
-        """Whether the gradient was sharded and has been gathered, at least on this rank."""
-        self.stays_whole = False
-        self.is_given = False
-        """Whether the shards are those of the parameter (``zero_lvl=3``), whatever optimizer steps it."""
 
 
 class GradientShards:
@@ -71,7 +45,7 @@ class GradientShards:
         self._clock = 0
         """Number of changes: if it is equal on two ranks, their shards belong to the same state."""
         self._num_cut = 0
-        self._early: list[tuple[_ShardedGradient, torch.Tensor | None]] = []
+        self._early: list[tuple[ShardedGradient, torch.Tensor | None]] = []
         """Shards made during a backward, which do not count before it ends."""
         self._are_hidden = False
         self._are_exposed = False
@@ -93,12 +67,12 @@ class GradientShards:
             number: of the optimizer.
             pieces: of each rank.
         """
-        parts: list[list[_GradientPart]] = [[] for _ in parameters]
+        parts: list[list[GradientPart]] = [[] for _ in parameters]
         for owner, own in enumerate(pieces):
             for piece in own:
-                parts[piece.param].append(_GradientPart(owner, piece.start, piece.end))
+                parts[piece.param].append(GradientPart(owner, piece.start, piece.end))
         for parameter, own_parts in zip(parameters, parts, strict=True):
-            entry = _ShardedGradient(number, own_parts, self._group.rank)
+            entry = ShardedGradient(number, own_parts, self._group.rank)
             entry.is_given = self.parameter_parts is not None and self.parameter_parts(parameter) is not None
             before = self._entries.get(parameter)
             if before is not None and before.is_given:
@@ -150,9 +124,9 @@ class GradientShards:
         Gradients of parameters that are themselves sharded must be: with parts of sums, memory peaks were a tenth
         higher.
         """
-        rows: list[Sequence[_GradientPart]] = []
+        rows: list[Sequence[GradientPart]] = []
         for leaf in leaves:
-            entry: _ShardedGradient | None = self._entries.get(leaf)
+            entry: ShardedGradient | None = self._entries.get(leaf)
             if self._is_over or entry is None or entry.is_given or entry.stays_whole:
                 return None
             if leaf.dtype not in _SENT_AS_IS or not is_dense(leaf):
@@ -165,32 +139,32 @@ class GradientShards:
         _slot.__set__(leaf, None)
         self._early.append((self._entries[leaf], part))
 
-    def _find_shardable(self, leaf: torch.Tensor) -> _ShardedGradient | None:
-        entry: _ShardedGradient | None = self._entries.get(leaf) or self._add_given(leaf)
+    def _find_shardable(self, leaf: torch.Tensor) -> ShardedGradient | None:
+        entry: ShardedGradient | None = self._entries.get(leaf) or self._add_given(leaf)
         gradient = _slot.__get__(leaf)
         if self._is_over or entry is None or gradient is None or entry.stays_whole:
             return None
         able = gradient.layout == torch.strided and not gradient.requires_grad and is_dense(leaf)
         return entry if able else None
 
-    def _add_given(self, leaf: torch.Tensor) -> _ShardedGradient | None:
+    def _add_given(self, leaf: torch.Tensor) -> ShardedGradient | None:
         """Return an entry for a parameter that is itself sharded, before any optimizer has stepped it."""
         parts = None if self.parameter_parts is None else self.parameter_parts(leaf)
         if parts is None:
             return None
-        given = [_GradientPart(owner, start, end) for owner, (start, end) in enumerate(parts) if start < end]
-        entry = self._entries[leaf] = _ShardedGradient(-1, given, self._group.rank)
+        given = [GradientPart(owner, start, end) for owner, (start, end) in enumerate(parts) if start < end]
+        entry = self._entries[leaf] = ShardedGradient(-1, given, self._group.rank)
         entry.is_given = True
         return entry
 
-    def cut_shard(self, leaf: torch.Tensor, entry: _ShardedGradient) -> torch.Tensor | None:
+    def cut_shard(self, leaf: torch.Tensor, entry: ShardedGradient) -> torch.Tensor | None:
         gradient = _slot.__get__(leaf)
         _slot.__set__(leaf, None)
         if entry.mine is None:
             return None
         return flatten_like(gradient, leaf)[entry.mine.start : entry.mine.end].clone()
 
-    def _add_shard(self, entry: _ShardedGradient, part: torch.Tensor | None) -> None:
+    def _add_shard(self, entry: ShardedGradient, part: torch.Tensor | None) -> None:
         if part is not None:
             entry.shard = part if entry.shard is None else entry.shard.add_(part)
         entry.was_shown = False
@@ -261,7 +235,7 @@ class GradientShards:
         entry = None if tensor is None else self._entries.get(tensor)
         self._gather_gradient(tensor, entry if clock == self._clock else None)
 
-    def _gather_for_program(self, tensor: torch.Tensor, entry: _ShardedGradient) -> torch.Tensor:
+    def _gather_for_program(self, tensor: torch.Tensor, entry: ShardedGradient) -> torch.Tensor:
         if not self._may_meet():
             raise LagomError(
                 "the gradient of a parameter is read where the other ranks cannot be reached, in another thread or "
@@ -274,7 +248,7 @@ class GradientShards:
         _slot.__set__(tensor, found)
         return found
 
-    def _gather_gradient(self, tensor: torch.Tensor | None, entry: _ShardedGradient | None) -> torch.Tensor:
+    def _gather_gradient(self, tensor: torch.Tensor | None, entry: ShardedGradient | None) -> torch.Tensor:
         own: torch.Tensor | None = None
         if tensor is not None and entry is not None and entry.mine is not None:
             own = entry.shard
@@ -297,11 +271,11 @@ class GradientShards:
             self._group.broadcast(piece.view(torch.uint8), owner)
         return found
 
-    def _find_sharded(self, tensor: torch.Tensor) -> _ShardedGradient | None:
-        entry: _ShardedGradient | None = self._entries.get(tensor)
+    def _find_sharded(self, tensor: torch.Tensor) -> ShardedGradient | None:
+        entry: ShardedGradient | None = self._entries.get(tensor)
         return entry if entry is not None and entry.is_cut else None
 
-    def _drop_shard(self, entry: _ShardedGradient) -> None:
+    def _drop_shard(self, entry: ShardedGradient) -> None:
         entry.shard, entry.is_cut = None, False
         self._num_cut -= 1
 

@@ -19,7 +19,8 @@ from lagom.run_state.memory_layout import find_overlapping, is_dense
 from lagom.zero.gradient_shards import ASK
 from lagom.zero.optimizer_probe import OptimizerFinding, ShardingKind, probe_optimizer
 from lagom.zero.parameters.shards import WEIGHTS
-from lagom.zero.sharded_optimizer import ShardedOptimizer, ShardedState, refuse_state
+from lagom.zero.sharded_optimizer import ShardedOptimizer
+from lagom.zero.sharded_state import ShardedState, refuse_state
 from lagom.zero.step_mismatch import StepSignature, group_settings, raise_step_mismatch
 
 if TYPE_CHECKING:

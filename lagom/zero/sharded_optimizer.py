@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lagom.collectives.agreement_exchange import signature
-from lagom.collectives.plain_values import all_gather_values
-from lagom.errors import LagomError
 from lagom.run_state.memory_layout import flatten_like, flatten_memory
 from lagom.zero.optimizer_shards import OptimizerShards
 from lagom.zero.optimizer_state import cut_state, gather_states
 from lagom.zero.publish import ParameterPublisher
+from lagom.zero.sharded_state import ShardedState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,31 +27,6 @@ if TYPE_CHECKING:
     from lagom.zero.optimizer_probe import OptimizerFinding
     from lagom.zero.parameters.shards import ParameterShards
     from lagom.zero.partition import ParameterPiece
-
-
-class ShardedState:
-    """Stands for the state of an optimizer while each rank has a part of it."""
-
-    def __init__(self, sharded: ShardedOptimizer) -> None:
-        vars(self)["sharded"] = sharded
-
-    def __getattr__(self, name: str) -> NoReturn:
-        # An AttributeError would look like an optimizer without this attribute.
-        raise LagomError(_GONE)
-
-    def __reduce_ex__(self, _: object) -> NoReturn:
-        raise LagomError(_GONE)
-
-    def _gone(self, *_: object) -> NoReturn:
-        raise LagomError(_GONE)
-
-    __len__ = __iter__ = __contains__ = __getitem__ = _gone
-
-
-_GONE = (
-    "the state of this optimizer is shared out over the ranks (zero_lvl), and is asked for where the ranks cannot be "
-    "reached: in another process or thread, or after the run. Take its state_dict() in the training function"
-)
 
 
 class ShardedOptimizer:
@@ -294,16 +268,6 @@ class ShardedOptimizer:
 def _shape_like(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return ``line``, a part of ``parameter`` that a rank steps, in the parameter's shape if it is all of it."""
     return line.as_strided(parameter.shape, parameter.stride()) if len(line) == parameter.numel() else line
-
-
-def refuse_state(group: Group) -> NoReturn:
-    """Answer another rank that gathers an optimizer's state, and raise: this rank has no such optimizer.
-
-    Raises:
-        LagomError: always.
-    """
-    all_gather_values(group, None)
-    raise LagomError("another rank asked for the state of an optimizer that this one does not have")
 
 
 # Note [Stepping a part]

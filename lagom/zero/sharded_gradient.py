@@ -1,0 +1,35 @@
+"""``ShardedGradient``: what a rank knows of a gradient whose shards the ranks keep."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GradientPart(NamedTuple):
+    """Elements of a parameter whose gradient one rank keeps."""
+
+    owner: int
+    start: int
+    end: int
+
+
+class ShardedGradient:
+    """The gradient of a parameter, of which each rank keeps a shard."""
+
+    def __init__(self, number: int, parts: list[GradientPart], rank: int) -> None:
+        self.number = number
+        """Number of its optimizer."""
+        self.parts = parts
+        self.mine = next((part for part in parts if part.owner == rank), None)
+        self.shard: torch.Tensor | None = None
+        """This rank's shard of the gradient; None if it has no elements, or if there is no gradient."""
+        self.is_cut = False
+        """Whether the gradient is sharded."""
+        self.was_shown = False
+        """Whether the gradient was sharded and has been gathered, at least on this rank."""
+        self.stays_whole = False
+        self.is_given = False
+        """Whether the shards are those of the parameter (``zero_lvl=3``), whatever optimizer steps it."""

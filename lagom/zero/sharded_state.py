@@ -1,0 +1,47 @@
+"""``ShardedState``: stands in an optimizer for a state of which each rank has a part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from lagom.collectives.plain_values import all_gather_values
+from lagom.errors import LagomError
+
+if TYPE_CHECKING:
+    from lagom.collectives.group import Group
+    from lagom.zero.sharded_optimizer import ShardedOptimizer
+
+
+class ShardedState:
+    """Stands for the state of an optimizer while each rank has a part of it."""
+
+    def __init__(self, sharded: ShardedOptimizer) -> None:
+        vars(self)["sharded"] = sharded
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # An AttributeError would look like an optimizer without this attribute.
+        raise LagomError(_GONE)
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise LagomError(_GONE)
+
+    def _gone(self, *_: object) -> NoReturn:
+        raise LagomError(_GONE)
+
+    __len__ = __iter__ = __contains__ = __getitem__ = _gone
+
+
+_GONE = (
+    "the state of this optimizer is shared out over the ranks (zero_lvl), and is asked for where the ranks cannot be "
+    "reached: in another process or thread, or after the run. Take its state_dict() in the training function"
+)
+
+
+def refuse_state(group: Group) -> NoReturn:
+    """Answer another rank that gathers an optimizer's state, and raise: this rank has no such optimizer.
+
+    Raises:
+        LagomError: always.
+    """
+    all_gather_values(group, None)
+    raise LagomError("another rank asked for the state of an optimizer that this one does not have")
