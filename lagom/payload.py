@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import functools
 import importlib
 import io
 import json
 import mmap
 import os
 import pickle
-import re
 import struct
 import sys
 import types
@@ -22,10 +19,10 @@ import cloudpickle
 from cloudpickle import cloudpickle as _tracker
 
 from lagom.errors import PayloadError
+from lagom.unpicklable import DRIVERS_OWN, find_unpicklable, is_sparks
 
 _MAGIC = b"lagom\x005\n"
 _ALIGNMENT = 64
-_DRIVERS_OWN = " of Spark's, which only the driver has)"
 _OUT_OF_BAND = 1 << 16  # bytes; copying a smaller buffer costs less than a piece of its own
 
 
@@ -133,15 +130,23 @@ def _pickle(value: object, at_home: Mapping[type, str], compact: bool) -> tuple[
     try:
         _Pickler(stream, out_of_band, at_home, compact).dump(value)
     except Exception as error:
-        culprit = find_unpicklable(value)
+        culprit = find_unpicklable(value, _can_pickle)
         what = culprit or f"a {type(value).__name__}"
         why = " ".join(str(error).split())
         raise PayloadError(f"{what} cannot be pickled: {type(error).__name__}: {why}{_remedy(culprit)}") from error
     return stream.getvalue(), buffers
 
 
+def _can_pickle(value: object) -> bool:
+    try:
+        _Pickler(io.BytesIO(), lambda _: False, {}).dump(value)
+    except Exception:  # the caller has the error already; only its place is wanted
+        return False
+    return True
+
+
 def _remedy(culprit: str) -> str:
-    if culprit.endswith(_DRIVERS_OWN):
+    if culprit.endswith(DRIVERS_OWN):
         return "; give a DataFrame as train_set or test_set, or collect what is needed before the call"
     return "; make it where it is used, inside of the function" if culprit.startswith("the variable") else ""
 
@@ -169,7 +174,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             name: str = value.__name__
             if sys.modules.get(name) is value:
                 return importlib.import_module, (name,)
-        if type(value).__name__ in ("Accumulator", "Broadcast") and _is_sparks(value):
+        if type(value).__name__ in ("Accumulator", "Broadcast") and is_sparks(value):
             raise pickle.PicklingError("it has its value in Spark's own functions only")
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.storage.TypedStorage):
@@ -266,62 +271,6 @@ def _put_together(kind: type[BaseException], args: tuple[Any, ...], attributes: 
     error.args = args
     vars(error).update(attributes)
     return error
-
-
-def find_unpicklable(value: object, name: str = "", seen: frozenset[int] = frozenset()) -> str:
-    """Name the innermost part of ``value`` that cannot be pickled, or "" when all of it can be."""
-    try:
-        _Pickler(io.BytesIO(), lambda _: False, {}).dump(value)
-        return ""
-    except Exception:  # the caller has the error already; only the place is wanted
-        pass
-    if _is_sparks(value):
-        return f"{name} (a {type(value).__name__}{_DRIVERS_OWN}"
-    for part_name, part in _parts(value, name):
-        if id(part) not in seen and (found := find_unpicklable(part, part_name, seen | {id(value)})):
-            return found
-    return f"{name} (a {type(value).__name__})" if name else ""
-
-
-def _is_sparks(value: object) -> bool:
-    return type(value).__module__.partition(".")[0] in ("pyspark", "py4j")
-
-
-def _parts(value: object, name: str) -> list[tuple[str, object]]:
-    """Return named parts one level down: items of containers, closure and globals of functions, attributes."""
-    if isinstance(value, Mapping):
-        named = name not in ("", "provided")  # the config's fields have names of their own
-        return [(_inside(name, f"[{key!r}]") if named else str(key), part) for key, part in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [(_inside(name, f"[{position}]"), part) for position, part in enumerate(value)]
-    if code := getattr(value, "__code__", None):
-        cells = zip(code.co_freevars, getattr(value, "__closure__", None) or (), strict=False)
-        used = {key: part for key, part in value.__globals__.items() if key in code.co_names}  # type: ignore[attr-defined]
-        inner = {key: cell.cell_contents for key, cell in cells} | used
-        if isinstance(value, types.MethodType):
-            inner[code.co_varnames[0]] = value.__self__
-        return [(f"the variable {key!r} that {code.co_name}() uses", part) for key, part in inner.items()]
-    if isinstance(value, functools.partial):
-        return [(name, value.func), *((_inside(name, f"({part_name})"), part) for part_name, part in _given(value))]
-    return [(_inside(name, f".{key}") if name else key, part) for key, part in _attributes(value).items()]
-
-
-def _attributes(value: object) -> dict[str, object]:
-    """Return the attributes of an instance; a dataclass with slots has no ``__dict__``."""
-    if isinstance(value, type):
-        return {}
-    slots = [each.name for each in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    return {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
-
-
-def _given(call: functools.partial[Any]) -> list[tuple[str, object]]:
-    return [*((str(position), part) for position, part in enumerate(call.args)), *call.keywords.items()]
-
-
-def _inside(name: str, part: str) -> str:
-    """Return the name of a ``part`` of the value called ``name``, which may be a variable in quotes."""
-    found = re.fullmatch(r"the variable '(.*)' that (.*) uses", name)
-    return f"the variable '{found[1]}{part}' that {found[2]} uses" if found else name + part
 
 
 # Note [Classes of __main__]

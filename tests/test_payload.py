@@ -18,7 +18,7 @@ from torch import nn
 
 from lagom.call import Call
 from lagom.errors import PayloadError
-from lagom.payload import Parcel, find_unpicklable, unpack, unpack_file
+from lagom.payload import Parcel, unpack, unpack_file
 from lagom.wire.server import anonymous_file
 
 ROOT = Path(__file__).parent.parent
@@ -374,7 +374,8 @@ def test_a_ring_that_cannot_be_pickled_is_named_without_going_round_for_ever() -
     ring.insert(0, ring)
     with pytest.raises(PayloadError, match="lock"):
         Parcel({"ring": ring})
-    assert "lock" in find_unpicklable({"ring": ring})
+    with pytest.raises(PayloadError, match="lock"):
+        Parcel({"ring": ring})
 
 
 def test_an_open_file_is_named() -> None:
