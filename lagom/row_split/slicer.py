@@ -29,6 +29,7 @@ from lagom.row_split.split_candidate import (
     sample_bytes,
     try_again,
 )
+from lagom.row_split.surroundings import watched_writes
 from lagom.row_split.whole_batch import (
     Gatherer,
     RowBlock,
@@ -151,7 +152,8 @@ class Slicer:
         """Make the first call with inputs of a ``kind``; find out what it costs, and what it changes."""
         module, around = candidate.module, self._trees.surroundings(candidate.module)
         before, marks = (attribute_numbers(candidate.inside), around.state()), parameter_checksums(module)
-        output, finding = measure_call(candidate, run)
+        with watched_writes() as written:
+            output, finding = measure_call(candidate, run)
         known[kind] = finding
         pays = self._is_worth_slicing(finding, candidate)
         self._has_work = self._has_work or pays
@@ -162,6 +164,8 @@ class Slicer:
         elif around.iterates:
             finding.reason = "has an iterator, of which a look at it would take items"
             self._say_whole(module, finding.reason)
+        elif written:
+            finding.failure = "writes to a file or a log, which a look at it would do once more"
         elif pays:
             with self._session.probing():
                 finding.failure = try_again(candidate, self._group.world_size, self._session.statistics)

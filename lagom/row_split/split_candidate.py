@@ -81,7 +81,7 @@ class SplitFinding:
     reason: str | None = None
     """Why it runs whole on every rank; None if it is sliced."""
     failure: str | None = None
-    """Why a second call failed, on a part of the batch; None if it did not."""
+    """Why it cannot be called again only to look at it; None if it can."""
     sliced: bool = False
     """The probe has shown that it computes its rows one by one."""
     repeats: bool = False

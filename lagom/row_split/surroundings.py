@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
 import sys
+import threading
 import types
 from collections import deque
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from lagom.patching.replace import replaced
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _MAX_OBJECTS = 2000
 """Largest number of objects that are searched."""
@@ -188,6 +194,44 @@ def _origin(name: str | None) -> str:
     return "library" if "site-packages" in path or "dist-packages" in path else "program"
 
 
+@contextmanager
+def watched_writes() -> Iterator[list[str]]:
+    """Collect the files that this thread opens for writing meanwhile, and the loggers by which the program logs."""
+    _watch_files()
+    before, _watched.names = getattr(_watched, "names", None), []
+    original = logging.Logger.handle
+
+    def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if getattr(_watched, "names", None) is not None and _origin(logger.name) == "program":
+            _watched.names.append(logger.name)
+        original(logger, record)
+
+    try:
+        with replaced(logging.Logger, "handle", handle):
+            yield _watched.names
+    finally:
+        _watched.names = before
+
+
+_watched = threading.local()
+
+
+@cache
+def _watch_files() -> None:
+    """Have Python tell of files that are opened; this cannot be taken back."""
+    sys.addaudithook(_note_file)
+
+
+def _note_file(event: str, args: tuple[Any, ...]) -> None:
+    if event == "open" and getattr(_watched, "names", None) is not None:
+        path, _, flags = args
+        writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if writes and not any(part in str(path) for part in _CACHES):
+            _watched.names.append(str(path))
+
+
+_CACHES = ("__pycache__", "/.cache/", "torchinductor", "/.triton/", "/dev/")
+"""Parts of the names of files that are no output of a program."""
 _CORE = frozenset(("torch", "numpy", "lagom", "builtins"))
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
@@ -203,4 +247,5 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 #
 # A forward whose calls change any of these twice is not probed, and runs whole (a single change may fill a cache).
 # Calls that differ in a switch, or in a number's sign, are of different kinds, and each kind is probed. Numbers count
-# by their sign only, since a loop's counters are among them. State inside C code, and in files, is not seen.
+# by their sign only, since a loop's counters are among them. A forward that opens a file for writing, or logs, in its
+# first call runs whole too. State inside C code is not seen.

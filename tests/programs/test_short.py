@@ -38,6 +38,8 @@ SAID = {
     "generative.memory_bank": "changes numbers among its attributes",
     "loading.buckets_by_length": "takes decisions by the numbers of its input",
     "loading.hidden_state_over_batches": "gives an output of shape (1, 6, 8)",
+    "records.features_and_neighbours": "has hooks, which would see a part of the batch",
+    "records.logs_in_its_forward": "writes to a file or a log",
     "schedules.changed_gradients": "has hooks on gradients",
     "torch_features.adapters": "has hooks, which would see a part of the batch",
     "torch_features.attention_weights": "fails on a part of its batch",
