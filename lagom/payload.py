@@ -241,7 +241,10 @@ def _untyped_storage(buffer: Any, device: str) -> Any:
         return torch.UntypedStorage(0)
     if view.readonly:
         view = memoryview(bytearray(view))
-    storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+    memory = torch.frombuffer(view, dtype=torch.uint8)
+    if view.nbytes < _OUT_OF_BAND:
+        memory = memory.clone()  # aligned as torch aligns its own: sums of libraries may depend on that
+    storage = memory.untyped_storage()
     return storage.cuda() if device == "cuda" and torch.cuda.is_available() else storage
 
 

@@ -46,7 +46,9 @@ class KeptMemory:
             index = next((i for i, free in enumerate(self._free) if len(free) == num_bytes), None)
             if index is not None:
                 return self._free.pop(index)
-            return np.empty(num_bytes, np.uint8)
+            # Aligned as torch's own tensors are: sums of libraries may depend on that.
+            aligned: np.ndarray = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
+            return aligned
 
     def _give_back(self, piece: np.ndarray) -> None:
         with self._lock:

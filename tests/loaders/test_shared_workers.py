@@ -221,6 +221,14 @@ def test_each_rank_may_change_its_batches() -> None:
     check_equal(change)
 
 
+@pytest.mark.parametrize("size", [4, 100, 400])
+def test_batches_are_aligned_in_memory_as_torch_aligns_them(size: int) -> None:
+    def read(session: Session) -> list[int]:
+        return [batch[0].data_ptr() % 64 for batch in DataLoader(Augmented(6, (size, size)), 3, num_workers=2)]
+
+    check_equal(read)
+
+
 def test_a_small_part_of_a_large_tensor_is_sent_alone() -> None:
     class Parts(Numbers):
         def __init__(self, count: int) -> None:
