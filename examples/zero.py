@@ -21,6 +21,7 @@ from lagom.config import TorchDistributedConfig
 
 LEVELS = (0, 1, 2, 3)
 KINDS = (torch.Tensor, torch.nn.Parameter)
+GRADIENT = vars(torch._C.TensorBase)["grad"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,8 +66,11 @@ def train(hidden: int, epochs: int, points: int) -> tuple[float, float]:
 
 def held_megabytes() -> float:
     """Return the megabytes of all tensors that are alive in this process."""
-    # The tensor's own method would gather a sharded parameter.
-    storages = [torch._C.TensorBase.untyped_storage(one) for one in gc.get_objects() if type(one) in KINDS]
+    # The tensor's own methods would gather a sharded parameter or gradient.
+    found = [one for one in gc.get_objects() if type(one) in KINDS]
+    gradients = [GRADIENT.__get__(one) for one in found if one.is_leaf]  # Python knows only those that were looked at
+    every = found + [one for one in gradients if one is not None]
+    storages = [torch._C.TensorBase.untyped_storage(one) for one in every]
     sizes: dict[int, int] = {one.data_ptr(): one.nbytes() for one in storages}
     return sum(sizes.values()) / 1e6
 
