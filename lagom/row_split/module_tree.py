@@ -144,7 +144,7 @@ def _module_state(module: nn.Module) -> object:
     ]
     watched = [p is not None and bool(p._backward_hooks) for p in state["_parameters"].values()]
     parts = [(id(part), type(part)) for part in state["_modules"].values()]
-    return type(module), module.training, tuple(hooked), tuple(own), tuple(watched), tuple(parts)
+    return type(module), type(module).forward, module.training, tuple(hooked), tuple(own), tuple(watched), tuple(parts)
 
 
 def attribute_numbers(modules: Sequence[nn.Module]) -> object:

@@ -47,6 +47,15 @@ def view_like(one: Tensor, base: Tensor, whole: Tensor) -> Tensor:
     return view.as_strided((rows, *one.shape[1:]), (stride, *one.stride()[1:]), offset)
 
 
+def as_kind_of(one: Tensor, whole: Tensor) -> Tensor:
+    """Return ``whole`` as a tensor of the program's class of which ``one`` is, with the same attributes."""
+    if type(one) is Tensor or type(whole) is type(one):
+        return whole
+    found: Tensor = whole.as_subclass(type(one))
+    found.__dict__.update(one.__dict__)
+    return found
+
+
 def _shares_memory(one: Tensor, other: Tensor) -> bool:
     """Return whether any element of a strided tensor is an element of the other."""
     if storage_of(one)._cdata != storage_of(other)._cdata:

@@ -15,7 +15,7 @@ from lagom.errors import LagomError
 from lagom.patching.object_reference import ObjectReference
 from lagom.row_split.draws import Draws
 from lagom.row_split.module_tree import ModuleTree, attribute_numbers, call_kind
-from lagom.row_split.output_memory import view_like
+from lagom.row_split.output_memory import as_kind_of, view_like
 from lagom.row_split.probe import UNIFORM, probe
 from lagom.row_split.restore import parameter_checksums
 from lagom.row_split.row_functions import gather_blocks, slice_rows
@@ -306,6 +306,7 @@ class Slicer:
                 found[id(one)] = view_like(one, outputs[base], found[id(outputs[base])])
             elif not one.requires_grad:
                 found[id(one)] = found[id(one)].detach()
+            found[id(one)] = as_kind_of(one, found[id(one)])
         return [found.get(id(one), one) for one in outputs]
 
 
