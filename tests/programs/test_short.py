@@ -20,10 +20,10 @@ from tests.programs import judge
 TOLERANCE = 1e-10
 """Tolerance for weights and returned numbers, relative to the larger of 1 and the number."""
 SAID = {
-    "architectures.attention_over_a_graph": "does not compute the rows of its batch one by one",
+    "architectures.attention_over_a_graph": "fails on a part of its batch",
     "architectures.early_exits": "takes decisions by the numbers of its input",
     "architectures.fixed_point": "takes decisions by the numbers of its input",
-    "architectures.graphs_in_batches": "takes decisions by the numbers of its input",
+    "architectures.graphs_in_batches": "fails on a part of its batch",
     "architectures.routed_experts": "takes decisions by the numbers of its input",
     "backwards.clamped_by_a_function": "has a backward of its own that is not by rows",
     "backwards.clamped_by_a_hook": "sets a hook on a gradient",
@@ -48,13 +48,21 @@ SAID = {
     "torch_features.range_followed": "does not compute the rows of its batch one by one",
     "torch_features.saved_tensors_packed": "takes the numbers of its input out of torch",
     "torch_features.scripted": "it is TorchScript, into which lagom does not look",
-    "torch_features.sparse_embeddings": "gives an output of shape (7, 4)",
+    "torch_features.sparse_embeddings": "fails on a part of its batch",
     "torch_features.traced": "it is TorchScript, into which lagom does not look",
+    "unusual.cached_results": "keeps a tensor of its forward beside its output",
+    "unusual.called_by_keyword": "does not compute the rows of its batch one by one",
+    "unusual.depends_on_the_size_of_the_batch": "does not compute the rows of its batch one by one",
+    "unusual.errors_that_are_caught": "takes decisions by the numbers of its input",
+    "unusual.forward_called_directly": "does not compute the rows of its batch one by one",
+    "unusual.global_switches": "changes numbers among its attributes, or what it can see",
+    "unusual.patched_in_mid_training": "does not compute the rows of its batch one by one",
+    "unusual.results_of_other_kinds": "gives a _Found, of which it is unknown what is in it",
 }
 """The line for each program of which some module runs whole on every rank; there is none for the others."""
 NOTHING_SLICED = (
     *("generative.boltzmann_machine", "torch_features.functional", "torch_features.saved_tensors_packed"),
-    *("torch_features.scripted", "torch_features.vectorised_ensemble"),
+    *("torch_features.scripted", "torch_features.vectorised_ensemble", "unusual.errors_that_are_caught"),
 )
 """Programs without any sliced forward; in those of the table above that are not here, modules inside are sliced."""
 Program = Callable[[], Any]
