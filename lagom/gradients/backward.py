@@ -80,7 +80,7 @@ class _Backwards:
         self.grad_calls = GradCalls(session, original, self._grads)
         self._pending: BackwardGradients | None = None
         self._keeps = False
-        self._cache = BackwardCache()
+        self._cache = BackwardCache(session.leaves)
         self._replicas = Replicas(session, session.gradient_averager, knows_rank)
         self._running: Sequence[Tensor] = ()
         """Leaves of the steady backward that runs now; empty if none runs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,30 +14,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lagom.gradients.reduction.layout import Layout
+    from lagom.run_state.leaves import Leaves
 
 _MAX_KNOWN = 64
 
 
 class CachedBackward(NamedTuple):
-    """The leaves of a backward, and the layout of their gradients; see Note [Cached backwards]."""
+    """The gradients of a backward, and their layout; see Note [Cached backwards]."""
 
-    leaves: list[weakref.ref[torch.Tensor]]
     kinds: list[tuple[torch.dtype, torch.Size]]
     """Types and shapes of the gradients."""
     layout: Layout
-
-    def matches(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Return whether ``leaves`` are the cached's leaves, without gradients and without hooks.
-
-        Args:
-            leaves: as many leaves as the cached has.
-        """
-        for leaf, ref in zip(leaves, self.leaves):  # noqa: B905  (strict takes longer)
-            if ref() is not leaf or leaf.grad is not None:
-                return False
-            if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
-                return False
-        return True
 
     def collect_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return the gradients of ``leaves`` if their types and shapes are the cached's and they are contiguous."""
@@ -54,15 +40,21 @@ class CachedBackward(NamedTuple):
 
 
 class BackwardCache:
-    """Remembers the courses of earlier backwards."""
+    """Remembers earlier backwards by the numbers of their leaves, as every rank does at the same time."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], CachedBackward] = {}
+    def __init__(self, leaves: Leaves) -> None:
+        self._leaves = leaves
+        self._known: dict[tuple[int | None, ...], CachedBackward] = {}
 
     def find(self, leaves: Sequence[torch.Tensor]) -> CachedBackward | None:
-        """Return the known cached of a backward that is about to reach ``leaves``; None if there is none."""
-        cached = self._known.get(tuple(map(id, leaves)))
-        return cached if cached is not None and cached.matches(leaves) else None
+        """Return the backward that one that is about to reach ``leaves`` repeats; None if there is none."""
+        cached = self._known.get(tuple(map(self._leaves.known, leaves)))
+        if cached is None:
+            return None
+        for leaf in leaves:
+            if leaf.grad is not None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                return None
+        return cached
 
     def add(self, leaves: Sequence[torch.Tensor], layout: Layout) -> None:
         """Remember a backward on which all ranks have agreed, if later ones can repeat it.
@@ -79,7 +71,7 @@ class BackwardCache:
             return
         if len(self._known) == _MAX_KNOWN:
             self._known.clear()
-        self._known[tuple(map(id, leaves))] = CachedBackward([weakref.ref(leaf) for leaf in leaves], kinds, layout)
+        self._known[tuple(map(self._leaves.known, leaves))] = CachedBackward(kinds, layout)
 
 
 # Note [Cached backwards]

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 _MAX_LAYOUTS = 64
 _DIFFER = (
-    "the ranks' gradients were equal and are not any more: something that the program computes is each rank's own, "
-    "such as numbers of a generator without a seed. All ranks go on with rank 0's parameters and optimizers, and "
-    "gradients are averaged from now on"
+    "the ranks' gradients were equal, and parameters are not any more: something that the program computes is each "
+    "rank's own, such as numbers of a generator without a seed, or is done on one rank alone. All ranks go on with "
+    "rank 0's parameters and optimizers, and gradients are averaged from now on"
 )
 
 
@@ -73,11 +73,16 @@ class Replicas:
         """
         if not self._may_skip():
             return None
+        # Of this rank: another one may ask for its rank in another step, so that all go by what they say here.
+        knows_rank = self._knows_rank()
         numbers = repr(checksums(dict(enumerate(gradients)))).encode()
-        signed = layout.identity + identity + self._divergence.identity(layout.numbers) + numbers
+        signed = layout.identity + identity + self._divergence.identity(layout.numbers) + numbers + bytes([knows_rank])
         if not self._frame.exchange(signature(signed)):
             self._is_over = True
             return False
+        if knows_rank:
+            self._is_over = True
+            return None
         self._divergence.record_agreement()
         if len(self._equal) == _MAX_LAYOUTS:
             self._equal.clear()
@@ -86,7 +91,7 @@ class Replicas:
 
     def _may_skip(self) -> bool:
         session = self._session
-        if self._is_over or session.has_sliced or session.passes.share is not None or self._knows_rank():
+        if self._is_over or session.has_sliced or session.passes.share is not None:
             return False
         return self._group.shares_memory
 
@@ -118,11 +123,11 @@ class Replicas:
         # By their types: objects may stand for others, and asking those for their class may make them.
         optimizers: Any = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
         for optimizer in optimizers:
-            for leaf, state in vars(optimizer).get("state", {}).items():
+            for leaf, state in (vars(optimizer).get("state") or {}).items():
                 number = self._session.leaves.known(leaf)
-                tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-                for name, value in tensors.items() if number is not None else ():
-                    found[number or 0, str(name), len(found)] = value
+                for name, value in state.items() if number is not None and isinstance(state, dict) else ():
+                    if isinstance(value, torch.Tensor):
+                        found[number or 0, str(name), len(found)] = value
         return [found[key] for key in sorted(found)]
 
 
@@ -134,5 +139,6 @@ class Replicas:
 # the first time, and later whenever parameters are compared (see Note [Divergence]). In between, ranks do not wait.
 #
 # Ranks that compute something of their own (a generator without a seed) have other gradients from the beginning, and
-# those are averaged. Where they begin to differ later, a check finds other parameters. Then all ranks get rank 0's
-# parameters and optimizer states, which are those of one process, and gradients are averaged from then on.
+# those are averaged. So are those of a program that has asked for its rank by the time of a comparison. Where ranks
+# begin to differ later, a check finds other parameters. Then all ranks get rank 0's parameters and optimizer states,
+# which are those of one process, and gradients are averaged from then on.

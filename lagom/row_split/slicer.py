@@ -310,5 +310,8 @@ class Slicer:
         return [found.get(id(one), one) for one in outputs]
 
 
-def _dense_shape(data: Any) -> torch.Size | None:
+def _dense_shape(data: Any) -> object:
+    """Return the shape of a tensor, or the shapes in a list, tuple or dict; None for anything else."""
+    if isinstance(data, (list, tuple, dict)):
+        return [_dense_shape(one) for one in (data.values() if isinstance(data, dict) else data)]
     return data.shape if is_dense(data) else None

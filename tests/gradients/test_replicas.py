@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,15 +115,10 @@ def test_gradients_that_become_each_ranks_own_later_are_averaged_from_then_on(wo
         assert sum("rank 0's parameters" in line for line in said) == (start > 1)
 
 
-def test_a_program_that_asks_for_its_rank_has_averages_from_then_on() -> None:
+def test_a_program_that_has_asked_for_its_rank_has_averages() -> None:
     def run(session: Session) -> list[Tensor]:
-        def change(step: int, x: Tensor) -> Tensor:
-            if step < 70:
-                return x
-            asked_for_rank()
-            return x + session.rank
-
-        return train(change)[0]
+        asked_for_rank()
+        return train(lambda step, x: x if step < 70 else x + session.rank)[0]
 
     def together(_: Session) -> list[Tensor]:
         model = network()
@@ -137,6 +133,66 @@ def test_a_program_that_asks_for_its_rank_has_averages_from_then_on() -> None:
     wanted = alone(together)
     for found in run_small(2, run):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_ranks_may_ask_for_their_rank_in_different_steps() -> None:
+    """As where a clock decides when a line with the rank is printed."""
+
+    def run(session: Session) -> Any:
+        def ask(step: int, x: Tensor) -> Tensor:
+            if step == 70 + 3 * session.rank:
+                asked_for_rank()
+            return x
+
+        return train(ask)
+
+    wanted = alone(lambda _: train(lambda step, x: x))
+    for found in run_small(2, run):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_parameters_that_come_and_go_are_those_of_one_process() -> None:
+    """More kinds of backwards than are remembered; new parameters' places in memory are each rank's own."""
+
+    def run(session: Session) -> list[Tensor]:
+        base, order = network(), random.Random(1)
+        heads: dict[int, nn.Linear] = {}
+        kept = []
+        for task in range(90):
+            heads[task] = nn.Linear(1, 1)
+            kept.append([object()] * (task % 7) * session.rank)
+            for head in (heads[task], heads[task], nn.Identity()):
+                base.zero_grad()
+                head.zero_grad()
+                head(base(torch.ones(4, 3))).square().mean().backward()
+                torch.optim.SGD([*base.parameters(), *head.parameters()], 0.01).step()
+            if len(heads) > 6:
+                heads.pop(order.choice(sorted(heads)))
+        return [p.detach() for p in base.parameters()]
+
+    wanted = alone(run)
+    for found in run_small(2, run):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_states_of_optimizers_may_hold_what_is_no_tensor() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            state: Any = self.state
+            state["steps"] = state.get("steps", 0) + 1
+            return super().step(closure)
+
+    def run(_: Session) -> list[Tensor]:
+        model = network()
+        optimizer = Counting(model.parameters(), lr=0.01, momentum=0.9)
+        for step, (x, y) in zip(range(STEPS), batches(), strict=False):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x if step < 70 else noise(step, x)), y).backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    first, second = run_small(2, run)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def test_optimizers_by_hand_that_differ_on_ranks_are_an_error() -> None:
