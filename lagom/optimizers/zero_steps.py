@@ -47,20 +47,25 @@ def shard_steps(session: Session) -> Iterator[None]:
             say=session.say_once,
             name=session.modules.name_of,
         )
-
-        def step_for(_: type, inner: Callable[..., Any]) -> Callable[..., Any]:
-            def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-                if not session.distributed or optimizers.runs_unchanged:
-                    return inner(self, *args, **kwargs)
-                return optimizers.step(self, inner, args, kwargs)
-
-            return step
-
-        stack.enter_context(replace_steps(step_for, existing=True))
+        stack.enter_context(replace_steps(_make_steps(session, optimizers), existing=True))
         stack.enter_context(replaced(Optimizer, "state", _make_state_property(session, optimizers)))
         yield
         if not session.has_joined:
             optimizers.end()
+
+
+def _make_steps(
+    session: Session, optimizers: OptimizerGroup
+) -> Callable[[type, Callable[..., Any]], Callable[..., Any]]:
+    def step_for(_: type, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not session.distributed or optimizers.runs_unchanged:
+                return inner(self, *args, **kwargs)
+            return optimizers.step(self, inner, args, kwargs)
+
+        return step
+
+    return step_for
 
 
 def _make_state_property(session: Session, optimizers: OptimizerGroup) -> property:
