@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -127,6 +128,7 @@ class Recorder(TorchDispatchMode):
             for name in ("numpy", "tolist", "__dlpack__"):
                 stack.enter_context(replaced(torch.Tensor, name, self._make_refused_read(getattr(torch.Tensor, name))))
             stack.enter_context(replaced(torch.Tensor, "register_hook", _refuse_hook))
+            stack.enter_context(replaced(saved_tensors_hooks, "__enter__", _refuse_packing))
             yield
 
     def _make_refused_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,6 +154,13 @@ def _refuse_hook(*_: Any) -> Any:
     raise NotByRowsError("sets a hook on a gradient, which would see that of a part of the batch")
 
 
+def _refuse_packing(hooks: saved_tensors_hooks) -> None:
+    if type(hooks) is saved_tensors_hooks:  # torch's own, as of checkpoints, are of other classes
+        raise NotByRowsError("packs what autograd saves, which would be of a part of the batch")
+    _enter_hooks(hooks)
+
+
+_enter_hooks = saved_tensors_hooks.__enter__
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 

@@ -77,6 +77,9 @@ def is_splittable(session: Session, module: nn.Module) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing():
         return False  # neither torch.func's transforms nor a traced graph can contain exchanges
+    packing = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if packing is not None and not (getattr(packing[0], "__module__", None) or "").startswith("torch."):
+        return False  # the program's own hooks would pack a part of the batch
     evaluates = not (torch.is_grad_enabled() and module.training)
     if evaluates and session.config.evaluation != "gathered":
         return False
