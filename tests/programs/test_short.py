@@ -28,6 +28,7 @@ SAID = {
     "backwards.clamped_by_a_function": "has a backward of its own that is not by rows",
     "backwards.clamped_by_a_hook": "sets a hook on a gradient",
     "backwards.normalised_by_a_hook": "sets a hook on a gradient",
+    "backwards.packed_in_few_bits": "packs what autograd saves",
     "backwards.penalised_in_a_function": "has a backward of its own that is not by rows",
     "backwards.penalised_per_element": "has a backward of its own that is not by rows",
     "backwards.rounded_gradients": "has a backward of its own that is not by rows",
@@ -46,7 +47,6 @@ SAID = {
     "torch_features.expanded_output": "gives tensors that share memory",
     "torch_features.output_that_is_the_input": "gives tensors that share memory",
     "torch_features.range_followed": "does not compute the rows of its batch one by one",
-    "torch_features.saved_tensors_packed": "takes the numbers of its input out of torch",
     "torch_features.scripted": "it is TorchScript, into which lagom does not look",
     "torch_features.sparse_embeddings": "fails on a part of its batch",
     "torch_features.traced": "it is TorchScript, into which lagom does not look",
@@ -61,7 +61,12 @@ SAID = {
 }
 """The line for each program of which some module runs whole on every rank; there is none for the others."""
 NOTHING_SLICED = (
-    *("generative.boltzmann_machine", "torch_features.functional", "torch_features.saved_tensors_packed"),
+    *(
+        "backwards.packed_in_few_bits",
+        "generative.boltzmann_machine",
+        "torch_features.functional",
+        "torch_features.saved_tensors_packed",
+    ),
     *("torch_features.scripted", "torch_features.vectorised_ensemble", "unusual.errors_that_are_caught"),
 )
 """Programs without any sliced forward; in those of the table above that are not here, modules inside are sliced."""
