@@ -12,22 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.errors import LagomError
 from lagom.files.install import knows_rank
 from lagom.loaders.batch_shares import ResumableIndexSampler, ShardedIndexSampler
 from lagom.loaders.batch_source import choose_batch_source
 from lagom.loaders.evaluation_passes import classify_pass
 from lagom.loaders.fetching import PASS, make_create_fetcher, make_iterator_init
 from lagom.loaders.iterable import GroupedBatchSampler, ShardedCollate, is_iterable
+from lagom.loaders.pass_starter import PassStarter, can_shard
 from lagom.loaders.permutation import make_sampler_iter
-from lagom.loaders.reading_threads import PassNames, Publication, ReaderThreads
-from lagom.loaders.sampler_sync import has_state, synchronise_generators
+from lagom.loaders.reading_threads import ReaderThreads
+from lagom.loaders.sampler_sync import has_state
 from lagom.loaders.self_sharded import RankCollate, shards_itself
 from lagom.loaders.shared_workers import share_workers
 from lagom.monitor.spans import COPY
-from lagom.patching.object_reference import ObjectReference
 from lagom.patching.replace import replaced
 from lagom.run_state.cuda_device import move_to_device
 from lagom.run_state.loader_pass import FEWER_ROWS, LoaderPass, has_fewer_rows
@@ -45,7 +43,7 @@ _BATCH_SOURCE = "_lagom_batch_source"
 @contextmanager
 def shard_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
     """Have loaders yield this rank's share, and count the batches and samples that they yield."""
-    loaders = _PassStarter(session, streams)
+    loaders = PassStarter(session, streams)
     with ExitStack() as stack:
         stack.enter_context(replaced(_BaseDataLoaderIter, "__init__", _make_iterator_init(loaders)))
         stack.enter_context(replaced(_BaseDataLoaderIter, "_reset", _make_reset(loaders)))
@@ -64,77 +62,7 @@ def shard_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
         yield
 
 
-class _PassStarter:
-    """Begins passes over loaders, and remembers the kinds of earlier passes."""
-
-    def __init__(self, session: Session, streams: OwnStreams) -> None:
-        self.session = session
-        self.streams = streams
-        self.names = PassNames()
-        self.readers = ReaderThreads(session)
-        self._kinds = WeakIdKeyDictionary(ref_type=ObjectReference)
-
-    def begin(self, loader: DataLoader[Any]) -> LoaderPass:
-        """Begin a pass over ``loader``."""
-        session = self.session
-        session.reseed_uneven()  # the iterator draws from the common stream
-        current = classify_pass(session, can_shard(session, loader), loader)
-        current.own = session.distributed and shards_itself(loader.dataset)
-        if current.own and session.config.batches == "whole":
-            raise LagomError(_OWN_IN_WHOLE)
-        if current.sharded:
-            session.distributed_part = session.distributed_part or "a data loader was shared out"
-        gathered = session.config.evaluation == "gathered" and not current.own
-        if session.distributed and (current.sharded or current.training or gathered):
-            if session.may_meet:
-                synchronise_generators(session, loader, own_order=current.own)
-                name = self.names.name_in_main_thread()
-            else:
-                name = self.names.name_in_thread(loader, current)
-            current.published, current.readers = Publication(session, name), self.readers
-            current.generator = None if session.may_meet else self.readers.make_generator(current)
-        self._kinds.setdefault(loader, set()).add(current.training and current.sharded)
-        if session.may_meet and session.config.backend == "torch":
-            is_split = current.training and current.sharded and session.config.evaluation != "sharded"
-            session.evaluation_passes.begin_pass(loader, current, follows=is_split)
-        if current.training:
-            if session.distributed and not (current.sharded or current.own or session.config.batches == "whole"):
-                session.say_once(_NO_BATCHES)
-            current.steps = _num_steps(loader)
-        return current
-
-    def group_size(self, loader: DataLoader[Any] | None, can_share: bool) -> int:
-        """Return how many of the loader's own batches make one batch of its next pass: above 1 only in ``per_rank``.
-
-        The next pass is taken to be of the kind of the earlier ones, if all were of one kind; else as if it began now.
-        So a mean over ``len(loader)`` after an evaluation is right, wherever it is computed.
-        """
-        session = self.session
-        if not session.distributed or session.config.batches != "per_rank":
-            return 1
-        kinds = self._kinds.get(loader, set()) if loader is not None else set()
-        if session.starting_pass is None and len(kinds) == 1:
-            return session.world_size if True in kinds else 1
-        current = session.starting_pass or classify_pass(session, can_share)
-        return session.world_size if current.training and current.sharded else 1
-
-
-_OWN_IN_WHOLE = (
-    'batches="whole" takes each batch to be the same on all ranks, but the data set of a loader shards itself '
-    '(lagom_sharded); use batches="split" or "per_rank", or have it give all of its samples'
-)
-_NO_BATCHES = (
-    "a data loader that makes no batches (batch_size=None) is not shared out: every rank trains on all of it, which is "
-    'right but not faster; batches="whole" shares out what the model is called with'
-)
-
-
-def can_shard(session: Session, loader: DataLoader[Any]) -> bool:
-    """Return whether the loader's batches can be split between ranks."""
-    return session.distributed and loader._auto_collation and not shards_itself(loader.dataset)
-
-
-def _make_index_sampler(loaders: _PassStarter) -> Any:
+def _make_index_sampler(loaders: PassStarter) -> Any:
     original = vars(DataLoader)["_index_sampler"].fget
     session = loaders.session
 
@@ -160,7 +88,7 @@ def _make_index_sampler(loaders: _PassStarter) -> Any:
     return index_sampler
 
 
-def _make_len(loaders: _PassStarter) -> Any:
+def _make_len(loaders: PassStarter) -> Any:
     original = vars(DataLoader)["__len__"]
 
     def length(loader: DataLoader[Any]) -> int:
@@ -176,7 +104,7 @@ def _make_len(loaders: _PassStarter) -> Any:
     return length
 
 
-def _make_loader_init(loaders: _PassStarter) -> Any:
+def _make_loader_init(loaders: PassStarter) -> Any:
     original = vars(DataLoader)["__init__"]
 
     @functools.wraps(original)
@@ -188,7 +116,7 @@ def _make_loader_init(loaders: _PassStarter) -> Any:
     return init
 
 
-def _make_iterator_init(loaders: _PassStarter) -> Any:
+def _make_iterator_init(loaders: PassStarter) -> Any:
     original = vars(_BaseDataLoaderIter)["__init__"]
     session = loaders.session
 
@@ -232,7 +160,7 @@ def _make_iterator_init(loaders: _PassStarter) -> Any:
     return init
 
 
-def _make_reset(loaders: _PassStarter) -> Any:
+def _make_reset(loaders: PassStarter) -> Any:
     original = vars(_BaseDataLoaderIter)["_reset"]
     session = loaders.session
 
@@ -321,11 +249,3 @@ _GRADIENTS_OFF = (
     "an iteration over a data loader that began with gradients on goes on with gradients off: it still gives each rank "
     "its share of the batches; begin it (call iter()) under torch.no_grad() if it is an evaluation"
 )
-
-
-def _num_steps(loader: DataLoader[Any]) -> int | None:
-    try:
-        # An IterableDataset remembers that its length was asked for.
-        return None if is_iterable(loader) else len(loader)
-    except Exception:  # a user's sampler may have no length, or fail to compute it
-        return None

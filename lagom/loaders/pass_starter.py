@@ -1,0 +1,100 @@
+"""``PassStarter``: begins passes over loaders, as training or evaluation, and gives them their order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lagom.errors import LagomError
+from lagom.loaders.evaluation_passes import classify_pass
+from lagom.loaders.iterable import is_iterable
+from lagom.loaders.reading_threads import PassNames, Publication, ReaderThreads
+from lagom.loaders.sampler_sync import synchronise_generators
+from lagom.loaders.self_sharded import shards_itself
+from lagom.patching.object_reference import ObjectReference
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from lagom.run_state.loader_pass import LoaderPass
+    from lagom.run_state.random_streams import OwnStreams
+    from lagom.session.session import Session
+
+
+class PassStarter:
+    """Begins passes over loaders, and remembers the kinds of earlier passes."""
+
+    def __init__(self, session: Session, streams: OwnStreams) -> None:
+        self.session = session
+        self.streams = streams
+        self.names = PassNames()
+        self.readers = ReaderThreads(session)
+        self._kinds = WeakIdKeyDictionary(ref_type=ObjectReference)
+
+    def begin(self, loader: DataLoader[Any]) -> LoaderPass:
+        """Begin a pass over ``loader``."""
+        session = self.session
+        session.reseed_uneven()  # the iterator draws from the common stream
+        current = classify_pass(session, can_shard(session, loader), loader)
+        current.own = session.distributed and shards_itself(loader.dataset)
+        if current.own and session.config.batches == "whole":
+            raise LagomError(_OWN_IN_WHOLE)
+        if current.sharded:
+            session.distributed_part = session.distributed_part or "a data loader was shared out"
+        gathered = session.config.evaluation == "gathered" and not current.own
+        if session.distributed and (current.sharded or current.training or gathered):
+            if session.may_meet:
+                synchronise_generators(session, loader, own_order=current.own)
+                name = self.names.name_in_main_thread()
+            else:
+                name = self.names.name_in_thread(loader, current)
+            current.published, current.readers = Publication(session, name), self.readers
+            current.generator = None if session.may_meet else self.readers.make_generator(current)
+        self._kinds.setdefault(loader, set()).add(current.training and current.sharded)
+        if session.may_meet and session.config.backend == "torch":
+            is_split = current.training and current.sharded and session.config.evaluation != "sharded"
+            session.evaluation_passes.begin_pass(loader, current, follows=is_split)
+        if current.training:
+            if session.distributed and not (current.sharded or current.own or session.config.batches == "whole"):
+                session.say_once(_NO_BATCHES)
+            current.steps = _num_steps(loader)
+        return current
+
+    def group_size(self, loader: DataLoader[Any] | None, can_share: bool) -> int:
+        """Return how many of the loader's own batches make one batch of its next pass: above 1 only in ``per_rank``.
+
+        The next pass is taken to be of the kind of the earlier ones, if all were of one kind; else as if it began now.
+        So a mean over ``len(loader)`` after an evaluation is right, wherever it is computed.
+        """
+        session = self.session
+        if not session.distributed or session.config.batches != "per_rank":
+            return 1
+        kinds = self._kinds.get(loader, set()) if loader is not None else set()
+        if session.starting_pass is None and len(kinds) == 1:
+            return session.world_size if True in kinds else 1
+        current = session.starting_pass or classify_pass(session, can_share)
+        return session.world_size if current.training and current.sharded else 1
+
+
+_OWN_IN_WHOLE = (
+    'batches="whole" takes each batch to be the same on all ranks, but the data set of a loader shards itself '
+    '(lagom_sharded); use batches="split" or "per_rank", or have it give all of its samples'
+)
+_NO_BATCHES = (
+    "a data loader that makes no batches (batch_size=None) is not shared out: every rank trains on all of it, which is "
+    'right but not faster; batches="whole" shares out what the model is called with'
+)
+
+
+def can_shard(session: Session, loader: DataLoader[Any]) -> bool:
+    """Return whether the loader's batches can be split between ranks."""
+    return session.distributed and loader._auto_collation and not shards_itself(loader.dataset)
+
+
+def _num_steps(loader: DataLoader[Any]) -> int | None:
+    try:
+        # An IterableDataset remembers that its length was asked for.
+        return None if is_iterable(loader) else len(loader)
+    except Exception:  # a user's sampler may have no length, or fail to compute it
+        return None
