@@ -27,7 +27,39 @@ class UnsupportedDrawError(Exception):
     """An operation whose random numbers cannot be drawn for the whole batch."""
 
 
-class Draws(TorchDispatchMode):
+class OperationMode(TorchDispatchMode):
+    """Sees the operations that torch runs, one by one also where inference mode hands them over as one."""
+
+    def __torch_dispatch__(
+        self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _is_composite(function) and not any(isinstance(one, torch.Tensor) and one.is_nested for one in args):
+            with self:
+                # Not by decompose(), which may take another way, with other random numbers.
+                return function._op_dk(_COMPOSITE, *args, **(kwargs or {}))
+        return self.run(function, args, kwargs or {})
+
+    def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation that is not composed of others."""
+        raise NotImplementedError
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+@functools.cache
+def _is_composite(function: OpOverload) -> bool:
+    """Return whether ``function`` is composed of others, other than for nested tensors."""
+
+    def has_kernel(key: str) -> bool:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key))
+
+    if not torch._C._dispatch_has_kernel(function.name()):
+        return False  # such as sym_size, which the dispatcher does not know
+    return has_kernel("CompositeImplicitAutograd") and not (has_kernel("CPU") or has_kernel("CUDA"))
+
+
+class Draws(OperationMode):
     """Has each rank draw the numbers of one process and keep its own rows, so that all generators stay equal.
 
     Args:
@@ -46,10 +78,8 @@ class Draws(TorchDispatchMode):
         self.block = block
         self.axes = axes
 
-    def __torch_dispatch__(
-        self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation; have it draw for the whole batch."""
         if not draws_random_numbers(function, args, kwargs):
             return function(*args, **kwargs)
         try:
@@ -80,7 +110,7 @@ def draws_random_numbers(function: OpOverload, args: tuple[Any, ...], kwargs: di
 @functools.cache  # asked for each operation of a forward
 def _drawing(function: OpOverload) -> tuple[bool, int | None, Any]:
     """Return whether ``function`` may draw random numbers; and position and default of its ``dropout_p``, if any."""
-    if torch.Tag.nondeterministic_seeded not in function.tags or function.name() == "aten::dropout":
+    if torch.Tag.nondeterministic_seeded not in function.tags:
         return False, None, None
     for index, argument in enumerate(function._schema.arguments):
         if argument.name == "dropout_p":

@@ -20,6 +20,8 @@ from lagom.run_state.memory_layout import memory_order
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import Tensor
+
 
 class ModuleTree:
     """Remembers the modules inside of modules.
@@ -117,14 +119,19 @@ def _tree_fingerprint(modules: list[nn.Module]) -> object:
 def call_kind(candidate: SplitCandidate, surroundings: Surroundings) -> object:
     """Return a key that is equal for calls to which the same finding applies."""
     leaves = tuple(
-        (leaf.dim(), leaf.dtype, leaf.requires_grad, is_batch(leaf, candidate.rows), memory_order(leaf))
+        (leaf.dim(), _ones(leaf), leaf.dtype, leaf.requires_grad, is_batch(leaf, candidate.rows), memory_order(leaf))
         if isinstance(leaf, torch.Tensor)
         else (leaf if isinstance(leaf, (bool, int, str, type(None))) else (type(leaf), _sign(leaf)))
         for leaf in candidate.leaves
     )
     states = tuple(map(_module_state, candidate.inside))
-    modes = torch.is_grad_enabled(), torch.is_autocast_enabled(candidate.device.type)
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(candidate.device.type)
     return candidate.spec, leaves, states, surroundings.flags(), modes
+
+
+def _ones(leaf: Tensor) -> tuple[bool, ...]:
+    """Return for each dimension whether its size is 1, which hides the order of dimensions."""
+    return () if leaf.is_nested else tuple([size == 1 for size in leaf.shape])
 
 
 def _sign(leaf: object) -> int:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from lagom.patching.replace import replaced
-from lagom.row_split.draws import DrawKind, draw_block, draw_shape, draws_random_numbers
+from lagom.row_split.draws import DrawKind, OperationMode, draw_block, draw_shape, draws_random_numbers
 from lagom.run_state.memory_layout import storage_of
 
 if TYPE_CHECKING:
@@ -29,19 +28,17 @@ class NotByRowsError(Exception):
     """A module does not compute its rows one by one; the text says why."""
 
 
-class FlopCounter(TorchDispatchMode):
+class FlopCounter(OperationMode):
     """Counts the floating-point operations of a forward: those of products and convolutions."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0.0
 
-    def __torch_dispatch__(
-        self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and count it."""
         from torch.utils.flop_counter import flop_registry
 
-        kwargs = kwargs or {}
         result = function(*args, **kwargs)
         count = flop_registry.get(function._overloadpacket)
         if count is not None:
@@ -76,7 +73,7 @@ class BatchStatistics:
         return found
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperationMode):
     """Records a forward's draws and the results that come from its input; refuses reads of the input's numbers."""
 
     def __init__(self, inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
@@ -88,10 +85,8 @@ class Recorder(TorchDispatchMode):
         for tensor in inputs:
             self._record_result(tensor)
 
-    def __torch_dispatch__(
-        self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and record it."""
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         follows = any(_storage_key(tensor) in self._of_input for tensor in tensors)
         if follows and _READS.intersection(function.tags):

@@ -587,7 +587,7 @@ def test_metrics_of_an_evaluation_are_those_of_one_machine() -> None:
         model.append(rows_seen(nn.Linear(1, 1).double(), rows))
         found: list[Any] = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for epoch in range(2):
+        for epoch in range(3):
             model.train()
             for x, y in DataLoader(data(32), batch_size=8):
                 optimizer.zero_grad()
