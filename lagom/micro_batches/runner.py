@@ -38,7 +38,11 @@ class MicroBatchRunner:
         self._left_alone = left_alone
 
     def outputs(self, candidate: SplitCandidate, finding: SplitFinding, num: int) -> Any:
-        """Return the concatenated outputs of all micro-batches."""
+        """Return the concatenated outputs of all micro-batches.
+
+        Raises:
+            OtherWayError: when the forward takes another way than in its probe.
+        """
         begun = random_states()
         parts: list[Sequence[Any]] = []
         end: dict[str, Any] = {}
@@ -75,8 +79,10 @@ class MicroBatchRunner:
             try:
                 if self._session.weights is not None:
                     self._session.weights.resident.begin()
-                with self._left_alone(), Draws(block, finding.axes, remedy=_REMEDY):
+                draws = Draws(block, finding.axes, None if has_run else finding.reads, _REMEDY)
+                with self._left_alone(), draws:
                     outputs, spec = tree_flatten(candidate.run(list(leaves)))
+                draws.end()
             finally:
                 has_run = True
                 if before is not None:

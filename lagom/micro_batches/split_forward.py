@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.micro_batches.runner import MicroBatchRunner
 from lagom.patching.object_reference import ObjectReference
 from lagom.random_states import random_states, set_random_states
+from lagom.row_split.draws import OtherWayError
 from lagom.row_split.module_tree import ModuleTree, call_kind
 from lagom.row_split.probe import NO_MEMORY, UNIFORM, probe
 from lagom.row_split.recorder import NotByRowsError
@@ -81,7 +82,12 @@ class MicroBatches:
         if found is None:
             return self._original(module, *args, **kwargs)
         if found.reason is None:
-            return self._runner.outputs(candidate, found, min(num, candidate.rows))
+            begun = random_states()
+            try:
+                return self._runner.outputs(candidate, found, min(num, candidate.rows))
+            except OtherWayError:
+                set_random_states(begun)
+                found.reason = "goes another way than at its first call, by numbers that it reads or draws"
         if not self.descends:
             self._session.say_once(
                 f"{type(module).__name__} does not run in micro-batches, though modules inside it may: it "

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from lagom.errors import LagomError
 from lagom.row_split.skipped_draws import draw_own_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
     from torch._ops import OpOverload
@@ -25,6 +26,10 @@ DrawKind = tuple[str, int]
 
 class UnsupportedDrawError(Exception):
     """An operation whose random numbers cannot be drawn for the whole batch."""
+
+
+class OtherWayError(Exception):
+    """A forward takes another way than when it was probed."""
 
 
 class OperationMode(TorchDispatchMode):
@@ -64,6 +69,7 @@ class Draws(OperationMode):
 
     Args:
         axes: by kind of draw, the dimension that counts the rows of the batch (or a multiple); None: none does.
+        reads: numbers that the forward took out of torch when it was probed; None: there may be others.
         remedy: advice at the end of an error.
     """
 
@@ -71,32 +77,69 @@ class Draws(OperationMode):
         self,
         block: RowBlock,
         axes: Mapping[DrawKind, int | None],
+        reads: Sequence[object] | None = None,
         remedy: str = "use batches='split' and evaluation='replicated' for this program",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._remedy = remedy
+        self._reads = None if reads is None else iter(reads)
+        self._may_stray = reads is not None
+        self._has_strayed = False
+        self.is_paused = False
+        """Operations run as they are meanwhile."""
         self.block = block
         self.axes = axes
 
     def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation; have it draw for the whole batch."""
-        if not draws_random_numbers(function, args, kwargs):
+        if self.is_paused:
             return function(*args, **kwargs)
+        if not draws_random_numbers(function, args, kwargs):
+            result = function(*args, **kwargs)
+            if self._reads is not None and reads_numbers(function) and read_numbers(result) != next(self._reads, None):
+                self._stray("reads other numbers")
+            return result
         try:
             return draw_block(function, args, kwargs, self.block, self.axis)
         except UnsupportedDrawError as error:
-            raise LagomError(
-                f"a forward that is sliced {error}, which it did not at its first call; {self._remedy}"
-            ) from None
+            self._stray(str(error))
 
     def axis(self, function: OpOverload, shape: tuple[int, ...]) -> int | None:
         """Return the dimension of ``shape`` that counts rows of the batch."""
         kind = (str(function), len(shape))
-        if kind in self.axes:
-            return self.axes[kind]
-        # This kind was not drawn in the probe: usually by a layer that is skipped at random.
-        rows = [d for d, size in enumerate(shape) if size == self.block.num_mine]
-        return rows[0] if rows else None
+        axis = self.axes.get(kind)
+        if kind not in self.axes or (axis is not None and shape[axis] % self.block.num_mine):
+            self._stray(f"draws random numbers in a way ({function})")
+        return axis
+
+    def end(self) -> None:
+        """End the forward, which may be repeated in part by a backward.
+
+        Raises:
+            OtherWayError: when the forward has taken another way, also where it has caught the exception.
+        """
+        reads, self._reads, self._may_stray = self._reads, None, False
+        if self._has_strayed or (reads is not None and next(reads, None) is not None):
+            raise OtherWayError
+
+    def _stray(self, what: str) -> NoReturn:
+        if self._may_stray:
+            self._has_strayed = True
+            raise OtherWayError
+        raise LagomError(f"a forward that is sliced {what}, which it did not at its first call; {self._remedy}")
+
+
+def reads_numbers(function: OpOverload) -> bool:
+    """Return whether ``function`` takes numbers out of a tensor, or has a result whose shape depends on them."""
+    return not _READS.isdisjoint(function.tags)
+
+
+def read_numbers(result: Any) -> list[object]:
+    """Return what a program finds out by a ``result`` of such a function: numbers and shapes."""
+    return [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in tree_flatten(result)[0]]
+
+
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def draws_random_numbers(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -74,7 +74,7 @@ def probe(
         check_call(candidate)
         with restored_state(candidate.module, candidate.inside) as state, _unchanged_parameters(candidate.module):
             if repeated:
-                candidate = replace(candidate, run=_unchanging_run(candidate, finding, state))
+                candidate = replace(candidate, check=_unchanged_check(finding, state))
             _run_and_compare(candidate, finding, num_blocks, statistics, state)
     except (NotByRowsError, UnsupportedDrawError) as error:
         finding.reason = str(error)
@@ -117,6 +117,10 @@ def _run_and_compare(
         outputs, finding.factors, finding.bases, finding.spec = _run_forward(
             candidate, recorder, given, candidate.rows, noted, lambda made, _: backwards.look_at(made)
         )
+    if state.changed_generators() not in ([], ["torch"], ["cuda"], ["torch", "cuda"]):
+        raise NotByRowsError("draws from Python's or numpy's generator, and may decide by it")
+    finding.reads = recorder.reads
+    finding.changes_buffers = bool(noted.running) or not state.has_same_buffers()
     finding.orders = [memory_order(one) if isinstance(one, torch.Tensor) else None for one in outputs]
     if finding.repeats and noted.noted:
         raise NotByRowsError("normalises by statistics of the whole batch (BatchNorm in train mode)")
@@ -146,6 +150,8 @@ def _run_and_compare(
         same = spec == finding.spec and factors == finding.factors and bases == finding.bases
         if not same or len(part.drawn) != len(recorder.drawn):
             raise NotByRowsError("gives other outputs for a part of its batch")
+        if part.reads != recorder.reads:
+            raise NotByRowsError("reads other numbers for a part of its batch, and may decide by them")
         compare_buffers(buffers, copy_buffers(candidate.inside), noted)
         parts.append(part_outputs)
     backwards.compare()
@@ -153,21 +159,19 @@ def _run_and_compare(
     finding.sliced = True
 
 
-def _unchanging_run(candidate: SplitCandidate, finding: SplitFinding, state: ModuleState) -> Callable[[list[Any]], Any]:
-    """Return a function that runs the forward, which must change no state and draw as much for each part."""
+def _unchanged_check(finding: SplitFinding, state: ModuleState) -> Callable[[], None]:
+    """Return a function that checks that a run changed no state, and drew as much as others."""
     ends: list[dict[str, Any]] = []
 
-    def run(leaves: list[Any]) -> Any:
-        output = candidate.run(leaves)
+    def check() -> None:
         if not state.is_unchanged():
             raise NotByRowsError("changes a buffer or an attribute at each call, of which there would be several")
         finding.repeats = True
         ends.append(random_states())
         if not equal_random_states(ends[0], ends[-1]):
             raise NotByRowsError("draws other amounts of random numbers for a part of its batch")
-        return output
 
-    return run
+    return check
 
 
 def _check_nan_row(candidate: SplitCandidate, outputs: list[Any], factors: list[int | None]) -> None:
@@ -181,6 +185,7 @@ def _check_nan_row(candidate: SplitCandidate, outputs: list[Any], factors: list[
         return
     with silent():
         found = tree_flatten(candidate.run(leaves))[0]
+    candidate.check()
     for whole, other, factor in zip(outputs, found, factors, strict=True):
         if isinstance(whole, torch.Tensor):
             own = (0, 0) if factor is None else (row * factor, (row + 1) * factor)
@@ -207,6 +212,7 @@ def _run_forward(
     """
     with silent() as said, recorder, recorder.refuse_reads():
         outputs, spec = tree_flatten(candidate.run(leaves))
+    candidate.check()
     if said.getvalue():
         raise NotByRowsError("prints, and would print of a part of the batch")
     factors = [_rows_per_input_row(output, recorder, rows) for output in outputs]
@@ -256,7 +262,8 @@ def _tensor_versions(leaves: list[Any]) -> list[int | None]:
 #   part of the batch. Weak references to the storages of all results show what is alive after the output is gone.
 # - A row of NaN may spoil no other row; it does so even through a mean that has the weight zero so far.
 # - No number of the input may decide anything (item(), numpy(), masks that select): another batch might take another
-#   way.
+#   way. Nor may one of Python's or numpy's generators. Other numbers that it reads (a buffer's, or one of torch's
+#   random numbers) must be the same at each sliced call; see Note [Other ways].
 # - Buffers must be equal afterwards, except BatchNorm's, whose statistics are the whole batch's in each block.
 # - Random draws must have a fixed count for each row; see ``Draws``.
 # - The program's hooks and prints would see a part of the batch, so there may be none.

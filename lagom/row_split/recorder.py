@@ -11,7 +11,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
 from lagom.patching.replace import replaced
-from lagom.row_split.draws import DrawKind, OperationMode, draw_block, draw_shape, draws_random_numbers
+from lagom.row_split.draws import (
+    DrawKind,
+    OperationMode,
+    draw_block,
+    draw_shape,
+    draws_random_numbers,
+    read_numbers,
+    reads_numbers,
+)
 from lagom.run_state.memory_layout import storage_of
 
 if TYPE_CHECKING:
@@ -79,6 +87,8 @@ class Recorder(OperationMode):
     def __init__(self, inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.drawn: list[tuple[DrawKind, tuple[int, ...]]] = []
+        self.reads: list[object] = []
+        """Numbers of other tensors than the input that were read."""
         self._of_input: dict[int, StorageWeakRef] = {}
         self._given = {_storage_key(tensor) for tensor in inputs}
         self._parameters = {_storage_key(parameter) for parameter in parameters} - {0}
@@ -89,7 +99,7 @@ class Recorder(OperationMode):
         """Run an operation, and record it."""
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         follows = any(_storage_key(tensor) in self._of_input for tensor in tensors)
-        if follows and _READS.intersection(function.tags):
+        if follows and reads_numbers(function):
             raise NotByRowsError(f"takes decisions by the numbers of its input ({function})")
         written = [a for a, s in zip(args, function._schema.arguments, strict=False) if _is_written(s)]
         if any(isinstance(a, torch.Tensor) and _storage_key(a) in self._parameters for a in written):
@@ -100,6 +110,8 @@ class Recorder(OperationMode):
             if draws_random_numbers(function, args, kwargs)
             else function(*args, **kwargs)
         )
+        if reads_numbers(function):
+            self.reads.append(read_numbers(result))
         if follows:
             for leaf in tree_flatten((result, written))[0]:
                 if isinstance(leaf, torch.Tensor):
@@ -156,7 +168,6 @@ def _refuse_packing(hooks: saved_tensors_hooks) -> None:
 
 
 _enter_hooks = saved_tensors_hooks.__enter__
-_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class BlockRecorder(Recorder):

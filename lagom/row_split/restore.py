@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lagom.random_states import random_states, set_random_states
+from lagom.random_states import equal_state, random_states, set_random_states
 from lagom.run_state.random_streams import DRAWING
 
 if TYPE_CHECKING:
@@ -37,16 +37,23 @@ class ModuleState:
             held.update(before)
         for items, was in self._lists:
             items[:] = was
-        for buffer, content in self._buffers:
-            # Through .data, since a graph may hold the buffer and its version.
-            buffer.data.copy_(content)
+        restore_buffers(self._buffers)
+
+    def changed_generators(self) -> list[str]:
+        """Return the names of the generators that have drawn since."""
+        now = random_states()
+        return [name for name, state in self._random.items() if not equal_state(state, now[name])]
+
+    def has_same_buffers(self) -> bool:
+        """Return whether buffers have the same numbers as before."""
+        return all(torch.equal(buffer, content) for buffer, content in self._buffers)
 
     def is_unchanged(self) -> bool:
         """Return whether attributes hold the same objects as before, and buffers the same numbers."""
         return (
             all(_same_objects([*held, *held.values()], [*was, *was.values()]) for held, was in self._dicts)
             and all(_same_objects(items, was) for items, was in self._lists)
-            and all(torch.equal(buffer, content) for buffer, content in self._buffers)
+            and self.has_same_buffers()
         )
 
 
@@ -92,6 +99,13 @@ def copy_buffers(inside: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
         if buffer is not None and buffer.layout == torch.strided
     }
     return [(buffer, buffer.detach().clone()) for buffer in found.values()]
+
+
+def restore_buffers(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Restore buffers to the contents that ``copy_buffers`` has copied."""
+    for buffer, content in copies:
+        # Through .data, since a graph may hold the buffer and its version.
+        buffer.data.copy_(content)
 
 
 def parameter_checksums(module: nn.Module) -> list[int]:

@@ -2,73 +2,37 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.errors import LagomError
 from lagom.patching.object_reference import ObjectReference
-from lagom.row_split.draws import Draws
+from lagom.row_split.draws import OtherWayError
 from lagom.row_split.module_tree import ModuleTree, attribute_numbers, call_kind
-from lagom.row_split.output_memory import as_kind_of, view_like
 from lagom.row_split.probe import UNIFORM, probe
 from lagom.row_split.restore import parameter_checksums
-from lagom.row_split.row_functions import gather_blocks, slice_rows
+from lagom.row_split.sliced_forward import SlicedRuns
 from lagom.row_split.split_candidate import (
     SplitCandidate,
     SplitFinding,
-    is_batch,
     is_dense,
     is_dual,
     measure_call,
-    sample_bytes,
     try_again,
 )
 from lagom.row_split.surroundings import watched_writes
-from lagom.row_split.whole_batch import (
-    Gatherer,
-    RowBlock,
-    RowExchange,
-    UnequalInputError,
-    is_worth_slicing,
-)
-from lagom.run_state.loader_pass import BatchShare
+from lagom.row_split.whole_batch import Gatherer, is_worth_slicing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from lagom.session.session import Session
 
 _CHANGES_NUMBERS = "changes numbers among its attributes, or what it can see, by which a later call may go another way"
 _MAX_KINDS = 64
 """Kinds of input of one module after which new ones are no longer probed."""
-
-
-@dataclass(eq=False)
-class SlicedForward:
-    """A sliced forward that is running."""
-
-    share: BatchShare
-    draws: Draws | None
-
-    @contextmanager
-    def enter(self, session: Session) -> Iterator[None]:
-        """Have BatchNorm and random draws see the whole batch; a nested entry changes nothing."""
-        before = session.sliced_forward
-        if before is self:
-            yield
-            return
-        session.sliced_forward = self
-        try:
-            with self.draws or nullcontext():
-                yield
-        finally:
-            session.sliced_forward = before
 
 
 def is_splittable(session: Session, module: nn.Module) -> bool:
@@ -102,7 +66,7 @@ class Slicer:
         assert session.divergence is not None
         self._session = session
         self._group = session.group
-        self._gatherer = Gatherer(session.group, session.divergence.find_divergence)
+        self._runs = SlicedRuns(session, Gatherer(session.group, session.divergence.find_divergence))
         self._original = original
         self._outside = outside
         self._trees = ModuleTree(session.say_once)
@@ -142,7 +106,14 @@ class Slicer:
             return self._original(module, *args, **kwargs)
         if not finding.sliced:
             self._probe(candidate, finding)
-        return self._run_sliced(candidate, finding) if finding.sliced else self._run_whole(module, args, kwargs)
+        if finding.sliced:
+            try:
+                return self._runs.run(candidate, finding)
+            except OtherWayError:
+                pass  # it runs whole, and its own errors shall not refer to this one
+            if finding.reason is not None:
+                self._say_whole(module, finding.reason)
+        return self._run_whole(module, args, kwargs)
 
     def _record_small(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Run ``module`` whole without a look at it from now on, while its first argument has the same shape."""
@@ -233,84 +204,6 @@ class Slicer:
             training=torch.is_grad_enabled(),
             shares_memory=self._group.shares_memory,
         )
-
-    def _run_sliced(self, candidate: SplitCandidate, finding: SplitFinding) -> Any:
-        session = self._session
-        session.has_sliced = session.has_sliced or torch.is_grad_enabled()
-        block = RowBlock(self._group.rank, self._group.world_size, candidate.rows)
-        exchange = RowExchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
-        leaves = [slice_rows(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
-        watches_draws = bool(finding.axes) or session.reads_in_threads
-        region = SlicedForward(
-            BatchShare(block.num_mine, block.num_all, block.even), Draws(block, finding.axes) if watches_draws else None
-        )
-        before = torch.default_generator.get_state() if region.draws is None else None
-        with region.enter(session):
-            outputs, spec = tree_flatten(candidate.run(leaves))
-        has_drawn = before is not None and not torch.equal(before, torch.default_generator.get_state())
-        if before is not None and has_drawn and not session.reads_in_threads:
-            finding.reason = "draws random numbers only now and then"
-            session.common_streams.record_uneven_draw(before)
-        if spec != finding.spec:
-            raise LagomError(
-                f"the forward of {type(candidate.module).__name__} gave outputs of another structure than at its first "
-                "call; use batches='split' and evaluation='replicated' for this program"
-            )
-        try:
-            passed = {id(leaf): whole for leaf, whole in zip(leaves, candidate.leaves, strict=True)}
-            return tree_unflatten(self._gather_outputs(outputs, passed, finding, exchange, candidate), spec)
-        except UnequalInputError:
-            if session.config.batches == "whole":
-                raise
-            # An evaluation called a model with a share of a training batch.
-            finding.reason = "was called with other inputs on other ranks"
-            return candidate.run(candidate.leaves)
-
-    def _gather_outputs(
-        self,
-        outputs: list[Any],
-        passed: dict[int, Any],
-        finding: SplitFinding,
-        exchange: RowExchange,
-        candidate: SplitCandidate,
-    ) -> list[Any]:
-        """Return the whole of each output.
-
-        Args:
-            passed: by id of what the module was called with, what the program called it with.
-        """
-        by_rows = [
-            (i, factor)
-            for i, factor in enumerate(finding.factors)
-            if factor is not None and id(outputs[i]) not in passed
-        ]
-        for i, factor in by_rows:
-            one = outputs[i]
-            if not isinstance(one, torch.Tensor) or one.dim() == 0 or one.shape[0] != factor * exchange.block.num_mine:
-                raise LagomError(
-                    f"the forward of {type(candidate.module).__name__} gave an output that has not a row for each "
-                    "sample, unlike at its first call; use batches='split' and evaluation='replicated' for this program"
-                )
-        # A module may return one tensor twice; the program finds one tensor again.
-        places = {id(outputs[i]): i for i, _ in by_rows if finding.bases[i] is None}
-        blocks = [outputs[i] for i in places.values()]
-        signed = b"".join(sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
-        wholes = gather_blocks(
-            blocks,
-            exchange,
-            [finding.factors[i] or 0 for i in places.values()],
-            signed,
-            [finding.orders[i] for i in places.values()],
-        )
-        found = passed | dict(zip(places, wholes, strict=True))
-        for i, _ in by_rows:
-            one, base = outputs[i], finding.bases[i]
-            if base is not None:
-                found[id(one)] = view_like(one, outputs[base], found[id(outputs[base])])
-            elif not one.requires_grad:
-                found[id(one)] = found[id(one)].detach()
-            found[id(one)] = as_kind_of(one, found[id(one)])
-        return [found.get(id(one), one) for one in outputs]
 
 
 def _dense_shape(data: Any) -> object:

@@ -44,6 +44,8 @@ class SplitCandidate:
     rows: int
     """Rows of the batch: leaves with this number of rows are sliced."""
     device: torch.device
+    check: Callable[[], None] = lambda: None
+    """Checks a call of ``run`` after it."""
 
     @property
     def is_uniform(self) -> bool:
@@ -78,6 +80,12 @@ class SplitFinding:
     """Of each output that is a view of another one, the index of that one; None for the others."""
     axes: dict[DrawKind, int | None] = field(default_factory=dict)
     """Row dimensions of the random draws; see ``Draws``."""
+    reads: list[object] = field(default_factory=list)
+    """Numbers of a buffer, a draw or another tensor that the forward read, by which it may have chosen its way."""
+    changes_buffers: bool = False
+    """The forward has changed buffers."""
+    detours: int = 0
+    """Sliced calls that took another way, less those that did not."""
     reason: str | None = None
     """Why it runs whole on every rank; None if it is sliced."""
     failure: str | None = None

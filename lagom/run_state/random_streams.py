@@ -46,18 +46,11 @@ class CommonStreams:
         """``seed``: the run's seed; with None, torch's initial seed is used."""
         self._seed = seed
         self._noted: dict[str, Any] = {}
-        self._all_noted = False
-        """Whether all ranks have noted states, as they do together, and not only those that have drawn."""
         self._num_restarts = 0
 
     def note(self) -> None:
         """Record the generators' states, on all ranks: they may draw different amounts from now on."""
         self._noted = random_states()
-        self._all_noted = True
-
-    def record_uneven_draw(self, before: torch.Tensor) -> None:
-        """Record that ranks have drawn different amounts from torch's generator since its state was ``before``."""
-        self._noted.setdefault("torch", before)
 
     def reseed_uneven(self, group: Group, check_place: Callable[[str], None]) -> None:
         """Reseed the generators that a rank drew from since ``note``, so that they are equal on all ranks again.
@@ -69,11 +62,8 @@ class CommonStreams:
             before, self._noted = self._noted, {}
             now = random_states()
             drawn = {name for name, state in before.items() if not equal_state(state, now[name])}
-            if self._all_noted:
-                self._all_noted = False
-                check_place("a data loader, after a batch whose shares differ in size")
-                drawn = set(b" ".join(group.all_gather_bytes(" ".join(drawn).encode())).decode().split())
-            self._restart(drawn)
+            check_place("a data loader, after a batch whose shares differ in size")
+            self._restart(set(b" ".join(group.all_gather_bytes(" ".join(drawn).encode())).decode().split()))
 
     def _restart(self, names: set[str]) -> None:
         if not names:

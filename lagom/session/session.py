@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lagom.monitor.spans import Spans
     from lagom.plan import Plan
     from lagom.row_split.recorder import BatchStatistics
-    from lagom.row_split.slicer import SlicedForward
+    from lagom.row_split.sliced_forward import SlicedForward
     from lagom.zero.gradient_shards import GradientShards
     from lagom.zero.optimizer_group import OptimizerGroup
     from lagom.zero.parameters.shards import ParameterShards
@@ -293,7 +293,8 @@ class Session:
         torch.set_autocast_cache_enabled(False)
         self.is_probing = True
         try:
-            yield
+            with self.sliced_forward.left_alone() if self.sliced_forward is not None else nullcontext():
+                yield
         finally:
             self.is_probing = False
             torch.set_autocast_cache_enabled(before)

@@ -125,7 +125,11 @@ class Odd(nn.Module):
         elif self.kind == "draws by row":
             h = h * torch.tensor([random.random() for _ in range(len(h))], dtype=h.dtype)[:, None]
         elif self.kind == "draws for all":
+            h = h * torch.rand(WIDTH, dtype=h.dtype)
+        elif self.kind == "draws from Python":
             h = h * torch.rand(WIDTH, dtype=h.dtype) if random.random() < 0.5 else h * random.random()
+        elif self.kind == "decides by chance":
+            h = F.dropout(h, 0.3) if torch.rand(()) < 0.5 else h - h.mean(0)
         elif self.kind == "checkpoints":
             h = checkpoint(lambda h: torch.sin(self.other(h)), h, use_reentrant=False)
         elif self.kind == "by coincidence" and scale is not None:
@@ -133,9 +137,10 @@ class Odd(nn.Module):
         return torch.sin(torch.tanh(self.other(h)))
 
 
-SPLIT = {"plain": True, "draws for all": True, "checkpoints": True}
+SPLIT = {"plain": True, "draws for all": True, "checkpoints": True, "decides by chance": True}
 WHOLE = [
     *("mixes rows", "keeps a buffer", "counts", "keeps a tensor", "decides by numbers", "draws by row"),
+    "draws from Python",
     "by coincidence",
 ]
 

@@ -1,0 +1,186 @@
+"""``SlicedRuns``: run forwards on the rows of a rank, and gather their outputs. See Note [Other ways]."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lagom.errors import LagomError
+from lagom.row_split.draws import Draws, OtherWayError
+from lagom.row_split.output_memory import as_kind_of, view_like
+from lagom.row_split.restore import copy_buffers, restore_buffers
+from lagom.row_split.row_functions import gather_blocks, slice_rows
+from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, sample_bytes
+from lagom.row_split.whole_batch import Gatherer, RowBlock, RowExchange, UnequalInputError
+from lagom.run_state.loader_pass import BatchShare
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lagom.session.session import Session
+
+_MAX_DETOURS = 8
+"""Number of detours, more than straight calls, after which a forward always runs whole."""
+
+
+@dataclass(eq=False)
+class SlicedForward:
+    """A sliced forward that is running."""
+
+    share: BatchShare
+    draws: Draws | None
+
+    @contextmanager
+    def enter(self, session: Session) -> Iterator[None]:
+        """Have BatchNorm and random draws see the whole batch; a nested entry changes nothing."""
+        before = session.sliced_forward
+        if before is self:
+            yield
+            return
+        session.sliced_forward = self
+        try:
+            with self.draws or nullcontext():
+                yield
+        finally:
+            session.sliced_forward = before
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Have draws be a rank's own meanwhile: a module inside is probed, and they will be undone."""
+        if self.draws is None:
+            yield
+            return
+        self.draws.is_paused = True
+        try:
+            yield
+        finally:
+            self.draws.is_paused = False
+
+
+class SlicedRuns:
+    """Runs forwards that are sliced."""
+
+    def __init__(self, session: Session, gatherer: Gatherer) -> None:
+        self._session = session
+        self._gatherer = gatherer
+
+    def run(self, candidate: SplitCandidate, finding: SplitFinding) -> Any:
+        """Run a forward on this rank's rows; return its outputs for all rows.
+
+        Raises:
+            OtherWayError: on all ranks, when the forward takes another way than in its probe; all state is restored.
+        """
+        session, group = self._session, self._session.group
+        assert group is not None
+        session.has_sliced = session.has_sliced or torch.is_grad_enabled()
+        block = RowBlock(group.rank, group.world_size, candidate.rows)
+        exchange = RowExchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
+        leaves = [slice_rows(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
+        watches = bool(finding.axes or finding.reads) or session.reads_in_threads
+        region = SlicedForward(
+            BatchShare(block.num_mine, block.num_all, block.even),
+            Draws(block, finding.axes, finding.reads) if watches else None,
+        )
+        with _detour(candidate, finding, region.draws), region.enter(session):
+            outputs, spec = tree_flatten(candidate.run(leaves))
+        if spec != finding.spec:
+            raise LagomError(
+                f"the forward of {type(candidate.module).__name__} gave outputs of another structure than at its first "
+                "call; use batches='split' and evaluation='replicated' for this program"
+            )
+        try:
+            passed = {id(leaf): whole for leaf, whole in zip(leaves, candidate.leaves, strict=True)}
+            return tree_unflatten(_gather_outputs(outputs, passed, finding, exchange, candidate), spec)
+        except UnequalInputError:
+            if session.config.batches == "whole":
+                raise
+            # An evaluation called a model with a share of a training batch.
+            finding.reason = "was called with other inputs on other ranks"
+            return candidate.run(candidate.leaves)
+
+
+@contextmanager
+def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | None) -> Iterator[None]:
+    """Find out whether a forward takes another way than in its probe; restore all state if it does.
+
+    Raises:
+        OtherWayError: when it does.
+    """
+    generators = [torch.default_generator]
+    if candidate.device.type == "cuda":
+        generators.append(torch.cuda.default_generators[candidate.device.index or 0])
+    states = [generator.get_state() for generator in generators]
+    buffers = copy_buffers(candidate.inside) if finding.changes_buffers else []
+    try:
+        yield
+        if draws is not None:
+            draws.end()
+        elif not all(torch.equal(state, one.get_state()) for state, one in zip(states, generators, strict=True)):
+            raise OtherWayError
+    except OtherWayError:
+        for state, generator in zip(states, generators, strict=True):
+            generator.set_state(state)
+        restore_buffers(buffers)
+        finding.detours += 1
+        if finding.detours > _MAX_DETOURS:
+            finding.reason = "often goes another way than at its first calls, by numbers that it reads or draws"
+        raise
+    finding.detours = max(0, finding.detours - 1)
+
+
+def _gather_outputs(
+    outputs: list[Any],
+    passed: dict[int, Any],
+    finding: SplitFinding,
+    exchange: RowExchange,
+    candidate: SplitCandidate,
+) -> list[Any]:
+    """Return the whole of each output.
+
+    Args:
+        passed: by id of what the module was called with, what the program called it with.
+    """
+    by_rows = [
+        (i, factor) for i, factor in enumerate(finding.factors) if factor is not None and id(outputs[i]) not in passed
+    ]
+    for i, factor in by_rows:
+        one = outputs[i]
+        if not isinstance(one, torch.Tensor) or one.dim() == 0 or one.shape[0] != factor * exchange.block.num_mine:
+            raise LagomError(
+                f"the forward of {type(candidate.module).__name__} gave an output that has not a row for each "
+                "sample, unlike at its first call; use batches='split' and evaluation='replicated' for this program"
+            )
+    # A module may return one tensor twice; the program finds one tensor again.
+    places = {id(outputs[i]): i for i, _ in by_rows if finding.bases[i] is None}
+    blocks = [outputs[i] for i in places.values()]
+    signed = b"".join(sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
+    wholes = gather_blocks(
+        blocks,
+        exchange,
+        [finding.factors[i] or 0 for i in places.values()],
+        signed,
+        [finding.orders[i] for i in places.values()],
+    )
+    found = passed | dict(zip(places, wholes, strict=True))
+    for i, _ in by_rows:
+        one, base = outputs[i], finding.bases[i]
+        if base is not None:
+            found[id(one)] = view_like(one, outputs[base], found[id(outputs[base])])
+        elif not one.requires_grad:
+            found[id(one)] = found[id(one)].detach()
+        found[id(one)] = as_kind_of(one, found[id(one)])
+    return [found.get(id(one), one) for one in outputs]
+
+
+# Note [Other ways]
+#
+# A finding holds for the way that a forward took in its probe. Calls are told apart by all that a forward can see (see
+# Note [Surroundings]), but it may also decide by numbers in tensors: a buffer's, or a random one (a layer is skipped in
+# a third of all calls). Such numbers are the same on all ranks, and read through torch, so that they can be compared
+# with those of the probe before anything follows from them. Where they differ, or where random numbers are drawn of a
+# kind that the probe has not seen, nothing of the forward's outputs was exchanged yet: random numbers and buffers are
+# restored, and all ranks run that call whole.
