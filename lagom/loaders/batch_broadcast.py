@@ -12,7 +12,7 @@ import torch
 from lagom.collectives.agreement_exchange import SIZE, memory, signature
 from lagom.errors import DivergenceError
 from lagom.payload import Parcel, classes_received, unpack_file, unpack_parts
-from lagom.row_split.kept_memory import KeptMemory
+from lagom.run_state.kept_memory import KeptMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

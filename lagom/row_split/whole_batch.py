@@ -10,7 +10,7 @@ import torch
 
 from lagom.collectives.agreement_exchange import AgreedExchange, memory, signature
 from lagom.errors import DivergenceError
-from lagom.row_split.kept_memory import KeptMemory
+from lagom.run_state.kept_memory import KeptMemory
 from lagom.run_state.memory_layout import resolve_lazy
 
 if TYPE_CHECKING:

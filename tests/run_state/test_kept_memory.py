@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lagom.row_split import kept_memory
-from lagom.row_split.kept_memory import KeptMemory
+from lagom.run_state import kept_memory
+from lagom.run_state.kept_memory import KeptMemory
 
 SHAPE = (512, 1024)  # 2 MB of float32
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
