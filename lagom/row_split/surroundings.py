@@ -26,6 +26,8 @@ _MAX_OBJECTS = 2000
 _MAX_ITEMS = 64
 """Number of items of a container that are compared."""
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+_NAMESPACES = ("Namespace", "SimpleNamespace")
+"""Classes of Python's whose objects have the attributes that a program gives them."""
 _CONTAINERS = (dict, list, tuple, set, deque)
 
 
@@ -36,7 +38,7 @@ class Surroundings:
         self.iterates = False
         """One of them is an iterator, which cannot be restored."""
         self._places: list[tuple[Any, Any]] = []
-        """Places of plain values and tensors: a dict and a key, or a cell and None."""
+        """Places of plain values and tensors: a dict and a key, a list and an index, or a cell and None."""
         self._containers: list[Any] = []
         self._states: list[Callable[[], object]] = []
         """Functions that return the states of generators and arrays."""
@@ -108,7 +110,7 @@ class Surroundings:
             self._search_container(value)
         elif hasattr(kind, "__next__"):
             self.iterates = True
-        elif not issubclass(kind, nn.Module) and _origin(kind.__module__) != "core":
+        elif not issubclass(kind, nn.Module) and (_origin(kind.__module__) != "core" or kind.__name__ in _NAMESPACES):
             try:
                 held = object.__getattribute__(value, "__dict__")
             except AttributeError:  # slots
@@ -121,8 +123,10 @@ class Surroundings:
         if isinstance(container, dict):
             self._search_values(container, dict.keys(container))
             return
-        for item in list(container)[:_MAX_ITEMS]:
-            if self._is_new(item):
+        for index, item in enumerate(list(container)[:_MAX_ITEMS]):
+            if isinstance(container, list) and type(item) in _PLAIN:
+                self._places.append((container, index))
+            elif self._is_new(item):
                 self._search_object(item)
 
     def _is_new(self, value: object) -> bool:
@@ -155,6 +159,8 @@ def _make_state_reader(value: Any) -> Callable[[], object] | None:
 def _read_value(of: Any, key: Any) -> Any:
     if isinstance(of, dict):
         return dict.get(of, key)  # a subclass's own get may create missing items
+    if isinstance(of, list):
+        return of[key] if key < len(of) else None
     if not isinstance(of, types.CellType):
         return of.get(key)
     try:
@@ -247,5 +253,5 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 #
 # A forward whose calls change any of these twice is not probed, and runs whole (a single change may fill a cache).
 # Calls that differ in a switch, or in a number's sign, are of different kinds, and each kind is probed. Numbers count
-# by their sign only, since a loop's counters are among them. A forward that opens a file for writing, or logs, in its
-# first call runs whole too. State inside C code is not seen.
+# by their sign only, since a loop's counters and schedules are among them, and each value would be probed. A forward
+# that opens a file for writing, or logs, in its first call runs whole too. State inside C code is not seen.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
+import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,6 +52,34 @@ def flag_of_an_object() -> Any:
         return F.mse_loss(net(x), y)
 
     return trained_by_step(loss, net)
+
+
+def flag_by(options: Any, turn: Callable[[bool], None], is_on: Callable[[Any], bool]) -> Any:
+    """Train a network that mixes its rows while ``options``, an attribute of it, say so."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        out = self.body(x)
+        return out - out.mean(0) if is_on(self.options) else out
+
+    net = around(forward, options=options)
+
+    def loss(step: int, x: Tensor, y: Tensor) -> Any:
+        turn(step > 3)
+        return F.mse_loss(net(x), y)
+
+    return trained_by_step(loss, net)
+
+
+@model
+def flag_of_a_namespace() -> Any:
+    options = argparse.Namespace(model=types.SimpleNamespace(mix=False))
+    return flag_by(options, lambda on: setattr(options.model, "mix", on), lambda options: options.model.mix)
+
+
+@model
+def flag_in_a_list() -> Any:
+    options = {"layers": ["a", False]}
+    return flag_by(options, lambda on: options["layers"].__setitem__(1, on), lambda options: options["layers"][1])
 
 
 @model
