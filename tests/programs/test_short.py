@@ -58,6 +58,7 @@ SAID = {
     "unusual.global_switches": "changes numbers among its attributes, or what it can see",
     "unusual.patched_in_mid_training": "does not compute the rows of its batch one by one",
     "unusual.results_of_other_kinds": "gives a _Found, of which it is unknown what is in it",
+    "unusual.skipped_at_random": "draws from Python's or numpy's generator",
 }
 """The line for each program of which some module runs whole on every rank; there is none for the others."""
 NOTHING_SLICED = (
