@@ -79,7 +79,8 @@ class MicroBatchRunner:
             try:
                 if self._session.weights is not None:
                     self._session.weights.resident.begin()
-                draws = Draws(block, finding.axes, None if has_run else finding.reads, _REMEDY)
+                reads = None if has_run else finding.reads
+                draws = Draws(block, finding.axes, reads, finding.multiples, _REMEDY)
                 with self._left_alone(), draws:
                     outputs, spec = tree_flatten(candidate.run(list(leaves)))
                 draws.end()

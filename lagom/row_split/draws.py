@@ -13,7 +13,7 @@ from lagom.errors import LagomError
 from lagom.row_split.skipped_draws import draw_own_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from torch import Tensor
     from torch._ops import OpOverload
@@ -70,6 +70,7 @@ class Draws(OperationMode):
     Args:
         axes: by kind of draw, the dimension that counts the rows of the batch (or a multiple); None: none does.
         reads: numbers that the forward took out of torch when it was probed; None: there may be others.
+        multiples: kinds of draws that had several rows for each row of the batch when the forward was probed.
         remedy: advice at the end of an error.
     """
 
@@ -78,6 +79,7 @@ class Draws(OperationMode):
         block: RowBlock,
         axes: Mapping[DrawKind, int | None],
         reads: Sequence[object] | None = None,
+        multiples: Container[DrawKind] = (),
         remedy: str = "use batches='split' and evaluation='replicated' for this program",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,6 +87,7 @@ class Draws(OperationMode):
         self._reads = None if reads is None else iter(reads)
         self._may_stray = reads is not None
         self._has_strayed = False
+        self._multiples = multiples
         self.is_paused = False
         """Operations run as they are meanwhile."""
         self.block = block
@@ -106,9 +109,11 @@ class Draws(OperationMode):
 
     def axis(self, function: OpOverload, shape: tuple[int, ...]) -> int | None:
         """Return the dimension of ``shape`` that counts rows of the batch."""
-        kind = (str(function), len(shape))
+        kind, mine = (str(function), len(shape)), self.block.num_mine
         axis = self.axes.get(kind)
-        if kind not in self.axes or (axis is not None and shape[axis] % self.block.num_mine):
+        # A single row for each row of the batch says nothing about the order of several.
+        is_other = axis is not None and (shape[axis] % mine or (shape[axis] != mine and kind not in self._multiples))
+        if kind not in self.axes or is_other:
             self._stray(f"draws random numbers in a way ({function})")
         return axis
 

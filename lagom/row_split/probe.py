@@ -150,6 +150,7 @@ def _run_and_compare(
         same = spec == finding.spec and factors == finding.factors and bases == finding.bases
         if not same or len(part.drawn) != len(recorder.drawn):
             raise NotByRowsError("gives other outputs for a part of its batch")
+        finding.multiples |= part.multiples
         if part.reads != recorder.reads:
             raise NotByRowsError("reads other numbers for a part of its batch, and may decide by them")
         compare_buffers(buffers, copy_buffers(candidate.inside), noted)

@@ -185,6 +185,8 @@ class BlockRecorder(Recorder):
         self._block = block
         self._whole = iter(whole)
         self._axes = axes
+        self.multiples: set[DrawKind] = set()
+        """Kinds of draws with several rows for each row of the batch."""
 
     def draw(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw for the whole batch, as the whole run did."""
@@ -203,6 +205,8 @@ class BlockRecorder(Recorder):
         axis = axes[0] if axes else None
         if self._axes.setdefault(kind, axis) != axis:
             raise NotByRowsError("draws random numbers for rows and others in the same way")
+        if axis is not None and shape[axis] != block.num_mine:
+            self.multiples.add(kind)
         return axis
 
 

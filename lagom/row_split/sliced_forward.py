@@ -83,7 +83,7 @@ class SlicedRuns:
         watches = bool(finding.axes or finding.reads) or session.reads_in_threads
         region = SlicedForward(
             BatchShare(block.num_mine, block.num_all, block.even),
-            Draws(block, finding.axes, finding.reads) if watches else None,
+            Draws(block, finding.axes, finding.reads, finding.multiples) if watches else None,
         )
         with _detour(candidate, finding, region.draws), region.enter(session):
             outputs, spec = tree_flatten(candidate.run(leaves))

@@ -80,6 +80,8 @@ class SplitFinding:
     """Of each output that is a view of another one, the index of that one; None for the others."""
     axes: dict[DrawKind, int | None] = field(default_factory=dict)
     """Row dimensions of the random draws; see ``Draws``."""
+    multiples: set[DrawKind] = field(default_factory=set)
+    """Kinds of draws with several rows for each row of the batch."""
     reads: list[object] = field(default_factory=list)
     """Numbers of a buffer, a draw or another tensor that the forward read, by which it may have chosen its way."""
     changes_buffers: bool = False

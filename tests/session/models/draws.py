@@ -92,3 +92,17 @@ def sequences_of_one_step_at_first() -> Any:
 
     net = module(forward, into=nn.Linear(1, 4), out=nn.Linear(4, 1))
     return trained_by_step(lambda step, x, y: (net(x[:, : 1 if step < 4 else 5]) - y).square().sum(), net)
+
+
+@model
+def strided_sequences_of_one_step_at_first() -> Any:
+    """The size that is 1 at first is one inside the forward."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        x = self.into(x[:, ::3].unsqueeze(-1)).transpose(0, 1)
+        length, rows = x.shape[:2]
+        x = F.dropout(x.reshape(length * rows, -1), 0.3)
+        return self.out(x).view(length, rows).transpose(0, 1)
+
+    net = module(forward, into=nn.Linear(1, 4), out=nn.Linear(4, 1))
+    return trained_by_step(lambda step, x, y: (net(x[:, : 3 if step < 4 else 6]) - y).square().sum(), net)
