@@ -3,7 +3,7 @@
     python -m benchmarks.loading [--rounds 5] [--epochs 3] [--workers 2]
 
 The program decodes PNGs of 224x224 in ``__getitem__``, in the workers of a DataLoader, and trains a small CNN on them.
-The last setting is 2 ranks of which each has workers of its own: lagom's way with programs that know their rank.
+2 ranks share their workers (``share_workers=True``), or, in the last setting, have workers of their own, the default.
 Settings take turns; each round gives ratios to the one process of the same round.
 """
 
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 
@@ -70,10 +69,8 @@ def cnn() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
-def epoch_seconds(epochs: int, workers: int, knows_rank: bool) -> float:
+def epoch_seconds(epochs: int, workers: int) -> float:
     """Train, and return the median seconds of an epoch, the first one left out; runs on each rank."""
-    if knows_rank:
-        lagom.rank()
     torch.manual_seed(0)
     model, loader = cnn(), DataLoader(Photos(), BATCH_SIZE, shuffle=True, num_workers=workers, persistent_workers=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -92,8 +89,13 @@ def run_setting(setting: str, epochs: int, workers: int) -> float:
     """Run the program in ``setting``, with as many cores as ranks; return the seconds of an epoch."""
     world_size = SETTINGS[setting]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:world_size])
-    hparams = {"epochs": epochs, "workers": workers, "knows_rank": setting.endswith("own")}
-    config = TorchDistributedConfig(launcher="local", seed=0, world_size=world_size, hparams=hparams)
+    config = TorchDistributedConfig(
+        launcher="local",
+        seed=0,
+        world_size=world_size,
+        share_workers=not setting.endswith("own"),
+        hparams={"epochs": epochs, "workers": workers},
+    )
     found: float = max(experiment.lagom(epoch_seconds, config).per_rank)
     return found
 

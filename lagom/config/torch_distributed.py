@@ -69,6 +69,10 @@ class TorchDistributedConfig:
     evaluation: Evaluation = "gathered"
     """How test sets are evaluated. "gathered": each rank computes its rows of a model's outputs where that saves
     time, and all see whole batches; "replicated": every rank computes everything; "sharded": each sees its share."""
+    share_workers: bool = False
+    """Runs the workers of a loader once, and gives their batches to all ranks of the host, where every rank sees whole
+    batches; False: each rank has workers of its own. For data sets that take long to load; docs/batches.md has
+    limits."""
     collectives: Collectives = "auto"
     """How ranks exchange CPU tensors. "auto": on one host through shared memory (through Unix sockets if lagom was
     installed without its compiled part), between hosts through gloo as well; "gloo": through gloo."""
@@ -123,6 +127,7 @@ class TorchDistributedConfig:
             ("log", Log),
         ):
             _one_of(name, getattr(self, name), get_args(choices))
+        _one_of("share_workers", self.share_workers, (False, True))
         _one_of("sync_batchnorm", self.sync_batchnorm, (False, True))
         _one_of("allow_unencrypted_collectives", self.allow_unencrypted_collectives, (False, True))
         _one_of("verify", self.verify, (False, True))

@@ -58,7 +58,8 @@ def shard_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
             stack.enter_context(replaced(RandomSampler, "__iter__", make_sampler_iter(session)))
             fetcher = staticmethod(make_create_fetcher(session, streams))
             stack.enter_context(replaced(_DatasetKind, "create_fetcher", fetcher))
-            stack.enter_context(share_workers(session, knows_rank))
+            if session.config.share_workers:
+                stack.enter_context(share_workers(session, knows_rank))
         yield
 
 

@@ -92,7 +92,7 @@ def _can_meet(session: Session, iterator: Any, loader: DataLoader[Any]) -> bool:
     The answer is the same on all ranks.
     """
     current, config = iterator.__dict__.get(PASS), session.config
-    if current is None or current.own or current.sharded or iterator._pin_memory:
+    if current is None or current.own or current.sharded or iterator._pin_memory or not loader._auto_collation:
         return False
     whole, gathered = config.batches == "whole", config.evaluation == "gathered"
     if not (whole if current.training else gathered) or (loader.persistent_workers and not (whole and gathered)):

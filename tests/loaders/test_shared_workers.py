@@ -124,7 +124,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 def check_equal(function: Callable[[Session], Any], world_size: int = 2) -> None:
     """Check that ``function`` returns exactly what it returns in one plain process."""
     wanted = alone(function)
-    for found in run_ranks(world_size, function, batches="whole"):
+    for found in run_ranks(world_size, function, batches="whole", share_workers=True):
         assert found == wanted
 
 
@@ -141,7 +141,7 @@ def _two_epochs(session: Session) -> Any:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_batches_are_those_of_one_process(world_size: int) -> None:
     wanted = alone(_two_epochs)
-    for found in run_ranks(world_size, _two_epochs, batches="whole"):
+    for found in run_ranks(world_size, _two_epochs, batches="whole", share_workers=True):
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == theirs, ours[0]
 
@@ -158,7 +158,7 @@ def test_a_model_trained_on_batches_of_workers_is_that_of_one_process() -> None:
                 optimizer.step()
         return [p.tolist() for p in model.parameters()]
 
-    for ours in run_ranks(2, train, batches="whole"):
+    for ours in run_ranks(2, train, batches="whole", share_workers=True):
         torch.testing.assert_close(ours, alone(train), rtol=0, atol=1e-12)
 
 
@@ -180,7 +180,9 @@ def _processes(session: Session, **options: Any) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}], ids=str)
 def test_a_host_has_the_workers_of_one_process(options: dict[str, Any]) -> None:
-    results = run_ranks(2, lambda session: _processes(session, **options), batches="whole", collectives="auto")
+    results = run_ranks(
+        2, lambda session: _processes(session, **options), batches="whole", share_workers=True, collectives="auto"
+    )
     numbers, running = zip(*results, strict=True)
     assert running == (3, 0)
     assert numbers[0] == numbers[1]
@@ -204,7 +206,7 @@ def test_each_rank_has_workers_of_its_own_where_ranks_may_see_other_batches() ->
         (_processes, {"batches": "whole", "collectives": "gloo"}),
     ]
     for run, options in runs:
-        numbers, running = zip(*run_ranks(2, run, **options), strict=True)
+        numbers, running = zip(*run_ranks(2, run, share_workers=True, **options), strict=True)
         assert running == (3, 3), options
         assert _num_processes(list(numbers)) == 6, options
 
@@ -239,13 +241,13 @@ def test_a_small_part_of_a_large_tensor_is_sent_alone() -> None:
             return self.numbers[3 * index : 3 * index + 3], self.numbers[index:5000:1000], self.numbers[:2].expand(4, 2)
 
     def read(session: Session) -> tuple[Any, bool]:
-        batches = list(DataLoader(Parts(4), batch_size=None, num_workers=1))
+        batches = list(DataLoader(Parts(4), batch_size=1, num_workers=1, collate_fn=lambda samples: samples[0]))
         is_small = all(part.untyped_storage().nbytes() < 50_000 for batch in batches for part in batch)
         return as_plain(batches), is_small
 
     wanted, _ = alone(read)
-    assert [found for found, _ in run_ranks(2, read, batches="whole")] == [wanted] * 2
-    assert run_ranks(2, read, batches="whole", collectives="auto")[1][1]
+    assert [found for found, _ in run_ranks(2, read, batches="whole", share_workers=True)] == [wanted] * 2
+    assert run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")[1][1]
 
 
 def test_errors_of_samples_are_those_of_one_process_and_later_batches_come() -> None:
@@ -273,7 +275,7 @@ def test_a_dead_worker_is_an_error_on_all_ranks(grad: bool) -> None:
             list(DataLoader(Deadly(20), 2, num_workers=2, collate_fn=list))
         return str(raised.value)
 
-    first, second = run_ranks(2, read, batches="whole", collectives="auto")
+    first, second = run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")
     assert first == second
     assert "DataLoader worker" in first
 
@@ -289,7 +291,10 @@ def test_a_slow_worker_is_an_error_on_all_ranks() -> None:
             list(DataLoader(Slow(20), 2, num_workers=2, timeout=1))
         return str(raised.value)
 
-    assert run_ranks(2, read, batches="whole", collectives="auto") == ["DataLoader timed out after 1 seconds"] * 2
+    assert (
+        run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")
+        == ["DataLoader timed out after 1 seconds"] * 2
+    )
 
 
 def test_loaders_may_be_left_early_and_read_together() -> None:
@@ -316,7 +321,7 @@ def test_all_ranks_follow_what_only_rank_0_has_drawn() -> None:
         stream = DataLoader(Unseeded(50), 8, num_workers=2)
         return [as_plain(list(loader)) for loader in (shuffled, unordered, stream)]
 
-    first, second = run_ranks(2, read, batches="whole", collectives="auto")
+    first, second = run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")
     assert first == second
 
 
@@ -371,7 +376,7 @@ def test_errors_in_a_thread_are_those_of_rank_0() -> None:
                 found += [str(pool.submit(next, batches).exception()) for _ in range(3)]
         return found
 
-    first, second = run_ranks(2, read, batches="whole", collectives="auto")
+    first, second = run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")
     assert first == second
     unsent, slow = "a batch cannot be given to the other ranks", "DataLoader timed out after 1 seconds"
     everything = (unsent, "sample 2 is broken", unsent, "None", "sample 3 is broken", slow)
@@ -387,7 +392,7 @@ def test_a_rank_that_reads_no_batch_is_named() -> None:
             iter(other) if session.rank else next(batches)
         return str(raised.value)
 
-    for text in run_ranks(2, read, batches="whole", collectives="auto"):
+    for text in run_ranks(2, read, batches="whole", share_workers=True, collectives="auto"):
         assert "rank 0 at the next batch of a data loader with workers" in text
 
 
@@ -410,7 +415,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error_on_all_ranks() -> None:
             next(batches)
         return [str(raised.value), *found, *batches]
 
-    first, second = run_ranks(2, read, batches="whole", collectives="auto")
+    first, second = run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")
     assert first == second
     assert "cannot be given to the other ranks" in first[0]
     assert first[1:] == [[0, 1], [4, 5]]
