@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lagom.patching.replace import replaced
-from lagom.row_split.slicer import Slicer
+from lagom.row_split.sliced_forward import SlicedRuns
 from lagom.run_state.leaves import Leaves, find_leaves
 from lagom.verify.on_rank.record import Record, RecordedBatch, RecordedLeaf, RecordedPass, RecordedRead, RecordedStep
 from lagom.verify.on_rank.scalar_reads import recorded_reads
@@ -78,7 +78,7 @@ def rehearse(session: Session, leaves: Leaves, function: Callable[[], Any]) -> R
         stack.enter_context(replaced(torch.autograd, "_engine_run_backward", _backward(notes)))
         stack.enter_context(replaced(torch.autocast, "__enter__", _entered(notes)))
         stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _following(notes)))
-        stack.enter_context(replaced(Slicer, "_run_sliced", _slicing(notes)))
+        stack.enter_context(replaced(SlicedRuns, "run", _slicing(notes)))
         stack.enter_context(recorded_reads(session, notes.read))
         # A checkpoint may hold numbers that were read; see Number.__reduce_ex__.
         stack.enter_context(torch.serialization.safe_globals([float]))
@@ -272,7 +272,7 @@ def _entered(notes: _Notes) -> Callable[..., Any]:
 
 
 def _slicing(notes: _Notes) -> Callable[..., Any]:
-    original = vars(Slicer)["_run_sliced"]
+    original = vars(SlicedRuns)["run"]
 
     def slicing(self: Any, *args: Any) -> Any:
         notes.record.shared = notes.record.shared or torch.is_grad_enabled()
