@@ -182,6 +182,7 @@ _UNEQUAL_PARTS = (
 
 def _check_sizes(input: Tensor, count: Tensor, share: BatchShare) -> None:
     alone = input.numel() == input.shape[1] and share.num_all == 1
-    # On a GPU, reading the count would wait for all its running work.
-    if alone or (count.device.type == "cpu" and count.item() == 1):
+    # On a GPU, reading the count would wait for all its running work. Not by item(): a forward that reads numbers is
+    # sliced only while they stay the same.
+    if alone or (count.device.type == "cpu" and count.detach().numpy() == 1):
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")

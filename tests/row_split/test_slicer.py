@@ -25,7 +25,7 @@ from lagom.row_split.probe import probe
 from lagom.row_split.split_candidate import SplitFinding
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.session import Session
-from tests.ranks import RankFailedError, alone, run_ranks
+from tests.ranks import RankFailedError, alone, lagom_log, run_ranks
 
 Program = Callable[[Session], Any]
 
@@ -726,3 +726,14 @@ def test_a_batch_may_be_a_column_of_something_wider() -> None:
 
     plain = alone(run)
     assert run_ranks(2, run, batches="whole") == [pytest.approx(plain, abs=1e-12)] * 2
+
+
+def test_batchnorm_beside_dropout_stays_sliced() -> None:
+    def run(_: Session) -> list[str]:
+        said = lagom_log()
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
+        for _step in range(24):
+            model(torch.randn(8, 3)).square().mean().backward()
+        return [line for line in said if "runs whole" in line]
+
+    assert run_ranks(2, run, batches="whole") == [[], []]
