@@ -90,7 +90,7 @@ def rank(address: str, port: int, number: int, world_size: int, per_host: int, i
                     results.append(exchange(group, one))
                     times[name].append(time.perf_counter() - start)
                 assert torch.equal(*results), f"the results of {what} differ"
-            assert ours.has_memory, "no shared memory"
+            assert ours.sums_itself, "no shared memory"
             if number == 0:
                 mine, theirs = (statistics.median(times[name]) * 1e3 for name in ("ours", "flat"))
                 say = f"{what} of {size >> 10} KB on {world_size // per_host} x {per_host} ranks: {mine:.2f} ms"

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 
 #include "communicator.hpp"
 #include "pages.hpp"
@@ -47,12 +48,23 @@ Op op_of(int code) {
     return Op(code);
 }
 
-// Python owns it.
-Communicator* join(int fd, int rank, const std::vector<std::pair<int, uint64_t>>& processes, double timeout_s,
-                   double spin_s, int yields) {
+using Processes = std::vector<std::pair<int, uint64_t>>;
+std::vector<lagom::Process> peers_of(const Processes& processes) {
     std::vector<lagom::Process> peers;
     for (const auto& [pid, since] : processes) peers.push_back({pid, since});
-    return new Communicator(fd, rank, peers, lagom::Limits{timeout_s, spin_s, yields, interrupted});
+    return peers;
+}
+
+// Python owns it.
+Communicator* join(int fd, int rank, const Processes& processes, double timeout_s, double spin_s, int yields) {
+    return new Communicator(fd, rank, peers_of(processes), lagom::Limits{timeout_s, spin_s, yields, interrupted});
+}
+
+// In a process forked from a rank, which takes the rank's place in another segment: all that holds `self` goes on with it.
+// After a Failure, `self` must not be used any more.
+void rejoin(Communicator& self, int fd, int rank, const Processes& processes, double timeout_s, double spin_s, int yields) {
+    self.~Communicator();
+    new (&self) Communicator(fd, rank, peers_of(processes), lagom::Limits{timeout_s, spin_s, yields, interrupted});
 }
 
 // What a memoryview or the like has, for as long as this lives.
@@ -138,7 +150,7 @@ std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(const std::vecto
 
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a rank ends by os._exit
-    module.attr("VERSION") = 10;  // of what is bound here; lagom/collectives/native.py asks for it
+    module.attr("VERSION") = 11;  // of what is bound here; lagom/collectives/native.py asks for it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -220,6 +232,7 @@ NB_MODULE(_native, module) {
             return std::make_tuple(found.words, found.number, found.missing); })
         .def("abort", &Communicator::abort)
         .def("close", &Communicator::close, Released())
-        .def("forget", &Communicator::forget);
+        .def("forget", &Communicator::forget)
+        .def("rejoin", &rejoin, "fd"_a, "rank"_a, "processes"_a, "timeout_s"_a, "spin_s"_a, "yields"_a);
     module.def("join", &join, "fd"_a, "rank"_a, "processes"_a, "timeout_s"_a, "spin_s"_a, "yields"_a);
 }

@@ -38,9 +38,19 @@ class BackgroundExchanges:
     """Runs calls in one thread, one after the other."""
 
     def __init__(self, name: str) -> None:
+        self._name = name
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the thread; also where this process was forked from another, and has none."""
         self._queue: queue.SimpleQueue[BackgroundTask | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._queue,), name=self._name, daemon=True)
         self._thread.start()
+
+    @property
+    def number(self) -> int | None:
+        """The system's number of the thread."""
+        return self._thread.native_id
 
     def later(self, call: Callable[[], None]) -> Work:
         """Run ``call`` after all calls that were given before."""

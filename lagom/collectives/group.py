@@ -39,7 +39,7 @@ class Group(RequestExchange):
     Args:
         all_gather: an exchange of texts that works already; the ranks find each other with it.
         gloo: makes a process group from a name, a rank and a world size. It is called when one is needed: for tensors
-            that shared memory does not serve, and between hosts.
+            that neither shared memory nor lagom's own sockets serve.
         nccl: serves CUDA tensors; None if ranks have no GPU, or share one.
         key: secret of the run's ranks.
         ip: address at which ranks on other hosts reach this one.
@@ -99,8 +99,8 @@ class Group(RequestExchange):
         return self._transports.memory is not None
 
     @property
-    def has_memory(self) -> bool:
-        """Whether any ranks share memory that carries sums; unknown before the first exchange, equal on all ranks."""
+    def sums_itself(self) -> bool:
+        """Whether lagom sums CPU tensors itself; unknown before the first exchange, equal on all ranks."""
         return self._transports.has_fast
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -224,6 +224,23 @@ class Group(RequestExchange):
     def connect(self) -> None:
         """Connect with all ranks, if no exchange has yet, to notice from now on when a rank ends; a collective."""
         self.exchange(b"")
+
+    @property
+    def only_memory(self) -> bool:
+        """Whether all exchanges so far went through memory that all ranks share: ``reconnect`` needs this."""
+        return self._transports.only_memory
+
+    @property
+    def thread(self) -> int | None:
+        """The system's number of the thread for exchanges in an order of their own; None without one."""
+        return self._thread.number if self._thread is not None else None
+
+    def reconnect(self) -> None:
+        """Connect with the other ranks in a process that takes the place of its rank, as they do; a collective."""
+        with Operation("connecting"):
+            self._transports.reconnect()
+        if self._thread is not None:
+            self._thread.begin()
 
     def close(self) -> None:
         """Close the connections to the other ranks, which may still read what they have received."""

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lagom.collectives.background import DONE
+from lagom.collectives.host_ring import HostRing
 from lagom.collectives.native import OPERATIONS, TYPES
+from lagom.collectives.sockets import connect
 from lagom.collectives.transport import Transport, bytes_of
 
 if TYPE_CHECKING:
@@ -21,10 +23,9 @@ if TYPE_CHECKING:
 _PIECE = 4 << 20
 """Bytes that travel between hosts while the next ones are summed within them."""
 _SUM = OPERATIONS["sum"]
-_TAG = 7
-_BETWEEN = "the exchange between hosts failed"
+BETWEEN = "the exchange between hosts failed"
 _SUMMED = frozenset(TYPES) - {torch.int16, torch.bool}
-"""Types that both gloo and shared memory sum."""
+"""Types that both sockets and shared memory sum."""
 _AVERAGED = frozenset(dtype for dtype in _SUMMED if dtype.is_floating_point)
 
 
@@ -35,22 +36,24 @@ class HostTransport(Transport):
 
     Args:
         near: communicator of the ranks of this host; None if this is the only one.
-        leaders: a process group of the first ranks of all hosts; None on other ranks.
+        ring: connects this rank with the first ranks of the neighbouring hosts; None on other ranks.
         homes: the ranks of each host.
     """
 
     operations = frozenset({"all_reduce", "broadcast", "all_gather", "reduce_scatter"})
 
-    def __init__(self, near: Communicator | None, leaders: Any, homes: Sequence[Sequence[int]], rank: int) -> None:
+    def __init__(
+        self, near: Communicator | None, ring: HostRing | None, homes: Sequence[Sequence[int]], rank: int
+    ) -> None:
         self.near = near
-        self.leaders = leaders
-        self._homes = homes
+        self.ring = ring
+        self.homes = homes
         self._where = {one: (i, place) for i, home in enumerate(homes) for place, one in enumerate(home)}
         self._home, self._place = self._where[rank]
         self._most = max(map(len, homes))
 
     def carries(self, operation: str, tensors: Sequence[torch.Tensor], reduction: str | None = "") -> bool:
-        """Return whether the reduction, if any, is a sum or an average of types that gloo sums too."""
+        """Return whether the reduction, if any, is a sum or an average of types that shared memory sums too."""
         types = _SUMMED if reduction == "sum" else _AVERAGED if reduction == "avg" else frozenset()
         return super().carries(operation, tensors) and (reduction == "" or types.issuperset([t.dtype for t in tensors]))
 
@@ -61,7 +64,7 @@ class HostTransport(Transport):
             for part in parts:
                 if self.near is not None:
                     self.near.all_reduce(part.data_ptr(), part.numel(), TYPES[part.dtype], _SUM)
-                works.append(self.leaders.allreduce([part]) if self.leaders is not None else None)
+                works.append(self.ring.all_reduce(part) if self.ring is not None else None)
             for part, work in zip(parts, works, strict=True):
                 if work is not None:
                     work.wait()
@@ -79,7 +82,7 @@ class HostTransport(Transport):
             for part in parts:
                 if self.near is not None and home == self._home:
                     self.near.broadcast(part.data_ptr(), part.nbytes, place)
-                works.append(self.leaders.broadcast(part, home) if self.leaders is not None else None)
+                works.append(self.ring.broadcast(part, home) if self.ring is not None else None)
             for part, work in zip(parts, works, strict=True):
                 if work is not None:
                     work.wait()
@@ -91,7 +94,7 @@ class HostTransport(Transport):
         if not part.numel():
             return DONE
         rows = bytes_of(whole).view(len(self._where), -1)
-        width = max(_PIECE // (len(self._homes) * self._most), 1)
+        width = max(_PIECE // (len(self.homes) * self._most), 1)
         parts = bytes_of(part).split(width)
         with self._together():
             under_way = [self._gathered(one) for one in parts[:1]]
@@ -113,22 +116,20 @@ class HostTransport(Transport):
             A tensor of shape (hosts, ranks of a host, bytes), complete on first ranks when the work is done; and the
             work, None on other ranks.
         """
-        blocks = torch.empty((len(self._homes), self._most, len(part)), dtype=torch.uint8)
-        mine = torch.empty(blocks.shape[1:], dtype=torch.uint8)
+        blocks = torch.empty((len(self.homes), self._most, len(part)), dtype=torch.uint8)
+        mine = blocks[self._home]
         if self.near is None:
             mine[0] = part
         else:
-            self.near.gather(part.data_ptr(), mine.data_ptr() if self.leaders is not None else 0, part.nbytes, 0)
-        if self.leaders is None:
-            return blocks, None
-        return blocks, self.leaders._allgather_base(blocks.view(-1), mine.view(-1))
+            self.near.gather(part.data_ptr(), mine.data_ptr() if self.ring is not None else 0, part.nbytes, 0)
+        return blocks, None if self.ring is None else self.ring.all_gather(list(blocks))
 
     def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor, reduction: str = "sum") -> Done:
         if not out.numel():
             return DONE
         flat = out.view(-1)
         rows = given.view(len(self._where), -1)
-        order = [rank for home in self._homes for rank in home]
+        order = [rank for home in self.homes for rank in home]
         width = max(_PIECE // (len(order) * out.element_size()), 1)
         with self._together():
             for start in range(0, len(flat), width):
@@ -146,51 +147,34 @@ class HostTransport(Transport):
         """Fill ``out`` with this rank's part of the sums of ``piece``, in which ranks are ordered by host."""
         if self.near is not None:
             self.near.all_reduce(piece.data_ptr(), piece.numel(), TYPES[piece.dtype], _SUM)
-        if self.leaders is None:
-            assert self.near is not None
-            self.near.scatter(0, out.data_ptr(), out.nbytes, 0)
-            return
-        sizes = [len(home) * len(out) for home in self._homes]
-        sums = [torch.empty(sizes[self._home], dtype=piece.dtype) for _ in sizes]
-        self._deal(list(piece.split(sizes)), sums)
-        for other in sums[1:]:  # in the order of hosts: the bits are then the same on every leader
-            sums[0].add_(other)
-        if self.near is None:
-            out.copy_(sums[0])
-        else:
-            self.near.scatter(sums[0].data_ptr(), out.data_ptr(), out.nbytes, 0)
-
-    def _deal(self, blocks: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-        """Send each leader its block, and receive this leader's block from each."""
-        works = []
-        for other in range(len(self._homes)):
-            if other == self._home:
-                received[other].copy_(blocks[other])
-            else:
-                works.append(self.leaders.recv([received[other]], other, _TAG))
-                works.append(self.leaders.send([blocks[other]], other, _TAG))
-        for work in works:
-            work.wait()
+        mine = None
+        if self.ring is not None:
+            sums = piece.split([len(home) * len(out) for home in self.homes])
+            self.ring.reduce_scatter(sums).wait()
+            mine = sums[self._home]
+        if self.near is not None:
+            self.near.scatter(0 if mine is None else mine.data_ptr(), out.data_ptr(), out.nbytes, 0)
+        elif mine is not None:
+            out.copy_(mine)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # The other ranks of this host wait for a message that will not come.
+            # The other ranks of this host, and other hosts, wait for a message that will not come.
+            if self.ring is not None:
+                self.ring.close()
             if self.near is not None:
-                self.near.abort(f"{_BETWEEN}: {error}")
-                if isinstance(error, RuntimeError) and not str(error).startswith(_BETWEEN):
-                    raise RuntimeError(self._named(str(error))) from error
+                self.near.abort(f"{BETWEEN}: {error}")
+                if isinstance(error, RuntimeError) and not str(error).startswith(BETWEEN):
+                    raise RuntimeError(name_ranks(str(error), self.homes[self._home])) from error
             raise
-
-    def _named(self, text: str) -> str:
-        """Replace the rank numbers in an error of ``near``, counted within this host, by the run's rank numbers."""
-        known = {str(place): rank for place, rank in enumerate(self._homes[self._home])}
-        return re.sub(r"\brank (\d+)\b", lambda found: f"rank {known.get(found[1], found[1])}", text)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set how long ranks of this host wait for each other."""
+        if self.ring is not None:
+            self.ring.set_timeout(timeout_s)
         if self.near is not None:
             self.near.set_timeout(timeout_s)
 
@@ -200,33 +184,59 @@ class HostTransport(Transport):
             self.near.abort(f"rank {self._place} aborted its process group")
 
     def close(self) -> None:
+        if self.ring is not None:
+            self.ring.close()
         if self.near is not None:
             self.near.close()
+
+
+def name_ranks(text: str, home: Sequence[int]) -> str:
+    """Replace the rank numbers in an error of ``near``, counted within its host, by the run's rank numbers."""
+    known = {str(place): rank for place, rank in enumerate(home)}
+    return re.sub(r"\brank (\d+)\b", lambda found: f"rank {known.get(found[1], found[1])}", text)
 
 
 def connect_hosts(
     rank: int,
     homes: Sequence[Sequence[int]],
     near: Sequence[Communicator],
-    gloo: Callable[[str, int, int], Any],
     number: int,
+    ip: str,
+    all_gather: Callable[[bytes], list[bytes]],
+    key: bytes,
+    timeout_s: float,
 ) -> list[HostTransport]:
-    """Return ``number`` transports over the hosts; a collective of their first ranks.
+    """Return ``number`` transports over the hosts; a collective.
 
     Args:
         homes: the ranks of each host.
         near: as many communicators of the ranks of this host; none if this rank is alone there.
-        gloo: makes a process group from a name, a rank and a world size.
+        ip: address at which other hosts reach this one.
+        all_gather: an exchange that works already.
+        key: secret of the run's ranks.
+        timeout_s: how long an exchange will wait for a neighbouring host.
     """
-    first = next((i for i, home in enumerate(homes) if home[0] == rank), None)
-    leaders = [gloo(f"hosts/{i}", first, len(homes)) if first is not None else None for i in range(number)]
-    return [HostTransport(near[i] if near else None, leaders[i], homes, rank) for i in range(number)]
+    places = all_gather(connect.host_identity())
+    firsts = [home[0] for home in homes]
+    home = firsts.index(rank) if rank in firsts else None
+    made = []
+    for i in range(number):
+        neighbours = [] if home is None else [firsts[(home + 1) % len(firsts)], firsts[home - 1]]
+        peers = connect.connected(rank, set(neighbours), places, ip, all_gather, key)
+        ring = None
+        if home is not None:
+            following, preceding = (peers[one] for one in neighbours)
+            assert following is not None
+            assert preceding is not None
+            ring = HostRing(following, preceding, home, len(homes), timeout_s)
+        made.append(HostTransport(near[i] if near else None, ring, homes, rank))
+    return made
 
 
 # Note [Several hosts]
 #
 # Between hosts each number travels once in each direction, however many ranks a host has. The ranks of a host sum their
-# numbers in shared memory, the first of them sums with the first ranks of other hosts over gloo, and the result is
+# numbers in shared memory, the first of them sums with the first ranks of other hosts in a ring, and the result is
 # written back to the memory. Large tensors go in pieces, so that one piece is between hosts while the next is summed
-# within. All ranks end with the same bits: those of a host copy their first rank's, and gloo gives the same to all that
-# it serves.
+# within. All ranks end with the same bits: those of a host copy their first rank's, and first
+# ranks copy each other's sums.

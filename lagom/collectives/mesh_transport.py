@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lagom.collectives.background import Done
-    from lagom.collectives.mesh import Mesh
+    from lagom.collectives.sockets.mesh import Mesh
 
 _PART = 1 << 21
 """Bytes of a message: smaller ones wake ranks more often."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sysconfig
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -53,18 +55,42 @@ class Communicator(Protocol):
     def abort(self, why: str) -> None: ...
     def close(self) -> None: ...
     def forget(self) -> None: ...
+    def rejoin(
+        self, fd: int, rank: int, processes: Sequence[tuple[int, int]], timeout_s: float, spin_s: float, yields: int
+    ) -> None: ...
 
 
-_VERSION = 10
+_VERSION = 11
+UNUSABLE = "lagom's compiled part"
+"""Begins the reason of ``reason_without_native`` where a compiled part is there that this Python cannot use."""
+
+
+def native() -> Any:
+    """Return the extension module; None if ``LAGOM_NATIVE=0``, or none was built for this Python, machine and lagom."""
+    found = _load()
+    return None if isinstance(found, str) else found
+
+
+def reason_without_native() -> str:
+    """Return why ``native`` returns None; "" if it returns the extension."""
+    found = _load()
+    return found if isinstance(found, str) else ""
 
 
 @functools.cache
-def native() -> Any:
-    """Return the extension module; None if ``LAGOM_NATIVE=0``, or none was built for this Python, machine and lagom."""
+def _load() -> Any:
     if os.environ.get("LAGOM_NATIVE") == "0":
-        return None
+        return "LAGOM_NATIVE is 0"
     try:
         found = importlib.import_module("lagom._native")
-    except ImportError:
-        return None
-    return found if getattr(found, "VERSION", None) == _VERSION else None
+    except ImportError as error:
+        if error.path:  # it is there, and needs a newer system
+            return f"{UNUSABLE} cannot be loaded here: {error}"
+        built = [path.name.split(".")[1] for path in sorted(Path(__file__).parents[1].glob("_native.*.so"))]
+        here = sysconfig.get_config_var("SOABI")
+        if built:
+            return f"{UNUSABLE} is for {', '.join(built)}, and this Python is {here}"
+        return "lagom was installed without its compiled part"
+    if getattr(found, "VERSION", None) != _VERSION:
+        return f"{UNUSABLE} is of another version of lagom"
+    return found

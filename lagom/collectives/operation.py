@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,6 @@ from lagom.errors import CollectiveError
 from lagom.monitor.spans import ASYNCHRONOUS, COLLECTIVE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lagom.collectives.background import Work
     from lagom.monitor.spans import Spans
 
@@ -76,6 +75,12 @@ class _RecordedWork:
         return self._work.is_completed()
 
 
+on_failure: list[Callable[[], None]] = []
+"""Called in this process before an exchange that has failed raises its error."""
+
+
 def named(operation: str, error: Exception) -> CollectiveError:
     """Return the error to raise when ``operation`` failed with ``error``."""
+    for call in on_failure:
+        call()
     return CollectiveError(f"{operation} failed, as a rule because another rank is gone: {error}")

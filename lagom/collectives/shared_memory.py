@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lagom.collectives.handshake import admit, introduce
-from lagom.collectives.native import native
+from lagom.collectives.native import native, reason_without_native
+from lagom.collectives.sockets.handshake import admit, introduce
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lagom.collectives.native import Communicator
 
@@ -39,16 +39,18 @@ def shared(
     timeout_s: float,
     number: int = 1,
     key: bytes = b"",
+    former: Sequence[Communicator] = (),
 ) -> tuple[list[list[int]], list[Communicator]] | str:
     """Return the ranks of each host, and ``number`` communicators of this host's ranks; a collective.
 
-    Return the reason on all ranks if no ranks share memory. A communicator counts the ranks of its host from 0 on.
-    Where there are several hosts, a rank alone on its host has no communicator. See Note [Handing round].
+    Return the reason on all ranks if some rank cannot share memory. A communicator counts the ranks of its host from 0
+    on. Where there are several hosts, a rank alone on its host has no communicator. See Note [Handing round].
 
     Args:
         all_gather: an exchange that works already.
         timeout_s: how long an exchange will wait for a rank.
         key: secret of the run's ranks.
+        former: communicators of a rank whose place this process takes, ``number`` many: they are joined again.
 
     Raises:
         OSError: when a rank is gone meanwhile.
@@ -57,11 +59,9 @@ def shared(
     homes = _homes(answers)
     if isinstance(homes, str):
         return homes
-    if 1 < len(homes) == len(answers):
-        return "each rank is on a host of its own"
     peers = next(home for home in homes if rank in home)
     number = number if len(homes) == 1 or len(peers) > 1 else 0
-    made = _joined(rank, peers, answers, all_gather, timeout_s, number, key)
+    made = _joined(rank, peers, answers, all_gather, timeout_s, number, key, former)
     return made if isinstance(made, str) else (homes, made)
 
 
@@ -83,6 +83,7 @@ def _joined(
     timeout_s: float,
     number: int,
     key: bytes,
+    former: Sequence[Communicator],
 ) -> list[Communicator] | str:
     processes = [(int(answers[peer]["pid"]), int(answers[peer]["started"])) for peer in peers]
     fds: list[int] = []
@@ -92,7 +93,9 @@ def _joined(
             fds = _handed_round(rank, peers, all_gather, number, key)
             spin_s, yields = _patience(len(peers))
             place = peers.index(rank)
-            made = [native().join(fd, place, processes, timeout_s, spin_s, yields) for fd in fds]
+            made = list(former) or [native().join(fd, place, processes, timeout_s, spin_s, yields) for fd in fds]
+            for one, fd in zip(former, fds, strict=bool(former)):
+                one.rejoin(fd, place, processes, timeout_s, spin_s, yields)
         except (OSError, RuntimeError) as error:
             problem = f"{error} (rank {rank})"
         problems = [part.decode() for part in all_gather(problem.encode()) if part]
@@ -107,7 +110,7 @@ def _joined(
 
 def _answer() -> dict[str, Any]:
     if native() is None:
-        return {"reason": "lagom was installed without its compiled part"}
+        return {"reason": reason_without_native() or "lagom was installed without its compiled part"}
     try:
         found = home()
     except OSError as error:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from lagom.collectives.connect import connect_mesh
-from lagom.collectives.hosts import connect_hosts
+from lagom.collectives.host_messages import HostMessages, connect_messages
+from lagom.collectives.hosts import HostTransport, connect_hosts
 from lagom.collectives.memory_transport import MemoryTransport
 from lagom.collectives.mesh_transport import MeshTransport
+from lagom.collectives.native import UNUSABLE
 from lagom.collectives.shared_memory import shared
+from lagom.collectives.sockets.mesh import Mesh
 from lagom.collectives.torch_transport import TorchTransport
 
 if TYPE_CHECKING:
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from lagom.collectives.mesh import Mesh
     from lagom.collectives.native import Communicator
     from lagom.collectives.transport import Messages, Transport
 
@@ -64,7 +65,7 @@ class Transports:
         self._ip = ip
         self._shares_memory = shares_memory
         self._fast: Sequence[Transport] | None = None
-        self._mesh: Mesh | None = None
+        self._messages: Mesh | HostMessages | None = None
         self._gloo: dict[str, TorchTransport] = {}
         self._opened: list[Transport] = []
         self.memory: Communicator | None = None
@@ -72,7 +73,7 @@ class Transports:
 
     @property
     def has_fast(self) -> bool:
-        """Whether any ranks share memory; unknown before the first exchange, equal on all ranks."""
+        """Whether lagom sums CPU tensors itself; unknown before the first exchange, equal on all ranks."""
         return bool(self._fast)
 
     @property
@@ -83,34 +84,47 @@ class Transports:
     @property
     def connected_messages(self) -> Messages | None:
         """The exchange of messages, if it is connected."""
-        return self._mesh if self.memory is None else self.memory
+        return self._messages if self.memory is None else self.memory
 
     def choose(self, operation: str, tensor: torch.Tensor, reduction: str = "") -> Transport:
         """Return the transport that carries ``tensor`` in ``operation``."""
         if tensor.is_cpu:
             if (fast := self.connect()) and fast[0].carries(operation, (tensor,), reduction):
                 return fast[0]
-            if self._is_of_one_host():
-                return MeshTransport(self._connect_messages(), self._rank, self._world_size)
+            if (mesh := self._mesh()) is not None:
+                return MeshTransport(mesh, self._rank, self._world_size)
         elif self._nccl is not None:
             return self._nccl
         return self._connect_gloo("gloo")
 
     def connect(self) -> Sequence[Transport]:
-        """Return a transport by shared memory and another one for an independent order; none if no ranks share memory.
+        """Return a transport of lagom's own and another one for an independent order; none if there can be none.
 
         See Note [Shared memory].
         """
         if self._fast is None:
             self._fast = ()
             if self._shares_memory:
-                found = connect_memory(self._rank, self._all_gather, self._keep_gloo, self._timeout_s, 2, self._key)
+                found = connect_memory(self._rank, self._all_gather, self._ip, self._timeout_s, 2, self._key)
                 if not isinstance(found, str):
                     self._fast, self.memory = found, found[0].memory
                     self._opened += found
                 elif self._rank == 0 and not self.has_gpus:
-                    log.info("CPU tensors are not exchanged through shared memory: %s", found)
+                    level = logging.WARNING if found.startswith(UNUSABLE) else logging.INFO
+                    log.log(level, "CPU tensors are not exchanged through shared memory: %s", found)
         return self._fast
+
+    @property
+    def only_memory(self) -> bool:
+        """Return whether all exchanges so far went through memory that all ranks share."""
+        return self.memory is not None and self._messages is None and not self._gloo and self._nccl is None
+
+    def reconnect(self) -> None:
+        """Have this process, which takes the place of its rank, share memory with the other ranks'; a collective."""
+        former = [one.memory for one in self._fast or () if one.memory is not None]
+        found = shared(self._rank, self._all_gather, self._timeout_s, len(former), self._key, former)
+        if isinstance(found, str):
+            raise OSError(found)
 
     def messages(self) -> Messages:
         """Return the exchange of messages: shared memory of all ranks, or sockets."""
@@ -122,31 +136,36 @@ class Transports:
         """Return a transport for CPU tensors, whose exchanges have an order of their own."""
         if fast := self.connect():
             return fast[1]
-        if not self._is_of_one_host():
+        if self._mesh() is None:
             return self._connect_gloo("aside")
-        self._opened.append(MeshTransport(self._make_mesh(), self._rank, self._world_size))
+        aside = self._make_messages()
+        assert isinstance(aside, Mesh)
+        self._opened.append(MeshTransport(aside, self._rank, self._world_size))
         return self._opened[-1]
 
     def close(self) -> None:
         """Close the connections to the other ranks."""
-        if self._mesh is not None:
-            self._mesh.close()
+        if self._messages is not None:
+            self._messages.close()
         for transport in self._opened:
             transport.close()
 
-    def _connect_messages(self) -> Mesh:
-        if self._mesh is None:
-            self._mesh = self._make_mesh()
-        return self._mesh
+    def _connect_messages(self) -> Mesh | HostMessages:
+        if self._messages is None:
+            self._messages = self._make_messages()
+        return self._messages
 
-    def _make_mesh(self) -> Mesh:
-        return connect_mesh(self._rank, self._world_size, self._ip, self._all_gather, self._key, self._timeout_s)
+    def _make_messages(self) -> Mesh | HostMessages:
+        first = self._fast[0] if self._fast else None
+        hosts = first if isinstance(first, HostTransport) else None
+        return connect_messages(self._rank, self._ip, self._all_gather, self._key, self._timeout_s, hosts)
 
-    def _is_of_one_host(self) -> bool:
-        """Return whether tensors may go through Unix sockets when memory does not carry them. See Note [Gloo]."""
+    def _mesh(self) -> Mesh | None:
+        """Return the connections by which tensors may go when memory does not carry them. See Note [Gloo]."""
         if not self._shares_memory or (self._fast and self.memory is None):
-            return False
-        return self._connect_messages().is_of_one_host
+            return None
+        found = self._connect_messages()
+        return found if isinstance(found, Mesh) else None
 
     def _connect_gloo(self, name: str) -> TorchTransport:
         """Return the transport of this name over gloo. See Note [Gloo]."""
@@ -162,7 +181,7 @@ class Transports:
 def connect_memory(
     rank: int,
     all_gather: Callable[[bytes], list[bytes]],
-    gloo: Callable[[str, int, int], dist.ProcessGroup],
+    ip: str,
     timeout_s: float,
     number: int = 1,
     key: bytes = b"",
@@ -171,7 +190,7 @@ def connect_memory(
 
     Args:
         all_gather: an exchange that works already.
-        gloo: makes a process group of one rank per host, from a name, a rank and a world size.
+        ip: address at which other hosts reach this one.
         timeout_s: how long an exchange will wait for a rank.
         key: secret of the run's ranks.
     """
@@ -180,14 +199,14 @@ def connect_memory(
         return found
     homes, near = found
     if len(homes) > 1:
-        return connect_hosts(rank, homes, near, gloo, number)
+        return connect_hosts(rank, homes, near, number, ip, all_gather, key, timeout_s)
     return [MemoryTransport(one) for one in near]
 
 
 # Note [Gloo]
 #
 # gloo listens at a port for as long as it lives, accepts every connection without proof, and adds up whatever arrives.
-# So a gloo group is made only for tensors that nothing else serves. Between hosts that is nearly everything large. On
-# one host there are two cases: the program asks for gloo (collectives="gloo"), and CUDA tensors of ranks that share a
-# GPU. Tensors that shared memory does not carry go through Unix sockets: types that csrc/arithmetic.hpp does not have,
-# or all tensors if lagom was installed without its compiled part.
+# So a gloo group is made only for tensors that nothing else serves: if the program asks for gloo (collectives="gloo"),
+# for CUDA tensors of ranks that share a GPU, and between hosts for the rare operations that ``HostTransport`` does not
+# have, or if lagom was installed without its compiled part. On one host, tensors that shared memory does not carry go
+# through Unix sockets: types that csrc/arithmetic.hpp does not have, or all tensors without the compiled part.

@@ -1,4 +1,4 @@
-"""``lagom.collectives.handshake``: ranks prove themselves to each other, whatever strangers do meanwhile."""
+"""``lagom.collectives.sockets.handshake``: ranks prove themselves to each other, whatever strangers do meanwhile."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from lagom.collectives import handshake
-from lagom.collectives.handshake import Stranger, admit, introduce
+from lagom.collectives.sockets import handshake
+from lagom.collectives.sockets.handshake import Stranger, admit, introduce
 
 KEY = b"known to ranks"
 NONCE, PROOF = 16, 32

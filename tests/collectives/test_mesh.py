@@ -1,4 +1,4 @@
-"""``lagom.collectives.mesh`` and ``meeting``: messages over connections of our own."""
+"""``lagom.collectives.sockets.mesh`` and ``meeting``: messages over connections of our own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lagom.collectives import connect
-from lagom.collectives.mesh import Mesh
+from lagom.collectives.sockets import connect
+from lagom.collectives.sockets.mesh import Mesh
 from lagom.session.session import Session
 from tests.ranks import run_ranks
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import lagom
 from lagom import experiment
 from lagom.collectives.native import native
 from lagom.config import TorchDistributedConfig
@@ -58,3 +64,54 @@ def test_each_switch_leaves_the_weights_as_they_are(table: Path, monkeypatch: py
     assert [found[1:] for found in without] == [(False, False)] * 2
     for weights, *_ in [*whole, *without_pages, *without]:
         assert np.allclose(weights, whole[0][0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content", "reason"),
+    [
+        (".cpython-39-x86_64-linux-gnu.so", None, "is for cpython-39-x86_64-linux-gnu, and this Python is cpython-3"),
+        (".abi3.so", b"of another machine", "cannot be loaded here: "),
+    ],
+)
+def test_a_compiled_part_for_another_python_is_left_alone_and_named(
+    suffix: str, content: bytes | None, reason: str, tmp_path: Path
+) -> None:
+    spec = importlib.util.find_spec("lagom._native")
+    assert spec is not None
+    assert spec.origin is not None
+    package = tmp_path / "lagom"
+    shutil.copytree(Path(lagom.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    if content is None:
+        shutil.copy(spec.origin, package / f"_native{suffix}")
+    else:
+        (package / f"_native{suffix}").write_bytes(content)
+    (tmp_path / "train.py").write_text(PROGRAM)
+    # The Python below the virtual environment knows no finder of an editable installation.
+    command = [str(Path(sys.base_prefix, "bin", "python3")), "train.py"]
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "PYTHONPATH": f"{tmp_path}:{sysconfig.get_paths()['purelib']}",
+    }
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[3.0, 3.0]"
+    assert done.stderr.count("lagom's compiled part " + reason) == 1, done.stderr
+
+
+PROGRAM = """
+import torch
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+def train():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(1.0, 7.0)), batch_size=6)
+    for (x,) in loader:
+        (weight * x.mean() * 6 / 7).sum().backward()
+    return float(weight.grad)
+
+if __name__ == "__main__":
+    config = TorchDistributedConfig(launcher="local", world_size=2, batches="split", run_dir=None)
+    print([round(value, 4) for value in experiment.lagom(train, config).per_rank])
+"""

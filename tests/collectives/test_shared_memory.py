@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from lagom.collectives import shared_memory as handing
-from lagom.collectives.handshake import Stranger, introduce
 from lagom.collectives.native import OPERATIONS, TYPES, native
 from lagom.collectives.shared_memory import shared
+from lagom.collectives.sockets.handshake import Stranger, introduce
 from lagom.errors import CollectiveError
 from lagom.session.session import Session
 from tests.leaks import shared_memory_files
@@ -365,16 +365,12 @@ def test_a_stranger_gets_no_memory() -> None:
     assert strangers == [b"", b"", b"m"]
 
 
-def test_ranks_without_the_compiled_part_or_on_other_hosts_fall_back_together(
+def test_ranks_without_the_compiled_part_or_memory_fall_back_together(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def without(session: Session) -> Any:
         if session.rank == 1:
             monkeypatch.setattr(handing, "native", lambda: None)
-        return fallen_back(session)
-
-    def apart(session: Session) -> Any:
-        monkeypatch.setattr(handing, "home", lambda: f"host {session.rank}")
         return fallen_back(session)
 
     def no_memory(session: Session) -> Any:
@@ -393,7 +389,6 @@ def test_ranks_without_the_compiled_part_or_on_other_hosts_fall_back_together(
 
     for run, reason in (
         (without, "lagom was installed without its compiled part (rank 1)"),
-        (apart, "each rank is on a host of its own"),
         (no_memory, "a segment needs"),
     ):
         first, second = run_ranks(2, run, collectives="auto")

@@ -13,7 +13,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _LENGTH = struct.Struct("<Q")
 
@@ -22,7 +22,7 @@ class Mesh:
     """Sends and receives messages in the calling thread. See Note [Small messages].
 
     Args:
-        peers: connected stream sockets in rank order; None at this rank's place.
+        peers: connected stream sockets in rank order; None for this rank, and for ranks that ``swap`` never names.
         timeout_s: how long to wait for another rank.
     """
 
@@ -32,7 +32,7 @@ class Mesh:
         self._turn = threading.Lock()
         self._num = 0
         self._size = 0
-        self._waits_for: int | None = None
+        self._awaited: list[int] = []
         self._waited_ns = [0] * len(self.peers)
         for peer in self.peers:
             if peer is not None:
@@ -40,11 +40,6 @@ class Mesh:
                 # Set the timeout in the kernel: one of Python's takes another system call each time.
                 peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(timeout_s), 0))
         _all.add(self)
-
-    @property
-    def is_of_one_host(self) -> bool:
-        """Whether all ranks are reached by Unix sockets."""
-        return all(peer is None or peer.family == socket.AF_UNIX for peer in self.peers)
 
     def exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
         """Return each rank's message, ``head`` and ``body`` in one, in rank order; lengths may differ.
@@ -55,21 +50,23 @@ class Mesh:
             OSError: when another rank is gone or did not answer in time.
         """
         size = len(head) + (0 if body is None else len(body))
-        parts: list[bytes | memoryview] = [_LENGTH.pack(size), head]
-        if body is not None:
-            parts.append(body)
-        with self._turn:
-            self._num, self._size = self._num + 1, size
-            return self._exchange([parts] * len(self.peers), head)
+        parts: list[bytes | memoryview] = [_LENGTH.pack(size), head, *([] if body is None else [body])]
+        return self._with_all([parts] * len(self.peers), size, head)
 
     def deal(self, bodies: Sequence[memoryview]) -> list[memoryview]:
         """Send each rank its own message of ``bodies``, and return each rank's message to this one; lengths may differ.
 
         Views and errors are as in ``exchange``.
         """
+        return self._with_all([_parts(body) for body in bodies], sum(map(len, bodies)), b"")
+
+    def swap(self, messages: Mapping[int, bytearray], senders: Sequence[int]) -> list[memoryview]:
+        """Send each of ``messages`` to its rank, and return those of ``senders``, in their order.
+
+        Views and errors are as in ``exchange``.
+        """
         with self._turn:
-            self._num, self._size = self._num + 1, sum(map(len, bodies))
-            return self._exchange([[_LENGTH.pack(len(body)), body] for body in bodies], b"")
+            return self._swap({peer: _parts(memoryview(one)) for peer, one in messages.items()}, senders)
 
     def waited(self) -> list[int]:
         """Return the nanoseconds that this rank has waited for each other rank. Any thread may call this."""
@@ -80,34 +77,44 @@ class Mesh:
 
         The text is empty when this rank does not wait. Any thread may call this at any time.
         """
-        current = self._waits_for
-        if current is None:
+        if not (awaited := self._awaited):
             return "", 0, []
-        fds = {number: peer.fileno() for number, peer in enumerate(self.peers) if peer is not None}
+        current, *later = awaited
+        fds = {number: peer.fileno() for number in later if (peer := self.peers[number]) is not None}
         poll = select.poll()
-        for number, fd in fds.items():
-            if number > current and fd >= 0:
+        for fd in fds.values():
+            if fd >= 0:
                 poll.register(fd, select.POLLIN)
         there = {fd for fd, _ in poll.poll(0)}
-        missing = [number for number, fd in fds.items() if number >= current and fd not in there]
+        missing = [current, *(number for number, fd in fds.items() if fd not in there)]
         return f"exchange of {self._size} bytes", self._num, missing
 
-    def _exchange(self, parts: Sequence[Sequence[bytes | memoryview]], own: bytes) -> list[memoryview]:
-        sent = [_send(peer, to_it) for peer, to_it in zip(self.peers, parts, strict=True) if peer is not None]
-        senders = [sender for sender in sent if sender is not None]
+    def _with_all(self, parts: Sequence[Sequence[bytes | memoryview]], size: int, own: bytes) -> list[memoryview]:
+        others = [number for number, peer in enumerate(self.peers) if peer is not None]
+        with self._turn:
+            self._num, self._size = self._num + 1, size
+            rows = iter(self._swap({number: parts[number] for number in others}, others))
+        return [memoryview(own) if peer is None else next(rows) for peer in self.peers]
+
+    def _swap(self, messages: Mapping[int, Sequence[bytes | memoryview]], senders: Sequence[int]) -> list[memoryview]:
+        threads = [_send(self._peer(number), parts) for number, parts in messages.items()]
+        self._awaited = list(senders)
         received = []
-        for number, peer in enumerate(self.peers):
-            if peer is None:
-                received.append(memoryview(own))
-                continue
-            self._waits_for = number
+        while self._awaited:
+            number = self._awaited[0]
             start = time.monotonic_ns()
-            received.append(self._receive(number, peer))
+            received.append(self._receive(number, self._peer(number)))
             self._waited_ns[number] += time.monotonic_ns() - start
-        self._waits_for = None
-        for sender in senders:
-            sender.join()
+            self._awaited = self._awaited[1:]
+        for thread in threads:
+            if thread is not None:
+                thread.join()
         return received
+
+    def _peer(self, number: int) -> socket.socket:
+        found = self.peers[number]
+        assert found is not None
+        return found
 
     def close(self) -> None:
         """Close the connections."""
@@ -124,6 +131,10 @@ class Mesh:
         view = memoryview(self._rows[number])[:size]
         _fill(peer, view)
         return view
+
+
+def _parts(message: memoryview) -> list[bytes | memoryview]:
+    return [_LENGTH.pack(len(message)), message]
 
 
 def _send(peer: socket.socket, parts: Sequence[bytes | memoryview]) -> threading.Thread | None:

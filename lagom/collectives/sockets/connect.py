@@ -1,4 +1,4 @@
-"""``connect_mesh``: connects every rank of a mesh with every other."""
+"""``connected``: connects ranks by sockets."""
 
 from __future__ import annotations
 
@@ -9,51 +9,58 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lagom.collectives.handshake import admit, introduce
-from lagom.collectives.mesh import Mesh
+from lagom.collectives.sockets.handshake import admit, introduce
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 _TIMEOUT_S = 60.0
 """Limit to connect, once all ranks are known to be there."""
 
 
-def connect_mesh(
-    rank: int, world_size: int, ip: str, all_gather: Callable[[bytes], list[bytes]], key: bytes, timeout_s: float
-) -> Mesh:
-    """Return a mesh of all ranks; a collective.
+def connected(
+    rank: int,
+    partners: Collection[int],
+    homes: Sequence[bytes],
+    ip: str,
+    all_gather: Callable[[bytes], list[bytes]],
+    key: bytes,
+) -> list[socket.socket | None]:
+    """Return connections with ``partners`` at their places, and None at others; a collective of all ranks.
 
     Args:
+        partners: ranks that have this rank among their partners.
+        homes: ``host_identity`` of each rank.
         ip: address at which other hosts reach this one.
         all_gather: an exchange that works already; whoever reads its messages learns where ranks listen.
         key: secret of the run's ranks.
-        timeout_s: how long the mesh will wait for a rank.
 
     Raises:
         OSError: when a rank cannot be reached.
     """
-    homes = all_gather(host_identity())
-    peers: list[socket.socket | None] = [None] * world_size
+    peers: list[socket.socket | None] = [None] * len(homes)
     with ExitStack() as stack:
         listeners = [stack.enter_context(listen(socket.AF_UNIX, ""))]
         address: list[object] = []
-        if len(set(homes)) > 1:
+        if any(homes[peer] != homes[rank] for peer in partners):
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
             listeners.append(stack.enter_context(listen(family, (ip, 0))))
             address = list(listeners[1].getsockname()[:2])
         mine = json.dumps([listeners[0].getsockname().hex(), address])
-        for peer, row in enumerate(all_gather(mine.encode())[:rank]):
-            name, address = json.loads(row)
+        rows = all_gather(mine.encode())
+        for peer in sorted(peer for peer in partners if peer < rank):
+            name, address = json.loads(rows[peer])
             connection = _connection(bytes.fromhex(name) if homes[peer] == homes[rank] else None, address)
             peers[peer] = introduce(connection, key, rank, _TIMEOUT_S)
-        for peer, found in admit(listeners, key, _TIMEOUT_S) if rank < world_size - 1 else ():
+        awaited = {peer for peer in partners if peer > rank}
+        for peer, found in admit(listeners, key, _TIMEOUT_S) if awaited else ():
             if found.family != socket.AF_UNIX:
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peers[peer] = found
-            if all(peers[other] is not None for other in range(rank + 1, world_size)):
+            awaited.discard(peer)
+            if not awaited:
                 break
-    return Mesh(peers, timeout_s)
+    return peers
 
 
 def host_identity() -> bytes:

@@ -1,0 +1,168 @@
+"""Measures messages between many ranks on many hosts: joining, an agreement, a small gradient, sockets and memory.
+
+    python -m benchmarks.scale [--hosts 2 8 16 32] [--ranks 8] [--turns 30] [--without-mesh]
+
+The hosts are network namespaces of this machine, joined by a bridge, so the benchmark needs root. In each of them a
+process imports torch and forks its ranks, which train nothing. ``rounds`` is what lagom does over several hosts
+(``HostMessages``); ``mesh`` connects every rank with every other, as lagom did before and as gloo does. Ranks share the
+cores of this machine: times say how much work there is in all, and on real hosts it is spread over their cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from lagom.collectives.host_messages import HostMessages, connect_messages, partners
+from lagom.collectives.hosts import HostTransport
+from lagom.collectives.run_store import SealedStore, all_gather_by
+from lagom.collectives.shared_memory import shared
+from lagom.collectives.sockets.connect import connected, host_identity
+from lagom.collectives.sockets.mesh import Mesh
+from tests.integration.hosts import allowed, network
+
+KEY = b"a key of 32 bytes for this run.."
+TIMEOUT_S = 300.0
+GRADIENT = 1000
+"""Bytes of the small gradient that a rank sends along with a signature."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a line for each number of hosts and each way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 8, 16, 32])
+    parser.add_argument("--ranks", type=int, default=8, help="of each host")
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--without-mesh", action="store_true", help="leave out the full mesh")
+    args = parser.parse_args(argv)
+    if not allowed():
+        print("this user may not make network namespaces here")
+        return 1
+    print("hosts ranks way     join s  agree ms  gradient ms  sockets of a rank (most)  messages of a rank (most)")
+    for num_hosts in args.hosts:
+        for way in ("rounds",) if args.without_mesh else ("rounds", "mesh"):
+            _print(num_hosts, num_hosts * args.ranks, way, _measure(num_hosts, args.ranks, way, args.turns))
+    print("\ncalculated, 32 ranks a host: sockets, messages and bytes sent in an agreement by a first rank; a mesh's")
+    for world_size in (1000, 10_000):
+        homes = [list(range(i, min(i + 32, world_size))) for i in range(0, world_size, 32)]
+        most = max(len(partners(homes, home[0])) for home in homes)
+        sent = _messages(len(homes))
+        print(f"{world_size} ranks: {most}, {sent}, {sent * 72}; {world_size - 1}, {world_size - 1}, {world_size * 40}")
+    return 0
+
+
+def _messages(num_hosts: int) -> int:
+    """Return how many messages a first rank sends in an exchange."""
+    count, step = 0, 1
+    while step < num_hosts:
+        count += len(range(step, min(num_hosts, 8 * step), step))
+        step *= 8
+    return count
+
+
+def _print(num_hosts: int, world_size: int, way: str, found: Sequence[dict[str, float]]) -> None:
+    def most(what: str) -> float:
+        return max(one[what] for one in found)
+
+    sent = _messages(num_hosts) if way == "rounds" else world_size - 1
+    print(
+        f"{num_hosts:5} {world_size:5} {way:7} {most('join'):6.2f} {1e3 * most('agree'):9.2f} "
+        f"{1e3 * most('gradient'):12.2f} {most('sockets'):8.0f} {sent:20}",
+        flush=True,
+    )
+
+
+def _measure(num_hosts: int, num_ranks: int, way: str, turns: int) -> list[dict[str, float]]:
+    with network(num_hosts) as (address, hosts):
+        world_size = num_hosts * num_ranks
+        store = TCPStore(address, 0, world_size + 1, is_master=True, wait_for_workers=False)
+        running = []
+        for i, host in enumerate(hosts):
+            settings = json.dumps([address, store.port, i * num_ranks, num_ranks, world_size, host.address, way, turns])
+            command = [*host.command, sys.executable, "-m", "benchmarks.scale", settings]
+            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        texts = [one.communicate()[0] for one in running]
+    return [json.loads(line) for text in texts for line in text.splitlines()]
+
+
+def run_host(
+    address: str, port: int, first: int, num_ranks: int, world_size: int, ip: str, way: str, turns: int
+) -> None:
+    """Fork the ranks of one host, and print what each of them has measured."""
+    store = TCPStore(address, port, world_size + 1, is_master=False, wait_for_workers=False)
+    store.add("hosts", 1)
+    while store.add("hosts", 0) < world_size // num_ranks:  # all have imported torch
+        time.sleep(0.05)
+    children = []
+    for rank in range(first, first + num_ranks):
+        if (pid := os.fork()) == 0:
+            try:
+                line = json.dumps(_rank(address, port, rank, world_size, ip, way, turns)) + "\n"
+                os.write(1, line.encode())  # in one piece: the ranks of a host share the pipe
+            finally:
+                os._exit(0)
+        children.append(pid)
+    for pid in children:
+        os.waitpid(pid, 0)
+
+
+def _rank(address: str, port: int, rank: int, world_size: int, ip: str, way: str, turns: int) -> dict[str, float]:
+    start = time.monotonic()
+    store = TCPStore(address, port, world_size + 1, is_master=False, wait_for_workers=False)
+    gather = all_gather_by(SealedStore(store, KEY), way, rank, world_size, TIMEOUT_S)
+    before = _sockets()
+    messages: Any = _rounds(rank, gather, ip) if way == "rounds" else _mesh(rank, world_size, gather, ip)
+    messages.exchange(b"")
+    joined = time.monotonic() - start
+    agree = _median(lambda: messages.exchange(b"s" * 32), turns)
+    gradient = _median(lambda: messages.exchange(b"s" * 32, memoryview(os.urandom(GRADIENT))), turns)
+    return {"join": joined, "agree": agree, "gradient": gradient, "sockets": _sockets() - before}
+
+
+def _rounds(rank: int, gather: Callable[[bytes], list[bytes]], ip: str) -> Mesh | HostMessages:
+    found = shared(rank, gather, TIMEOUT_S, 1, KEY)
+    assert not isinstance(found, str), found
+    homes, near = found
+    hosts = HostTransport(near[0] if near else None, None, homes, rank)
+    return connect_messages(rank, ip, gather, KEY, TIMEOUT_S, hosts)
+
+
+def _mesh(rank: int, world_size: int, gather: Callable[[bytes], list[bytes]], ip: str) -> Mesh:
+    others = set(range(world_size)) - {rank}
+    return Mesh(connected(rank, others, gather(host_identity()), ip, gather, KEY), TIMEOUT_S)
+
+
+def _median(call: Callable[[], object], turns: int) -> float:
+    seconds = []
+    for _ in range(turns):
+        start = time.monotonic()
+        call()
+        seconds.append(time.monotonic() - start)
+    return statistics.median(seconds)
+
+
+def _sockets() -> int:
+    """Return how many sockets this process has open."""
+    found = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # of the one that lists the folder
+            found += os.readlink(fd).startswith("socket:")
+    return found
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].startswith("["):
+        run_host(*json.loads(sys.argv[1]))
+    else:
+        sys.exit(main())

@@ -1,0 +1,254 @@
+"""``HostRing``: exchanges of tensors between the first ranks of hosts, each connected with the next one."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lagom.collectives.background import BackgroundExchanges
+from lagom.collectives.transport import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lagom.collectives.background import Work
+
+_HEAD = struct.Struct("<QQ")
+_BLOCK = 1 << 16
+"""Bytes that are added while the next ones arrive; few enough that torch adds them in the calling thread."""
+
+
+class HostRing:
+    """Runs exchanges in a thread of its own, in the order in which they are begun. See Note [Ring].
+
+    Args:
+        following: a connection with the first rank of the next host.
+        preceding: a connection with the first rank of the host before; the same one if there are two hosts.
+        home: number of this host.
+        num_homes: number of hosts; at least 2.
+        timeout_s: how long an exchange waits for a neighbour.
+    """
+
+    def __init__(
+        self, following: socket.socket, preceding: socket.socket, home: int, num_homes: int, timeout_s: float
+    ) -> None:
+        self._following = following
+        self._preceding = preceding
+        self._home = home
+        self._num = num_homes
+        self._timeout_s = timeout_s
+        self._count = 0
+        self._thread = BackgroundExchanges("lagom-ring")
+        for one in (following, preceding):
+            one.setblocking(False)
+        _all.add(self)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how long exchanges wait for a neighbour from now on."""
+        self._timeout_s = timeout_s
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Begin to sum a contiguous ``tensor`` over the hosts, in place, to the same bits on all."""
+        return self._begin(partial(self._all_reduce, tensor))
+
+    def reduce_scatter(self, parts: Sequence[torch.Tensor]) -> Work:
+        """Begin to sum ``parts``, one for each host, over the hosts; only this host's own part is then complete."""
+        return self._begin(partial(self._reduce_scatter, parts))
+
+    def all_gather(self, blocks: Sequence[torch.Tensor]) -> Work:
+        """Begin to fill ``blocks``, one from each host, of which this host's own is given."""
+        return self._begin(partial(self._all_gather, blocks))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """Begin to overwrite a contiguous ``tensor`` with that of host ``root``."""
+        return self._begin(partial(self._broadcast, tensor, root))
+
+    def _begin(self, exchange: Callable[[], None]) -> Work:
+        def run() -> None:
+            self._count += 1
+            exchange()
+
+        return self._thread.later(run)
+
+    def close(self) -> None:
+        """End the connections, also under an exchange."""
+        self._thread.close()
+        for one in (self._following, self._preceding):
+            one.close()
+
+    def _all_reduce(self, tensor: torch.Tensor) -> None:
+        parts = tensor.view(-1).tensor_split(self._num)
+        self._reduce_scatter(parts)
+        self._all_gather(parts)
+
+    def _reduce_scatter(self, parts: Sequence[torch.Tensor]) -> None:
+        for step in range(self._num - 1):
+            self._shift(self._at(parts, -step - 1), self._at(parts, -step - 2), adds=True)
+
+    def _all_gather(self, blocks: Sequence[torch.Tensor]) -> None:
+        for step in range(self._num - 1):
+            self._shift(self._at(blocks, -step), self._at(blocks, -step - 1))
+
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        distance = (self._home - root) % self._num
+        if distance > 0:
+            self._shift(None, tensor)
+        if distance < self._num - 1:
+            self._shift(tensor, None)
+
+    def _at(self, parts: Sequence[torch.Tensor], distance: int) -> torch.Tensor:
+        return parts[(self._home + distance) % self._num]
+
+    def _shift(self, given: torch.Tensor | None, into: torch.Tensor | None, *, adds: bool = False) -> None:
+        """Send ``given`` to the next host, and put what the host before sends into ``into``, or add it there."""
+        out = _Sending(given, self._count)
+        back = _Receiving(into, self._count, adds=adds)
+        deadline = time.monotonic() + self._timeout_s
+        while not (out.is_done and back.is_done):
+            moved = (not out.is_done and out.go_on(self._following)) | (
+                not back.is_done and back.go_on(self._preceding)
+            )
+            if moved:
+                deadline = time.monotonic() + self._timeout_s
+            else:
+                self._wait(not out.is_done, not back.is_done, deadline)
+
+    def _wait(self, sends: bool, receives: bool, deadline: float) -> None:
+        """Wait until a neighbour has sent something or takes something."""
+        wanted: dict[int, int] = {}
+        if sends:
+            wanted[self._following.fileno()] = select.POLLOUT
+        if receives:
+            number = self._preceding.fileno()
+            wanted[number] = wanted.get(number, 0) | select.POLLIN
+        poll = select.poll()
+        for number, events in wanted.items():
+            poll.register(number, events)
+        if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
+            raise TimeoutError("another host did not answer in time")
+
+
+class _Sending:
+    """A message on its way to the next host; None is no message."""
+
+    def __init__(self, tensor: torch.Tensor | None, count: int) -> None:
+        self.is_done = tensor is None
+        if tensor is not None:
+            data = _memory(tensor)
+            self._parts = [memoryview(_HEAD.pack(count, len(data))), data]
+
+    def go_on(self, peer: socket.socket) -> bool:
+        """Send what the kernel takes; return whether that is anything."""
+        try:
+            sent = peer.sendmsg(self._parts, (), socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        while self._parts and sent >= len(self._parts[0]):
+            sent -= len(self._parts.pop(0))
+        if self._parts:
+            self._parts[0] = self._parts[0][sent:]
+        self.is_done = not self._parts
+        return True
+
+
+class _Receiving:
+    """A message on its way from the host before; None is no message."""
+
+    def __init__(self, tensor: torch.Tensor | None, count: int, *, adds: bool) -> None:
+        self.is_done = tensor is None
+        self._head = bytearray()
+        self._place = 0
+        if tensor is not None:
+            self._wanted = _HEAD.pack(count, tensor.nbytes)
+            self._memory = _memory(tensor)
+            self._sums = None
+            if adds and tensor.nbytes:
+                self._sums = _Sums(self._memory, tensor.dtype)
+                self._memory = self._sums.incoming
+
+    def go_on(self, peer: socket.socket) -> bool:
+        """Take the bytes that are there; return whether there were any."""
+        has_head = len(self._head) == _HEAD.size
+        try:
+            if not has_head:
+                data = peer.recv(_HEAD.size - len(self._head))
+                self._head += data
+                count = len(data)
+            else:
+                most = len(self._memory) if self._sums is None else _BLOCK
+                count = peer.recv_into(self._memory[self._place : self._place + most])
+                self._place += count
+        except BlockingIOError:
+            return False
+        if count == 0:
+            raise ConnectionError("another host hung up")
+        if len(self._head) == _HEAD.size:
+            if not has_head:
+                self._check()
+            if self._sums is not None:
+                self._sums.add(self._place)
+            self.is_done = self._place == len(self._memory)
+        return True
+
+    def _check(self) -> None:
+        if self._head != self._wanted:
+            number, size = _HEAD.unpack(self._head)
+            mine, wanted = _HEAD.unpack(self._wanted)
+            raise RuntimeError(
+                f"hosts differ in their exchanges: another one sends {size} bytes as number {number}, "
+                f"and this one expects {wanted} bytes as number {mine}"
+            )
+
+
+class _Sums:
+    """Numbers to which others are added as they arrive."""
+
+    def __init__(self, memory: memoryview, dtype: torch.dtype) -> None:
+        # Made of the memory itself: a tensor of the program may be a parameter, or of torch's inference mode.
+        self._totals = torch.frombuffer(memory, dtype=dtype)
+        self._others = torch.empty_like(self._totals)
+        self.incoming = _memory(self._others)
+        self._added = 0
+
+    def add(self, place: int) -> None:
+        """Add the numbers that are complete where ``place`` bytes have arrived."""
+        end = place // self._totals.element_size()
+        self._totals[self._added : end] += self._others[self._added : end]
+        self._added = end
+
+
+_all: weakref.WeakSet[HostRing] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for ring in list(_all):
+        ring.close()
+
+
+# Otherwise a loader worker that outlives its rank would keep the other hosts waiting for that rank.
+os.register_at_fork(after_in_child=_close_all)
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    numbers: Any = bytes_of(tensor.detach()).numpy()
+    return memoryview(numbers)
+
+
+# Note [Ring]
+#
+# Each first rank sends to the next host and receives from the one before, both at once. To sum n parts, each host sends
+# one part on, adds what arrives to another part and sends that on: after n - 1 steps each host has the sum of one part
+# (reduce-scatter), which n - 1 further steps carry round (all-gather). So 2 (n - 1) / n of the tensor cross each
+# connection, whatever n is (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+# workstations", 2009). All hosts copy the same sums, so they have the same bits. Each message says its number and size:
+# hosts that call different exchanges get an error.
+#
+# The connections are made as those of messages are: both ends prove that they know the run's key.

@@ -1,0 +1,118 @@
+"""``lagom.collectives.host_ring``: tensors of hosts that form a ring, which here are threads."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from lagom.collectives.host_ring import HostRing
+
+SIZES = (0, 1, 2, 77, 100_003, 1_000_001)
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+
+
+@contextmanager
+def joined(num: int, timeout_s: float = 20.0) -> Iterator[list[HostRing]]:
+    pairs = [socket.socketpair() for _ in range(num if num > 2 else 1)]
+    if num == 2:  # one connection for both ways
+        made = [HostRing(one, one, home, 2, timeout_s) for home, one in enumerate(pairs[0])]
+    else:
+        made = [HostRing(pairs[home][0], pairs[home - 1][1], home, num, timeout_s) for home in range(num)]
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.close()
+
+
+def on_all(rings: list[HostRing], begin: Callable[[HostRing, int], Any]) -> None:
+    works = [begin(ring, home) for home, ring in enumerate(rings)]
+    for work in works:
+        work.wait()
+
+
+def values(home: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(home)
+    return torch.randint(0, 9, (count,), generator=generator).to(dtype)  # whose sums are exact
+
+
+@pytest.mark.parametrize("num", [2, 3, 5])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_sums_gathers_and_broadcasts_are_those_of_one_place(num: int, dtype: torch.dtype) -> None:
+    with joined(num) as rings:
+        for count in SIZES:
+            given = [values(home, count, dtype) for home in range(num)]
+            total = torch.stack(given).sum(0, dtype=dtype)
+            for found in exchanged(rings, given):
+                assert torch.equal(found, total), count
+            for root in range(num):
+                copies = [one.clone() for one in given]
+                on_all(rings, lambda ring, home: ring.broadcast(copies[home], root))  # noqa: B023  # runs now
+                assert all(torch.equal(one, given[root]) for one in copies)
+
+
+def exchanged(rings: list[HostRing], given: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The sum of ``given`` as each host has it, by an all-reduce and by parts of different sizes."""
+    num, count = len(rings), len(given[0])
+    sums = [one.clone() for one in given]
+    on_all(rings, lambda ring, home: ring.all_reduce(sums[home]))
+    yield from sums
+    sizes = [count // 4] * (num - 1)
+    parts = [list(one.clone().split([*sizes, count - sum(sizes)])) for one in given]
+    on_all(rings, lambda ring, home: ring.reduce_scatter(parts[home]))
+    for home, own in enumerate(parts):
+        for other in set(range(num)) - {home}:
+            own[other].zero_()
+    on_all(rings, lambda ring, home: ring.all_gather(parts[home]))
+    yield from map(torch.cat, parts)
+
+
+def test_all_hosts_have_the_same_bits() -> None:
+    with joined(5) as rings:
+        tensors = [torch.randn(10_001, generator=torch.Generator().manual_seed(home)) for home in range(5)]
+        wanted = torch.stack(tensors).double().sum(0)
+        on_all(rings, lambda ring, home: ring.all_reduce(tensors[home]))
+        assert all(torch.equal(one, tensors[0]) for one in tensors)
+        torch.testing.assert_close(tensors[0].double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_and_tensors_of_the_inference_mode_are_summed_too() -> None:
+    with torch.inference_mode():
+        inferred = torch.ones(7)
+    tensors = [torch.nn.Parameter(torch.ones(7)), inferred]
+    with joined(2) as rings:
+        on_all(rings, lambda ring, home: ring.all_reduce(tensors[home]))
+    assert [one.tolist() for one in tensors] == [[2.0] * 7] * 2
+
+
+def test_hosts_that_call_different_exchanges_get_an_error() -> None:
+    with joined(2) as rings:
+        works = [ring.all_reduce(torch.ones(4 + 4 * home)) for home, ring in enumerate(rings)]
+        for work in works:
+            with pytest.raises(RuntimeError, match="hosts differ in their exchanges: another one sends"):
+                work.wait()
+
+
+def test_hosts_whose_exchanges_differ_in_number_get_an_error() -> None:
+    with joined(3) as rings:
+        rings[0].broadcast(torch.ones(2), 0).wait()  # the others call it later
+        works = [ring.all_reduce(torch.ones(6)) for ring in rings]
+        with pytest.raises(RuntimeError, match="hosts differ in their exchanges"):
+            works[1].wait()
+
+
+def test_a_neighbour_that_goes_or_does_not_come_is_an_error() -> None:
+    with joined(3) as rings:
+        works = [rings[home].all_reduce(torch.ones(3_000_000)) for home in (0, 1)]
+        rings[2].close()
+        for work in works:
+            with pytest.raises(OSError, match=r"hung up|reset|Broken pipe"):
+                work.wait()
+            rings[0].close()  # as its rank does when an exchange has failed
+    with joined(2, timeout_s=0.2) as rings, pytest.raises(TimeoutError, match="did not answer in time"):
+        rings[0].all_reduce(torch.ones(3)).wait()
