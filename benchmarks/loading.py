@@ -3,7 +3,8 @@
     python -m benchmarks.loading [--rounds 5] [--epochs 3] [--workers 2]
 
 The program decodes PNGs of 224x224 in ``__getitem__``, in the workers of a DataLoader, and trains a small CNN on them.
-2 ranks share their workers (``share_workers=True``), or, in the last setting, have workers of their own, the default.
+2 ranks share their workers, as they do by default, or, in the last setting, have workers of their own
+(``share_workers=False``).
 Settings take turns; each round gives ratios to the one process of the same round.
 """
 
@@ -93,7 +94,7 @@ def run_setting(setting: str, epochs: int, workers: int) -> float:
         launcher="local",
         seed=0,
         world_size=world_size,
-        share_workers=not setting.endswith("own"),
+        share_workers=False if setting.endswith("own") else "auto",
         hparams={"epochs": epochs, "workers": workers},
     )
     found: float = max(experiment.lagom(epoch_seconds, config).per_rank)

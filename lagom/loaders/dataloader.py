@@ -24,7 +24,7 @@ from lagom.loaders.permutation import make_sampler_iter
 from lagom.loaders.reading_threads import ReaderThreads
 from lagom.loaders.sampler_sync import has_state
 from lagom.loaders.self_sharded import RankCollate, shards_itself
-from lagom.loaders.shared_workers import share_workers
+from lagom.loaders.sharing.worker_sharing import share_workers
 from lagom.monitor.spans import COPY
 from lagom.patching.replace import replaced
 from lagom.run_state.cuda_device import move_to_device
@@ -59,7 +59,7 @@ def shard_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
             fetcher = staticmethod(make_create_fetcher(session, streams))
             stack.enter_context(replaced(_DatasetKind, "create_fetcher", fetcher))
             if session.config.share_workers:
-                stack.enter_context(share_workers(session, knows_rank))
+                stack.enter_context(share_workers(session, lambda iterator: vars(iterator).get(PASS), knows_rank))
         yield
 
 
@@ -144,6 +144,8 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
             original(self, loader)
             return
         session.reads_in_threads = session.reads_in_threads or session.is_in_thread
+        if session.twins is not None and loader.num_workers and session.may_meet:
+            session.twins.point()
         current = loaders.readers.read(begin, self, loader) if session.is_in_thread else begin(self, loader)
         if not session.distributed:
             return
@@ -151,7 +153,8 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
             self._collate_fn = RankCollate(session, self._collate_fn)
             self._base_seed = derive_seed(self._base_seed, session.rank)
         elif is_iterable(loader):
-            if can_shard(session, loader) and (current.sharded or loader.persistent_workers):
+            shares_later = loader.persistent_workers and _may_share(session)
+            if can_shard(session, loader) and (current.sharded or shares_later):
                 self._collate_fn = ShardedCollate(session, loader, loaders.streams)
                 self._collate_fn.begin(current, session.config.batches)
         elif current.training and current.sharded:
@@ -159,6 +162,10 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
             self._base_seed = derive_seed(self._base_seed, session.rank)
 
     return init
+
+
+def _may_share(session: Session) -> bool:
+    return session.config.batches != "whole" or session.config.evaluation == "sharded"
 
 
 def _make_reset(loaders: PassStarter) -> Any:
@@ -197,6 +204,8 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
         current = held.get(PASS)
         if current is None or not session.live:
             return original(self)
+        if session.twins is not None and not self._num_workers and session.may_meet:
+            session.twins.point()
         session.reseed_uneven()
         if current.failed and session.may_meet:
             current.failed = False

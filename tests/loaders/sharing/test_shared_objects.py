@@ -1,4 +1,4 @@
-"""``lagom.loaders.shared_objects``: objects through which processes share memory are found, others are not."""
+"""``lagom.loaders.sharing.shared_objects``: objects through which processes share memory are found, others are not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from lagom.loaders.shared_objects import reach_shared_memory
+from lagom.loaders.sharing.shared_objects import reach_shared_memory
 
 log = logging.getLogger(__name__)
 counter = multiprocessing.Value("i")

@@ -93,6 +93,8 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from _class_parts(value)
     elif issubclass(kind, functools.partial):
         yield from (value.func, value.args, value.keywords)
+    elif issubclass(kind, functools._lru_cache_wrapper):
+        yield value.__wrapped__
     elif issubclass(kind, dict):
         yield from itertools.islice(dict.values(value), _MAX_ITEMS)
     elif issubclass(kind, _CONTAINERS):
@@ -137,8 +139,9 @@ def _function_parts(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _named_parts(held: dict[str, Any], names: set[str]) -> Iterator[Any]:
-    for name in sorted(names.intersection(held)):
-        value = held[name]
+    imported = {name: sys.modules[name] for name in names.intersection(sys.modules)}  # in the function itself
+    for name in sorted(names.intersection(imported | held)):
+        value = held.get(name, imported.get(name))
         if not isinstance(value, types.ModuleType):
             yield value
         elif _is_of_the_program(value.__name__):

@@ -1,23 +1,20 @@
-"""``BatchBroadcast``: rank 0 gives any value to all ranks; ``BatchFiles`` does so in threads of the program."""
+"""``BatchBroadcast``: rank 0 gives any value to all ranks."""
 
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import torch
 
 from lagom.collectives.agreement_exchange import SIZE, memory, signature
 from lagom.errors import DivergenceError
-from lagom.payload import Parcel, classes_received, unpack_file, unpack_parts
+from lagom.payload import Parcel, unpack_parts
 from lagom.run_state.kept_memory import KeptMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lagom.loaders.reading_threads import Publication
     from lagom.session.session import Session
 
 _PLACE = "the next batch of a data loader with workers"
@@ -42,7 +39,7 @@ class BatchBroadcast:
             DivergenceError: on all ranks, if one is at another place of the program.
             PayloadError: if ``value`` cannot be pickled, before the other ranks notice anything.
         """
-        parts = [memoryview(part) for part in _pack(value).parts()]
+        parts = [memoryview(part) for part in Parcel(value, by_reference=True).parts()]
         sizes = json.dumps([len(part) for part in parts]).encode()
         small = b"".join(parts) if sum(map(len, parts)) <= _TOGETHER else b""
         self._exchange(bytearray(len(sizes).to_bytes(8, "little") + sizes + small))
@@ -76,56 +73,6 @@ class BatchBroadcast:
             divergence.find_divergence(_PLACE)
             raise DivergenceError(f"other ranks were not at {_PLACE}")
         return rows[0][SIZE:]
-
-
-class BatchFiles:
-    """Gives values of rank 0 to the same thread of the other ranks of its host, through files.
-
-    Rank 0 does not wait for the other ranks. A reader maps the file privately, so that it owns what it changes.
-    """
-
-    def __init__(self, session: Session, publication: Publication) -> None:
-        self._others = [rank for rank in range(session.world_size) if rank != session.rank]
-        self._rank = session.rank
-        self._folder = session.host_dir
-        self._publication = publication
-
-    def send(self, value: object) -> None:
-        """Send ``value`` from rank 0.
-
-        Raises:
-            PayloadError: if ``value`` cannot be pickled, before the other ranks notice anything.
-        """
-        parcel = _pack(value)
-        name = f"batch-{uuid4().hex}"
-        path = self._folder / name
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        try:
-            parcel.write(fd)
-            for rank in self._others:  # each reader removes a name of its own
-                os.link(path, self._folder / f"{name}-{rank}")
-        finally:
-            os.close(fd)
-            path.unlink()
-        self._publication.publish(name.encode())
-
-    def receive(self) -> Any:
-        """Return the value that rank 0 sends.
-
-        Raises:
-            LagomError: if none comes.
-        """
-        path = self._folder / f"{self._publication.read().decode()}-{self._rank}"
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            path.unlink()
-            return unpack_file(fd)
-        finally:
-            os.close(fd)
-
-
-def _pack(value: object) -> Parcel:
-    return Parcel(value, classes_received(), compact=True)
 
 
 def _cut(row: memoryview, sizes: list[int]) -> Iterable[bytearray]:

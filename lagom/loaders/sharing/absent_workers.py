@@ -1,0 +1,132 @@
+"""``WorkerContext``: a multiprocessing context whose workers are watched, or absent on a rank that gets another's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data._utils import signal_handling
+
+from lagom.loaders.sharing.worker_watch import run_watched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lagom.loaders.sharing.worker_watch import WorkerWatch
+
+
+class WorkerContext:
+    """Stands for the ``multiprocessing_context`` of a loader's iterator while that makes its workers.
+
+    Args:
+        context: the real one.
+        begin: returns whether workers are absent, and the watch of those that are not; called once, when the first
+            queue is made.
+    """
+
+    def __init__(self, context: Any, begin: Callable[[], tuple[bool, WorkerWatch | None]]) -> None:
+        self._context = context
+        self._begin: Callable[[], tuple[bool, WorkerWatch | None]] | None = begin
+        self._absent = False
+        self._watch: WorkerWatch | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def Queue(self) -> Any:
+        """Return a queue: the first one, for results, is real."""
+        if self._begin is not None:
+            self._absent, self._watch = self._begin()
+            self._begin = None
+            return self._context.Queue()
+        return AbsentQueue() if self._absent else self._context.Queue()
+
+    def Process(self, *, target: Any, args: tuple[Any, ...]) -> Any:
+        """Return a worker."""
+        if self._absent:
+            return AbsentWorker(self._context, target, args)
+        if self._watch is not None:
+            target, args = run_watched, (self._watch, target, *args)
+        return self._context.Process(target=target, args=args)
+
+
+class AbsentQueue:
+    """Queue of the tasks of an absent worker, which it keeps as long as the worker may yet be started."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Any] | None = []
+
+    def put(self, task: Any) -> None:
+        """Leave ``task`` to the worker of another rank."""
+        if self.tasks is not None:
+            self.tasks.append(task)
+
+    def cancel_join_thread(self) -> None:
+        """Do nothing: there is no thread."""
+
+    def close(self) -> None:
+        """Do nothing: there is no pipe."""
+
+
+class AbsentWorker:
+    """Stands for the process of a worker that another rank has.
+
+    Args:
+        context, target, args: of the process that it would be.
+    """
+
+    daemon = True
+    pid = 0x7FFFFFFF
+    """A number that no process has: the program may send it a signal."""
+
+    def __init__(self, context: Any = None, target: Any = None, args: tuple[Any, ...] = ()) -> None:
+        self._context, self._target, self._args = context, target, args
+
+    def start(self) -> None:
+        """Start nothing."""
+
+    def is_alive(self) -> bool:
+        """Return False."""
+        return False
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for nothing."""
+
+    def start_late(self, absent: AbsentQueue) -> tuple[Any, Any]:
+        """Start the worker on the tasks of its queue, ``absent``; return the process and its real queue."""
+        queue = self._context.Queue()
+        queue.cancel_join_thread()
+        args = tuple(queue if one is absent else one for one in self._args)
+        process = self._context.Process(target=self._target, args=args)
+        process.daemon = True
+        process.start()
+        for task in absent.tasks or ():
+            queue.put(task)
+        return process, queue
+
+
+def start_workers(iterator: Any) -> None:
+    """Start the absent workers of an ``iterator`` that has received nothing yet."""
+    pairs = zip(iterator._workers, iterator._index_queues, strict=True)
+    started = [worker.start_late(queue) for worker, queue in pairs]
+    iterator._workers, iterator._index_queues = map(list, zip(*started, strict=True))
+    signal_handling._remove_worker_pids(id(iterator))
+    signal_handling._set_worker_pids(id(iterator), tuple(worker.pid for worker in iterator._workers))
+
+
+def stop_workers(iterator: Any) -> None:
+    """Stop the workers of an ``iterator`` that waits for no task, and have others stand for them."""
+    status = list(iterator._workers_status)
+    iterator._shutdown_workers()
+    iterator._shutdown = False
+    iterator._workers_done_event.clear()
+    iterator._workers_status = status
+    iterator._workers = [AbsentWorker() for _ in status]
+    iterator._index_queues = [AbsentQueue() for _ in status]
+    forget_tasks(iterator)
+
+
+def forget_tasks(iterator: Any) -> None:
+    """Drop the tasks of absent workers, which can no longer be started."""
+    for queue in iterator._index_queues:
+        if isinstance(queue, AbsentQueue):
+            queue.tasks = None

@@ -1,0 +1,78 @@
+"""``WorkerWatch``: notices in a loader's workers what the other ranks would miss if they had no workers."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from lagom.files.install import asked_for_rank, report_changes
+from lagom.world import rank_calls_reported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_STARTS = ("exec", "fork", "forkpty", "kill", "posix_spawn", "system")
+_PROGRAMS = frozenset(("subprocess.Popen", "signal.pthread_kill", *(f"os.{name}" for name in _STARTS)))
+"""Audit events of starting a program or a process, whose changes nobody sees, and of signals."""
+_READ, _COPY = 1, 3
+"""``mmap.ACCESS_READ`` and ``mmap.ACCESS_COPY``."""
+_SOCKETS = "/pymp-"
+"""Beginning of the name of the folder where multiprocessing keeps its sockets."""
+
+
+def _is_local(address: Any) -> bool:
+    """Return whether a socket's ``address`` is on this host, where the program itself may serve it."""
+    host = address[0] if isinstance(address, tuple) and address else address
+    return not isinstance(host, str) or host.startswith(("/", "\0", "127.", "::1", "localhost"))
+
+
+class WorkerWatch:
+    """Tells the process that starts workers what they have done so far.
+
+    Args:
+        context: the ``multiprocessing`` context that starts them.
+    """
+
+    def __init__(self, context: Any) -> None:
+        # Semaphores, since memory would have to be looked for by name.
+        self._changes = context.Semaphore(0)
+        self._rank_calls = context.Semaphore(0)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a worker may have changed a file, or memory or a process that is not its own."""
+        return bool(self._changes.get_value())
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether a worker has asked for its rank."""
+        return bool(self._rank_calls.get_value())
+
+    def run(self, target: Callable[..., None], *args: Any) -> None:
+        """Run ``target``, in a worker."""
+
+        def note(path: str = "") -> None:
+            if _SOCKETS not in path and not self.has_changed:
+                self._changes.release()
+
+        def audit(event: str, values: tuple[Any, ...]) -> None:
+            if (
+                event in _PROGRAMS
+                or (event == "mmap.__new__" and values[0] != -1 and values[2] not in (_READ, _COPY))
+                or (event == "socket.connect" and _is_local(values[1]))
+            ):
+                note()
+
+        def asked() -> None:
+            asked_for_rank()
+            self._rank_calls.release()
+
+        report_changes(note)
+        sys.addaudithook(audit)
+        with rank_calls_reported(asked):
+            target(*args)
+
+
+def run_watched(watch: WorkerWatch, target: Callable[..., None], *args: Any) -> None:
+    """Run ``target`` in a worker that ``watch`` watches."""
+    watch.run(target, *args)
