@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lagom.restart.file_changes import FileChanges
+
 READ = {"stat": True, "lstat": False, "access": True, "readlink": False, "statvfs": True}
 READ |= {"getxattr": True, "listxattr": True}
 """Functions that read a path, and whether they follow links by default."""
@@ -61,6 +63,7 @@ class FileCalls(ABC):
         self.original: dict[str, Any] = {name: getattr(os, name) for name in _names() if hasattr(os, name)}
         self.original["io.open"] = io.open
         self.by_name = by_name
+        self.changes = FileChanges()
         self._alone = _left_alone()
         self._host_dir = os.path.realpath(host_dir) + "/"
         self._files = self._host_dir + "files/"  # working directory on a host without the driver's
@@ -183,5 +186,5 @@ def _left_alone() -> tuple[str, ...]:
 
 
 def _names() -> tuple[str, ...]:
-    others = ("open", "mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink")
+    others = ("open", "mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink", "mkfifo", "mknod")
     return (*others, *READ, *CHANGE, "listdir", "scandir", "chdir", "getcwd", "getcwdb")

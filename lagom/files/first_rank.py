@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lagom.files.calls import FileCalls
-from lagom.files.journal import Change, Journal
+from lagom.files.journal import Change, Journal, Kind, PathLog
 from lagom.files.listing import Scan
 
 log = logging.getLogger("lagom")
@@ -23,6 +23,8 @@ class FirstRankCalls(FileCalls):
     def __init__(self, host_dir: str, by_name: bool, journal: Journal) -> None:
         super().__init__(host_dir, by_name)
         self._journal = journal
+        self.on_change: Callable[[str], None] = lambda path: None
+        """Called before each change of a file, except of those that are left alone."""
 
     def replacements(self) -> dict[str, Any]:
         found = {name: self._noting(name, self._note_name) for name in ("mkdir", "unlink", "remove", "rmdir")}
@@ -43,6 +45,28 @@ class FirstRankCalls(FileCalls):
     def written(self, path: str) -> str:
         self._note(path, None, follow=True, change="content")
         return path
+
+    def own_key(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> str | None:
+        """Return the key of a path that the program changes for itself; None for one that lagom leaves alone."""
+        absolute = self.absolute(path, dir_fd)
+        if absolute is None or self.downloads():
+            return None
+        self.own.inside = True
+        try:
+            key = _key(absolute, follow)
+            return None if self.left_alone(key) else key
+        except OSError:
+            return None
+        finally:
+            self.own.inside = False
+
+    def note_truncation(self, path: Any) -> None:
+        """Keep the original of ``path`` for the other ranks, before its content is discarded."""
+        self._note(path, None, True, "truncate")
+
+    def original_of(self, key: str) -> str | None:
+        """Return the path at which the original of ``key`` is kept; None if there was none."""
+        return self._journal.lower(key)
 
     def _noting(self, name: str, note: Callable[..., None]) -> Callable[..., Any]:
         """Wrap a function that changes something; ``note`` takes the arguments first."""
@@ -65,6 +89,7 @@ class FirstRankCalls(FileCalls):
             key = _key(absolute, follow)
             if self.left_alone(key):
                 return
+            self.on_change(key)
             if self.downloads():
                 self._journal.share(key)
             else:
@@ -117,6 +142,36 @@ class FirstRankCalls(FileCalls):
             return absolute is not None and self._journal.log.touches(os.path.realpath(absolute))
         except OSError:
             return False
+
+
+class NoJournal(Journal):
+    """The journal of a run of one rank: nobody else looks at its disk."""
+
+    def __init__(self) -> None:
+        self.log = _NoLog()
+
+    def lower(self, key: str) -> str | None:
+        return key
+
+    def before(self, key: str, change: Change) -> None:
+        pass
+
+    def share(self, key: str) -> None:
+        pass
+
+
+class _NoLog(PathLog):
+    def __init__(self) -> None:
+        self.entries, self.children, self.num_read = {}, {}, 0
+
+    def close(self) -> None:
+        pass
+
+    def size(self) -> int:
+        return 0
+
+    def add(self, kind: Kind, path: str, other: str = "", over_tree: bool = False) -> None:
+        pass
 
 
 def _key(path: str, follow: bool) -> str:

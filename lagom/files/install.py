@@ -14,12 +14,13 @@ import posix
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lagom.files.first_rank import FirstRankCalls
+from lagom.files.attempt_calls import ProtectedFirstRank, RestoringRank
+from lagom.files.first_rank import FirstRankCalls, NoJournal
 from lagom.files.journal import Journal
 from lagom.files.libraries import interpose_libraries
 from lagom.files.other_ranks import OtherRankCalls
@@ -30,39 +31,59 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lagom.files.calls import FileCalls
+    from lagom.files.write_notes import Tell
+    from lagom.restart.written_files import WrittenFiles
 
 _calls: FileCalls | None = None
 """The calls of this process, while it is a rank with its own disk, or was forked from one."""
 
 
 @contextmanager
-def own_disk(host_dir: str, rank: int, world_size: int, local_world_size: int, *, lands: bool = True) -> Iterator[None]:
+def own_disk(
+    host_dir: str,
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    *,
+    lands: bool = True,
+    written: WrittenFiles | None = None,
+    tell: Tell = lambda _: None,
+    notices: bool = False,
+) -> Iterator[None]:
     """Have the program see the disk as one process would. See Note [A disk of each rank's own].
 
     The ranks of the host share ``host_dir``; afterwards ``settle`` moves remaining files from there to the real disk.
-    Without ``lands`` no rank uses the real disk: rank 0 has its own one too.
+    Without ``lands`` no rank uses the real disk: rank 0 has its own one too. ``written`` is what earlier attempts of
+    the run have written, None if it begins only once; then rank 0 calls ``tell`` with its own changes. With ``notices``
+    each rank hears of its changes by ``notice_changes``.
     """
     global _calls  # the one disk of this process
-    if lands and world_size == 1:
+    if lands and world_size == 1 and written is None:
         yield
         return
     tempfile.gettempdir()  # tempfile finds its folder by writing there
     folder = os.path.realpath(host_dir) + "/disk"
     with ExitStack() as stack:
-        journal = Journal(folder)
+        journal = Journal(folder) if world_size > 1 or not lands else NoJournal()
         stack.callback(journal.close)
         calls: FileCalls
-        if rank == 0 and lands:
-            calls = FirstRankCalls(host_dir, local_world_size < world_size, journal)
+        by_name = local_world_size < world_size
+        if rank == 0 and lands and written is not None:
+            calls = ProtectedFirstRank(host_dir, by_name, journal, written, tell)
+        elif rank == 0 and lands:
+            calls = FirstRankCalls(host_dir, by_name, journal)
         else:
             own = f"{folder}/{rank}"
             os.makedirs(own, mode=0o700, exist_ok=True)
-            calls = OtherRankCalls(host_dir, local_world_size < world_size, journal, own)
+            if written is not None and not written.is_empty:
+                calls = RestoringRank(host_dir, by_name, journal, own, written)
+            else:
+                calls = OtherRankCalls(host_dir, by_name, journal, own)
             stack.callback(calls.overlay.close)
-        for owner, name, value in _installed(calls):
+        for owner, name, value in _installed(calls, notices):
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(interpose_libraries(calls, reads=isinstance(calls, OtherRankCalls)))
-        if isinstance(calls, FirstRankCalls):
+        if isinstance(calls, FirstRankCalls) and world_size > 1:
             stack.enter_context(warn_of_programs(lambda: calls.was_asked or calls.is_over))
         before, _calls = _calls, calls
         try:
@@ -87,6 +108,17 @@ def knows_rank() -> bool:
     return _calls is not None and _calls.was_asked
 
 
+def reports_changes() -> bool:
+    """Return whether ``report_changes`` hears of the changes of files in this process."""
+    return isinstance(_calls, FirstRankCalls) and not _calls.is_over
+
+
+def report_changes(told: Callable[[str], None]) -> None:
+    """Call ``told`` from now on with each path that this process is about to change, unless ranks leave it alone."""
+    if isinstance(_calls, FirstRankCalls):
+        _calls.on_change = told
+
+
 def share_disk() -> None:
     """Let the program see the real disk from now on: it is a distributed program and says which rank writes."""
     if _calls is not None:
@@ -100,7 +132,10 @@ def downloading() -> AbstractContextManager[None]:
 
 def written(path: str) -> str:
     """Return the place where C code must write the file that the program calls ``path``."""
-    return path if _calls is None else _calls.written(path)
+    if _calls is None:
+        return path
+    _calls.changes.rewrites()
+    return _calls.written(path)
 
 
 def found(path: str) -> str:
@@ -108,14 +143,53 @@ def found(path: str) -> str:
     return path if _calls is None else _calls.found(path)
 
 
+def is_protected() -> bool:
+    """Return whether a new attempt finds the files of this rank as a checkpoint needs them."""
+    return isinstance(_calls, ProtectedFirstRank)
+
+
+def flush_at_save(stream: Any) -> None:
+    """Have ``stream`` flushed whenever the program has saved a file: it goes on with it after a loss of the run."""
+    if isinstance(_calls, ProtectedFirstRank):
+        _calls.notes.streams.add(stream)
+
+
+def note_tracked_run(run_id: str) -> None:
+    """Note that the program has begun a run of a tracker's, which an attempt after a loss does not go on with."""
+    if isinstance(_calls, ProtectedFirstRank):
+        _calls.notes.tell("tracks", run_id)
+
+
+def lost_tracked_runs() -> set[str]:
+    """Return the runs that lost attempts have begun; once."""
+    return _calls.take_tracked() if isinstance(_calls, ProtectedFirstRank) else set()
+
+
+def finish_writes() -> None:
+    """Remove what is kept for a new attempt beside files of the program, which has ended."""
+    if isinstance(_calls, ProtectedFirstRank):
+        _calls.finish()
+
+
 def writes_for_real() -> bool:
     """Return whether files that this process writes are on the real disk, as a rule."""
     return not isinstance(_calls, OtherRankCalls)
 
 
-def _installed(calls: FileCalls) -> Iterator[tuple[object, str, Any]]:
+def notice_changes(rewrites: Callable[[], None], appends: Callable[[str, bool], None]) -> None:
+    """Call ``rewrites`` before the program changes the disk from now on, or ``appends`` when it has begun to append.
+
+    See ``FileChanges`` in restart/file_changes.py.
+    """
+    if _calls is not None:
+        _calls.changes.rewrites, _calls.changes.appends = rewrites, appends
+
+
+def _installed(calls: FileCalls, notices: bool) -> Iterator[tuple[object, str, Any]]:
     """Yield the replacements: owner, name, new function."""
     new = calls.replacements()
+    if notices:
+        new = calls.changes.noticed(new, lambda: calls.own.inside, calls.original)
     opened = new.pop("io.open")
     for owner in (builtins, io, _io):
         yield owner, "open", opened

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from lagom.files.journal import Journal, PathLog
 from lagom.files.overlay import clear, move
+from lagom.restart.disks import is_on_shared_disk
 
 _OF_A_PROCESS = re.compile(r"\d+")
-# File systems that several hosts may share; all of FUSE are assumed to be.
-_SHARED = ("nfs", "cifs", "smb", "ceph", "lustre", "gluster", "gpfs", "beegfs", "fuse", "9p", "afs", "pvfs", "orangefs")
 
 
 def settle(host_dir: Path, ranks: Sequence[int], local_ranks: Sequence[int]) -> list[str]:
@@ -38,6 +37,18 @@ def settle(host_dir: Path, ranks: Sequence[int], local_ranks: Sequence[int]) -> 
     return problems
 
 
+def _put_files(log: PathLog, upper: str) -> Iterator[str]:
+    """Yield the paths of the files that a rank has in its own folder ``upper``."""
+    for key, entry in list(log.entries.items()):
+        if entry.kind != "put":
+            continue
+        if not os.path.isdir(upper + key) or os.path.islink(upper + key):
+            yield key
+            continue
+        for at, _, names in os.walk(upper + key):
+            yield from (f"{at}/{name}"[len(upper) :] for name in names)
+
+
 class _Remains:
     """Files that one rank has left."""
 
@@ -52,7 +63,7 @@ class _Remains:
 
     def bring_home(self, rank: int) -> list[str]:
         problems = self._remade(rank) if self._first_of_host else []
-        for key in self._files():
+        for key in _put_files(self._log, self._upper):
             if not self._is_wanted(key):
                 continue
             try:
@@ -78,16 +89,6 @@ class _Remains:
                 problems.append(f"{key}, which rank {rank} changed, could not be changed there: {error.strerror}")
         return problems
 
-    def _files(self) -> Iterator[str]:
-        for key, entry in list(self._log.entries.items()):
-            if entry.kind != "put":
-                continue
-            if not os.path.isdir(self._upper + key) or os.path.islink(self._upper + key):
-                yield key
-                continue
-            for at, _, names in os.walk(self._upper + key):
-                yield from (f"{at}/{name}"[len(self._upper) :] for name in names)
-
     def _is_wanted(self, key: str) -> bool:
         if not stat.S_ISREG(os.lstat(self._upper + key).st_mode) and not os.path.islink(self._upper + key):
             return False
@@ -99,16 +100,27 @@ class _Remains:
         return self._journal.log.nearest(key) is None or not os.path.lexists(key)
 
 
-def is_on_shared_disk(path: str) -> bool:
-    """Return whether the file system of ``path`` may be another host's as well."""
-    kind, longest = "", -1
-    with suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
-        for line in mounts:
-            _, at, its_kind, *_ = line.split(" ")
-            at = at.replace("\\040", " ").rstrip("/")
-            if len(at) >= longest and (path + "/").startswith(at + "/"):
-                kind, longest = its_kind, len(at)
-    return kind.startswith(_SHARED)
+def keep_files(host_dir: Path, folder: str, cwd: str) -> list[str]:
+    """Move what rank 0 of a trial wrote, on a disk of its own, below ``folder``; return a sentence for each failure.
+
+    Files below ``cwd`` go to ``files``, others to ``elsewhere`` under their whole path. Those that ``tempfile`` made
+    are not among them: they are on the real disk.
+    """
+    own, cwd = os.path.realpath(host_dir) + "/disk/0", os.path.realpath(cwd)
+    if not os.path.exists(own + "/log"):
+        return []
+    log, problems = PathLog(own + "/log"), list[str]()
+    log.fresh()
+    for key in _put_files(log, own + "/files"):
+        below_cwd = key.startswith(cwd + "/")
+        to = f"{folder}/files{key.removeprefix(cwd)}" if below_cwd else f"{folder}/elsewhere{key}"
+        try:
+            os.makedirs(os.path.dirname(to), exist_ok=True)
+            move(own + "/files" + key, to)
+        except OSError as error:
+            problems.append(f"{key}, which a trial wrote, could not be kept in {folder}: {error.strerror}")
+    log.close()
+    return problems
 
 
 # Note [What is left]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lagom.files.journal import Journal, PathLog
+from lagom.restart.written_files import is_sibling
 
 T = TypeVar("T")
 
@@ -175,7 +176,7 @@ class View:
         """Return the names in the directory ``key``, sorted; see Note [Order of a directory] in install.py."""
 
         def look(place: str) -> list[str]:
-            found = set(os.listdir(place))
+            found = {name for name in os.listdir(place) if not is_sibling(name)}
             self.journal.log.fresh()  # A record precedes its change, so every new name seen above is recorded by now.
             in_doubt = self.log.children.get(key, set()) | self.journal.log.children.get(key, set())
             return sorted(

@@ -1,0 +1,241 @@
+"""Measures what it takes to begin a run again after a killed rank, and what the protection costs until then.
+
+    python -m benchmarks.survive [--rounds 5]
+
+With sleeping twins, the third table has the seconds from the kill to the next step, and the processor time of rank 0 a
+step, with and without twins, in turns, for steps and states of several sizes.
+
+On 2 ranks of this machine, and of Spark local[2]. The first table has the seconds from the kill of rank 1 to the end of
+the first step of the next attempt, of which the warm launch of a run is a part. The second has medians of the same
+program with max_failures=3 and 0, in turns: a short training step, and files written by rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import peers
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.config.torch_distributed import Launcher
+
+WORLD_SIZE = 2
+SIZES = {"48 KB of state": (64, 200), "12 MB of state": (1024, 25), "200 MB of state": (4096, 2)}
+"""Width of a layer, which has its weights and Adam's two states, and passes of 64 batches over its data."""
+LAUNCHERS: tuple[Launcher, ...] = ("local", "spark")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and print both tables."""
+    args = _arguments(argv)
+    with peers.spark(f"local[{WORLD_SIZE}]"), tempfile.TemporaryDirectory() as folder:
+        for launcher in LAUNCHERS:
+            seconds = [recovery_s(launcher, Path(folder, f"{launcher}-{number}")) for number in range(args.rounds + 1)]
+            print(f"{launcher:6} from the kill to the next step: {_shown(seconds[1:], 's')}")
+        for name, (protected, alone) in costs(Path(folder), args.rounds).items():
+            ratio = statistics.median(protected) / statistics.median(alone)
+            print(f"{name:22} {_shown(protected, 'us')}, without {_shown(alone, 'us')}: {ratio:.3f} times")
+        show_twins(Path(folder), args.rounds)
+    return 0
+
+
+def show_twins(folder: Path, rounds: int) -> None:
+    """Print the table of sleeping twins."""
+    for name, (size, num_passes) in SIZES.items():
+        seconds = [going_on_s(size, 3 * num_passes, folder / f"twins-{name}-{number}") for number in range(rounds)]
+        print(f"{name:18} twins, from the kill to the next step: {_shown(seconds, 's')}")
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(rounds):
+            for twins in (True, False) if number % 2 else (False, True):
+                config = TorchDistributedConfig(
+                    world_size=WORLD_SIZE,
+                    launcher="local",
+                    run_dir=None,
+                    sleeping_twins=twins,
+                    hparams={"size": size, "num_passes": num_passes},
+                )
+                found[twins].append(experiment.lagom(loops, config).per_rank[0]["us"])
+        ratio = statistics.median(found[True]) / statistics.median(found[False])
+        shown = f"{_shown(found[True], 'us')}, without {_shown(found[False], 'us')}: {ratio:.3f} times"
+        print(f"{name:18} a step of a loop over a loader {shown}")
+
+
+def going_on_s(size: int, num_passes: int, folder: Path) -> float:
+    """Return the seconds from the kill of rank 1 to the end of the first step of its twin."""
+    folder.mkdir()
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        while not (pids := _pids(folder, twins=True)):
+            time.sleep(0.01)
+        killed_at.append(time.time())
+        os.kill(pids[1], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    config = TorchDistributedConfig(
+        world_size=WORLD_SIZE,
+        launcher="local",
+        run_dir=folder,
+        sleeping_twins=True,
+        hparams={"size": size, "num_passes": num_passes},
+    )
+    result = experiment.lagom(loops, config)
+    thread.join()
+    assert "batch" in result.failures[0]["resumed_from"], result.failures
+    return float(min(end for end in result.per_rank[0]["ends"] if end > killed_at[0])) - killed_at[0]
+
+
+def loops(size: int, num_passes: int) -> Mapping[str, Any]:
+    """Train a layer of ``size`` by ``size`` with Adam on a loader; return its processor time a step, and all ends."""
+    model = nn.Linear(size, size)
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.ones(512, size)
+    ends: list[float] = []
+    used = time.process_time()
+    for _ in range(num_passes):
+        for (rows,) in DataLoader(TensorDataset(x), batch_size=8):
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+            ends.append(time.time())
+    return {"us": (time.process_time() - used) / len(ends) * 1e6, "ends": ends}
+
+
+def recovery_s(launcher: Launcher, folder: Path) -> float:
+    """Return the seconds from the kill of rank 1 to the end of the first step of the next attempt."""
+    folder.mkdir()
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        while not (pids := _pids(folder)):
+            time.sleep(0.01)
+        time.sleep(1.0)
+        killed_at.append(time.time())
+        os.kill(pids[1], signal.SIGKILL)
+        (folder / "killed").touch()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    config = TorchDistributedConfig(
+        world_size=WORLD_SIZE, launcher=launcher, run_dir=folder, hparams={"over": str(folder / "killed")}
+    )
+    result = experiment.lagom(step_until, config)
+    thread.join()
+    assert len(result.failures) == 1
+    return float(result.per_rank[0]) - killed_at[0]
+
+
+def step_until(over: str) -> float:
+    """Train for ever, but for one step if the file ``over`` is there at the beginning; return when that had ended."""
+    step = _step()
+    is_last = os.path.exists(over)
+    while True:
+        step()
+        if is_last:
+            return time.time()
+
+
+def costs(folder: Path, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Return microseconds of each operation with and without protection, in turns."""
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for number in range(rounds + 1):
+        for place, max_failures in enumerate((3, 0) if number % 2 else (0, 3)):
+            config = TorchDistributedConfig(
+                world_size=WORLD_SIZE,
+                launcher="local",
+                run_dir=None,
+                max_failures=max_failures,
+                hparams={"folder": str(folder / f"files-{number}-{place}")},
+            )
+            for name, value in experiment.lagom(timed, config).per_rank[0].items():
+                if number:
+                    found.setdefault(name, ([], []))[max_failures == 0].append(value)
+    return found
+
+
+def timed(folder: str) -> Mapping[str, float]:
+    """Return the medians of some operations, in microseconds."""
+    step = _step()
+    os.mkdir(folder)
+    state = {"weights": torch.zeros(1000)}
+
+    def write() -> None:
+        with open(f"{folder}/state.txt", "w") as file:
+            file.write("state")
+
+    def append() -> None:
+        with open(f"{folder}/rows.csv", "a") as file:
+            file.write("row\n")
+
+    def read() -> None:
+        with open(f"{folder}/rows.csv") as file:
+            file.readline()
+
+    return {
+        "step": _median_us(step, 2000),
+        "append to a file": _median_us(append, 500),
+        "write a file": _median_us(write, 500),
+        "read a file": _median_us(read, 500),
+        "torch.save": _median_us(lambda: torch.save(state, f"{folder}/last.pt"), 200),
+    }
+
+
+def _step() -> Callable[[], None]:
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = torch.ones(16, 32), torch.ones(16, 1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def _median_us(call: Callable[[], None], num: int) -> float:
+    times = []
+    for _ in range(num):
+        start = time.perf_counter_ns()
+        call()
+        times.append((time.perf_counter_ns() - start) / 1000)
+    return statistics.median(times)
+
+
+def _pids(folder: Path, twins: bool = False) -> list[int]:
+    for path in folder.glob("*/run.json"):
+        facts = json.loads(path.read_text())
+        ranks = facts["ranks"] if not twins or "twins" in facts else {}
+        if len(ranks) == WORLD_SIZE and all("pid" in one for one in ranks.values()):
+            return [ranks[str(rank)]["pid"] for rank in range(WORLD_SIZE)]
+    return []
+
+
+def _shown(values: Sequence[float], unit: str) -> str:
+    return f"{statistics.median(values):.2f} {unit} ({min(values):.2f}-{max(values):.2f})"
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time to begin again after a loss, and its cost until then.")
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""``ProtectedFirstRank`` and ``RestoringRank``: file functions of ranks whose run may begin again after a loss."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from lagom.files.calls import FileCalls
+from lagom.files.first_rank import FirstRankCalls
+from lagom.files.journal import Journal
+from lagom.files.listing import Scan
+from lagom.files.other_ranks import OtherRankCalls
+from lagom.files.program_streams import GrowingStreams, open_noted
+from lagom.files.restored_files import RestoredFiles
+from lagom.files.write_notes import Tell, WriteNotes
+from lagom.restart.prepared_files import remove_siblings
+from lagom.restart.written_files import WrittenFiles, is_sibling
+
+Key = Callable[..., str | None]
+"""Takes path, dir_fd and whether to follow links; returns the key, or None for a path that lagom leaves alone."""
+
+
+_PLAIN = {(mode, -1, None, None, None) for mode in ("w", "wt", "wb", "w+", "wb+", "w+b", "x", "xb")}
+"""Arguments of ``io.open`` that are right, as most are."""
+
+
+class ProtectedFirstRank(FirstRankCalls):
+    """Rank 0 tells the driver what it changes, and begins where a lost attempt has left off."""
+
+    def __init__(self, host_dir: str, by_name: bool, journal: Journal, written: WrittenFiles, tell: Tell) -> None:
+        super().__init__(host_dir, by_name, journal)
+        self.notes = WriteNotes(written, tell, self.original)
+        self._written = written
+
+    def replacements(self) -> dict[str, Any]:
+        found = super().replacements()
+        if not self._written.is_empty:
+            restored = RestoredFiles(
+                self._written,
+                found["open"],
+                self.notes.streams.flush,
+                lambda path, at: self.notes.tell("resumed", path, at=at),
+            )
+            _restore(found, restored, self.own_key)
+        notes = self.notes
+        found["open"] = _before(found["open"], self._key_opened, lambda key, flags, *_: notes.opens(key, flags))
+        found["mkdir"] = _before(found["mkdir"], self._key_named, lambda key, *_: notes.makes(key))
+        for name in ("unlink", "remove", "rmdir"):
+            found[name] = _before(found[name], self._key_named, lambda key, *_: notes.removes(key))
+        for name in ("rename", "replace"):
+            found[name] = self._moving(found[name])
+        for name in ("listdir", "scandir"):
+            found[name] = _without_siblings(self, found[name], lambda: notes.has_siblings)
+        return found | {"io.open": self._io_open(found["open"], super().io_open(found["open"]))}
+
+    def take_tracked(self) -> set[str]:
+        """Return the runs that lost attempts have begun with a tracker; none at the next call."""
+        found, self._written.tracked = self._written.tracked, set()
+        return found
+
+    def finish(self) -> None:
+        """Remove what is kept beside the program's files."""
+        self.notes.finish()
+        if self.notes.is_active:
+            remove_siblings(self._written)
+
+    def _key_opened(self, path: Any, flags: int, *_: Any, dir_fd: int | None = None, **__: Any) -> str | None:
+        return self.own_key(path, dir_fd) if flags & (os.O_WRONLY | os.O_RDWR) else None
+
+    def _key_named(self, path: Any, *_: Any, dir_fd: int | None = None, **__: Any) -> str | None:
+        return self.own_key(path, dir_fd, follow=False)
+
+    def _moving(self, rename: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(rename)
+        def call(src: Any, dst: Any, **dirs: Any) -> Any:
+            key = self.own_key(src, dirs.get("src_dir_fd"), follow=False)
+            to = self.own_key(dst, dirs.get("dst_dir_fd"), follow=False)
+            if key is not None and to is not None:
+                self.notes.moves(key, to)
+            return rename(src, dst, **dirs)
+
+        return call
+
+    def _io_open(self, opened: Callable[..., int], plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``io.open`` for rank 0: files that it creates or empties are noted when they are closed."""
+
+        @functools.wraps(plain)
+        def call(
+            file: Any,
+            mode: Any = "r",
+            buffering: int = -1,
+            encoding: str | None = None,
+            errors: str | None = None,
+            newline: str | None = None,
+            closefd: bool = True,
+            opener: Any = None,
+        ) -> Any:
+            key = None
+            if opener is None and self.notes.is_active and isinstance(mode, str) and not isinstance(file, int):
+                key = self.own_key(file) if set(mode) & set("wxa") else None
+            if key is None or (not self._is_replaceable(key) and "a" not in mode):
+                own = {} if opener is None else {"opener": opener}
+                return plain(file, mode, buffering, encoding, errors, newline, closefd, **own)
+            if "a" in mode:
+                result = plain(file, mode, buffering, encoding, errors, newline)
+                self.notes.streams.add(result)
+                return result
+            if (mode, buffering, encoding, errors, newline) not in _PLAIN:
+                self._check_arguments(mode, buffering, encoding, errors, newline)
+            self._begin_whole(file, key, mode)
+            return open_noted(
+                file,
+                mode,
+                buffering,
+                encoding,
+                errors,
+                newline,
+                lambda path, flags: opened(path, flags, 0o666),
+                lambda status: self.notes.ended_whole(key, status),
+            )
+
+        return call
+
+    def _is_replaceable(self, key: str) -> bool:
+        """Return whether ``key`` is a file of this user with one name, or nothing yet."""
+        try:
+            status = os.lstat(key)
+        except OSError:
+            return os.path.isdir(os.path.dirname(key))
+        return os.path.isfile(key) and status.st_nlink == 1 and status.st_uid == os.geteuid()
+
+    def _check_arguments(self, mode: str, *others: Any) -> None:
+        """Raise as ``io.open`` does for wrong arguments, before anything is changed."""
+        self.original["io.open"](os.devnull, mode.replace("x", "w"), *others).close()
+
+    def _begin_whole(self, file: Any, key: str, mode: str) -> None:
+        """Keep the version before of a file that is about to be written whole."""
+        try:
+            before = self.original["lstat"](key)
+        except OSError:
+            self.notes.begins_whole(key, None)
+            return
+        if "x" in mode:
+            return  # it fails, or is taken over from a lost attempt
+        self.notes.begins_whole(key, before)
+        self.note_truncation(file)
+        is_renewed = self.original["lstat"](key).st_ino != before.st_ino
+        self.notes.keeps_old(key, (self.original_of(key) or key) if is_renewed else key)
+        if not is_renewed:  # it has another name now
+            os.close(self.original["open"](key, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self.original["chmod"](key, before.st_mode & 0o7777)
+
+
+class RestoringRank(OtherRankCalls):
+    """Another rank than 0 of a new attempt."""
+
+    def __init__(self, host_dir: str, by_name: bool, journal: Journal, folder: str, written: WrittenFiles) -> None:
+        super().__init__(host_dir, by_name, journal, folder)
+        self._written = written
+
+    def replacements(self) -> dict[str, Any]:
+        found = super().replacements()
+        streams = GrowingStreams()
+        _restore(found, RestoredFiles(self._written, found["open"], streams.flush), self._own_key)
+        for name in ("listdir", "scandir"):
+            found[name] = _without_siblings(self, found[name], lambda: True)
+        opened = self.io_open(found["open"])
+
+        @functools.wraps(opened)
+        def io_open(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+            result = opened(file, mode, *args, **kwargs)
+            if isinstance(mode, str) and "a" in mode:
+                streams.add(result)
+            return result
+
+        return found | {"io.open": io_open}
+
+    def _own_key(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> str | None:
+        absolute = self.absolute(path, dir_fd)
+        if absolute is None:
+            return None
+        key: str = self._inside(lambda: self.overlay.key(absolute, follow), path)
+        return None if self.left_alone(key) else key
+
+
+def _before(call: Callable[..., Any], key_of: Key, note: Callable[..., None]) -> Callable[..., Any]:
+    """Wrap ``call``: first ``note`` its path, with the other arguments."""
+
+    @functools.wraps(call)
+    def noted(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if (key := key_of(path, *args, **kwargs)) is not None:
+            note(key, *args)
+        return call(path, *args, **kwargs)
+
+    return noted
+
+
+def _restore(found: dict[str, Any], restored: RestoredFiles, key_of: Key) -> None:
+    """Have the functions in ``found`` treat what a lost attempt has made as if it were not there yet."""
+    open_before, mkdir_before = found["open"], found["mkdir"]
+
+    @functools.wraps(open_before)
+    def open_(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> Any:
+        key = key_of(path, dir_fd)
+        if key is None:
+            return open_before(path, flags, mode, dir_fd=dir_fd)
+        if not flags & (os.O_WRONLY | os.O_RDWR):
+            restored.reads(key)
+        elif flags & os.O_EXCL and restored.created(key):
+            flags = flags & ~os.O_EXCL | os.O_TRUNC
+        elif flags & os.O_TRUNC:
+            restored.changes(key)
+        return open_before(path, flags, mode, dir_fd=dir_fd)
+
+    @functools.wraps(mkdir_before)
+    def mkdir(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
+        try:
+            return mkdir_before(path, *args, dir_fd=dir_fd, **kwargs)
+        except FileExistsError:
+            key = key_of(path, dir_fd, False)
+            if key is None or not restored.created(key):
+                raise
+
+    found["open"], found["mkdir"] = open_, mkdir
+    for name in ("unlink", "remove", "rmdir"):
+        found[name] = _before(found[name], _plain(key_of), lambda key, *_: restored.changes(key))
+    for name in ("rename", "replace"):
+        found[name] = _before(found[name], _plain(key_of), lambda key, to, *_: _renames(restored, key, key_of(to)))
+
+
+def _without_siblings(calls: FileCalls, listing: Callable[..., Any], may_be: Callable[[], bool]) -> Callable[..., Any]:
+    """Wrap ``listdir`` or ``scandir``: leave out what lagom keeps beside files, if ``may_be`` says that it does."""
+
+    @functools.wraps(listing)
+    def call(path: Any = ".") -> Any:
+        found = listing(path)
+        if calls.own.inside or not may_be():
+            return found
+        if isinstance(found, list):
+            return [name for name in found if not is_sibling(os.fsdecode(name))]
+        with found:
+            return Scan([entry for entry in found if not is_sibling(os.fsdecode(entry.name))])
+
+    return call
+
+
+def _plain(key_of: Key) -> Key:
+    return lambda path, *_, dir_fd=None, **__: key_of(path, dir_fd, False)
+
+
+def _renames(restored: RestoredFiles, key: str, to: str | None) -> None:
+    restored.changes(key)
+    if to is not None:
+        restored.changes(to)

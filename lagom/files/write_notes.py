@@ -1,0 +1,150 @@
+"""``WriteNotes``: rank 0 tells the driver what it is about to change, so that a new attempt can begin from there.
+
+See Note [Files of a lost attempt] in restart/prepared_files.py.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from lagom.files.program_streams import GrowingStreams
+from lagom.restart.disks import this_host
+from lagom.restart.stand_in import rank_pid
+from lagom.restart.written_files import REWRITTEN, WrittenFiles, beside, identity_of
+
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+class WriteNotes:
+    """Notes on the files of one rank; keys are absolute paths without links.
+
+    Args:
+        written: what earlier attempts have written.
+        tell: sends a message to the driver.
+        disk: the functions of ``os`` that reach the disk, by name.
+    """
+
+    def __init__(self, written: WrittenFiles, tell: Tell, disk: Mapping[str, Callable[..., Any]]) -> None:
+        self._disk = disk
+        self.has_siblings = not written.is_empty
+        """Whether there may be files beside those of the program."""
+        self._token = written.token
+        self._send = tell
+        self._pid = rank_pid()
+        self._appended = {path for path, file in written.appended.items() if not file.in_place}
+        self._emptied: dict[str, bool] = {}
+        """Files that the program has created or emptied, and whether they were there when the run began."""
+        self._made: set[str] = set()
+        self._open: set[str] = set()
+        self.streams = GrowingStreams()
+        """Flushed before lengths are taken."""
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether this is the rank's own process: forks of it share its connection."""
+        return rank_pid() == self._pid
+
+    def tell(self, what: str, path: str, **more: Any) -> None:
+        """Tell the driver."""
+        self._send({"type": "files", "what": what, "path": path, "host": this_host(), **more})
+
+    def opens(self, key: str, flags: int) -> None:
+        """Note that ``key`` is about to be opened with ``flags``."""
+        if not flags & (os.O_WRONLY | os.O_RDWR) or not self.is_active:
+            return
+        status = self._status(key)
+        if status is not None and not stat.S_ISREG(status.st_mode):
+            return
+        if flags & os.O_TRUNC:
+            self._emptied.setdefault(key, status is not None)
+            self._appended.discard(key)
+        elif key in self._appended:
+            return
+        elif flags & os.O_APPEND:
+            self._appended.add(key)
+            begin = None if status is None else status.st_size
+            if (was_there := self._emptied.get(key)) is not None:
+                begin = REWRITTEN if was_there else None
+            self.tell("appends", key, begin=begin, in_place=False)
+        elif key not in self._emptied:
+            self._emptied[key] = status is not None
+            if status is None and flags & os.O_CREAT:
+                self.tell("appends", key, begin=None, in_place=True)
+            elif status is not None:
+                self.tell("changes", key)
+
+    def begins_whole(self, key: str, before: os.stat_result | None) -> None:
+        """Note that a file is about to be written whole; ``before`` is its status, None if there is none."""
+        self._open.add(key)
+        self.tell("writes", key, before=None if before is None else identity_of(before))
+
+    def keeps_old(self, key: str, original: str) -> None:
+        """Keep the version before: the file ``key`` itself, or ``original``, which has been put aside."""
+        self.has_siblings = True
+        old = beside(key, self._token, "old")
+        with suppress(OSError):  # on another disk; then the next attempt finds no file
+            if original != key:
+                self._disk["link"](original, old)
+            else:
+                self._disk["rename"](key, old)
+
+    def ended_whole(self, key: str, status: os.stat_result) -> None:
+        """Note that the file has been closed, with ``status``."""
+        if not self.is_active or key not in self._open:
+            return
+        self._open.discard(key)
+        self.saved(key, status)
+        with suppress(OSError):
+            self._disk["unlink"](beside(key, self._token, "old"))
+
+    def saved(self, key: str, status: os.stat_result) -> None:
+        """Note that ``key`` is complete now, or is about to be."""
+        self.streams.flush()
+        lengths = {}
+        for path in list(self._appended):  # another thread may add one
+            if (other := self._status(path)) is not None:
+                lengths[path] = other.st_size
+        self.tell("saved", key, identity=identity_of(status), lengths=lengths)
+
+    def moves(self, key: str, to: str) -> None:
+        """Note that ``key`` is about to be renamed to ``to``."""
+        status = self._status(key)
+        if not self.is_active or status is None:
+            return
+        if key in self._appended or to in self._appended:
+            self._appended -= {key, to}
+            self.tell("changes", to)
+        if stat.S_ISDIR(status.st_mode):
+            self.tell("moved", key, to=to)
+        elif stat.S_ISREG(status.st_mode):
+            self._emptied.setdefault(to, self._status(to) is not None)
+            self.saved(to, status)
+
+    def makes(self, key: str) -> None:
+        """Note that a directory is about to be made."""
+        if self.is_active and not key.endswith(".partial") and not os.path.lexists(key):
+            self._made.add(key)
+            self.tell("made", key)
+
+    def removes(self, key: str) -> None:
+        """Note that ``key`` is about to be removed."""
+        if self.is_active and (key in self._made or key in self._emptied):
+            self._made.discard(key)
+            self.tell("gone", key)
+
+    def finish(self) -> None:
+        """Remove what is kept beside files that the program has left open."""
+        for key in self._open if self.is_active else ():
+            with suppress(OSError):
+                self._disk["unlink"](beside(key, self._token, "old"))
+
+    def _status(self, path: str) -> os.stat_result | None:
+        try:
+            status: os.stat_result = self._disk["stat"](path)
+        except OSError:
+            return None
+        return status

@@ -1,0 +1,120 @@
+"""``run_attempts``: runs a call, and runs it again after the loss of a rank, an executor or a host.
+
+What the new attempt finds is in Note [Files of a lost attempt] in restart/prepared_files.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+from lagom.call import Call
+from lagom.errors import LagomError
+from lagom.launchers.failure import raise_failure
+from lagom.launchers.protocol import Launcher, Outcome
+from lagom.plan import Plan
+from lagom.records.run_dir import RunRecords
+from lagom.restart.history import Failure, RunHistory
+from lagom.restart.losses import Loss, loss_in
+from lagom.restart.prepared_files import put_back, remove_siblings
+
+
+def run_attempts(
+    launcher: Launcher, plan: Plan, call: Call, records: RunRecords | None = None
+) -> tuple[list[Outcome], list[Failure]]:
+    """Run ``call`` as ``plan`` says, up to ``max_failures`` times again; return the last outcomes, and the losses.
+
+    Raises:
+        Exception: as ``raise_failure`` and ``Launcher.run``; for a loss, when no attempt is left.
+    """
+    history = RunHistory(plan.config.max_failures, records.lost if records is not None else lambda _: None)
+    now = plan
+    try:
+        while isinstance(found := _run_once(launcher, now, call, records, history), LagomError):
+            if history.loss is None or plan.config.max_failures == 0:
+                raise found
+            now = _next(launcher, plan, history, history.loss, found, records)
+        return found, history.failures
+    finally:
+        remove_siblings(history.files)
+
+
+def _run_once(
+    launcher: Launcher, plan: Plan, call: Call, records: RunRecords | None, history: RunHistory
+) -> list[Outcome] | LagomError:
+    """Return the outcomes of one attempt, all good, or the error that may be that of a loss."""
+    try:
+        outcomes = launcher.run(plan, call, records, history)
+        reports = [outcome.report for outcome in outcomes if not outcome.report["ok"]]
+        history.loss = history.loss or loss_in(reports, {})
+        raise_failure(outcomes)
+    except LagomError as error:
+        return error
+    return outcomes
+
+
+def _next(
+    launcher: Launcher, plan: Plan, history: RunHistory, loss: Loss, error: LagomError, records: RunRecords | None
+) -> Plan:
+    """Return the plan of the attempt after ``loss``.
+
+    Raises:
+        LagomError: ``error``, if there is to be no other attempt.
+    """
+    history.fail(loss)
+    if len(history.failures) > plan.config.max_failures:
+        put_back(history.files)
+        raise _counted(error, history, f"max_failures={plan.config.max_failures}") from error.__cause__
+    slots = launcher.slots_again(plan.num_slots)
+    size = min(plan.world_size, slots * plan.ranks_per_slot)
+    if size < _least(plan):
+        put_back(history.files)
+        raise _counted(error, history, _too_few(plan, size)) from error.__cause__
+    now = dataclasses.replace(plan, world_size=size)
+    say(_announced(loss, history, now, plan), plan, records)
+    if records is not None:
+        records.begin_again(now.world_size)
+    return now
+
+
+def say(text: str, plan: Plan, records: RunRecords | None) -> None:
+    """Tell the user ``text``, and record it."""
+    sys.stderr.write(f"lagom: {plan.name}: {text}\n")
+    sys.stderr.flush()
+    if records is not None:
+        records.said(f"lagom: {plan.name}: {text}")
+
+
+def _least(plan: Plan) -> int:
+    """Return the fewest ranks with which the run may begin again."""
+    least, config = plan.config.min_world_size, plan.config
+    if least is not None:
+        return min(least, plan.world_size)
+    # There each rank adds to the global batch: with fewer ranks it would be another training.
+    return plan.world_size if plan.already_distributed or config.batches == "per_rank" or config.lr_scaling else 1
+
+
+def _too_few(plan: Plan, size: int) -> str:
+    why = f"min_world_size={plan.config.min_world_size}"
+    if plan.config.min_world_size is None:
+        why = "with another number of ranks the global batch would change; set min_world_size to allow that"
+        why = why if size else "no executor is left"
+    return f"there is room for {size} of its {plan.world_size} ranks: {why}"
+
+
+def _counted(error: LagomError, history: RunHistory, why: str) -> LagomError:
+    num = len(history.failures)
+    error.args = (f"{error} (the run was started {num} time{'s' * (num != 1)}: {why})", *error.args[1:])
+    return error
+
+
+def _announced(loss: Loss, history: RunHistory, now: Plan, plan: Plan) -> str:
+    where = f" (on {loss.host})" if loss.host and loss.host not in loss.cause else ""
+    number = f"attempt {history.num_attempts} of {plan.config.max_failures + 1}"
+    text = f"{loss.cause}{where}; the run begins again, {number}"
+    if now.world_size != plan.world_size:
+        ranks = "1 rank" if now.world_size == 1 else f"{now.world_size} ranks"
+        text += f", with {ranks} instead of {plan.world_size}"
+        if plan.config.batches == "per_rank":
+            text += ": the global batch is smaller by as much"
+    return text

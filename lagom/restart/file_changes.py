@@ -1,0 +1,102 @@
+"""``FileChanges``: hears of each change of the disk by a program, for which the functions of ``os`` are wrapped."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_CHANGING = (
+    *("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "link", "symlink", "truncate", "mkfifo", "mknod"),
+    *("utime", "chmod", "chown", "lchown", "setxattr", "removexattr"),
+)
+_SYSTEM = ("/dev/", "/proc/", "/sys/", os.path.join(tempfile.gettempdir(), "pymp-"))
+"""Devices and such; and folders of multiprocessing, which each of a loader's workers makes and removes."""
+_PROGRAMS = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec")
+"""Audit events of programs that are started, which may change any file."""
+
+
+class FileChanges:
+    """Changes of a program to files, also to those that lagom leaves alone."""
+
+    def __init__(self) -> None:
+        self.rewrites: Callable[[], None] = lambda: None
+        """Called before each change but an append."""
+        self.appends: Callable[[str, bool], None] = lambda path, is_new: None
+        """Called when a file was opened for appending, with its path on the disk and whether that has made it."""
+
+    def noticed(self, new: Mapping[str, Any], is_own: Callable[[], bool], original: Any) -> dict[str, Any]:
+        """Return functions ``new``, those of ``os`` and ``io.open`` by name, which tell of the program's changes.
+
+        Args:
+            is_own: returns whether lagom itself calls.
+            original: the original functions, by name.
+        """
+
+        def audit(event: str, values: tuple[Any, ...]) -> None:
+            if event in _PROGRAMS and not is_own():
+                self.rewrites()
+
+        sys.addaudithook(audit)
+        found = dict(new)
+        for name in _CHANGING:
+            if name in original:
+                found[name] = self._changing(new.get(name, original[name]), is_own)
+        readlink = original["readlink"]
+        found["open"] = self._opening(new["open"], lambda flags, *_, **__: _kind_of_flags(flags), is_own, readlink)
+        found["io.open"] = self._opening(
+            new["io.open"], lambda mode="r", *_, **__: _kind_of_mode(mode), is_own, readlink
+        )
+        return found
+
+    def _changing(self, call: Callable[..., Any], is_own: Callable[[], bool]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            if not is_own() and not (args and _is_of_system(args[0])):
+                self.rewrites()
+            return call(*args, **kwargs)
+
+        return changed
+
+    def _opening(
+        self, call: Callable[..., Any], kind_of: Callable[..., str], is_own: Callable[[], bool], readlink: Any
+    ) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            path: Any = args[0] if args else kwargs.get("file", kwargs.get("path"))
+            others = {name: value for name, value in kwargs.items() if name not in ("file", "path")}
+            kind = kind_of(*args[1:], **others) if len(args) > 1 or others else "r"
+            if kind == "r" or is_own() or isinstance(path, int) or _is_of_system(path):
+                return call(*args, **kwargs)
+            is_new = kind == "a" and not os.path.exists(path)
+            if kind != "a":
+                self.rewrites()
+            result = call(*args, **kwargs)
+            if kind == "a":
+                fd = result if isinstance(result, int) else result.fileno()
+                self.appends(readlink(f"/proc/self/fd/{fd}"), is_new)
+            return result
+
+        return opened
+
+
+def _kind_of_flags(flags: int) -> str:
+    if not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
+        return "r"
+    return "a" if flags & os.O_APPEND and not flags & (os.O_TRUNC | os.O_RDWR) else "w"
+
+
+def _kind_of_mode(mode: Any) -> str:
+    if not isinstance(mode, str) or not set(mode) & set("wxa+"):
+        return "r"
+    return "a" if "a" in mode and "+" not in mode else "w"
+
+
+def _is_of_system(path: Any) -> bool:
+    try:
+        return os.fsdecode(path).startswith(_SYSTEM)
+    except TypeError:
+        return False

@@ -1,0 +1,105 @@
+"""``RunHistory``: the driver's record of a run's attempts, from which the next attempt begins."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lagom.restart.losses import Loss
+from lagom.restart.shown_output import ShownOutput
+from lagom.restart.written_files import WrittenFiles
+
+Failure = dict[str, Any]
+"""A loss as ``result.failures`` lists it: time, rank, host, cause, resumed_from, seconds_lost."""
+BEGINNING = "the beginning"
+
+
+class RunHistory:
+    """Losses, files and output of all attempts of one run.
+
+    Files and the begin of ranks are noted in the channel's thread, all else in the caller's.
+
+    Args:
+        max_failures: how often the run begins again.
+        changed: called with all failures when one is added or completed.
+    """
+
+    def __init__(self, max_failures: int = 0, changed: Callable[[list[Failure]], None] = lambda _: None) -> None:
+        self._max_failures = max_failures
+        self.output = ShownOutput()
+        self.files = WrittenFiles()
+        self.failures: list[Failure] = []
+        self.loss: Loss | None = None
+        """The loss with which the present attempt has ended."""
+        self._changed = changed
+        self._began: float = time.time()
+        """When the ranks of the attempt that was lost last have begun; until one is, of the present attempt."""
+        self._joined: float | None = None
+
+    @property
+    def num_attempts(self) -> int:
+        """Return the number of attempts so far, this one included."""
+        return len(self.failures) + 1
+
+    def ranks_began(self) -> None:
+        """Note that ranks of the present attempt have begun; the time since those of the lost one began is lost."""
+        if self._joined is None:
+            self._joined = time.time()
+            if self.failures:
+                self._complete(BEGINNING, self._joined - self._began)
+            self._began = self._joined
+
+    def wrote(self, message: Mapping[str, Any]) -> None:
+        """Note what rank 0 tells of its files."""
+        if message["what"] == "resumed" and self.failures and self._joined is not None:
+            self._complete(message["path"], self._joined - message["at"])
+        self.files.take(message)
+
+    def begins_again(self, loss: Loss | None) -> bool:
+        """Return whether the run begins again if the present attempt ends with ``loss``."""
+        return loss is not None and len(self.failures) < self._max_failures
+
+    def files_before(self) -> WrittenFiles | None:
+        """Return what the attempts so far have written, for the next one; None if there is only one."""
+        if self._max_failures == 0:
+            return None
+        found = copy.deepcopy(self.files)
+        self.files.goes_on = False
+        self.files.writing.clear()
+        return found
+
+    @property
+    def num_left(self) -> int:
+        """Return how many losses the run may yet go on after."""
+        return max(0, self._max_failures - len(self.failures))
+
+    def go_on(self, loss: Loss, place: str, seconds: float, number: int) -> None:
+        """Add ``loss``, after which the present attempt goes on from ``place``, where its output was marked.
+
+        Args:
+            seconds: how long ago the run was there.
+            number: of the mark.
+        """
+        self._add(loss)
+        self._complete(place, seconds)
+        self.output.go_back(number)
+
+    def _add(self, loss: Loss) -> None:
+        when = datetime.datetime.fromtimestamp(loss.at, datetime.timezone.utc).isoformat(timespec="milliseconds")
+        failure = {"time": when, "rank": loss.rank, "host": loss.host, "cause": loss.cause}
+        self.failures.append({**failure, "resumed_from": None, "seconds_lost": None})
+
+    def fail(self, loss: Loss) -> Failure:
+        """Add ``loss`` to the failures, and prepare for the next attempt."""
+        self._add(loss)
+        self._complete(None, time.time() - self._began)
+        self.output.begin_again()
+        self.loss = self._joined = None
+        return self.failures[-1]
+
+    def _complete(self, resumed_from: str | None, seconds: float) -> None:
+        self.failures[-1] |= {"resumed_from": resumed_from, "seconds_lost": round(seconds, 3)}
+        self._changed(self.failures)

@@ -1,0 +1,34 @@
+"""``Loss``: a rank, or a process or machine that held ranks, killed or cut off; no error of the program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """A loss of a rank or of a task: the rank, its host, the cause and the time."""
+
+    rank: int | None
+    """The first rank that was lost; None if a task was lost before its ranks began."""
+    host: str
+    cause: str
+    """A sentence without its full stop: "rank 1 was killed by SIGKILL"."""
+    at: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+
+
+def loss_in(reports: Sequence[Mapping[str, Any]], hosts: Mapping[int, str]) -> Loss | None:
+    """Return the loss that ranks' failure ``reports`` tell of; None if the program itself failed, or nothing did.
+
+    Args:
+        hosts: the host of each rank.
+    """
+    causes = [report for report in reports if not report.get("consequence")]
+    if not causes or not all(report.get("lost") for report in causes):
+        return None
+    first = min(causes, key=lambda report: report.get("order", 0))
+    return Loss(rank=first["rank"], host=hosts.get(first["rank"], ""), cause=first["message"])

@@ -1,0 +1,94 @@
+"""``prepare_files``: puts the files of a lost attempt into the state in which the next one is to find them.
+
+See Note [Files of a lost attempt].
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+
+from lagom.restart.disks import is_on_shared_disk, this_host
+from lagom.restart.written_files import REWRITTEN, Identity, WrittenFiles, beside, identity_of
+
+
+def prepare_files(written: WrittenFiles) -> None:
+    """Restore files that were being written, and cut appended files to their length when the run began.
+
+    What is cut off is kept beside each file, for an attempt that goes on from a checkpoint.
+    """
+    for path, (host, before) in written.writing.items():
+        with suppress(OSError):
+            if is_here(path, host):
+                _restore(path, beside(path, written.token, "old"), before)
+    for path, file in written.appended.items():
+        with suppress(OSError):
+            if is_here(path, file.host):
+                _cut(path, beside(path, written.token, "lost"), file.begin, renew=written.goes_on)
+
+
+def put_back(written: WrittenFiles) -> None:
+    """Give files back what was cut off, if the last attempt has been lost before it was as far as that."""
+    for path in written.appended:
+        with suppress(OSError):
+            if not written.goes_on:
+                os.replace(beside(path, written.token, "lost"), path)
+
+
+def remove_siblings(written: WrittenFiles) -> None:
+    """Remove all that is kept beside the program's files."""
+    for path in written.siblings():
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def is_here(path: str, host: str) -> bool:
+    """Return whether ``path`` is here the file that it is on ``host``."""
+    return host == this_host() or is_on_shared_disk(path)
+
+
+def _restore(path: str, old: str, before: Identity | None) -> None:
+    """Have ``path`` be the version ``before``, which may be at ``old``, or still there; no file if it is neither."""
+    if os.path.lexists(old):
+        os.replace(old, path)
+    elif identity_of(os.stat(path)) != before:
+        os.unlink(path)
+
+
+def _cut(path: str, lost: str, begin: int | None, renew: bool) -> None:
+    """Cut ``path`` to ``begin`` bytes; its content becomes ``lost``, unless that is there and not to be renewed."""
+    if not os.path.lexists(path):
+        return
+    if begin == REWRITTEN:  # the program empties it again, or goes on from a checkpoint
+        if renew or not os.path.lexists(lost):
+            shutil.copy2(path, lost)
+        return
+    if renew or not os.path.lexists(lost):
+        os.replace(path, lost)  # a new file in its place: a rank that is cut off may still have the former open
+    else:
+        os.unlink(path)
+    if begin is not None:
+        with open(lost, "rb") as source, open(path, "wb") as target:
+            left = begin
+            while left > 0 and (data := source.read(min(left, 1 << 20))):
+                target.write(data)
+                left -= len(data)
+        shutil.copymode(lost, path)
+
+
+# Note [Files of a lost attempt]
+# A new attempt finds the disk as a process would that was killed and is started again by hand, but
+#
+# - a file that was being written is as it was before: a loss during a write is a loss just before it. So whatever the
+#   attempt finds, a kill between two operations on files could have left. (Half a file would be an error of the
+#   program's; no file would lose the checkpoint before.) torch.save and safetensors write whole files in any case; for
+#   `open(path, "w")` the version before stays beside the file until it is closed.
+# - files that are appended to are as long as they were when the run began. If the program then reads a file that a lost
+#   attempt has saved, it goes on from there: they get the length that they had when that file was saved. Lines that the
+#   attempt has written meanwhile follow, unless they repeat the ones that were there.
+# - `mkdir` and exclusive creation succeed once for what a lost attempt has made.
+#
+# Rank 0 tells the driver before each of these changes, and the driver tells the host of the next rank 0, which need not
+# be the same. That host prepares the files before any rank begins: those that were written there, and those on file
+# systems that hosts share; the same path on another disk is another file.

@@ -1,0 +1,293 @@
+"""``TwinForks``: forks sleeping twins of a rank now and then, one of which goes on in its place after a loss.
+
+See Note [Sleeping twins].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from lagom.restart.open_files import NoTwinError, OpenFiles
+from lagom.restart.stand_in import rank_pid, stand_in_for
+from lagom.restart.twin_obstacles import (
+    check_process,
+    copy_batches,
+    end_openmp_threads,
+    has_hidden_threads,
+    restart_threads,
+)
+from lagom.restart.twin_pace import TwinPace
+
+log = logging.getLogger("lagom")
+
+MAX_PACKET = 1 << 16
+_HIDDEN = "the program has threads that are not Python's"
+
+
+class TwinProcess(Protocol):
+    """Rank whose process a twin was forked from, as the twin sees it."""
+
+    def num_backwards(self) -> int:
+        """Return how many backwards all ranks have averaged so far."""
+
+    def position(self) -> Sequence[int | None]:
+        """Return the epoch and the step of the rank."""
+
+    def check(self) -> None:
+        """Raise a NoTwinError if the rank cannot have twins."""
+
+    def threads(self) -> Collection[int | None]:
+        """Return the system's numbers of lagom's own threads, which ``go_on`` starts again."""
+
+    def children(self) -> Sequence[int]:
+        """Return the rank's child processes."""
+
+    def own_fds(self) -> Collection[int]:
+        """Return the descriptors that ``go_on`` replaces or that stay."""
+
+    def still(self) -> contextlib.AbstractContextManager[None]:
+        """Hold lagom's own threads and flush the output in a block."""
+
+    def go_on(self, control: socket.socket) -> None:
+        """Take the rank's place, connected to the host process by ``control``."""
+
+    def meet(self) -> None:
+        """Connect with the twins of the other ranks."""
+
+
+class TwinForks:
+    """The twins of one rank.
+
+    Args:
+        channel: connection to the host process, for packets.
+        due: memory of all ranks of the host: the number of backwards after which the next twins are due.
+        host_dir: folder of lagom's own files.
+    """
+
+    def __init__(self, channel: socket.socket, due: memoryview, rank: int, process: TwinProcess, host_dir: str) -> None:
+        self._channel, self._due, self._rank = channel, due, rank
+        self._process, self._host_dir = process, host_dir
+        self.before: list[Callable[[], None]] = []
+        """Called before each fork."""
+        self.after: list[Callable[[], None]] = []
+        """Called in a twin that goes on."""
+        self._lock = threading.Lock()
+        self._pid = rank_pid()
+        self._taken = 0
+        self._armed = False
+        self._known: set[str] = set()
+        """Files that the program has opened to append to them."""
+        self._grown: set[str] = set()
+        """Those of them that it has opened since the last fork."""
+        self._pace = TwinPace()
+
+    def point(self) -> None:
+        """Fork a twin if one is due: called where nothing is under way, at the same places on all ranks."""
+        if self._rank == 0 and time.perf_counter() >= self._pace.next_at:
+            num_backwards = self._process.num_backwards()
+            if num_backwards + 1 > self._due[0] and self._pace.plans(num_backwards, self._armed):
+                self._due[0] = num_backwards + 1
+        if self._due[0] > self._taken and self._process.num_backwards() >= self._due[0]:
+            self._taken = self._due[0]
+            try:
+                self._take()
+            except (OSError, ValueError) as error:  # no process, no file, or no host process any more
+                self._armed, self._pace.next_at, self._taken = False, math.inf, sys.maxsize
+                with contextlib.suppress(OSError):
+                    self._tell({"what": "rewrites"})
+                log.warning("this rank has no sleeping twins any more: %s", error)
+
+    # Files
+
+    def rewrites(self) -> None:
+        """Note that the program is about to change a file other than by appending to it: a twin would find it so."""
+        with self._lock:
+            if not self._armed:
+                return
+            self._armed = False
+            self._tell({"what": "rewrites"})
+        self._pace.hurry()
+
+    def appends(self, path: str, is_new: bool) -> None:
+        """Note that the program has opened ``path``, an absolute path on the disk, to append to it."""
+        if is_new or path not in self._known:
+            self._known.add(path)
+            self.rewrites()
+        elif self._armed and path not in self._grown:
+            self._grown.add(path)
+            status = os.stat(path)
+            self._tell({"what": "grows", "path": path, "is": [status.st_dev, status.st_ino], "size": status.st_size})
+
+    # Failed exchanges
+
+    def hold(self) -> None:
+        """Wait after an exchange has failed: if a rank was killed, this process ends here, and twins go on."""
+        with self._lock:
+            if self._armed and rank_pid() == self._pid:
+                with contextlib.suppress(OSError):
+                    self._ask({"what": "broken"})
+
+    # Forks
+
+    def _take(self) -> None:
+        start = time.perf_counter()
+        obstacle, files = None, None
+        try:
+            for call in self.before:
+                call()
+            self._process.check()
+            check_process(self._process.threads(), self._process.children())
+            end_openmp_threads()
+            if has_hidden_threads(self._process.threads()):
+                raise NoTwinError(_HIDDEN)
+            files = OpenFiles([*self._process.own_fds(), self._channel.fileno()], self._host_dir)
+        except (NoTwinError, OSError) as error:
+            obstacle = str(error)
+        with self._process.still():
+            own_s = time.perf_counter() - start
+            while True:
+                place = [self._taken, *self._process.position()]
+                answer = self._ask({"what": "at", "place": place, "obstacle": obstacle})
+                if not answer.get("number"):
+                    self._pace.refuse(own_s)
+                    return
+                assert files is not None
+                start = time.perf_counter()
+                if self._fork(answer["number"], files):
+                    own_s = 0.0  # this is a twin that goes on: it has one itself at once
+                    continue
+                break
+        self._armed, self._grown = True, set()
+        self._pace.fork(own_s + time.perf_counter() - start, self._process.num_backwards())
+
+    def _fork(self, number: int, files: OpenFiles) -> bool:
+        """Fork a twin; return False in this process, and True in the twin when it goes on."""
+        state, first = random.getstate(), rank_pid()
+        end_openmp_threads()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                copy_batches()
+                if os.fork():
+                    os._exit(0)  # the twin is a child of the host process from now on
+                ours.close()
+                self._sleep(theirs, files)
+                random.setstate(state)  # Python seeds it in each fork
+                stand_in_for(first)
+                self._wake(theirs, files)
+            except BaseException:
+                traceback.print_exc()
+                os.kill(os.getpid(), signal.SIGKILL)  # a loss, after which the run begins again
+            return True
+        theirs.close()
+        status = 0
+        with contextlib.suppress(ChildProcessError):  # a handler of the program's has waited for it
+            status = os.waitpid(pid, 0)[1]
+        hidden = has_hidden_threads(self._process.threads())
+        why = _HIDDEN if hidden else "it could not be forked" if status else ""
+        socket.send_fds(self._channel, [_packed({"what": "forked", "number": number, "why": why})], [ours.fileno()])
+        ours.close()
+        return False
+
+    def _sleep(self, bed: socket.socket, files: OpenFiles) -> None:
+        """Wait in a fork until the host process wakes it; end if it is not needed."""
+        os.setpgid(0, 0)
+        score = Path("/proc/self/oom_score_adj").read_text()
+        _set_oom_score("1000")  # it goes before anything else if memory is short
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for fd in (1, 2):
+            os.dup2(nothing, fd)
+        os.close(nothing)
+        self._channel.close()
+        bed.send(_packed({"what": "sleeps", "pid": os.getpid()}))
+        if not bed.recv(MAX_PACKET):
+            os._exit(0)
+        bed.send(_packed({"fits": files.have_only_grown()}))  # before the loss counts as one that twins go on after
+        self._woken = socket.recv_fds(bed, MAX_PACKET, 3)
+        if not self._woken[0]:
+            os._exit(0)
+        _set_oom_score(score)
+
+    def _wake(self, bed: socket.socket, files: OpenFiles) -> None:
+        control, *streams = self._woken[1]
+        for fd, stream in zip((1, 2), streams, strict=True):
+            os.dup2(stream, fd)
+            os.close(stream)
+        self._channel = bed
+        files.restore()
+        self._process.go_on(socket.socket(fileno=control))
+        restart_threads()
+        for call in self.after:
+            call()
+        self._process.meet()
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            self._channel.send(_packed(message))
+
+    def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        self._channel.send(_packed(message))
+        answer = self._channel.recv(MAX_PACKET)
+        found: dict[str, Any] = json.loads(answer or b"{}")
+        return found
+
+
+def _packed(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode()
+
+
+def _set_oom_score(score: str) -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(score)
+
+
+def can_have_twins() -> bool:
+    """Return whether this system has what twins need."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(socket, "recv_fds")
+
+
+# Note [Sleeping twins]
+#
+# A program that has no checkpoint of its own begins anew after a loss, since a running Python function cannot be read
+# and rebuilt. It can be forked: the kernel copies the process as it is, page by page as pages are written. So now and
+# then each rank forks a twin that sleeps. When a rank is killed, the host process kills the others too and wakes all
+# twins, which go on from the batch at which they were forked. Nothing is dealt out anew: the killed rank has a twin.
+#
+# Point. A twin can only be forked where nothing is under way, and all ranks must fork at the same place of the
+# program: at the first `next` of a loader after backward X, or, if it has workers, which a fork would lack, at the
+# beginning of a pass. Rank 0 chooses X by its clock, as the next backward, and writes it into memory that all ranks of
+# the host have. A rank comes past backward X only after rank 0 has begun it, so it has seen X. At the point each rank
+# asks the host process, which answers when all have come from the same place, and else lets them go on without.
+#
+# Twin. It is forked twice, so that it is a child of the host process, which ends it and waits for it: the program's
+# `os.wait` does not see it. It holds no connection of the rank's but one to the host process.
+#
+# What a fork lacks or shares. Threads: lagom's own, tqdm's and TensorBoard's are started again, OpenMP's end before the
+# fork; a program with any other has no twins. Memory that ranks share: the communicator joins another segment, as the
+# same object, so that all that refers to it stays. Positions of open files: noted, and restored. Python's `random` is
+# seeded in each fork: restored. Batches of workers that have ended lie in shared memory: copied in the fork. Sockets,
+# child processes, other shared memory, files that are changed in place: no twins.
+#
+# Files. Twins would find files as the lost ranks have left them. So each change of a file ends the twins, but for
+# appending to files that the program has appended to before: those are cut to their length at the point. Rank 0 plans
+# the next point at once then, as far as the time that forks may take allows.
+#
+# Output. The driver marks what ranks had written at the point, and then holds back what is written once more.
+#
+# Cost. A fork copies page tables, and each page that is written afterwards is copied once. Rank 0 measures both (the
+# second as time of the system during the next backwards), and forks as often as that is 1 % of the run's time.

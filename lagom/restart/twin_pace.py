@@ -1,0 +1,75 @@
+"""``TwinPace``: decides on rank 0 when the next twins are forked, so that they take at most 1% of the run's time."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+
+SHARE = 0.01
+"""Largest share of the run's time that forks take; half of it for forks that no change of files has asked for."""
+_FIRST_S = 0.01
+"""What the first fork is assumed to take, in seconds."""
+_MIN_S = 1.0
+"""Shortest time between two forks that no change of files has asked for."""
+_PUT_OFF_S = 1.0
+"""After a fork that was refused; four times as long after each further one."""
+_SETTLED = 2
+"""Backwards after a fork during which the pages that both write are copied, as a rule."""
+_TRIES = 5
+"""Forks in a row that are refused, after which no more are tried."""
+
+
+class TwinPace:
+    """When to fork, from what the forks so far have taken."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self.next_at = self._began + _FIRST_S / SHARE
+        """When ``plans`` is to be asked."""
+        self._cost_s, self._last_s = 0.0, _FIRST_S
+        self._settled_at = 0
+        self._system_s = 0.0
+        self._num_refused = 0
+
+    def plans(self, num_backwards: int, has_twins: bool) -> bool:
+        """Return whether to fork after the next backward; else set ``next_at``."""
+        now = time.perf_counter()
+        if num_backwards < self._settled_at:
+            return False
+        if self._settled_at:
+            self._last_s += max(0.0, _system_s() - self._system_s)
+            self._cost_s += self._last_s
+            self._settled_at = 0
+            self.next_at = max(now + _MIN_S, self._affordable(0.5)) if has_twins else self._affordable(1.0)
+        if now < self.next_at:
+            return False
+        self.next_at = math.inf
+        return True
+
+    def hurry(self) -> None:
+        """Fork as soon as it is affordable: the twins are gone."""
+        if self._settled_at == 0:
+            self.next_at = self._affordable(1.0)
+
+    def fork(self, seconds: float, num_backwards: int) -> None:
+        """Note a fork that took this rank ``seconds``; copies of pages come on top of that."""
+        self._last_s, self._num_refused = seconds, 0
+        self._settled_at, self._system_s = num_backwards + _SETTLED, _system_s()
+        self.next_at = 0.0
+
+    def refuse(self, seconds: float) -> None:
+        """Note that no twins could be forked, which took ``seconds``."""
+        self._num_refused += 1
+        self._cost_s += seconds
+        self._settled_at = 0
+        wait_s = _PUT_OFF_S * 4.0 ** (self._num_refused - 1) if self._num_refused < _TRIES else math.inf
+        self.next_at = max(time.perf_counter() + wait_s, self._affordable(0.5))
+
+    def _affordable(self, part: float) -> float:
+        """Return when another fork keeps to this ``part`` of the share."""
+        return self._began + (self._cost_s + self._last_s) / (SHARE * part)
+
+
+def _system_s() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_stime

@@ -1,0 +1,138 @@
+"""``WrittenFiles``: what rank 0 has written in a run so far, as it tells the driver; the next attempt gets it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+REWRITTEN = -1
+"""In place of a length: the file was there when the run began, and the program has emptied it itself since."""
+_MAX_SAVED = 20_000
+"""Files whose lengths at their saving are kept."""
+Identity = tuple[int, int, int]
+"""Inode, time of the last change and length of a file: another version differs in one of them."""
+
+
+@dataclass(slots=True)
+class AppendedFile:
+    """A file that grows, or that is changed in place."""
+
+    begin: int | None
+    """Bytes when the run began; None if it was not there; or REWRITTEN."""
+    in_place: bool = False
+    """Not only appended to: nothing says which part was there at an earlier moment."""
+    host: str = ""
+    """Host on which rank 0 has written it, as ``this_host`` names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedVersion:
+    """A complete version of a file, and how long the appended files were when it was complete."""
+
+    identity: Identity
+    lengths: Mapping[str, int]
+    at: float
+
+
+@dataclass(slots=True)
+class WrittenFiles:
+    """Paths are absolute, without links."""
+
+    token: str = field(default_factory=lambda: secrets.token_hex(4))
+    appended: dict[str, AppendedFile] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+    """Files that were there when the run began, changed in place: they stay as the lost attempt left them."""
+    saved: dict[str, list[SavedVersion]] = field(default_factory=dict)
+    """The last two versions of each file that was written whole."""
+    writing: dict[str, tuple[str, Identity | None]] = field(default_factory=dict)
+    """Files that are open, and not complete yet: the host of rank 0, and the version before, if there was one."""
+    made: set[str] = field(default_factory=set)
+    """Directories that the run has made."""
+    tracked: set[str] = field(default_factory=set)
+    """Ids of runs that the program has begun in MLflow."""
+    goes_on: bool = False
+    """Whether the present attempt has read a checkpoint of an earlier one, or saved one of its own."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no attempt has written anything yet."""
+        return not (self.appended or self.changed or self.saved or self.writing or self.made or self.tracked)
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Apply a message of rank 0."""
+        path, kind = message["path"], message["what"]
+        if kind == "appends":
+            self.appended.setdefault(path, AppendedFile(message["begin"], message["in_place"], message["host"]))
+        elif kind == "changes":
+            self.changed.add(path)
+        elif kind == "writes":
+            before = message["before"]
+            self.writing[path] = message["host"], None if before is None else _identity(before)
+        elif kind == "saved":
+            self._save(path, message)
+        elif kind == "moved":
+            self._move(path, message["to"])
+        elif kind == "made":
+            self.made.add(path)
+        elif kind == "tracks":
+            self.tracked.add(path)
+        elif kind == "gone":
+            self.made.discard(path)
+            self.writing.pop(path, None)
+            self.saved.pop(path, None)
+        elif kind == "resumed":
+            self.goes_on = True
+
+    def version(self, path: str, identity: Identity) -> SavedVersion | None:
+        """Return the version of ``path`` that is ``identity``."""
+        return next((one for one in self.saved.get(path, ()) if one.identity == identity), None)
+
+    def siblings(self) -> Iterator[str]:
+        """Yield the paths of all files that may be beside files of the program."""
+        yield from (beside(path, self.token, "old") for path in self.writing)
+        yield from (beside(path, self.token, "lost") for path in self.appended)
+
+    def _save(self, path: str, message: Mapping[str, Any]) -> None:
+        self.writing.pop(path, None)
+        version = SavedVersion(_identity(message["identity"]), message["lengths"], time.time())
+        self.saved[path] = [*self.saved.pop(path, [])[-1:], version]
+        self.goes_on = self.goes_on or bool(version.lengths)
+        for oldest in list(itertools.islice(self.saved, max(0, len(self.saved) - _MAX_SAVED))):
+            del self.saved[oldest]
+
+    def _move(self, path: str, to: str) -> None:
+        """Have what is known of ``path``, and of all below it, be known of ``to``."""
+        saved = {_moved(one, path, to): versions for one, versions in self.saved.items()}
+        self.saved = saved
+        self.made = {_moved(one, path, to) for one in self.made}
+        self.appended = {_moved(one, path, to): file for one, file in self.appended.items()}
+
+
+def beside(path: str, token: str, kind: str) -> str:
+    """Return the path beside ``path`` at which lagom keeps another version of it: "old" or "lost"."""
+    head, name = os.path.split(path)
+    return f"{head}/.{name}.{token}.{kind}.lagom"
+
+
+def is_sibling(name: str) -> bool:
+    """Return whether ``name`` is that of a file which lagom keeps beside one of the program's."""
+    return name.startswith(".") and name.endswith((".old.lagom", ".lost.lagom"))
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    """Return the identity of a file."""
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _identity(numbers: Sequence[int]) -> Identity:
+    inode, changed, length = numbers
+    return inode, changed, length
+
+
+def _moved(one: str, path: str, to: str) -> str:
+    return to + one[len(path) :] if one == path or one.startswith(path + "/") else one

@@ -1,0 +1,106 @@
+"""Runs on Spark that lose a rank, a Python worker or an executor begin again, with the slots that are there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.launchers.spark_session import ClassicFacts
+from tests.launchers import losses
+from tests.launchers.test_attempt_files import from_checkpoint
+
+
+def run(tmp_path: Path, gates: Path, world_size: int, **settings: Any) -> Any:
+    config: dict[str, Any] = {"launcher": "spark", "run_dir": tmp_path / "runs", "seed": 3, **settings}
+    hparams = {"gates": str(gates)}
+    return experiment.lagom(losses.train, TorchDistributedConfig(world_size=world_size, hparams=hparams, **config))
+
+
+@pytest.mark.parametrize("spark", ["local[4]"], indirect=True, scope="session")
+@pytest.mark.parametrize(
+    ("world_size", "victim"),
+    [(2, 0), pytest.param(2, 1, marks=pytest.mark.soak), pytest.param(3, 1, marks=pytest.mark.soak)],
+)
+def test_a_killed_rank_changes_neither_weights_nor_output(
+    spark: Any, tmp_path: Path, world_size: int, victim: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gate = tmp_path / "gate"
+    wanted = run(tmp_path / "wanted", gate, world_size).value
+    text = capfd.readouterr().out
+    with losses.killed([Path(f"{gate}-1")], losses.kill_rank(victim, tmp_path / "runs")):
+        result = run(tmp_path, gate, world_size)
+    assert capfd.readouterr().out == text
+    assert losses.same(result.value, wanted)
+    (failure,) = result.failures
+    assert failure["rank"] == victim
+
+
+@pytest.mark.parametrize("spark", ["local[4]"], indirect=True, scope="session")
+def test_a_killed_worker_of_spark_is_replaced(spark: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    wanted = run(tmp_path / "wanted", gate, 2).value
+
+    def kill() -> None:
+        rank = losses.ranks(tmp_path / "runs")["1"]["pid"]
+        os.kill(parent(parent(rank)), signal.SIGKILL)
+
+    with losses.killed([Path(f"{gate}-1")], kill):
+        result = run(tmp_path, gate, 2)
+    assert losses.same(result.value, wanted)
+    assert len(result.failures) == 1
+
+
+@pytest.mark.parametrize("spark", ["local[4]"], indirect=True, scope="session")
+def test_a_program_with_a_checkpoint_goes_on_from_it(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, runs = str(tmp_path / "gate"), tmp_path / "runs"
+    monkeypatch.chdir(tmp_path)
+    config = TorchDistributedConfig(world_size=2, launcher="spark", run_dir=runs, hparams={"gate": gate})
+    with losses.killed([Path(f"{gate}-2")], losses.kill_rank(0, runs)):
+        result = experiment.lagom(from_checkpoint, config)
+    assert result.value == 2
+    assert Path("steady.log").read_text() == "begun\nepoch 0\nepoch 1\nepoch 2\nepoch 3\n"
+    assert result.failures[0]["resumed_from"] == str(tmp_path / "last.pt")
+
+
+@pytest.mark.parametrize("spark", ["standalone"], indirect=True, scope="session")
+def test_without_an_executor_the_run_goes_on_with_fewer_ranks(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gate = tmp_path / "gate"
+    slots = ClassicFacts.slots_again
+
+    def once_spark_knows(facts: ClassicFacts, wanted: int) -> int:
+        losses.wait_for(lambda: slots(facts, wanted) < wanted)
+        return 1
+
+    def kill() -> None:
+        os.kill(executor_of(losses.ranks(tmp_path / "runs")["1"]["pid"]), signal.SIGKILL)
+
+    monkeypatch.setattr("lagom.launchers.spark_session.REPLACED_S", 0.0)
+    monkeypatch.setattr(ClassicFacts, "slots_again", once_spark_knows)
+    with losses.killed([Path(f"{gate}-1")], kill):
+        result = run(tmp_path, gate, 2)
+    assert len(result.per_rank) == 1
+    assert losses.same(result.value, run(tmp_path / "wanted", gate, 1, launcher="local").value)
+    assert len(result.failures) == 1
+    assert "the run begins again, attempt 2 of 4, with 1 rank instead of 2" in capfd.readouterr().err
+
+
+def parent(pid: int) -> int:
+    """Return the parent of a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def executor_of(pid: int) -> int:
+    """Return the JVM of the executor below which a process runs."""
+    while b"ExecutorBackend" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+        pid = parent(pid)
+    return pid

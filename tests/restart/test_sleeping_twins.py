@@ -1,0 +1,473 @@
+"""Sleeping twins: killed ranks go on from the middle of a pass, and the run is like one that was not killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.result import Result
+from tests.launchers.losses import PATIENCE_S, ranks, record, wait_for
+
+POINTS = torch.rand(96, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))
+PAUSE_S = 0.03
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="twins need Linux")
+
+
+def learner() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1)).double()
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> float:
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    time.sleep(PAUSE_S)
+    return loss.item()
+
+
+def evaluates(folder: str) -> dict[str, Any]:
+    """Train and evaluate in turns, draw random numbers of all kinds, and append to files."""
+    model, optimizer = learner()
+    seen, held = [], open(f"{folder}/held.txt", "w")  # noqa: SIM115  (open all the time)
+    for epoch in range(12):
+        model.train()
+        losses = [step(model, optimizer, x, y) for x, y in DataLoader(DATA, batch_size=8, shuffle=True)]
+        model.eval()
+        with torch.no_grad():
+            total = sum(float(nn.functional.l1_loss(model(x), y)) for x, y in DataLoader(DATA, batch_size=16))
+        seen.append([*losses, total, random.random(), float(np.random.rand())])
+        held.write(f"{epoch} {seen[-1]}\n")
+        with open(f"{folder}/rows.csv", "a") as rows:
+            rows.write(f"{epoch},{total}\n")
+        print(f"epoch {epoch}: {seen[-1]}")
+    held.close()
+    return {"seen": seen, **model.state_dict()}
+
+
+def accumulates(folder: str) -> dict[str, Any]:
+    """Collect the gradients of four batches for each step, below a progress bar."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    model, optimizer = learner()
+    seen = []
+    for epoch in range(12):
+        for number, (x, y) in enumerate(tqdm(DataLoader(DATA, batch_size=8, shuffle=True), mininterval=1e9)):
+            loss = nn.functional.mse_loss(model(x), y) / 4
+            loss.backward()
+            seen.append(loss.item())
+            if number % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+            time.sleep(PAUSE_S)
+        print(f"epoch {epoch}: {seen[-1]}")
+    return {"seen": seen, **model.state_dict()}
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """A stream with a state of its own."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(1200):
+            yield torch.rand(4, dtype=torch.float64, generator=generator)
+
+
+def streams(folder: str) -> dict[str, Any]:
+    """Read a stream to its end, write events for TensorBoard, and now and then compute in several threads."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    torch.set_num_threads(2)
+    model, optimizer = learner()
+    writer, seen = SummaryWriter(folder), []
+    for number, rows in enumerate(DataLoader(Stream(), batch_size=8)):
+        seen.append(step(model, optimizer, rows[:, :3], rows[:, 3:]))
+        writer.add_scalar("loss", seen[-1], number)
+        if number % 15 == 0:
+            print(number, seen[-1], torch.rand(200_000).exp().sum().item())
+    writer.close()
+    return {"seen": seen, **model.state_dict()}
+
+
+class Drawn(TensorDataset):
+    """Points to which workers add numbers that they draw."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        x, y = (tensor[index] for tensor in self.tensors)
+        return x + torch.rand(3) + random.random(), y
+
+
+def with_workers(folder: str) -> dict[str, Any]:
+    """Load by workers: twins are forked between passes."""
+    model, optimizer = learner()
+    seen = []
+    for epoch in range(14):
+        loader = DataLoader(Drawn(*DATA.tensors), batch_size=8, shuffle=True, num_workers=1)
+        seen.append([step(model, optimizer, x, y) for x, y in loader])
+        print(f"epoch {epoch}: {seen[-1]}")
+    return {"seen": seen, **model.state_dict()}
+
+
+def has_long_passes(folder: str) -> dict[str, Any]:
+    """Load by workers that end in the middle of a pass of other ones."""
+    model, optimizer = learner()
+    seen = []
+    for epoch in range(5):
+        for number, (x, y) in enumerate(DataLoader(DATA, batch_size=2, shuffle=True, num_workers=1)):
+            seen.append(step(model, optimizer, x, y))
+            if number == 0:
+                seen.append(float(sum(x.sum() for x, _ in DataLoader(DATA, batch_size=48, num_workers=1))))
+        print(f"epoch {epoch}: {seen[-1]}")
+    return {"seen": seen, **model.state_dict()}
+
+
+def saves(folder: str) -> dict[str, Any]:
+    """Save a file now and then, and read what the last epoch has saved in the middle of the next one."""
+    model, optimizer = learner()
+    seen = []
+    for epoch in range(6):
+        for number, (x, y) in enumerate(DataLoader(DATA, batch_size=4, shuffle=True)):
+            seen.append(step(model, optimizer, x, y))
+            if epoch and number == 12:
+                seen.append(float(torch.load(f"{folder}/state.pt")["0.bias"].sum()))
+        torch.save(model.state_dict(), f"{folder}/state.pt")
+        os.makedirs(f"{folder}/epoch-{epoch}")
+        print(f"epoch {epoch}: {seen[-1]}")
+    return {"seen": seen, **model.state_dict()}
+
+
+def sets_times(folder: str) -> dict[str, Any]:
+    """Set a file's time in each pass, and read it in the next one."""
+    model, optimizer = learner()
+    seen: list[float] = []
+    path = f"{folder}/stamp"
+    open(path, "w").close()
+    os.utime(path, (0, 0))
+    for _ in range(8):
+        for x, y in DataLoader(DATA, batch_size=4, shuffle=True):
+            step(model, optimizer, x, y)
+        seen.append(os.stat(path).st_mtime)
+        os.utime(path, (0, seen[-1] + 1))
+    return {"seen": seen, **model.state_dict()}
+
+
+def run(
+    program: Callable[[str], dict[str, Any]],
+    folder: Path,
+    world_size: int,
+    kills: Sequence[int],
+    delay_s: float = 0.1,
+    **settings: Any,
+) -> tuple[Result, dict[str, bytes]]:
+    """Run ``program``, and kill these ranks one after another, each after twins have been forked; return the files."""
+    files = folder / "files"
+    files.mkdir(parents=True)
+    config = TorchDistributedConfig(
+        launcher="local",
+        world_size=world_size,
+        run_dir=folder / "run",
+        max_failures=len(kills),
+        sleeping_twins=True,
+        hparams={"folder": str(files)},
+        **settings,
+    )
+    with killing(folder / "run", kills, delay_s):
+        result = experiment.lagom(program, config)
+    return result, {path.name: path.read_bytes() for path in sorted(files.rglob("*")) if path.is_file()}
+
+
+@contextmanager
+def killing(run_dir: Path, kills: Sequence[int], delay_s: float) -> Iterator[None]:
+    over, failed = threading.Event(), list[BaseException]()
+
+    def number() -> Any:
+        try:
+            return next(json.loads(path.read_text()) for path in run_dir.glob("*/run.json"))["twins"]["number"]
+        except (StopIteration, KeyError, ValueError):  # it is not there, or being written
+            return None
+
+    def kill() -> None:
+        try:
+            before = None
+            for rank in kills:
+                wait_for(lambda before=before: over.is_set() or number() not in (None, before))  # type: ignore[misc]
+                if over.wait(delay_s):
+                    return
+                before = number()
+                os.kill(ranks(run_dir)[str(rank)]["pid"], signal.SIGKILL)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(PATIENCE_S)
+    assert not failed, failed
+
+
+def events(data: bytes, folder: Path) -> list[Any]:
+    """Return the numbers in a file of TensorBoard's."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    path = folder / "events"
+    path.write_bytes(data)
+    return [
+        (event.step, [value.tensor.float_val[:] for value in event.summary.value])
+        for event in EventFileLoader(str(path)).Load()
+    ]
+
+
+def content(files: dict[str, bytes], folder: Path) -> dict[str, Any]:
+    """Return files by name, in a form that is equal for equal content."""
+    return {
+        "events" if "tfevents" in name else name: events(data, folder) if "tfevents" in name else data
+        for name, data in files.items()
+    }
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether all values have the same bits."""
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name], other[name]) if isinstance(one[name], torch.Tensor) else one[name] == other[name]
+        for name in one
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "world_size", "kills", "settings"),
+    [
+        (evaluates, 2, [0], {}),
+        (evaluates, 3, [1, 2], {"batches": "split"}),
+        (accumulates, 3, [2], {}),
+        (streams, 2, [1], {}),
+        (with_workers, 2, [1], {}),
+        (with_workers, 2, [0], {"share_workers": True}),
+        # On a busy machine the kill may come before there are twins.
+        pytest.param(has_long_passes, 2, [1], {}, marks=pytest.mark.soak),
+    ],
+)
+def test_a_killed_rank_goes_on_within_the_pass(
+    program: Callable[[str], dict[str, Any]],
+    world_size: int,
+    kills: list[int],
+    settings: dict[str, Any],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    whole, files = run(program, tmp_path / "whole", world_size, [], **settings)
+    text = capfd.readouterr().out
+    killed, files_killed = run(program, tmp_path / "killed", world_size, kills, **settings)
+    found = capfd.readouterr()
+    assert all(same(one, other) for one, other in zip(whole.per_rank, killed.per_rank, strict=True))
+    assert found.out == text
+    assert content(files_killed, tmp_path) == content(files, tmp_path)
+    assert [failure["rank"] for failure in killed.failures] == kills
+    for failure in killed.failures:
+        assert re.fullmatch(r"batch \d+ of epoch \d+|after \d+ backwards", failure["resumed_from"]), failure
+    assert found.err.count("the run goes on from") == len(kills)
+
+
+def test_a_file_whose_time_was_set_is_found_as_it_was(tmp_path: Path) -> None:
+    whole, _ = run(sets_times, tmp_path / "whole", 2, [])
+    killed, _ = run(sets_times, tmp_path / "killed", 2, [1], delay_s=0.9)
+    assert same(whole.per_rank[0], killed.per_rank[0])
+
+
+def test_files_that_were_rewritten_are_found_as_they_were(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    whole, _ = run(saves, tmp_path / "whole", 2, [])
+    text = capfd.readouterr().out
+    killed, files = run(saves, tmp_path / "killed", 2, [0, 1])
+    assert same(whole.per_rank[0], killed.per_rank[0])
+    assert capfd.readouterr().out == text
+    assert len(killed.failures) == 2
+    assert list(files) == ["state.pt"]
+
+
+def keeps_a_thread(folder: str) -> dict[str, Any]:
+    """Train beside a thread of the program's."""
+    thread = threading.Thread(target=time.sleep, args=(600,), name="watcher", daemon=True)
+    thread.start()
+    model, optimizer = learner()
+    for _ in range(60):
+        for x, y in DataLoader(DATA, batch_size=48):
+            step(model, optimizer, x, y)
+    return {}
+
+
+def test_a_program_with_a_thread_has_no_twins_and_the_record_says_so(tmp_path: Path) -> None:
+    config = TorchDistributedConfig(
+        launcher="local",
+        world_size=2,
+        run_dir=tmp_path / "other",
+        sleeping_twins=True,
+        hparams={"folder": str(tmp_path)},
+    )
+    result = experiment.lagom(keeps_a_thread, config)
+    assert result.failures == []
+    assert record(tmp_path / "other")["without_twins"] == "the program has a thread, watcher"
+
+
+class Counted(TensorDataset):
+    """Points that workers count in memory that they share with the program."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.count = torch.zeros(1, dtype=torch.long).share_memory_()
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        self.count += 1
+        return tuple(tensor[index] for tensor in self.tensors)
+
+
+def counts(folder: str) -> dict[str, Any]:
+    """Read after each pass how many points the worker has loaded."""
+    model, optimizer = learner()
+    data, seen = Counted(*(tensor[:32] for tensor in DATA.tensors)), []
+    for _ in range(10):
+        for x, y in DataLoader(data, batch_size=4, num_workers=1):
+            step(model, optimizer, x, y)
+        seen.append(int(data.count))
+    return {"seen": seen, **model.state_dict()}
+
+
+def test_memory_that_a_program_shares_with_its_workers_stays_shared(tmp_path: Path) -> None:
+    config = TorchDistributedConfig(launcher="local", world_size=2, hparams={"folder": str(tmp_path)})
+    plain = experiment.lagom(counts, config)
+    config = dataclasses.replace(config, run_dir=tmp_path, sleeping_twins=True)
+    twins = experiment.lagom(counts, config)
+    assert all(same(one, other) for one, other in zip(plain.per_rank, twins.per_rank, strict=True))
+    assert record(tmp_path)["without_twins"].startswith("the program shares memory, /dev/shm/torch_")
+
+
+def rewrites_its_status(folder: str) -> dict[str, Any]:
+    """Write a line over the one before, in a file that is open all the time."""
+    model, optimizer = learner()
+    status = open(f"{folder}/status.txt", "w")  # noqa: SIM115  (open all the time)
+    for epoch in range(10):
+        for number, (x, y) in enumerate(DataLoader(DATA, batch_size=8, shuffle=True)):
+            step(model, optimizer, x, y)
+            status.seek(0)
+            status.write(f"{'x' * (number * 7 % 20)} {epoch} {number}\n")
+            status.truncate()
+            status.flush()
+    status.close()
+    return model.state_dict()
+
+
+def test_twins_that_cannot_go_on_are_no_second_loss(tmp_path: Path) -> None:
+    whole, files = run(rewrites_its_status, tmp_path / "whole", 2, [])
+    killed, files_killed = run(rewrites_its_status, tmp_path / "killed", 2, [1])
+    assert all(same(one, other) for one, other in zip(whole.per_rank, killed.per_rank, strict=True))
+    assert files_killed == files
+    assert [failure["resumed_from"] for failure in killed.failures] == ["the beginning"]
+
+
+def gets_a_hidden_thread(folder: str) -> dict[str, Any]:
+    """Have a thread that is not Python's from the third pass on."""
+    model, optimizer = learner()
+    for epoch in range(18):
+        for x, y in DataLoader(DATA, batch_size=8, shuffle=True):
+            print(epoch, step(model, optimizer, x, y), flush=True)
+        if epoch == 2:
+            faulthandler.dump_traceback_later(1000)
+    faulthandler.cancel_dump_traceback_later()
+    return model.state_dict()
+
+
+def test_output_is_shown_once_after_forks_that_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    whole, _ = run(gets_a_hidden_thread, tmp_path / "whole", 2, [])
+    text = capfd.readouterr().out
+    killed, _ = run(gets_a_hidden_thread, tmp_path / "killed", 2, [1], delay_s=5.0)
+    assert capfd.readouterr().out == text
+    assert len(killed.failures) == 1
+    assert all(same(one, other) for one, other in zip(whole.per_rank, killed.per_rank, strict=True))
+    assert record(tmp_path / "killed" / "run")["without_twins"] == "the program has threads that are not Python's"
+
+
+def redirects_its_output(folder: str) -> dict[str, Any]:
+    """Write what is printed into a file."""
+    model, optimizer = learner()
+    log = os.open(f"{folder}/out.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.close(log)
+    for epoch in range(12):
+        for x, y in DataLoader(DATA, batch_size=8, shuffle=True):
+            step(model, optimizer, x, y)
+        print("epoch", epoch, flush=True)
+    return {}
+
+
+def test_a_program_that_redirects_its_output_has_no_twins(tmp_path: Path) -> None:
+    _, files = run(redirects_its_output, tmp_path, 2, [1])
+    assert files["out.log"].decode() == "".join(f"epoch {epoch}\n" for epoch in range(12))
+    assert record(tmp_path / "run")["without_twins"] == "the program has put another file in the place of its output"
+
+
+def counts_at_the_head(folder: str) -> dict[str, Any]:
+    """Append records to a long file, whose head says how many there are and is read back."""
+    model, optimizer = learner()
+    held, seen = open(f"{folder}/held.txt", "w"), []  # noqa: SIM115  (open all the time)
+    held.write("0" * 8 + "x" * 20_000)
+    held.flush()
+    for number in range(10 * 12):
+        for x, y in DataLoader(DATA, batch_size=96):
+            step(model, optimizer, x, y)
+        seen.append(int(Path(f"{folder}/held.txt").read_text()[:8]))
+        held.seek(0)
+        held.write(f"{seen[-1] + 1:08}")
+        held.seek(0, os.SEEK_END)
+        held.write(f"{number}\n")
+        held.flush()
+    held.close()
+    return {"seen": seen, **model.state_dict()}
+
+
+def test_a_held_file_whose_head_was_changed_is_found_as_it_was(tmp_path: Path) -> None:
+    whole, files = run(counts_at_the_head, tmp_path / "whole", 2, [])
+    killed, files_killed = run(counts_at_the_head, tmp_path / "killed", 2, [1], delay_s=0.9)
+    assert same(whole.per_rank[0], killed.per_rank[0])
+    assert files_killed == files
+
+
+def starts_a_program(folder: str) -> dict[str, Any]:
+    """Have another program write a file in the middle of a pass, and be killed right after it the first time."""
+    model, optimizer = learner()
+    for number, (x, y) in enumerate(DataLoader(DATA, batch_size=1)):
+        step(model, optimizer, x, y)
+        if number == 60 and not os.path.exists(f"{folder}/made"):
+            subprocess.run(["touch", f"{folder}/made"], check=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def test_twins_end_when_another_program_is_started(tmp_path: Path) -> None:
+    killed, _ = run(starts_a_program, tmp_path, 2, [1], delay_s=PATIENCE_S)
+    assert [failure["resumed_from"] for failure in killed.failures] == ["the beginning"]
