@@ -10,7 +10,7 @@ import itertools
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any, TypeVar
 
 _Config = TypeVar("_Config")
@@ -47,8 +47,10 @@ def explain_fields(cls: type[_Config]) -> type[_Config]:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """Return the docstring below each field in the source of ``cls``, by name; empty if the source is missing."""
+    """Return the docstring below each field in the source of ``cls`` and its bases; empty if the source is missing."""
     texts: dict[str, str] = {}
+    for base in reversed(cls.__bases__):
+        texts |= field_texts(base) if is_dataclass(base) else {}
     with contextlib.suppress(OSError, TypeError):
         with open(sys.modules[cls.__module__].__file__ or "", encoding="utf-8") as file:
             tree = ast.parse(file.read())

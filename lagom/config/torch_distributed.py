@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -51,9 +52,9 @@ class TorchDistributedConfig:
     """Where ranks run. "spark"; "local": processes on this machine; "inline": one rank in this very process, for a
     debugger; "auto": Spark if a session is active, else local."""
     zero_lvl: int = 0
-    """What is sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    """Level of sharding over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     backend: Backend = "torch"
-    """What shards: "torch" is lagom itself; "deepspeed" drives DeepSpeed's engine, at stage ``zero_lvl``."""
+    """Library that shards: "torch" is lagom itself; "deepspeed" drives DeepSpeed's engine, at stage ``zero_lvl``."""
     deepspeed_config: Mapping[str, Any] | None = None
     """Passed through to DeepSpeed: offloading, its optimizers, bf16 and fp16, accumulation, clipping."""
     mixed_precision: MixedPrecision = False
@@ -63,16 +64,16 @@ class TorchDistributedConfig:
     less memory, the same weights. Only for modules whose rows are independent. "auto": only after a forward has run
     out of memory."""
     batches: Batches = "whole"
-    """What the program sees of a training batch. "whole": every rank sees all of it, and computes its rows of a
+    """Rows of a training batch that the program sees. "whole": every rank sees all of it, and computes its rows of a
     module's forward: right for any program. "split": each rank sees its share: right where the loss is a mean over
     samples, and faster. "per_rank": ``batch_size`` is each rank's own, as with DDP."""
     evaluation: Evaluation = "gathered"
     """How test sets are evaluated. "gathered": each rank computes its rows of a model's outputs where that saves
     time, and all see whole batches; "replicated": every rank computes everything; "sharded": each sees its share."""
-    share_workers: bool = False
+    share_workers: Literal["auto"] | bool = "auto"
     """Runs the workers of a loader once, and gives their batches to all ranks of the host, where every rank sees whole
-    batches; False: each rank has workers of its own. For data sets that take long to load; docs/batches.md has
-    limits."""
+    batches. "auto": where the first batches have shown that nobody can tell; True: from the first batch on; False:
+    each rank has workers of its own."""
     collectives: Collectives = "auto"
     """How ranks exchange CPU tensors. "auto": on one host through shared memory (through Unix sockets if lagom was
     installed without its compiled part), between hosts through gloo as well; "gloo": through gloo."""
@@ -115,6 +116,15 @@ class TorchDistributedConfig:
     stack and the ranks that wait for it. math.inf: never."""
     timeout_s: float | None = None
     """Seconds without progress after which a rank ends the run with a StallError. None: never."""
+    max_failures: int = 3
+    """How often a run begins again after it has lost a rank, an executor or a host (killed, out of memory, cut off). An
+    exception of the program ends the run at once. 0: never again. docs/survive.md says which files it then finds."""
+    min_world_size: int | None = None
+    """The fewest ranks with which a run on Spark begins again when executors are gone. None: 1; with
+    ``batches="per_rank"`` and programs that are distributed already, as many as there were."""
+    sleeping_twins: bool = False
+    """Whether ranks on the CPUs of this machine keep sleeping copies of themselves, which go on in the middle of a pass
+    when a rank is killed. docs/survive.md says for which programs, and what it costs."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -127,7 +137,7 @@ class TorchDistributedConfig:
             ("log", Log),
         ):
             _one_of(name, getattr(self, name), get_args(choices))
-        _one_of("share_workers", self.share_workers, (False, True))
+        _one_of("share_workers", self.share_workers, ("auto", False, True))
         _one_of("sync_batchnorm", self.sync_batchnorm, (False, True))
         _one_of("allow_unencrypted_collectives", self.allow_unencrypted_collectives, (False, True))
         _one_of("verify", self.verify, (False, True))
@@ -164,7 +174,8 @@ class TorchDistributedConfig:
                 )
             if module is not None and not callable(module):
                 raise ValueError(
-                    f"module is {module!r}; want a module class, a factory such as models.resnet50, or a list of these"
+                    f"module is {reprlib.repr(module)}; want a module class, a factory such as models.resnet50, "
+                    "or a list of these"
                 )
 
     def _check_data(self) -> None:
@@ -182,7 +193,9 @@ class TorchDistributedConfig:
             found = type(self.dataset).__name__
             if isinstance(self.dataset, (list, tuple)):
                 found += f" of {len(self.dataset)}"
-            raise ValueError(f"dataset is a {found}; want the list [train_set, test_set]")
+            raise ValueError(
+                f"dataset is a {found}; want the list [train_set, test_set], or train_set= for one data set alone"
+            )
 
     def _check_numbers(self) -> None:
         if self.world_size is not None and (not _is_int(self.world_size) or self.world_size < 1):
@@ -197,6 +210,14 @@ class TorchDistributedConfig:
             raise ValueError(f"stall_timeout_s is {self.stall_timeout_s!r}; want seconds, more than 0, or math.inf")
         if self.timeout_s is not None and not _is_seconds(self.timeout_s):
             raise ValueError(f"timeout_s is {self.timeout_s!r}; want seconds, more than 0, or None for no limit")
+        if not _is_int(self.max_failures) or self.max_failures < 0:
+            raise ValueError(f"max_failures is {self.max_failures!r}; want how often to begin again, at least 0")
+        if not isinstance(self.sleeping_twins, bool):
+            raise ValueError(f"sleeping_twins is {self.sleeping_twins!r}; want True or False")
+        least, asked = self.min_world_size, self.world_size
+        if least is not None and (not _is_int(least) or least < 1 or (asked is not None and least > asked)):
+            most = f" and at most world_size, {asked}" if asked is not None else ""
+            raise ValueError(f"min_world_size is {least!r}; want a number of ranks, at least 1{most}, or None")
 
     def _check_texts(self) -> None:
         if self.name is not None and not isinstance(self.name, str):

@@ -47,5 +47,5 @@ def test_a_module_that_is_not_served_says_what_to_use() -> None:
     maggy.install()
     with pytest.raises(ImportError, match=r"horovod\.tensorflow is not served by lagom; .*tf\.distribute"):
         importlib.import_module("horovod.tensorflow")
-    with pytest.raises(ImportError, match=r"maggy\.pruner is not served by lagom; call experiment\.lagom"):
+    with pytest.raises(ImportError, match=r"maggy\.pruner is not served by lagom; pass optimizer="):
         importlib.import_module("maggy.pruner")

@@ -8,7 +8,10 @@ from dataclasses import fields
 from typing import Any
 
 from lagom import config
-from lagom.compat.maggy.search import AblationConfig, HyperparameterOptConfig, OptimizationConfig, unserved
+from lagom.compat.maggy.ablation import AblationConfig
+from lagom.compat.maggy.hyperparameters import HyperparameterOptConfig, OptimizationConfig
+from lagom.compat.maggy.search import unserved
+from lagom.compat.maggy.settable import Settable, by_position
 
 __all__ = [
     "AblationConfig",
@@ -30,7 +33,7 @@ TfDistributedConfig = unserved(
 )
 
 
-class TorchDistributedConfig(config.TorchDistributedConfig):
+class TorchDistributedConfig(Settable, config.TorchDistributedConfig):
     """Maggy's config, which takes any field of lagom's; ``batches`` is "per_rank" unless it is given.
 
     As in Maggy, fields may be passed by position, in the order of either release, and set afterwards.
@@ -49,12 +52,7 @@ class TorchDistributedConfig(config.TorchDistributedConfig):
 
     def __init__(self, module: Any = None, *positional: Any, **given: Any) -> None:
         names = _LATER if _is_later(positional) else _EARLIER
-        if len(positional) > len(names):
-            raise TypeError(f"TorchDistributedConfig takes {1 + len(names)} by position, not {1 + len(positional)}")
-        for name, value in zip(names, positional, strict=False):
-            if name in given:
-                raise TypeError(f"TorchDistributedConfig got {name!r} twice")
-            given[name] = value
+        given |= by_position(type(self).__name__, ("module", *names), (module, *positional), given)
         given["hparams"] = given.get("hparams") or {}
         sets = given.get("dataset")
         if isinstance(sets, (list, tuple)) and len(sets) != 2:
@@ -68,19 +66,8 @@ class TorchDistributedConfig(config.TorchDistributedConfig):
             warnings.warn("deepspeed_config is not used: backend is 'torch'", stacklevel=2)
             del given["deepspeed_config"]
         given.setdefault("batches", "per_rank")
-        super().__init__(module=module, **given)
+        super().__init__(**given)
         object.__setattr__(self, "sets", sets)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in {each.name for each in fields(self)}:
-            raise AttributeError(f"TorchDistributedConfig has no field {name!r}")
-        before = getattr(self, name)
-        object.__setattr__(self, name, value)
-        try:
-            self.__post_init__()
-        except ValueError:
-            object.__setattr__(self, name, before)
-            raise
 
     def replace(self, given: Mapping[str, Any]) -> TorchDistributedConfig:
         """Return a copy with the fields in ``given`` replaced."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from lagom import config as lagom_config
 from lagom import experiment
+from lagom.compat.maggy.ablation import AblationConfig
 from lagom.compat.maggy.config import BaseConfig, TorchDistributedConfig
-from lagom.compat.maggy.search import SEARCH
+from lagom.compat.maggy.hyperparameters import HyperparameterOptConfig
+from lagom.compat.maggy.settable_trials import SettableTrials
 from lagom.launchers import choose
 from lagom.result import Result
+from lagom.search.search_result import SearchResult
 
 __all__ = ["lagom"]
 
@@ -22,22 +25,22 @@ log = logging.getLogger("lagom")
 
 def lagom(
     train_fn: Callable[..., Any], config: lagom_config.TorchDistributedConfig | None = None, **search: Any
-) -> Result:
-    """Run ``train_fn`` on every rank, like ``lagom.experiment.lagom``.
+) -> Result | SearchResult:
+    """Run ``train_fn`` on every rank, or in trials of a search or an ablation study, like ``lagom.experiment.lagom``.
 
-    ``module``, ``train_set``, ``test_set`` and ``dataset`` are None for a function that asks for them if the config
-    lacks them.
+    ``module``, ``model``, ``train_set``, ``test_set`` and ``dataset`` are None for a function that asks for them if the
+    config lacks them.
 
     Args:
-        search: arguments of releases before 1.0.
-
-    Raises:
-        NotImplementedError: for such arguments, which could only ask for a search.
+        search: arguments of releases before 1.0, which are fields of ``HyperparameterOptConfig`` or
+            ``AblationConfig``.
     """
     if search or isinstance(config, str):
-        raise NotImplementedError(f"Maggy's search before 1.0 is not served by lagom; {SEARCH}")
+        config = _earlier(config, search)
     if config is None:
         config = BaseConfig(name="maggy_experiment", description="experiment without config object")
+    if isinstance(config, SettableTrials):
+        config = config.with_defaults(experiment.command_line_fields())
     if isinstance(config, TorchDistributedConfig):
         config = config.with_defaults(experiment.command_line_fields())
         if _asks_for_fp16(config.deepspeed_config) and not choose(config.launcher).cluster().gpus_per_slot:
@@ -45,6 +48,17 @@ def lagom(
             wanted = {**(config.deepspeed_config or {}), "fp16": {"enabled": False}}
             config = config.replace({"deepspeed_config": wanted, "mixed_precision": "bf16"})
     return experiment.lagom(_with_missing_arguments(train_fn, config), config)
+
+
+def _earlier(name: Any, search: Mapping[str, Any]) -> HyperparameterOptConfig | AblationConfig:
+    """Return the config for arguments of Maggy before 1.0: the name by position, and fields by their names."""
+    given = {field: value for field, value in search.items() if field != "experiment_type"}
+    named = {"name": name} if isinstance(name, str) else {}
+    if search.get("experiment_type") == "ablation":
+        return AblationConfig(**named | given)
+    for field in ("ablator", "ablation_study"):
+        given.pop(field, None)
+    return HyperparameterOptConfig(**{"num_trials": 1, "optimization_key": "metric"} | named | given)
 
 
 def _asks_for_fp16(deepspeed_config: Any) -> bool:
@@ -59,20 +73,24 @@ def _with_missing_arguments(
         asked = inspect.signature(train_fn).parameters
     except (TypeError, ValueError):
         return train_fn  # lagom says what is wrong with it
-    sets = config.sets if isinstance(config, TorchDistributedConfig) else None
+    sets: Any = getattr(config, "sets", None)
+    module = config.of_a_trial().module if isinstance(config, AblationConfig) else config.module
+    searched = config.searchspace if isinstance(config, HyperparameterOptConfig) else ()
     both = {"train_set": config.train_set, "test_set": config.test_set}
     if config.dataset is not None:
         both = dict(zip(both, config.dataset, strict=True))
-    provided = {name for name, value in {"module": config.module, **both}.items() if value is not None}
+    provided = {name for name, value in {"module": module, **both}.items() if value is not None}
     if None not in both.values():
         provided.add("dataset")
+    if isinstance(config, AblationConfig) and module is not None:
+        provided.add("model")  # the trial's own
+    stands_in = {"model": module, "module": None, **dict.fromkeys(both), "dataset": sets}
+    provided |= {*config.hparams, *(name for name in stands_in if isinstance(searched, Container) and name in searched)}
     absent = {
-        name: sets if name == "dataset" else None
+        name: stands_in[name]
         for name, parameter in asked.items()
-        if name in ("module", *both, "dataset") and name not in provided and parameter.default is parameter.empty
+        if name in stands_in and name not in provided and parameter.default is parameter.empty
     }
     if not absent:
         return train_fn
-    found = functools.partial(train_fn, **absent)
-    found.__name__ = getattr(train_fn, "__name__", "lagom")  # type: ignore[attr-defined]  # what a run is called
-    return found
+    return functools.partial(train_fn, **absent)

@@ -9,7 +9,11 @@ from lagom.compat.served_modules import ServedModules
 
 _HOMES = {
     "maggy": "search",
+    "maggy.ablation": "ablation",
+    "maggy.ablation.ablationstudy": "ablation",
     "maggy.config": "config",
+    "maggy.config.ablation": "ablation",
+    "maggy.config.hyperparameter_optimization": "hyperparameters",
     "maggy.config.lagom": "config",
     "maggy.config.torch_distributed": "config",
     "maggy.core": "",
@@ -18,21 +22,22 @@ _HOMES = {
     "maggy.experiment": "experiment",
     "maggy.experiment.experiment": "experiment",
     "maggy.experiment_config": "config",
+    "maggy.experiment_config.ablation": "ablation",
     "maggy.experiment_config.lagom": "config",
+    "maggy.experiment_config.optimization": "hyperparameters",
     "maggy.experiment_config.torch_distributed": "config",
     "maggy.searchspace": "search",
     "maggy.tensorboard": "tensorboard",
 }
 """Maggy's modules, and for each the module of this package whose public names it gets."""
-_INSTEAD_OF_SEARCH = (
-    "call experiment.lagom with a TorchDistributedConfig(hparams=...) for each trial, as in an objective of Optuna's"
-)
+_OPTIMIZER = "pass optimizer='random', 'grid', 'tpe', 'gp', 'asha' or 'hyperband', or a sampler of Optuna's"
+_EARLYSTOP = "pass es_policy='median', 'asha' or 'none', or a pruner of Optuna's"
 _INSTEAD = {
-    "maggy.ablation": "call experiment.lagom for each variant of the module, in a loop",
+    "maggy.ablation.ablator": "lagom leaves out one component at a time, ablator='loco'",
     "maggy.callbacks": "it is for Keras; in a loop of PyTorch's own call reporter.broadcast(metric=...)",
-    "maggy.earlystop": _INSTEAD_OF_SEARCH,
-    "maggy.optimizer": _INSTEAD_OF_SEARCH,
-    "maggy.pruner": _INSTEAD_OF_SEARCH,
+    "maggy.earlystop": _EARLYSTOP,
+    "maggy.optimizer": _OPTIMIZER,
+    "maggy.pruner": _OPTIMIZER,
 }
 
 

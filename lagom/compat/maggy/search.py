@@ -1,8 +1,10 @@
-"""Stand-ins for Maggy's search and ablation, which lagom does not serve; using one is an error."""
+"""``Searchspace``, and stand-ins for what lagom does not serve of Maggy; using one of these is an error."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
+
+from lagom.config import Searchspace
 
 __all__ = ["Searchspace"]
 
@@ -14,14 +16,3 @@ def unserved(name: str, instead: str) -> type:
         raise NotImplementedError(f"Maggy's {name} is not served by lagom; {instead}")
 
     return type(name, (), {"__init__": __init__, "__module__": __name__, "__doc__": f"Not served; {instead}."})
-
-
-SEARCH = (
-    "call experiment.lagom(train, TorchDistributedConfig(hparams=...)) for each trial, in a loop of your own or as the "
-    "objective of a search such as Optuna's"
-)
-
-AblationConfig = unserved("AblationConfig", "call experiment.lagom for each variant of the module, in a loop")
-HyperparameterOptConfig = unserved("HyperparameterOptConfig", SEARCH)
-OptimizationConfig = unserved("OptimizationConfig", SEARCH)
-Searchspace = unserved("Searchspace", SEARCH)

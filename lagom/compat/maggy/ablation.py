@@ -1,0 +1,33 @@
+"""``maggy.ablation``, and ``AblationConfig`` of ``maggy.config``, as a subclass of lagom's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lagom import config
+from lagom.compat.maggy.settable_trials import SettableTrials
+from lagom.config import AblationStudy
+
+__all__ = ["AblationConfig", "AblationStudy"]
+
+_NAMES = ("ablation_study", "ablator", "direction", "name", "description", "hb_interval", "model")
+
+
+class AblationConfig(SettableTrials, config.AblationConfig):
+    """Maggy's config of an ablation study, which takes any field of lagom's; ``seeds`` is 1 unless it is given.
+
+    As in Maggy, fields may be passed by position, and set afterwards.
+
+    Args:
+        positional: the fields in Maggy's order, which ends with ``model`` and ``dataset``.
+        given: fields of lagom's config, and ``model`` for ``module``. ``dataset`` may be a list of any length.
+    """
+
+    __slots__ = ("sets",)
+
+    sets: Sequence[Any] | None
+    """``dataset``, if it is not a pair."""
+
+    def __init__(self, *positional: Any, **given: Any) -> None:
+        self._set_up(_NAMES, positional, {"seeds": 1} | given, name="ablationStudy")

@@ -1,0 +1,63 @@
+"""``SettableTrials``: what Maggy's configs of searches and ablation studies have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from lagom import config
+from lagom.compat.maggy.settable import Settable, by_position
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
+
+_LAST = (("dataset",), ("train_set", "test_set"))
+"""The last fields by position, in Maggy 1.1 and in Maggy 1.0."""
+
+
+class SettableTrials(Settable):
+    """A config of trials with ``model`` for ``module``, and ``dataset``, a list of any length, as ``sets``."""
+
+    __slots__ = ()
+
+    def _set_up(self, names: Sequence[str], positional: Sequence[Any], given: Mapping[str, Any], *, name: str) -> None:
+        """Initialise the config from Maggy's arguments.
+
+        Args:
+            names: the fields by position, before the data sets.
+            given: the fields by name.
+            name: the name of an experiment that has none.
+        """
+        last = _LAST[len(positional) > len(names) + 1]
+        found = {"name": name, **given, **by_position(type(self).__name__, (*names, *last), positional, given)}
+        if "model" in found:
+            found["module"] = found.pop("model")
+        sets = found.get("dataset")
+        if isinstance(sets, (list, tuple)) and len(sets) != 2:
+            del found["dataset"]
+        else:
+            sets = None
+        super().__init__(**found)
+        object.__setattr__(self, "sets", sets)
+
+    @property
+    def model(self) -> Any:
+        """Return ``module``, by Maggy's name."""
+        return self.module  # type: ignore[attr-defined]  # the config's
+
+    def with_defaults(self, given: Mapping[str, Any]) -> Self:
+        """Return a copy that takes from ``given``, fields of a run, those that have their default values here.
+
+        ``world_size`` is the number of trials at a time.
+        """
+        own = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        plain = config.TorchDistributedConfig()
+        for name, value in given.items():
+            if name == "world_size":
+                own["num_slots"] = own["num_slots"] or value
+            elif own[name] == getattr(plain, name):
+                own[name] = value
+        found = type(self)(**own)
+        object.__setattr__(found, "sets", self.sets)  # type: ignore[attr-defined]  # a slot of the config
+        return found

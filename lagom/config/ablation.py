@@ -1,0 +1,79 @@
+"""``AblationConfig``: one training function without one component at a time, and what each of them is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lagom.config.ablation_study import AblationStudy
+from lagom.config.fields import explain_fields
+from lagom.config.torch_distributed import TorchDistributedConfig
+from lagom.config.trials import TrialsConfig
+
+STUDY = "ablation_study"
+"""Key of the study among a call's arguments: the study's functions travel in one pickle with the program."""
+
+
+@explain_fields
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AblationConfig(TrialsConfig):
+    """How ``lagom`` finds out what features and layers are worth: it trains without each of them, and compares.
+
+    What it has in common with ``TorchDistributedConfig`` is said about each trial.
+
+    Raises:
+        ValueError: when a field has a value it cannot have; nothing has been started then.
+    """
+
+    ablation_study: AblationStudy = field(default_factory=AblationStudy)
+    """The components to leave out."""
+    ablator: str = "loco"
+    """How: "loco" leaves out one component at a time."""
+    seeds: int | Sequence[int] = 3
+    """How often the base and each variant are trained: a number k for the seeds ``seed``, ``seed`` + 1, ... (0, 1, ...
+    if ``seed`` is None), or the seeds. Differences have a confidence interval from two seeds on. 1: one trial each,
+    which starts as a run does."""
+
+    def __post_init__(self) -> None:
+        TrialsConfig.__post_init__(self)
+        if not isinstance(self.ablation_study, AblationStudy):
+            raise ValueError(f"ablation_study is {self.ablation_study!r}; want an AblationStudy")
+        if not isinstance(self.ablator, str) or self.ablator.lower() != "loco":
+            raise ValueError(f"ablator is {self.ablator!r}; want 'loco', which leaves out one component at a time")
+        given: Any = self.seeds
+        seeds = range(given) if isinstance(given, int) and not isinstance(given, bool) else given
+        is_list = isinstance(seeds, (list, tuple, range))
+        if not is_list or not seeds or not all(map(_is_seed, seeds)) or len(set(seeds)) < len(seeds):
+            raise ValueError(f"seeds is {self.seeds!r}; want a number of seeds, or a list of different seeds")
+
+    @property
+    def seed_values(self) -> list[int | None]:
+        """Return the seed of each repetition; None for one that starts from the calling process's random states."""
+        if not isinstance(self.seeds, int):
+            return list(self.seeds)
+        if self.seeds == 1:
+            return [self.seed]
+        first = self.seed or 0
+        return list(range(first, first + self.seeds))
+
+    def of_a_trial(self) -> TorchDistributedConfig:
+        """Return the config of one trial; its seed travels with the trial."""
+        shared = {each.name: getattr(self, each.name) for each in fields(TorchDistributedConfig)}
+        module = self.module if self.module is not None else self.ablation_study.model.base_model_generator
+        ranks = {"world_size": self.ranks_per_trial, "timeout_s": self.trial_timeout_s}
+        return TorchDistributedConfig(**shared | ranks | {"module": module, "seed": None})
+
+    def extra_arguments(self) -> dict[str, Any]:
+        """Return what trials get beside the fields of a run: the study, and the names of Maggy's arguments."""
+        study = self.ablation_study
+        found: dict[str, Any] = {STUDY: study}
+        if (module := self.of_a_trial().module) is not None:
+            found["model_function"] = found["model"] = module
+        if study.dataset_generator is not None or self.train_set is not None or self.dataset is not None:
+            found["dataset_function"] = study.dataset_generator
+        return found
+
+
+def _is_seed(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32

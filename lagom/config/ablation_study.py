@@ -1,0 +1,290 @@
+"""``AblationStudy``: the components that an ablation study leaves out, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Kind = Literal["feature", "features", "layer", "layers", "model"]
+Feature = str | int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Component:
+    """One thing that is left out; a pattern among ``layers`` stands for all layers that it matches."""
+
+    kind: Kind
+    name: str
+    layers: tuple[str, ...] = ()
+    """Dotted names of submodules, or patterns of these."""
+    prefix: bool = False
+    """Whether ``layers`` is the beginning of names."""
+    replacement: Callable[[Any], Any] | None = None
+    """Makes what stands in the place of a layer, from the layer. None: the layer's input passes through."""
+    features: tuple[Feature, ...] = ()
+    value: Any = None
+    """Value that all samples have in place of a feature. None: 0, or the most frequent text."""
+    drop: bool = False
+    """Whether a feature's column or key is removed, and not set to one value."""
+    module: Callable[..., Any] | None = None
+    """Makes a model in place of the base model."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+class AblationStudy:
+    """Features of the data and layers of the model that an ablation leaves out, one component at a time.
+
+    ``study.features.include("age", "fare")``, ``study.model.layers.include("encoder.layers.*", "dropout")``.
+
+    Args:
+        training_dataset_name: kept for programs that were written for Maggy, and shown.
+        training_dataset_version: likewise.
+        label_name: name of the column to predict, which cannot be left out.
+        dataset_generator: function that makes a data set. A training function that has a parameter
+            ``dataset_function`` gets it, and what it makes lacks the trial's features.
+        feature_names: names of the columns of a data set whose samples are tensors; otherwise their numbers are used.
+    """
+
+    def __init__(
+        self,
+        training_dataset_name: str | None = None,
+        training_dataset_version: int = 1,
+        label_name: str | None = None,
+        *,
+        dataset_generator: Callable[..., Any] | None = None,
+        feature_names: Sequence[str] = (),
+    ) -> None:
+        if isinstance(feature_names, str):
+            raise ValueError(f"feature_names is {feature_names!r}; want a list of names, one for each column")
+        self.training_dataset_name = training_dataset_name
+        self.training_dataset_version = training_dataset_version
+        self.label_name = label_name
+        self.dataset_generator = dataset_generator
+        self.feature_names = tuple(feature_names)
+        self.features = Features(label_name)
+        self.model = Model()
+
+    @property
+    def components(self) -> list[Component]:
+        """Return the components in the order of Maggy's trials: features, layers, groups of layers, models."""
+        return [*self.features.components, *self.model.layers.components, *self.model.components]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the study as plain values, under Maggy's names."""
+        return {
+            "training_dataset_name": self.training_dataset_name,
+            "training_dataset_version": self.training_dataset_version,
+            "label_name": self.label_name,
+            "included_features": self.features.included_features,
+            "included_layers": self.model.layers.included_layers,
+            "included_groups": [list(group) for group in self.model.layers.included_groups],
+            "custom_models": [one.name for one in self.model.components],
+            "custom_dataset_generator": self.dataset_generator is not None,
+        }
+
+    def __repr__(self) -> str:
+        names = ", ".join(map(str, self.components)) or "nothing"
+        return f"AblationStudy that leaves out {names}"
+
+
+class _Included:
+    """Components by their names, in the order in which they were included."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Component] = {}
+
+    def _add(self, component: Component) -> None:
+        self._by_name[str(component)] = component
+
+    def _remove(self, kind: Kind, name: str) -> None:
+        self._by_name.pop(f"{kind} {name}", None)
+
+    def _of_kind(self, kind: Kind) -> list[Component]:
+        return [one for one in self._by_name.values() if one.kind == kind]
+
+
+class Features(_Included):
+    """The features to leave out: columns of tables, keys of samples, or numbers of a tensor's columns."""
+
+    def __init__(self, label_name: str | None = None) -> None:
+        super().__init__()
+        self._label = label_name
+
+    def include(self, *features: Feature | Sequence[Feature], value: Any = None, drop: bool = False) -> None:
+        """Leave out each of ``features``, one at a time.
+
+        Args:
+            features: names, numbers of columns, or lists of these.
+            value: what all samples have instead; None: 0, or the most frequent text of the train set.
+            drop: remove the column or key, for programs that take the width of the model from the data.
+        """
+        for name in self._checked(features):
+            self._add(Component(kind="feature", name=str(name), features=(name,), value=value, drop=drop))
+
+    def include_groups(self, *groups: Sequence[Feature], value: Any = None, drop: bool = False) -> None:
+        """Leave out each of ``groups``, lists of features, all features of a group together."""
+        for group in groups:
+            names = _group("features", group, (str, int))
+            self._checked(names)
+            name = " + ".join(map(str, names))
+            self._add(Component(kind="features", name=name, features=tuple(names), value=value, drop=drop))
+
+    def exclude(self, *features: Feature | Sequence[Feature]) -> None:
+        """Keep ``features``, which were included."""
+        for name in _flat("features.exclude", features, (str, int)):
+            self._remove("feature", str(name))
+
+    def exclude_groups(self, *groups: Sequence[Feature]) -> None:
+        """Keep ``groups``, which were included."""
+        for group in groups:
+            self._remove("features", " + ".join(map(str, group)))
+
+    @property
+    def components(self) -> list[Component]:
+        """Return single features, then groups."""
+        return [*self._of_kind("feature"), *self._of_kind("features")]
+
+    @property
+    def included_features(self) -> list[Feature]:
+        """Return the single features."""
+        return [one.features[0] for one in self._of_kind("feature")]
+
+    def list_all(self) -> None:
+        """Print the features, one a line."""
+        for component in self.components:
+            print(component.name)
+
+    def _checked(self, features: Sequence[Any]) -> list[Feature]:
+        names = list(_flat("features.include", features, (str, int)))
+        if self._label is not None and self._label in names:
+            raise ValueError(f"{self._label!r} is the label_name of the study; a model cannot be trained without it")
+        return names
+
+
+class Model:
+    """The model of a study: the layers to leave out, and models of your own to compare."""
+
+    def __init__(self) -> None:
+        self.layers = Layers()
+        self.base_model_generator: Callable[..., Any] | None = None
+        self.components: list[Component] = []
+
+    def set_base_model_generator(self, base_model_generator: Callable[..., Any]) -> None:
+        """Set the module class or factory, in place of ``module=`` in the config."""
+        if not callable(base_model_generator):
+            raise ValueError(f"the base model generator is {base_model_generator!r}; want a class or function")
+        self.base_model_generator = base_model_generator
+
+    def add_custom_model_generator(self, custom_model_generator: Callable[..., Any], model_identifier: str) -> None:
+        """Add a variant whose model ``custom_model_generator`` makes, shown as ``model_identifier``."""
+        if not callable(custom_model_generator):
+            raise ValueError(f"the model generator is {custom_model_generator!r}; want a class or function")
+        self.components.append(Component(kind="model", name=model_identifier, module=custom_model_generator))
+
+    @property
+    def custom_model_generators(self) -> list[tuple[Any, str]]:
+        """Return the generators and identifiers of the models that were added."""
+        return [(one.module, one.name) for one in self.components]
+
+
+class Layers(_Included):
+    """The layers to leave out: submodules by the names of ``named_modules()``, or patterns such as "blocks.*".
+
+    The signs "*", "?" and "[...]" of a pattern stand for characters within one part of a dotted name.
+    """
+
+    def include(self, *layers: str | Sequence[str], replacement: Callable[[Any], Any] | None = None) -> None:
+        """Leave out each of ``layers``, one at a time; of a pattern, each layer that it matches.
+
+        Args:
+            layers: names, patterns, or lists of these.
+            replacement: called with the layer; returns the module that stands in its place. None: the layer's input
+                passes through, which needs a layer whose output has the shape of its input.
+        """
+        for name in _flat("layers.include", layers, (str,)):
+            self._add(Component(kind="layer", name=name, layers=(name,), replacement=replacement))
+
+    def include_groups(
+        self, *groups: Sequence[str], prefix: str | None = None, replacement: Callable[[Any], Any] | None = None
+    ) -> None:
+        """Leave out each of ``groups``, lists of names or patterns, all layers of a group together.
+
+        Args:
+            prefix: a further group: all layers whose names begin so.
+            replacement: as for ``include``; called for each layer of a group.
+        """
+        for component in self._groups(groups, prefix):
+            self._add(replace(component, replacement=replacement))
+
+    def exclude(self, *layers: str | Sequence[str]) -> None:
+        """Keep ``layers``, which were included."""
+        for name in _flat("layers.exclude", layers, (str,)):
+            self._remove("layer", name)
+
+    def exclude_groups(self, *groups: Sequence[str], prefix: str | None = None) -> None:
+        """Keep ``groups``, and the group of ``prefix``, which were included."""
+        for component in self._groups(groups, prefix):
+            self._remove("layers", component.name)
+
+    @property
+    def components(self) -> list[Component]:
+        """Return single layers, then groups."""
+        return [*self._of_kind("layer"), *self._of_kind("layers")]
+
+    @property
+    def included_layers(self) -> list[str]:
+        """Return the names and patterns of single layers."""
+        return [one.name for one in self._of_kind("layer")]
+
+    @property
+    def included_groups(self) -> list[frozenset[str]]:
+        """Return the groups; that of a prefix has the prefix alone."""
+        return [frozenset(one.layers) for one in self._of_kind("layers")]
+
+    def print_all(self) -> None:
+        """Print the single layers."""
+        names = self.included_layers
+        print("\n".join(["Included single layers:", *names]) if names else "No single layers are included.")
+
+    def print_all_groups(self) -> None:
+        """Print the groups of layers."""
+        names = [one.name for one in self._of_kind("layers")]
+        print("\n".join(["Included groups of layers:", *names]) if names else "No groups of layers are included.")
+
+    def _groups(self, groups: Sequence[Sequence[str]], prefix: str | None) -> Iterator[Component]:
+        if prefix is not None:
+            if not isinstance(prefix, str) or not prefix:
+                raise ValueError(f"prefix is {prefix!r}; want the beginning of the names of layers")
+            yield Component(kind="layers", name=f"{prefix}...", layers=(prefix,), prefix=True)
+        for group in groups:
+            names = _group("layers", group, (str,))
+            yield Component(kind="layers", name=" + ".join(names), layers=tuple(names))
+
+
+def is_pattern(name: str) -> bool:
+    """Return whether ``name`` is a pattern, with "*", "?" or "["."""
+    return any(sign in name for sign in "*?[")
+
+
+def _flat(where: str, given: Sequence[Any], kinds: tuple[type, ...]) -> Iterator[Any]:
+    for one in given:
+        if isinstance(one, (list, tuple)):
+            yield from _flat(where, one, kinds)
+        elif isinstance(one, kinds) and not isinstance(one, bool) and one != "":
+            yield one
+        else:
+            want = "names or numbers of columns" if int in kinds else "names"
+            raise ValueError(f"{where}() got {one!r}; want {want}, or lists of these")
+
+
+def _group(what: str, group: Any, kinds: tuple[type, ...]) -> list[Any]:
+    names = list(_flat(f"{what}.include_groups", group, kinds)) if isinstance(group, (list, tuple)) else []
+    if len(names) < 2 and not (names and isinstance(names[0], str) and is_pattern(names[0])):
+        raise ValueError(
+            f"{what}.include_groups() got {group!r}; want a list of at least two names, which are left out together; "
+            f"{what}.include() takes single ones"
+        )
+    return names

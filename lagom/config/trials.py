@@ -1,0 +1,120 @@
+"""``TrialsConfig``: what a search and an ablation study have in common: many trials of one training function."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from lagom.config.fields import explain_fields
+from lagom.config.torch_distributed import TorchDistributedConfig
+
+Direction = Literal["min", "max"]
+
+JOURNAL = "study.journal"
+"""Name of the file with all trials, in the folder of a search."""
+_DIRECTIONS = {"min": "min", "minimize": "min", "max": "max", "maximize": "max"}
+
+
+@explain_fields
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrialsConfig(TorchDistributedConfig):
+    """How ``lagom`` runs many trials of a training function, several at a time.
+
+    What it has in common with ``TorchDistributedConfig`` is said about each trial.
+    """
+
+    optimization_key: str = "Metric"
+    """Name of the metric, in the dict that the function returns, and in what it logs. A function that returns a number
+    returns the metric."""
+    direction: Direction = "max"
+    """Whether the best trial has the largest metric, "max", or the smallest, "min"."""
+    num_slots: int | None = None
+    """Number of trials that run at a time. None: all slots of the cluster, divided by ``ranks_per_trial``."""
+    ranks_per_trial: int = 1
+    """Number of ranks of each trial."""
+    max_failed_trials: int | None = 10
+    """Ends the search when this many trials in a row have failed, with the error of the last. None: never."""
+    world_size: int | None = None
+    """Stays None: a search says ``ranks_per_trial`` and ``num_slots``."""
+    resume: str | os.PathLike[str] | None = None
+    """Folder of an earlier search (its ``run_dir``), which goes on: its trials count, and those that were running are
+    tried again."""
+    timeout_s: float | None = None
+    """Seconds after which no more trials begin. None: no limit."""
+    trial_timeout_s: float | None = None
+    """Seconds without progress after which a trial fails with a StallError: for a search what ``timeout_s`` is for a
+    run. None: never."""
+
+    def __post_init__(self) -> None:
+        if self.world_size is not None:
+            raise ValueError(
+                f"world_size is {self.world_size}; in a search say ranks_per_trial={self.world_size}, the ranks of "
+                "each trial, and num_slots for how many trials run at a time"
+            )
+        TorchDistributedConfig.__post_init__(self)
+        self._check_metric()
+        self._check_counts()
+        self._check_limit()
+        self._check_resume()
+
+    @property
+    def reports_pass_losses(self) -> bool:
+        """Return whether the mean loss of a pass counts as the metric of a program that logs none."""
+        return False
+
+    def of_a_trial(self) -> TorchDistributedConfig:
+        """Return the config of one trial: the fields that a run has."""
+        shared = {each.name: getattr(self, each.name) for each in fields(TorchDistributedConfig)}
+        ranks = {"world_size": self.ranks_per_trial, "timeout_s": self.trial_timeout_s}
+        return TorchDistributedConfig(**shared | ranks)
+
+    def _check_metric(self) -> None:
+        if not isinstance(self.optimization_key, str) or not self.optimization_key:
+            raise ValueError(f"optimization_key is {self.optimization_key!r}; want the name of a metric")
+        direction = _DIRECTIONS.get(self.direction.lower()) if isinstance(self.direction, str) else None
+        if direction is None:
+            raise ValueError(f"direction is {self.direction!r}; want 'max' or 'min'")
+        object.__setattr__(self, "direction", direction)
+
+    def _check_counts(self) -> None:
+        check_count("ranks_per_trial", self.ranks_per_trial, 1)
+        if self.num_slots is not None:
+            check_count("num_slots", self.num_slots, 1, ", or None for all")
+        if self.max_failed_trials is not None:
+            check_count("max_failed_trials", self.max_failed_trials, 1, ", or None for any number")
+        if self.launcher == "inline" and self.ranks_per_trial > 1:
+            raise ValueError(
+                f"launcher='inline' is one rank in this process, but ranks_per_trial={self.ranks_per_trial}"
+            )
+
+    def _check_limit(self) -> None:
+        limit = self.trial_timeout_s
+        if limit is not None and (
+            isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit < math.inf
+        ):
+            raise ValueError(f"trial_timeout_s is {limit!r}; want seconds, more than 0, or None for no limit")
+
+    def _check_resume(self) -> None:
+        if self.resume is None:
+            return
+        if not isinstance(self.resume, (str, os.PathLike)):
+            raise ValueError(f"resume is {self.resume!r}; want the folder of an earlier search, or None")
+        folder = Path(self.resume).expanduser()
+        if not (folder / JOURNAL).is_file():
+            found = "has no" if folder.is_dir() else "is no folder with"
+            raise ValueError(
+                f"resume is {os.fspath(self.resume)!r}, which {found} {JOURNAL}; want result.run_dir of a search"
+            )
+
+
+def check_count(name: str, value: object, least: int, otherwise: str = "") -> None:
+    """Check that ``value`` is a whole number, at least ``least``.
+
+    Raises:
+        ValueError: if it is not, with ``otherwise`` after what was wanted.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}; want a number, at least {least}{otherwise}")

@@ -1,0 +1,98 @@
+"""``serve_trials``: a slot of a search, a host process that runs one trial after another."""
+
+from __future__ import annotations
+
+import base64
+import os
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from lagom.files.settle import keep_files
+from lagom.host.rank_host import join_message
+from lagom.host.trial_imports import TrialImports
+from lagom.host.trial_ranks import TrialRanks
+from lagom.host.workspace import HostWorkspace
+from lagom.wire.client import DriverClient, Message
+from lagom.wire.spec import RunSpec
+
+_PART = 512 << 10  # bytes of an outcome in one message; base64 makes them a third more
+_MAX_OUTCOME = 64 << 20  # bytes
+_IDLE_S = 3600.0
+_SEND_S = 60.0
+
+
+def serve_trials(
+    spec: RunSpec, slot: int, ground: HostWorkspace, link: DriverClient, ip: str, gpus: Sequence[str] = ()
+) -> None:
+    """Join the search, and run the trials that the driver sends until it says that the search is over.
+
+    Raises:
+        LinkClosed: the driver has ended.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    join = join_message(slot, range(spec.plan.world_size), ground, ip, None, gpus)
+    link.send(join | {"cores": cores, "sees_driver": not ground.scratch})  # its files are the driver's
+    unread: list[Message] = []
+    imports = TrialImports(spec)
+    imported: Sequence[str] = ()
+
+    def fork() -> TrialRanks:
+        return TrialRanks(spec, join, ground, link)
+
+    ranks = fork()
+    while True:
+        message = unread.pop(0) if unread else link.receive(_IDLE_S)
+        if message is None or message["type"] not in ("trial", "over"):
+            continue  # a stop that came after the trial's own end
+        if message["type"] == "over":
+            ranks.close()
+            return
+        if imports.add(imported) or not ranks.begin(message):  # these have not the new libraries, or were killed
+            ranks.close()
+            ranks = fork()
+            ranks.begin(message)
+        begun, following = time.monotonic(), fork()
+        reports = ranks.watch.supervise(following.pids)
+        _report(message, ranks, reports, time.monotonic() - begun, link)
+        imported = next((report["imports"] for report in reports if "imports" in report), ())
+        unread += ranks.watch.unread
+        ranks.close()
+        ranks = following
+
+
+def _report(trial: Message, ranks: TrialRanks, reports: Sequence[Message], seconds: float, link: DriverClient) -> None:
+    """Send what the trial has returned, how it ended, and its files where the driver does not see them."""
+    place = ranks.place
+    problems = keep_files(place.host_dir, trial["folder"] or f"{place.host_dir}/kept", str(place.cwd))
+    failed = next((report["rank"] for report in reports if not report["ok"] and "stopped" not in report), 0)
+    if (size := os.fstat(ranks.outcomes[failed]).st_size) <= _MAX_OUTCOME:
+        _send_file(link, "outcome", ranks.outcomes[failed])
+    else:
+        problems.append(
+            f"trial {trial['number']} returned {size >> 20} MB, which a search does not collect: have the function "
+            "save them to a file, which is kept with the trial"
+        )
+    if os.path.exists(place.host_dir / "kept"):
+        with _packed(place.host_dir / "kept") as packed:
+            _send_file(link, "files", packed.fileno())
+    told = [{key: value for key, value in report.items() if key != "imports"} for report in reports]
+    link.send({"type": "ended", "reports": told, "seconds": seconds, "problems": problems})
+
+
+def _send_file(link: DriverClient, name: str, fd: int) -> None:
+    for position in range(0, os.fstat(fd).st_size, _PART):
+        data = base64.b64encode(os.pread(fd, _PART, position)).decode()
+        link.send({"type": "part", "name": name, "data": data}, _SEND_S)
+
+
+def _packed(folder: Path) -> IO[bytes]:
+    """Return an open file with a tar of ``folder``; the file has no name."""
+    file = tempfile.TemporaryFile(dir=folder.parent)  # noqa: SIM115
+    with tarfile.open(fileobj=file, mode="w|") as tar:
+        tar.add(folder, arcname=".")
+    file.flush()
+    return file

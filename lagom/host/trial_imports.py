@@ -1,0 +1,94 @@
+"""``TrialImports``: a slot imports the libraries that its first trial has imported; later trials then find them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from lagom.random_states import equal_random_states, random_states
+from lagom.wire.spec import RunSpec
+
+_MANY = 40
+"""Modules that are worth it: a few hundred take a second or more to import, in each trial."""
+_LIMIT_S = 60
+_OF_JEMALLOC = "jemalloc_bg_thd"
+"""Thread of pyarrow's memory allocator."""
+
+
+class TrialImports:
+    """Imports modules into this process, from which trials are forked, if that leaves it fit for forking.
+
+    From now on the process has the environment variables of ``spec``, as trials do: libraries read them when they are
+    imported.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._tried: set[str] = set()
+        if spec.whole_env:
+            os.environ.clear()
+        os.environ.update(spec.env)
+
+    def add(self, names: Sequence[str]) -> bool:
+        """Import ``names``, modules of installed packages that a trial has imported by itself; return whether it did.
+
+        A child imports them first. Left to the trials are libraries that start threads at their import, since threads
+        do not survive a fork, those that draw random numbers, and those that fail or take long.
+        """
+        new = [name for name in names if name not in sys.modules and name not in self._tried]
+        self._tried.update(new)
+        if len(new) < _MANY or not _is_harmless(new):
+            return False
+        from lagom.host.preload import look_at_loaded  # imports torch, which an executor may lack
+
+        _import(new)
+        look_at_loaded()
+        gc.collect()
+        gc.freeze()
+        return True
+
+
+def _is_harmless(names: Sequence[str]) -> bool:
+    """Return whether a child that imports ``names`` has no thread then that a fork would lose, and draws nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this process does not have
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_LIMIT_S)
+            before = random_states()
+            _import(names)
+            code = 0 if len(_threads()) == 1 and equal_random_states(random_states(), before) else 1
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _threads() -> list[str]:
+    """Return the names of this process's threads, without those that start again by themselves after a fork."""
+    names = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if name != _OF_JEMALLOC]
+
+
+def _import(names: Sequence[str]) -> None:
+    """Import ``names`` without a word; leave out what cannot be imported here."""
+    quiet, kept = os.open(os.devnull, os.O_WRONLY), (os.dup(1), os.dup(2))
+    try:
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        for name in names:
+            with contextlib.suppress(BaseException):
+                importlib.import_module(name)
+    finally:
+        for fd, target in zip(kept, (1, 2), strict=True):
+            os.dup2(fd, target)
+        for fd in (quiet, *kept):
+            os.close(fd)

@@ -1,0 +1,49 @@
+"""``ablate``: train a function without each of its components, and compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lagom.config import AblationConfig
+from lagom.preparation import provided_arguments
+from lagom.search.ablation_result import AblationResult
+from lagom.search.ablation_trials import AblationTrials
+from lagom.search.run_trials import run_trials
+from lagom.search.variants import variants
+
+
+def ablate(train: Callable[..., Any], config: AblationConfig) -> AblationResult:
+    """Run the trials of an ablation study; on Ctrl-C, return what there is so far.
+
+    Raises:
+        ValueError: if the study leaves out something that does not exist, or that the program does not take from the
+            config; nothing has been started then.
+        PlanError: if a trial does not fit the cluster.
+        MetricError: if a trial has no metric.
+        Exception: of the last of ``max_failed_trials`` that failed one after another.
+    """
+    extra = config.extra_arguments()
+    found = variants(config.ablation_study, train, provided_arguments(config.of_a_trial()) | extra)
+    end = time.monotonic() + config.timeout_s if config.timeout_s is not None else math.inf
+    trials, ran = run_trials(
+        train,
+        config,
+        lambda folder: AblationTrials(found, config.seed_values, folder, end),
+        num_trials=len(found) * len(config.seed_values),
+        extra=extra,
+    )
+    return AblationResult(
+        trials.trials(),
+        effects=trials.effects(),
+        base=trials.base_value,
+        num_seeds=len(config.seed_values),
+        seed_ignored=trials.is_seed_ignored(),
+        direction=config.direction,
+        hparams=config.hparams,
+        metric=config.optimization_key,
+        **dataclasses.asdict(ran),
+    )

@@ -1,0 +1,166 @@
+"""``AblationTrials``: the trials of an ablation study: the base and each variant, with each seed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lagom.config.trials import JOURNAL
+from lagom.errors import AblationError, LagomError
+from lagom.search.effects import Effect, effect, is_seed_ignored
+from lagom.search.on_rank.ablation_change import AblationChange
+from lagom.search.trial_journal import Journal
+from lagom.search.trial_source import TrialOutcome, TrialSpec
+from lagom.search.variants import Variant
+
+
+@dataclass(frozen=True, slots=True)
+class _Repetition:
+    """A variant with one of the seeds."""
+
+    variant: Variant
+    seed: int | None
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Return what identifies the trial for people, and in the journal."""
+        return {"without": "" if self.variant.component is None else self.variant.name, "seed": self.seed}
+
+
+class AblationTrials:
+    """Asks for the base with each seed, then for each variant with each seed.
+
+    Trials that have ended are kept in a journal in ``folder``, from which another study goes on; failed ones are tried
+    again then.
+
+    Args:
+        variants: the base, and what is compared with it.
+        folder: folder of the journal; None keeps the trials in memory.
+        end: time (of ``time.monotonic``) after which no more trials begin.
+
+    Raises:
+        LagomError: if the journal is another study's.
+    """
+
+    def __init__(
+        self,
+        variants: Sequence[Variant],
+        seeds: Sequence[int | None],
+        folder: Path | None = None,
+        end: float = math.inf,
+    ) -> None:
+        self._variants = list(variants)
+        self._folder = folder
+        self._end = end
+        order = [_Repetition(variant, seed) for variant in self._variants for seed in seeds]
+        self._all = dict(enumerate(order))
+        self._journal = Journal(folder / JOURNAL) if folder is not None else None
+        self._rows: dict[int, dict[str, Any]] = {}
+        if self._journal is not None:
+            try:
+                self._resume(self._journal)
+            except BaseException:
+                self._journal.close()
+                raise
+        done = {number for number, row in self._rows.items() if row["state"] == "complete"}
+        self._waiting = deque(number for number in self._all if number not in done)
+
+    @property
+    def finished(self) -> bool:
+        """Return whether no more trials will be asked for: all are, or the time is over."""
+        return not self._waiting or time.monotonic() >= self._end
+
+    def ask(self) -> TrialSpec | None:
+        """Return the next trial, or None if there are no more."""
+        if self.finished:
+            return None
+        number = self._waiting.popleft()
+        one = self._all[number]
+        change = AblationChange(one.variant.component, one.variant.layers, one.seed)
+        return TrialSpec(number=number, params=one.params, change=change)
+
+    def report(self, number: int, step: int, value: float) -> bool:
+        """Return False: every trial runs to its end, since their differences are wanted."""
+        return False
+
+    def tell(self, number: int, outcome: TrialOutcome) -> None:
+        """Note how the trial ``number`` ended. A metric that is not a number is a failure."""
+        failed = outcome.state == "complete" and (outcome.value is None or math.isnan(outcome.value))
+        folder = outcome.folder if self._folder is not None else None  # one that is not kept is gone at the end
+        if folder is not None and self._folder is not None and folder.is_relative_to(self._folder):
+            folder = folder.relative_to(self._folder)
+        row = {
+            "number": number,
+            "params": self._all[number].params,
+            "value": outcome.value,
+            "state": "failed" if failed else outcome.state,
+            "seconds": outcome.seconds,
+            "started": outcome.started,
+            "slot": outcome.slot,
+            "error": f"ValueError: the metric is {outcome.value}" if failed else outcome.error,
+            "traceback": outcome.traceback,
+            "folder": None if folder is None else str(folder),
+            "returned": outcome.returned,
+        }
+        self._rows[number] = row
+        if outcome.error.startswith(AblationError.__name__):  # whatever the seed
+            variant = self._all[number].variant
+            self._waiting = deque(other for other in self._waiting if self._all[other].variant != variant)
+        if self._journal is not None:
+            self._journal.append_logs([row])
+
+    def trials(self) -> list[dict[str, Any]]:
+        """Return one dict for each trial that has ended, in the order of their numbers; see ``SearchResult.trials``."""
+        return [self._located(self._rows[number]) for number in sorted(self._rows)]
+
+    def effects(self) -> list[Effect]:
+        """Return what leaving out each component changes, as far as trials have ended."""
+        base = self._values(self._variants[0])
+        return [effect(variant.name, base, self._values(variant)) for variant in self._variants[1:]]
+
+    @property
+    def kept_trial(self) -> int | None:
+        """Return the number of the base's first trial, if it ran to its end."""
+        return 0 if self._rows.get(0, {}).get("state") == "complete" else None
+
+    @property
+    def base_value(self) -> float | None:
+        """Return the mean metric of the base; None if none of its trials ran to its end."""
+        values = self._values(self._variants[0])
+        return statistics.fmean(values.values()) if values else None
+
+    def is_seed_ignored(self) -> bool:
+        """Return whether the seeds of a trial make no difference to its metric."""
+        return is_seed_ignored([self._values(variant) for variant in self._variants])
+
+    def close(self) -> None:
+        """Close the journal."""
+        self._waiting.clear()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _values(self, variant: Variant) -> dict[int, float]:
+        """Return the metrics of the trials of ``variant`` that ran to their end, by place of the seed."""
+        own = [number for number, one in self._all.items() if one.variant == variant]
+        rows = {place: self._rows.get(number) for place, number in enumerate(own)}
+        return {place: float(row["value"]) for place, row in rows.items() if row and row["state"] == "complete"}
+
+    def _located(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        folder = None if row["folder"] is None else (self._folder or Path()) / row["folder"]
+        return {**row, "folder": folder}
+
+    def _resume(self, journal: Journal) -> None:
+        for row in journal.read_logs(0):
+            known = self._all.get(row.get("number", -1))
+            if known is None or known.params != row.get("params"):
+                raise LagomError(
+                    f"the search to resume had a trial with {row.get('params')}, and this study does not; resume with "
+                    "the same components and seeds"
+                )
+            self._rows[row["number"]] = dict(row)

@@ -1,0 +1,128 @@
+"""``mlflow_trials``: an MLflow run for each trial, below one for the whole search. See Note [Trials in MLflow]."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lagom.search.trial_source import TrialOutcome, TrialSpec
+
+log = logging.getLogger("lagom")
+_STATUS = {"complete": "FINISHED", "pruned": "KILLED", "failed": "FAILED"}
+_LOCAL = re.compile(r"(file|sqlite):|(?!databricks)(?!.*:)")
+"""Addresses of stores in files of this machine."""
+
+
+@contextmanager
+def mlflow_trials(name: str, metric: str) -> Iterator[MlflowTrials | None]:
+    """Yield what makes the runs of trials; None if this process does not use MLflow.
+
+    It uses MLflow if it has an active run, or has set an experiment; in that case a run ``name`` is active meanwhile.
+    """
+    mlflow: Any = sys.modules.get("mlflow")
+    with contextlib.ExitStack() as stack:
+        parent = None
+        if mlflow is not None:
+            with _warned():
+                parent = mlflow.active_run()
+                if parent is None and {"MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"} & os.environ.keys():
+                    parent = stack.enter_context(mlflow.start_run(run_name=name))
+        trials = MlflowTrials(mlflow, parent.info, metric) if parent is not None else None
+        try:
+            yield trials
+        finally:
+            if trials is not None:
+                trials.give_up()
+
+
+class MlflowTrials:
+    """Makes, and ends, the runs of trials.
+
+    Args:
+        parent: what MLflow knows of the run of the search.
+        metric: name of the metric.
+    """
+
+    def __init__(self, mlflow: Any, parent: Any, metric: str) -> None:
+        self._client = mlflow.MlflowClient()
+        self._parent = parent
+        self._metric = metric
+        self._uri = str(mlflow.get_tracking_uri())
+        self._runs: dict[int, str] = {}
+
+    def begin(self, spec: TrialSpec, sees_files: bool) -> dict[str, str]:
+        """Make the run of a trial, if it has none yet; return the environment in which its ranks log to it.
+
+        Args:
+            sees_files: whether the trial's host has the files of this one, where MLflow may keep its runs.
+        """
+        with _warned():
+            if spec.number not in self._runs:
+                made = self._client.create_run(
+                    self._parent.experiment_id,
+                    run_name=f"trial {spec.number}",
+                    tags={"mlflow.parentRunId": self._parent.run_id, "mlflow.user": self._parent.user_id or ""},
+                )
+                self._runs[spec.number] = made.info.run_id
+        if spec.number not in self._runs or (_LOCAL.match(self._uri) and not sees_files):
+            return {}
+        found = {"MLFLOW_RUN_ID": self._runs[spec.number], "MLFLOW_EXPERIMENT_ID": self._parent.experiment_id}
+        return found | {"MLFLOW_TRACKING_URI": self._uri}
+
+    def end(self, spec: TrialSpec, outcome: TrialOutcome) -> None:
+        """Log the hyperparameters and the metric of a trial, and how it ended."""
+        run = self._runs.pop(spec.number, None)
+        if run is None:
+            return
+        for key, value in spec.params.items():
+            with contextlib.suppress(Exception):  # the program has logged it, written in another way
+                self._client.log_param(run, key, value)
+        with _warned():
+            if outcome.value is not None:
+                # MLflow takes the value at the largest step for the last one, and the program may have logged some.
+                known = [one.step for one in self._client.get_metric_history(run, self._metric)]
+                self._client.log_metric(run, self._metric, outcome.value, step=max(known, default=-1) + 1)
+            if outcome.error:
+                self._client.set_tag(run, "error", outcome.error[:5000])
+            self._client.set_terminated(run, _STATUS[outcome.state])
+
+    def give_up(self) -> None:
+        """End the runs of the trials that still run, which the search does not wait for."""
+        for run in self._runs.values():
+            with _warned():
+                self._client.set_terminated(run, "KILLED")
+        self._runs.clear()
+
+
+_warnings: set[str] = set()
+
+
+@contextmanager
+def _warned() -> Iterator[None]:
+    """Turn errors of MLflow into a warning: a search does not end because its server does not answer."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if text not in _warnings:
+            _warnings.add(text)
+            log.warning("MLflow has not all that was to be logged of this search: %s", text)
+
+
+# Note [Trials in MLflow]
+#
+# MLFLOW_RUN_ID is MLflow's own way to say which run a process logs to: the first start_run() in it, or the first call
+# that logs, goes on with that run, and later ones make runs of their own. So a trial's process gets the run that the
+# search has made for the trial, and an unmodified program logs to it. Where its host cannot reach the store (files of
+# this machine), it gets none, and has the run that it would have in a plain call.
+#
+# The hyperparameters are logged when the trial has ended: MLflow refuses a second value of a parameter, and a program
+# that logs its own, perhaps rounded, must not fail for it.
+#
+# A store in files is the real one, not one on the trial's own disk: see lagom/tracking/mlflow.py.

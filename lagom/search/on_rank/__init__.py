@@ -1,0 +1,1 @@
+"""A trial as its ranks see it: its call, and what it reports while it runs."""

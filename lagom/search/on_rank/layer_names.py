@@ -1,0 +1,40 @@
+"""Names of layers: patterns, prefixes, and errors with the nearest name."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+from lagom.config.fields import nearest
+
+
+def check_layer(name: str, names: Sequence[str], model: str) -> None:
+    """Check that ``name`` is one of ``names``, the layers of ``model``.
+
+    Raises:
+        ValueError: if it is not, with the nearest name.
+    """
+    if name not in names:
+        raise ValueError(f"{model} has no layer {name!r}{nearest(name, names) or _listed(names)}")
+
+
+def matching(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return those of ``names`` that ``pattern`` matches, part by part of the dotted names."""
+    parts = pattern.split(".")
+
+    def matches(name: str) -> bool:
+        own = name.split(".")
+        return len(own) == len(parts) and all(map(fnmatch.fnmatchcase, own, parts))
+
+    return [name for name in names if matches(name)]
+
+
+def outermost(names: Sequence[str]) -> list[str]:
+    """Return ``names`` without those that are inside of others among them."""
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def _listed(names: Sequence[str], limit: int = 12) -> str:
+    if not names:
+        return "; it has none"
+    return f"; it has {', '.join(names[:limit])}{', ...' if len(names) > limit else ''}"

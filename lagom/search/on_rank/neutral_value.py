@@ -1,0 +1,40 @@
+"""``NeutralValue``: what stands in the place of a column that is left out: 0, or the most frequent text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class NeutralValue:
+    """0 for numbers; for all else the most frequent value, the least of several. See Note [Left-out features]."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Any] = Counter()
+
+    def add(self, values: Any) -> None:
+        """Take in ``values``, an array, tensor or list of any shape."""
+        if not is_number(values):
+            self._counts.update(one for one in np.ravel(values).tolist() if one is not None and one == one)
+
+    def value(self) -> Any:
+        """Return the value."""
+        most = max(self._counts.values(), default=0)
+        return min((one for one, count in self._counts.items() if count == most), default=0)
+
+
+def neutral_value(values: Any) -> Any:
+    """Return the neutral value of ``values``."""
+    found = NeutralValue()
+    found.add(values)
+    return found.value()
+
+
+def is_number(values: Any) -> bool:
+    """Return whether ``values`` are numbers: a tensor, an array or list of numbers, or one of these."""
+    if isinstance(values, (list, tuple)) and values and isinstance(values[0], torch.Tensor):
+        return True
+    return isinstance(values, torch.Tensor) or np.asarray(values).dtype.kind in "biufc"

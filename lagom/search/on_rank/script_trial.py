@@ -1,0 +1,123 @@
+"""``ScriptTrial``: a script as the function of a search: hyperparameters are its options, what it prints its metric."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from lagom.errors import MetricError
+from lagom.patching.replace import replaced
+from lagom.program.script import Script
+from lagom.world import place_in_run
+
+_NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)"
+_END_OF_LINE = re.compile(r"\r\n|\r|\n")
+_LONGEST = 10_000  # characters of a line that are searched
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptTrial(Script):
+    """A script that trials call with their hyperparameters; it returns the last value of ``metric`` that it prints."""
+
+    metric: str = "loss"
+
+    @classmethod
+    def of(cls, script: Script, metric: str) -> ScriptTrial:
+        """Return ``script`` as a trial with that metric."""
+        return cls(**{each.name: getattr(script, each.name) for each in fields(script)}, metric=metric)
+
+    def __call__(self, hparams: Mapping[str, Any], reporter: Any) -> float | None:  # type: ignore[override]
+        """Run the script with ``hparams`` as options after its own arguments; report each value that it prints.
+
+        Raises:
+            MetricError: if it neither prints nor logs one on rank 0.
+        """
+        script = replace(self, arguments=(*self.arguments, *options(hparams)))
+        printed = PrintedMetric(self.metric, reporter.broadcast)
+        with printed.watched():
+            Script.__call__(script)
+        place = place_in_run()
+        if printed.last is None and reporter.logged is None and (place is None or place.rank == 0):
+            raise MetricError(
+                f"{self.__name__} printed no line with {self.metric!r} and a number, such as "
+                f'"{self.metric}: 0.123" or "{self.metric}=0.123"; have it print one, or name another with --metric'
+                + (f". Its last line was {printed.line!r:.200}" if printed.line else "")
+            )
+        return printed.last
+
+
+def options(params: Mapping[str, Any]) -> list[str]:
+    """Return hyperparameters as options of a command line: ``--lr 0.1``."""
+    words: list[str] = []
+    for name, value in params.items():
+        # argparse takes a word such as -1e-05 for an option.
+        words += [f"--{name}={value}"] if str(value).startswith("-") else [f"--{name}", str(value)]
+    return words
+
+
+class PrintedMetric:
+    """Finds the values of a metric in the lines that this process prints, on standard output and error.
+
+    Args:
+        name: name of the metric; its value follows after a colon or an equals sign.
+        report: is called with the value of each line that ends. A line that is only renewed, as progress bars are,
+            does not count: how often that happens is chance.
+    """
+
+    def __init__(self, name: str, report: Callable[[float], None]) -> None:
+        self._value = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)[\"']?\s*[:=]\s*(?:tensor\()?({_NUMBER})")
+        self._report = report
+        self._process, self._thread = os.getpid(), threading.get_ident()
+        self.last: float | None = None
+        """The last value."""
+        self.line = ""
+        """The last line that is not empty."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Read what is printed in the context."""
+        with ExitStack() as stack:
+            for stream in (sys.stdout, sys.stderr):
+                begun = _BegunLine()
+                write = self._write(stream.write, begun)
+                stack.enter_context(replaced(stream, "write", write))
+                stack.callback(self._read, begun, "\r")  # for a last line without an end
+            yield
+
+    def _write(self, original: Callable[[str], int], begun: _BegunLine) -> Callable[[str], int]:
+        def write(text: str, /) -> int:
+            size = original(text)
+            if os.getpid() == self._process:
+                self._read(begun, text)
+            return size
+
+        return write
+
+    def _read(self, begun: _BegunLine, text: str) -> None:
+        begun.text += text
+        if not _END_OF_LINE.search(text):
+            begun.text = begun.text[-_LONGEST:]
+            return
+        at, found = 0, list[float]()
+        for end in _END_OF_LINE.finditer(begun.text):
+            line = begun.text[at : end.start()]
+            at = end.end()
+            self.line = line.strip() or self.line
+            if values := self._value.findall(line):
+                self.last = float(values[-1])
+                found += [self.last] * (end[0] != "\r")
+        begun.text = begun.text[at:]
+        if threading.get_ident() == self._thread:
+            for value in found:
+                self._report(value)
+
+
+@dataclass(slots=True)
+class _BegunLine:
+    text: str = ""

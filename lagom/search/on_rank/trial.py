@@ -1,0 +1,70 @@
+"""``Trial``: a rank's end of a trial: its reports, its pruning and its metric."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lagom.errors import MetricError
+
+
+class TrialPruned(BaseException):
+    """Ends a trial that is worse than others; no ``except Exception`` of the program catches it."""
+
+
+class Trial:
+    """Sends the reports of a trial to the driver, and ends the trial when the driver says so."""
+
+    def __init__(self, ask: Callable[[dict[str, Any]], Mapping[str, Any]], metric: str) -> None:
+        """Report values of ``metric`` with ``ask``, which sends a message to the driver and returns the answer."""
+        self._ask = ask
+        self.metric = metric
+        self.logged: float | None = None
+        """The last value that the program has logged itself, which is the metric if it returns nothing."""
+        self._source = ""
+        self._pruned = False
+
+    def takes(self, source: str) -> bool:
+        """Return whether values of ``source`` are reported: only those of the first are, for others count anew."""
+        self._source = self._source or source
+        return self._source == source
+
+    def report(self, step: int, value: float) -> None:
+        """Report ``value`` at ``step``; wait for the driver's answer, about 1 ms.
+
+        Raises:
+            TrialPruned: if the trial is to end.
+        """
+        if not self._pruned:
+            answer = self._ask({"type": "report", "step": int(step), "value": float(value)})
+            self._pruned = bool(answer["prune"])
+        if self._pruned:  # also for a program that has caught the first exception
+            raise TrialPruned
+
+
+def metric_of(value: Any, key: str, logged: float | None = None) -> float:
+    """Return the metric in the function's return ``value``: the number itself, or the entry ``key`` of a dict.
+
+    If the function returns nothing, it is the value that it has ``logged`` last.
+
+    Raises:
+        MetricError: if there is none.
+    """
+    found: Any = value if value is not None else logged
+    if isinstance(value, Mapping):
+        if key not in value:
+            names = ", ".join(map(repr, value)) or "nothing"
+            raise MetricError(
+                f"the function returned a dict with {names}, and not {key!r}; set optimization_key to one of its keys"
+            )
+        found = value[key]
+    if hasattr(found, "item") and hasattr(found, "shape"):
+        if math.prod(found.shape) != 1:
+            raise MetricError(f"the metric is a {type(found).__name__} of shape {tuple(found.shape)}; want one number")
+        found = found.item()
+    if isinstance(found, numbers.Real):
+        return float(found)
+    what = f"its entry {key!r}" if isinstance(value, Mapping) else "the function's return value"
+    raise MetricError(f"{what} is {found!r:.200}; want a number, which the search makes as large or small as it can")

@@ -1,0 +1,84 @@
+"""``Axis``: places values on a line: evenly, by their logarithms, or one after another if they are no numbers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lagom.records.chart import number_text, round_ticks
+from lagom.result import short
+
+_LOG_RATIO = 100  # of largest to smallest value, from which a logarithmic axis shows more
+_CROWDED = 0.1
+"""Part of a linear axis on which half of the values would be, if a logarithmic one is better."""
+_FENCE = 3.0  # interquartile ranges beyond which a value does not stretch the axis (Tukey's far out)
+_LONGEST = 14  # characters of a label
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A line from 0 to 1 with marks on it."""
+
+    marks: Sequence[tuple[float, str]]
+    """Places and texts."""
+    low: float
+    high: float
+    is_log: bool = False
+    labels: Sequence[str] = ()
+    """Texts of the values, if they are no numbers."""
+
+    @classmethod
+    def of_numbers(cls, values: Sequence[float], *, whole: bool = False) -> Axis:
+        """Return an axis for finite ``values``; ``whole`` lets far-off values stretch it as well."""
+        low, high = min(values), max(values)
+        if low > 0 and high / low >= _LOG_RATIO and statistics.median(values) - low < _CROWDED * (high - low):
+            first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+            step = max(1, -(-(last - first) // 5))
+            powers = range(first, last + 1, step)
+            marks = [((power - first) / (last - first), f"{10.0**power:g}") for power in powers]
+            return cls(marks, 10.0**first, 10.0**last, is_log=True)
+        if not whole:
+            low, high = _fences(sorted(values))
+        ticks = round_ticks(low, high)
+        span = ticks[-1] - ticks[0]
+        return cls([((tick - ticks[0]) / span, number_text(tick)) for tick in ticks], ticks[0], ticks[-1])
+
+    @classmethod
+    def of_values(cls, values: Sequence[Any]) -> Axis:
+        """Return an axis for values of any kind; numbers stand by their size if there are many of them."""
+        kinds = {repr(value): value for value in values}
+        if len(kinds) > 6 and all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values):
+            return cls.of_numbers([float(value) for value in values], whole=True)
+        numbers = all(isinstance(one, (int, float)) for one in values)
+        ordered = sorted(kinds, key=lambda text: kinds[text]) if numbers else list(kinds)
+        last = max(1, len(ordered) - 1)
+        marks = [(place / last, shown(kinds[text], _LONGEST)) for place, text in enumerate(ordered)]
+        return cls(marks, 0.0, float(last), labels=ordered)
+
+    def place(self, value: Any) -> float:
+        """Return where ``value`` is, from 0 to 1; a value beyond the end is at the end."""
+        if self.labels:
+            return self.labels.index(repr(value)) / self.high
+        if self.is_log:
+            return math.log(float(value) / self.low) / math.log(self.high / self.low)
+        return min(1.0, max(0.0, (float(value) - self.low) / (self.high - self.low)))
+
+
+def shown(value: Any, longest: int = 60) -> str:
+    """Return a hyperparameter as text of at most ``longest`` characters: a text as it is, a class by its name."""
+    if not isinstance(value, (str, type)) and not callable(value):
+        return short(value, longest)
+    text = " ".join(str(getattr(value, "__name__", value)).split())
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def _fences(ordered: Sequence[float]) -> tuple[float, float]:
+    """Return the smallest and largest value that are not far away from all others."""
+    quarter, three = (ordered[round(part * (len(ordered) - 1))] for part in (0.25, 0.75))
+    reach = _FENCE * (three - quarter)
+    if len(ordered) < 4 or not reach:
+        return ordered[0], ordered[-1]
+    return max(ordered[0], quarter - reach), min(ordered[-1], three + reach)

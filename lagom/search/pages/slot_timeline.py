@@ -1,0 +1,71 @@
+"""``slot_timeline``: which trial ran when, on which slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lagom.records.chart import number_text, round_ticks
+from lagom.search.pages.best_value_chart import COLOURS, svg, told
+
+_WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 1000, 70, 70, 20, 30
+_MAX_SLOTS = 64
+_PAUSE_S = 60.0
+"""Seconds without any trial, as between a search and its resumption, from which they are left out."""
+
+
+def slot_timeline(trials: Sequence[Mapping[str, Any]]) -> str:
+    """Return an SVG element with a row for each slot; empty if no trial has a start time."""
+    timed = [one for one in trials if one.get("started") is not None and one.get("seconds") is not None]
+    if not timed:
+        return ""
+    begins = starts(timed)
+    slots = sorted({one["slot"] for one in timed})
+    end = max(begins[one["number"]] + one["seconds"] for one in timed) or 1e-9
+    scale = (_WIDTH - _LEFT - _RIGHT) / end
+    title = "Slots"
+    parts = [f'<text x="8" y="14" font-weight="600">{title}</text>']
+    for row, slot in enumerate(slots[:_MAX_SLOTS]):
+        y = _TOP + row * (_ROW + 3)
+        own = [one for one in timed if one["slot"] == slot]
+        busy = sum(one["seconds"] for one in own) / end
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 14}" text-anchor="end">slot {slot}</text>')
+        wide = f'width="{_WIDTH - _LEFT - _RIGHT}" height="{_ROW}"'
+        parts.append(f'<rect x="{_LEFT}" y="{y}" {wide} fill="currentColor" fill-opacity=".06"/>')
+        parts += [_box(one, _LEFT + begins[one["number"]] * scale, y, one["seconds"] * scale) for one in own]
+        parts.append(f'<text x="{_WIDTH - _RIGHT + 8}" y="{y + 14}">{min(busy, 1):.0%} busy</text>')
+    bottom = _TOP + len(slots[:_MAX_SLOTS]) * (_ROW + 3) + 14
+    for tick in round_ticks(0.0, end):
+        if tick <= end:
+            x = _LEFT + tick * scale
+            parts.append(f'<text x="{x:.1f}" y="{bottom}" text-anchor="middle">{number_text(tick)} s</text>')
+    return svg(title, _WIDTH, bottom + 8, parts)
+
+
+def starts(trials: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Return when each trial began, in seconds from the first; long times without any trial are left out."""
+    found: dict[int, float] = {}
+    skipped, busy_until = 0.0, float("inf")
+    for one in sorted(trials, key=lambda trial: float(trial["started"])):
+        began = float(one["started"])
+        if not found:
+            skipped = began
+        elif began - busy_until > _PAUSE_S:
+            skipped += began - busy_until
+        found[one["number"]] = began - skipped
+        ended = began + float(one["seconds"])
+        busy_until = max(busy_until, ended) if len(found) > 1 else ended
+    return found
+
+
+def _box(trial: Mapping[str, Any], x: float, y: float, width: float) -> str:
+    shown = max(width - 0.6, 0.4)
+    box = (
+        f'<rect x="{x:.2f}" y="{y}" width="{shown:.2f}" height="{_ROW}" rx="2" fill="{COLOURS[trial["state"]]}">'
+        f"<title>{told(trial)}, {trial['seconds']:.3g} s</title></rect>"
+    )
+    number = str(trial["number"])
+    if width < 7 * len(number) + 4:
+        return box
+    colour = "#000" if trial["state"] == "pruned" else "#fff"
+    return box + f'<text x="{x + 4:.2f}" y="{y + 14}" fill="{colour}" pointer-events="none">{number}</text>'

@@ -1,0 +1,135 @@
+"""``run_trials``: from a checked call to the end of its last trial."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lagom.call import Call
+from lagom.cluster import Cluster
+from lagom.config.trials import TrialsConfig
+from lagom.errors import PlanError
+from lagom.launchers import choose
+from lagom.launchers.dataframes import write_frame
+from lagom.plan import Plan, plan
+from lagom.preparation import already_distributed, checked, random_start, run_records, source_of
+from lagom.program.signature import check_searched, function_name
+from lagom.search.mlflow_trials import mlflow_trials
+from lagom.search.search_progress import SearchProgress
+from lagom.search.slots.choose_slots import choose_slots, num_slots
+from lagom.search.slots.trial_slots import TrialSlots
+from lagom.search.trial_files import put_in_place
+from lagom.search.trial_loop import TrialLoop
+from lagom.search.trial_source import KeptTrialSource
+from lagom.worker.process_settings import process_settings
+
+Source = TypeVar("Source", bound=KeptTrialSource)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialsRun:
+    """Facts of a search beside its trials: arguments of ``SearchResult``."""
+
+    name: str
+    seconds: float
+    where: str
+    run_dir: Path | None
+    interrupted: bool
+
+
+def run_trials(
+    train: Callable[..., Any],
+    config: TrialsConfig,
+    make_source: Callable[[Path | None], Source],
+    *,
+    num_trials: int | None,
+    searched: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> tuple[Source, TrialsRun]:
+    """Run the trials of a source on all slots; on Ctrl-C, return what there is so far.
+
+    Args:
+        make_source: makes the source, which keeps its trials in the folder that it gets, if any.
+        num_trials: the number of trials, if it is known.
+        searched: examples of the hyperparameters that trials have.
+        extra: what trials get beside the arguments that the config provides.
+    """
+    started, trial = time.monotonic(), config.of_a_trial()
+    provided = _checked(train, config, searched or {}, extra or {})
+    launcher = choose(trial.launcher)
+    cluster, where = launcher.cluster(), launcher.where()
+    of_trial = _plan(train, config, provided, cluster)
+    call = Call(
+        function=train,
+        provided=write_frame(provided),
+        random_states=random_start(trial),
+        settings=process_settings(),
+    )
+    number = num_slots(of_trial, cluster, config.num_slots, num_trials)
+    resume = Path(config.resume).expanduser() if config.resume is not None else None
+    with contextlib.ExitStack() as stack:
+        records = stack.enter_context(run_records(trial, of_trial, where, source_of(train), resume))
+        folder = records.folder if records is not None else None
+        source = stack.enter_context(contextlib.closing(make_source(folder)))
+        total = num_trials if resume is None else None
+        progress = SearchProgress(of_trial.name, where, number, config.direction, records, total)
+        progress.go_on(source.trials())
+        progress.shows_output = config.log == "all"
+        trials_dir = (folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lagom-")))) / "trials"
+        loop = TrialLoop(
+            source,
+            of_trial,
+            config.optimization_key,
+            config.max_failed_trials,
+            trials_dir,
+            progress,
+            stack.enter_context(mlflow_trials(of_trial.name, config.optimization_key)),
+        )
+        stack.callback(progress.close)
+        interrupted = _is_interrupted(source, loop, lambda: choose_slots(launcher, of_trial, call, number))
+        if source.kept_trial is not None:
+            for problem in put_in_place(loop.folder_of(source.kept_trial)):
+                progress.warn(problem)
+        if records is not None:
+            records.ended({"outcome": "interrupted" if interrupted else "returned"})
+    seconds = time.monotonic() - started
+    return source, TrialsRun(name=of_trial.name, seconds=seconds, where=where, run_dir=folder, interrupted=interrupted)
+
+
+def _checked(
+    train: Callable[..., Any], config: TrialsConfig, searched: Mapping[str, Any], extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Check the call before anything starts; return what there is for the function."""
+    provided = {**checked(train, config.of_a_trial(), {**searched, **extra}), **extra}
+    check_searched(train, searched)
+    if config.verify:
+        raise PlanError("verify=True is for one run: search without it, and verify a run with the best config")
+    if config.timeline:
+        raise PlanError("timeline is for one run: search without it, and record a run with the best config")
+    return provided
+
+
+def _plan(train: Callable[..., Any], config: TrialsConfig, provided: dict[str, Any], cluster: Cluster) -> Plan:
+    """Return the plan of one trial."""
+    distributed = already_distributed(train, provided, cluster)
+    of_trial = plan(config.of_a_trial(), cluster, function_name(train), already_distributed=distributed)
+    return dataclasses.replace(
+        of_trial, searches=True, keeps_logs=False, reports_pass_losses=config.reports_pass_losses
+    )
+
+
+def _is_interrupted(source: KeptTrialSource, loop: TrialLoop, slots: Callable[[], TrialSlots]) -> bool:
+    """Run the trials, if any are left; return whether Ctrl-C has ended them."""
+    try:
+        if not source.finished:  # else it goes on from a search that had all of its trials
+            with slots() as started:
+                loop.run(started)
+    except KeyboardInterrupt:
+        return True
+    return False

@@ -1,0 +1,69 @@
+"""``search``: find the best hyperparameters of a training function by trials."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lagom.config import HyperparameterOptConfig, Searchspace
+from lagom.payload import Parcel
+from lagom.search.run_trials import run_trials
+from lagom.search.search_result import SearchResult
+from lagom.search.study import Study
+
+_MAX_CHOICE = 256 << 10  # bytes; a trial travels in one message, of 1 MB at most
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def search(train: Callable[..., Any], config: HyperparameterOptConfig) -> SearchResult:
+    """Run trials of ``train`` until ``config`` says that there are enough; on Ctrl-C, return those so far.
+
+    Raises:
+        ValueError: if the function asks for an argument that nothing provides, or a choice is too large for a message;
+            nothing has been started then.
+        PayloadError: if a choice cannot be pickled.
+        PlanError: if a trial does not fit the cluster.
+        LagomError: if Optuna is missing, or no slot is left.
+        MetricError: if a trial has no metric.
+        Exception: of the last of ``max_failed_trials`` that failed one after another.
+    """
+    _check_choices(config.searchspace)
+    study, ran = run_trials(
+        train,
+        config,
+        functools.partial(Study, config),
+        num_trials=config.num_trials,
+        searched=_examples(train, config),
+    )
+    return SearchResult(
+        study.trials(),
+        direction=config.direction,
+        hparams=config.hparams,
+        study=study.optuna,
+        metric=config.optimization_key,
+        **dataclasses.asdict(ran),
+    )
+
+
+def _check_choices(space: Any) -> None:
+    for parameter in space.parameters if isinstance(space, Searchspace) else ():
+        for value in parameter.values:
+            if not isinstance(value, _PLAIN) and (size := Parcel(value).size) > _MAX_CHOICE:
+                raise ValueError(
+                    f"{parameter.name} in the searchspace has a choice of {size >> 10} KB, and each trial is sent its "
+                    f"choice: want at most {_MAX_CHOICE >> 10} KB. Put large objects into hparams, in a dict, and "
+                    "search over its keys"
+                )
+
+
+def _examples(train: Callable[..., Any], config: HyperparameterOptConfig) -> Mapping[str, Any]:
+    """Return a value for each hyperparameter that a trial has, to check the function's arguments with."""
+    if isinstance(config.searchspace, Searchspace):
+        return dict.fromkeys(config.searchspace.names())
+    if isinstance(config.searchspace, Mapping):
+        return dict.fromkeys(config.searchspace)
+    names = inspect.signature(train).parameters  # a function of a trial says only in a trial what it suggests
+    return {name: None for name in names if name not in config.hparams}

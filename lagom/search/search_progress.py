@@ -1,0 +1,190 @@
+"""``SearchProgress``: shows a search while it runs, a line in a terminal and a table in a notebook."""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lagom.monitor.notebook_table import NotebookCell, notebook
+from lagom.monitor.stalls import stall_text
+from lagom.monitor.status_line import WIDTH, StatusLine
+from lagom.records.run_dir import RunRecords
+from lagom.result import lasted
+from lagom.search.pages.axis import shown
+from lagom.search.pages.live_table import SlotRow, cut, live_table
+from lagom.search.trial_source import TrialOutcome, TrialSpec
+from lagom.wire.client import Message
+
+
+@dataclass(slots=True)
+class _SlotState:
+    """One slot as the reader sees it."""
+
+    host: str
+    since: float
+    number: int | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    value: float | None = None
+    step: int | None = None
+    began: float = 0.0
+    busy_s: float = 0.0
+    unsaid: str = ""
+
+
+class SearchProgress:
+    """Shows how many trials there are, the best value, and what each slot does."""
+
+    def __init__(
+        self,
+        name: str,
+        where: str,
+        num_slots: int,
+        direction: str,
+        records: RunRecords | None,
+        num_trials: int | None = None,
+    ) -> None:
+        """Show the trials on ``num_slots`` slots; ``num_trials`` is how many there will be, if that is known."""
+        display = notebook()
+        self._cell = NotebookCell(display) if display is not None else None
+        self._line = StatusLine(records.said if records is not None else None, elsewhere=self._cell is not None)
+        self._name, self._where, self._direction = name, where, direction
+        self._slots: dict[int, _SlotState] = {}
+        self._num_slots = num_slots
+        self._counts: Counter[str] = Counter()
+        self._num_trials = num_trials
+        self._best: tuple[float, int] | None = None
+        self._best_params: Mapping[str, Any] = {}
+        self._failure = ""
+        self._told_failures: set[str] = set()
+        self._began = time.monotonic()
+        self.shows_output = False
+        """Show what all trials print, each line after the trial's number."""
+
+    def take(self, number: int, message: Message) -> None:
+        """Take in a message of slot ``number``, or to it; show the state when it is time."""
+        kind = message["type"]
+        if kind == "join":
+            host = str(message["host"]).split("|")[0]
+            self._slots[number] = _SlotState(host, time.monotonic())
+            if len(self._slots) == self._num_slots:
+                trials = f"{self._num_slots} trial{'s' * (self._num_slots != 1)} at a time"
+                self._line.say(f"lagom: {self._name}: {trials} on {self._where}")
+        elif (slot := self._slots.get(number)) is not None:
+            self._take_of(slot, kind, message)
+        if self._line.is_due():
+            self._renew()
+
+    def ended(self, spec: TrialSpec, outcome: TrialOutcome) -> None:
+        """Take in the end of a trial."""
+        self._count(spec.number, outcome.state, outcome.value, spec.params)
+        if outcome.state == "failed":
+            self._failure = f"trial {spec.number} failed: {outcome.error}"
+            kind = outcome.error.partition(":")[0]
+            if kind not in self._told_failures:  # the first of its kind; all are in the result
+                self._told_failures.add(kind)
+                self.warn(cut(self._failure, WIDTH))
+
+    def go_on(self, trials: Sequence[Mapping[str, Any]]) -> None:
+        """Count the ``trials`` of the search that this one goes on from."""
+        for trial in trials:
+            self._count(trial["number"], trial["state"], trial["value"], trial["params"])
+
+    def _count(self, number: int, state: str, value: float | None, params: Mapping[str, Any]) -> None:
+        self._counts[state] += 1
+        if state == "complete" and value is not None:
+            sign = 1 if self._direction == "max" else -1
+            if self._best is None or sign * value > sign * self._best[0]:
+                self._best, self._best_params = (value, number), params
+
+    def warn(self, text: str) -> None:
+        """Show ``text``, lines below the first indented."""
+        first, *more = text.splitlines()
+        self._line.say("\n".join([f"lagom: {self._name}: {first}", *(f"    {line}" for line in more)]))
+
+    def close(self) -> None:
+        """Show the last state."""
+        self._renew(ended=True)
+        self._line.close()
+
+    def _take_of(self, slot: _SlotState, kind: str, message: Message) -> None:
+        now = time.monotonic()
+        if kind == "trial":
+            slot.number, slot.params, slot.began = message["number"], message["params"], now
+            slot.value = slot.step = None
+        elif kind == "report":
+            slot.value, slot.step = message["value"], message["step"]
+        elif kind == "progress" and slot.value is None:
+            slot.step = message.get("step")
+        elif kind in ("ended", "closed"):
+            slot.busy_s += now - slot.began if slot.number is not None else 0.0
+            slot.number = None
+        elif kind == "stalled":
+            text = stall_text({message["rank"]: message}, message["rank"] + 1)
+            self.warn(f"trial {slot.number}: {text}")
+        elif kind == "log" and self.shows_output:
+            self._print(slot, message["data"].encode("latin-1").decode(errors="replace"))
+
+    def _print(self, slot: _SlotState, text: str) -> None:
+        *lines, slot.unsaid = (slot.unsaid + text).split("\n")
+        for line in lines:
+            self._line.make_room(sys.stdout, line + "\n")
+            print(f"trial {slot.number}: {line}", flush=True)
+
+    def _renew(self, ended: bool = False) -> None:
+        if self._cell is not None:
+            self._cell.renew(self._page(ended), f"lagom: {self._text(WIDTH * 4, ended)}")
+        else:
+            self._line.renew(lambda width: self._text(width, ended))
+
+    def _text(self, width: int, ended: bool = False) -> str:
+        running = sum(slot.number is not None for slot in self._slots.values())
+        num_ended = self._counts.total()
+        known = f"{num_ended} of {self._num_trials}" if self._num_trials else str(num_ended)
+        parts = [f"{known} trial{'s' * ((self._num_trials or num_ended) != 1)} done"]
+        parts += [f"{running} running"] * (not ended)
+        parts += [f"{self._counts[state]} {state}" for state in ("pruned", "failed") if self._counts[state]]
+        if self._best is not None:
+            parts.append(f"best {self._best[0]:.6g} (trial {self._best[1]})")
+        busy = self._busy()
+        parts.append(f"slots {busy:.0%} busy" if not ended else f"slots {busy:.0%} busy, {self._lasted()}")
+        return f"{self._name}: {', '.join(parts)}"[:width]
+
+    def _lasted(self) -> str:
+        return lasted(time.monotonic() - self._began)
+
+    def _busy(self) -> float:
+        """Return the share of their time for which slots had a trial."""
+        now = time.monotonic()
+        total = sum(now - slot.since for slot in self._slots.values())
+        busy = sum(
+            slot.busy_s + (now - slot.began if slot.number is not None else 0.0) for slot in self._slots.values()
+        )
+        return busy / total if total else 0.0
+
+    def _page(self, ended: bool) -> str:
+        title = f"<b>{html.escape(self._name)}</b> on {html.escape(self._where)}"
+        lines = [self._text(WIDTH * 4, ended).partition(": ")[2]]
+        if len(self._slots) < self._num_slots and not ended:
+            lines.append(f"{len(self._slots)} of {self._num_slots} slots are ready")
+        if self._best is not None and self._best_params:
+            lines.append(f"best with {', '.join(f'{name}={shown(one)}' for name, one in self._best_params.items())}")
+        now = time.monotonic()
+        rows = [
+            SlotRow(
+                slot=number,
+                host=slot.host,
+                trial=slot.number,
+                params=slot.params if slot.number is not None else {},
+                step=slot.step,
+                value=slot.value,
+                seconds=now - slot.began,
+            )
+            for number, slot in sorted(self._slots.items())
+        ]
+        done = self._counts.total() / self._num_trials if self._num_trials else None
+        return live_table(title, lines, done, self._failure, rows if not ended else [])

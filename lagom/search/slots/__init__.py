@@ -1,0 +1,1 @@
+"""Slots of a search: where its trials run."""

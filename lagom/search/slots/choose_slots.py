@@ -1,0 +1,42 @@
+"""``choose_slots``: the slots of a search on the launcher of its config."""
+
+from __future__ import annotations
+
+import logging
+
+from lagom.call import Call
+from lagom.cluster import Cluster
+from lagom.launchers.inline import InlineLauncher
+from lagom.launchers.local import LocalLauncher
+from lagom.launchers.protocol import Launcher
+from lagom.plan import Plan
+from lagom.search.slots.trial_slots import TrialSlots
+
+log = logging.getLogger("lagom")
+
+
+def num_slots(plan: Plan, cluster: Cluster, wanted: int | None, num_trials: int | None) -> int:
+    """Return how many trials of ``plan`` run at a time: ``wanted``, or as many as the cluster has room for."""
+    room = max(1, cluster.slots // plan.num_slots if cluster.launcher != "local" else cluster.slots // plan.world_size)
+    found = min(wanted or room, num_trials or wanted or room)
+    if found > room and (cluster.launcher != "local" or plan.gpu):
+        log.warning("num_slots is %d, and there is room for %d trials of %d ranks", found, room, plan.world_size)
+        found = room
+    return found
+
+
+def choose_slots(launcher: Launcher, plan: Plan, call: Call, number: int) -> TrialSlots:
+    """Return ``number`` slots for the trials of ``call``, not started yet."""
+    if isinstance(launcher, InlineLauncher):
+        from lagom.search.slots.inline_slots import InlineSlots
+
+        return InlineSlots(plan, call)
+    if isinstance(launcher, LocalLauncher):
+        from lagom.search.slots.local_slots import LocalSlots
+
+        return LocalSlots(plan, call, number)
+    from lagom.launchers.spark import SparkLauncher
+    from lagom.search.slots.spark_slots import SparkSlots
+
+    assert isinstance(launcher, SparkLauncher)
+    return SparkSlots(launcher.facts, plan, call, number)

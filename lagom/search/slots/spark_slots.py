@@ -1,0 +1,152 @@
+"""``SparkSlots``: the slots of a search as the tasks of one long Spark job."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lagom.call import Call
+from lagom.errors import LagomError, PlanError
+from lagom.launchers import spark_task as task_module
+from lagom.launchers.spark import SparkPayload, encryption, pickled, plain_interrupt, task_by_value
+from lagom.launchers.spark_failure import why_it_failed
+from lagom.launchers.spark_job import SparkJob
+from lagom.launchers.spark_session import SparkFacts
+from lagom.plan import Plan
+from lagom.program.sources import lagom_zip, modules_zip
+from lagom.search.slots.trial_slots import SlotChannel, SlotEvent
+from lagom.wire.client import Message
+
+_END_S = 1.5  # for tasks to end when the search does
+_CANCEL_S = 10.0  # for Spark to end a cancelled job
+_AGAIN_S = 0.3  # between two attempts to cancel: Spark ignores one that comes before the job
+
+
+class SparkSlots(SlotChannel):
+    """Tasks without a barrier: each begins when Spark has room for it, and a lost one is started again by Spark.
+
+    A trial of several ranks takes as many tasks of one host: the first to join runs it, the others only hold their
+    place.
+    """
+
+    def __init__(self, facts: SparkFacts, plan: Plan, call: Call, num_slots: int) -> None:
+        self._stack = contextlib.ExitStack()
+        self._facts = facts
+        self._plan = dataclasses.replace(plan, barrier=False)
+        self._call = call
+        self._num_tasks = num_slots * plan.num_slots
+        self._payload = self._stack.enter_context(SparkPayload(call))
+        super().__init__(self._payload.fd)
+        self._joined: dict[int, Message] = {}
+        self._spare: dict[str, list[Message]] = {}
+        self._leaders: dict[int, list[int]] = {}
+        self._group = f"lagom-{secrets.token_hex(8)}"
+        self._job: SparkJob | None = None
+
+    def __enter__(self) -> SparkSlots:
+        """Start the job.
+
+        Raises:
+            LagomError: if executors cannot reach this process.
+        """
+        self._stack.enter_context(self.channel)
+        address = self._address()
+        one_machine = self._facts.one_machine
+        modules = b"" if one_machine else modules_zip(self._call.function)
+        spec = self._payload.spec(self._plan, address, self.channel.secret, modules, one_machine=one_machine)
+        spec = dataclasses.replace(spec, certificate=self._certificate)
+        function = task_by_value(task_module.spark_task(lagom_zip(), pickled(spec)))
+        ranks = self._num_tasks * self._plan.ranks_per_slot
+        tasks = dataclasses.replace(self._plan, world_size=ranks)
+
+        def job() -> Sequence[Any]:
+            self._facts.tag(self._group, f"lagom: search of {self._plan.name}")
+            return self._facts.map_tasks(function, task_module.SCHEMA, tasks)
+
+        self._stack.enter_context(plain_interrupt())
+        over = SlotEvent(-1, {"type": "over"})
+        self._job = SparkJob(job, self._facts.thread_class(), lambda: self.events.put(over))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """End the slots, and the trials that still run on them."""
+        self.over()
+        self._stack.close()
+
+    def serve(self, take: Callable[[int, Message], None], timeout_s: float) -> None:
+        """See ``TrialSlots.serve``."""
+        event = self._next(timeout_s)
+        if event is None:
+            return
+        slot, message = event
+        if message["type"] == "over":
+            assert self._job is not None
+            try:
+                self._job.result()
+            except Exception as error:
+                raise LagomError(f"Spark's job failed: {why_it_failed(error)}") from error
+            raise LagomError("Spark's job ended before the search did")
+        if message["type"] == "join":
+            if (whole := self._gather(slot, message)) is not None:
+                take(*whole)
+            return
+        if message["type"] == "closed":
+            self._joined.pop(slot, None)
+            if self._leaders.pop(slot, None) is None:
+                return
+        take(slot, message)
+
+    def over(self) -> None:
+        """Tell all slots that the search is over; cancel what does not end."""
+        self.channel.broadcast({"type": "stop"})
+        self.channel.broadcast({"type": "over"})
+        if self._job is None:
+            return
+        deadline = time.monotonic() + _END_S
+        while self._job.lasts and self._joined and (left_s := deadline - time.monotonic()) > 0:
+            event = self._next(left_s)
+            if event is not None and event.message["type"] == "closed":
+                self._joined.pop(event.slot, None)
+        if self._job.lasts and not self._joined:
+            self._job.wait(0.3)
+        deadline = time.monotonic() + _CANCEL_S
+        while self._job.lasts and time.monotonic() < deadline:
+            with contextlib.suppress(Exception):
+                self._facts.cancel(self._group)
+            self._job.wait(_AGAIN_S)
+
+    def _address(self) -> tuple[str, int]:
+        tls, self._certificate = encryption(self._facts) if self._plan.encrypted else (None, "")
+        if self._facts.bind is not None:
+            with contextlib.suppress(OSError):
+                bound = self.channel.listen(self._facts.bind, self._num_tasks, tls)
+                return (self._facts.advertise or bound[0], bound[1])
+        raise LagomError(
+            "a search needs executors that can reach this process, and this session says that they cannot: "
+            "set spark.driver.host to an address of this machine, or use launcher='local'"
+        )
+
+    def _gather(self, slot: int, join: Message) -> SlotEvent | None:
+        """Return the join of a slot with room for a whole trial, made of as many tasks of one host as that takes."""
+        self._joined[slot] = join
+        spare = self._spare.setdefault(join["host"], [])
+        spare[:] = [one for one in spare if one["slot"] in self._joined]
+        spare.append(join | {"slot": slot})
+        width = self._plan.num_slots
+        if len(spare) >= width:
+            taken, spare[:] = spare[:width], spare[width:]
+            leader = taken[0]["slot"]
+            self._leaders[leader] = [one["slot"] for one in taken]
+            gpus = [gpu for one in taken for gpu in one["gpus"]]
+            return SlotEvent(leader, taken[0] | {"gpus": gpus[: self._plan.world_size]})
+        if len(self._joined) == self._num_tasks and not self._leaders:
+            most = max(len(one) for one in self._spare.values())
+            raise PlanError(
+                f"a trial has {self._plan.world_size} ranks and needs {width} task slots of one host, and no host has "
+                f"more than {most}; set ranks_per_trial={most * self._plan.ranks_per_slot}"
+            )
+        return None

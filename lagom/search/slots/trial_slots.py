@@ -1,0 +1,69 @@
+"""``TrialSlots``: the slots of a search, each a host process that runs one trial after another."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple, Protocol
+
+from lagom.wire.client import Message
+from lagom.wire.server import DriverServer
+
+
+class SlotEvent(NamedTuple):
+    """A message of a slot."""
+
+    slot: int
+    message: Message
+
+
+class TrialSlots(Protocol):
+    """Slots that come, and go, while a search runs; enter it to start them."""
+
+    def __enter__(self) -> TrialSlots:
+        """Start the slots; each sends "join" when it is ready."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        """End the slots, and the trials that still run on them."""
+
+    def send(self, slot: int, message: Message) -> None:
+        """Send ``message`` to a slot."""
+
+    def serve(self, take: Callable[[int, Message], None], timeout_s: float) -> None:
+        """Call ``take(slot, message)`` with the next message of any slot, if there is one in time.
+
+        Besides the messages of ``host/trial_host.py`` and its ranks there is "closed", when a slot is lost.
+
+        Raises:
+            LagomError: if no slot is left, and none will come.
+        """
+
+    def over(self) -> None:
+        """Tell all slots that the search is over, and wait a little for them to end."""
+
+
+class SlotChannel:
+    """The part that all slots on other processes share: a queue of what they send."""
+
+    def __init__(self, payload_fd: int | None = None, lost_s: float = 20.0) -> None:
+        self.events: queue.SimpleQueue[SlotEvent] = queue.SimpleQueue()
+        self.channel = DriverServer(self._take, self._close, payload_fd, lost_after_s=lost_s)
+
+    def send(self, slot: int, message: Message) -> None:
+        """Send ``message`` to a slot."""
+        self.channel.send(slot, message)
+
+    def _next(self, timeout_s: float) -> SlotEvent | None:
+        with contextlib.suppress(queue.Empty):
+            return self.events.get(timeout=timeout_s)
+        return None
+
+    def _take(self, slot: int, message: Message) -> None:
+        self.events.put(SlotEvent(slot, message))
+
+    def _close(self, slot: int) -> None:
+        self.events.put(SlotEvent(slot, {"type": "closed"}))

@@ -1,0 +1,292 @@
+"""``Study``: a search's trials, chosen and judged by Optuna."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lagom.config import HyperparameterOptConfig
+from lagom.config.trials import JOURNAL
+from lagom.errors import LagomError
+from lagom.search.algorithms import grid, pruner, require_optuna, sampler, space_as_json, suggest
+from lagom.search.on_rank.change import HparamsChange
+from lagom.search.trial_journal import Journal
+from lagom.search.trial_source import TrialOutcome, TrialSpec
+
+if TYPE_CHECKING:
+    import optuna
+
+_STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
+_MAX_RETURNED = 4096  # characters of JSON, of which a trial's record keeps a copy
+_SPACE = "searchspace"
+_SHARED = "shared"
+log = logging.getLogger("lagom")
+_DIRECTIONS: dict[str, Literal["minimize", "maximize"]] = {"min": "minimize", "max": "maximize"}
+
+
+@dataclass(slots=True)
+class _Running:
+    trial: optuna.Trial
+    steps: set[int]
+    """Steps at which the trial was told to go on, by an earlier attempt at it too."""
+
+
+class Study:
+    """Asks Optuna for trials and tells it of them, as ``optuna.Study.optimize`` does, with many at a time.
+
+    With one slot the trials are those of ``optimize``, bit for bit. All of it is kept in a journal in ``folder``, from
+    which another ``Study`` goes on: trials that ended count, and those that were running are asked for again.
+
+    Args:
+        config: which trials; a sampler's seed is ``config.seed``, and as in Optuna without one each search is another.
+        folder: folder of the journal; None keeps the trials in memory.
+
+    Raises:
+        LagomError: if Optuna is missing, another process runs this search, or the journal is another search's.
+    """
+
+    def __init__(self, config: HyperparameterOptConfig, folder: Path | None = None) -> None:
+        require_optuna(config)
+        self._config = config
+        self._journal = Journal(folder / JOURNAL) if folder is not None else None
+        self._folder = folder
+        self._running: dict[int, _Running] = {}
+        self._params: dict[int, dict[str, Any]] = {}
+        self._stopped = False
+        try:
+            self.optuna = _opened(config, self._journal)
+            """Optuna's own study."""
+        except BaseException:
+            if self._journal is not None:
+                self._journal.close()
+            raise
+        known = self.optuna.get_trials(deepcopy=False)
+        self._num_asked = sum(1 for each in known if each.state.name != "WAITING")
+        self._again = [each for each in known if each.state.name == "RUNNING"]
+        self._limit = _limit(config)
+        self._deadline = time.monotonic() + config.timeout_s if config.timeout_s is not None else math.inf
+
+    @property
+    def finished(self) -> bool:
+        """Return whether no more trials will be asked for: all are, ``timeout_s`` is over, or the sampler is done."""
+        if self._stopped or time.monotonic() >= self._deadline:
+            return True
+        return not self._again and self._num_asked >= self._limit
+
+    def ask(self) -> TrialSpec | None:
+        """Return the next trial, or None if the search is finished; those that a killed driver left come first.
+
+        Raises:
+            ValueError: if the searchspace is a function and raises, or suggests what cannot be.
+        """
+        import optuna
+
+        if self.finished:
+            return None
+        if self._again:
+            frozen = self._again.pop(0)
+            trial = optuna.Trial(self.optuna, frozen._trial_id)
+            steps = set(frozen.intermediate_values)
+        else:
+            trial, steps = self.optuna.ask(), set[int]()
+            self._num_asked += 1
+        try:
+            params = suggest(self._config, trial)
+        except BaseException:
+            self._end(trial, state=optuna.trial.TrialState.FAIL)
+            raise
+        self._running[trial.number] = _Running(trial, steps)
+        self._params[trial.number] = params
+        return TrialSpec(number=trial.number, params=params, change=HparamsChange(params))
+
+    def report(self, number: int, step: int, value: float) -> bool:
+        """Note that the trial ``number`` has ``value`` at ``step``; return whether the pruner ends it.
+
+        Only the first value of a step counts.
+        """
+        running = self._running[number]
+        if step in running.steps:
+            return False
+        running.steps.add(step)
+        running.trial.report(value, step)
+        return running.trial.should_prune()
+
+    def tell(self, number: int, outcome: TrialOutcome) -> None:
+        """Note how the trial ``number`` ended. A metric that is not a number is a failure, as in Optuna."""
+        from optuna.trial import TrialState
+
+        trial = self._running.pop(number).trial
+        error, failed = outcome.error, outcome.state == "failed"
+        if outcome.state == "complete" and (outcome.value is None or math.isnan(outcome.value)):
+            error, failed = error or f"ValueError: the metric is {outcome.value}, which ranks no trial", True
+        facts = {
+            "seconds": outcome.seconds,
+            "started": outcome.started,
+            "slot": outcome.slot,
+            "error": error,
+            "traceback": outcome.traceback,
+        }
+        if outcome.folder is not None and self._folder is not None:  # a folder that is not kept is gone at the end
+            facts["folder"] = self._relative(outcome.folder)
+        if (text := _as_json(outcome.returned)) is not None and outcome.returned is not None:
+            facts["returned"] = text
+        for name, fact in facts.items():
+            if fact not in ("", None):
+                trial.set_user_attr(name, fact)
+        if failed:
+            self._end(trial, state=TrialState.FAIL)
+        elif outcome.state == "pruned":
+            self._end(trial, state=TrialState.PRUNED)
+        else:
+            self._end(trial, outcome.value)
+
+    def trials(self) -> list[dict[str, Any]]:
+        """Return one dict for each trial that has ended, in the order of their numbers.
+
+        Its keys are "number", "params", "value" (of a pruned trial the last that it reported), "state" ("complete",
+        "pruned" or "failed"), "seconds", "started", "slot", "error", "traceback", "folder" and "returned".
+        """
+        found = self.optuna.get_trials(deepcopy=False)
+        return [self._row(each) for each in found if each.state.name in _STATES]
+
+    @property
+    def kept_trial(self) -> int | None:
+        """Return the number of the best trial, the first of equal ones; None if none has run to its end."""
+        complete = [trial for trial in self.trials() if trial["state"] == "complete"]
+        sign = -1 if self._config.direction == "max" else 1
+        return min(complete, key=lambda trial: sign * trial["value"])["number"] if complete else None
+
+    def close(self) -> None:
+        """Close the journal; the trials can still be read, and no more asked for."""
+        self._stopped = True
+        if self._journal is not None:
+            self._journal.close()
+
+    def _row(self, trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
+        facts = trial.user_attrs
+        folder, returned = facts.get("folder"), facts.get("returned")
+        return {
+            "number": trial.number,
+            "params": self._params_of(trial),
+            "value": trial.value,
+            "state": _STATES[trial.state.name],
+            "seconds": facts.get("seconds"),
+            "started": facts.get("started"),
+            "slot": facts.get("slot"),
+            "error": facts.get("error", ""),
+            "traceback": facts.get("traceback", ""),
+            "folder": self._folder / folder if self._folder is not None and folder is not None else folder,
+            "returned": json.loads(returned) if returned is not None else None,
+        }
+
+    def _params_of(self, trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
+        """Return the hyperparameters of a trial that has ended; of one of an earlier process, by asking again."""
+        if trial.number in self._params:
+            return dict(self._params[trial.number])
+        try:
+            return suggest(self._config, trial)
+        except Exception:  # it ended while its values were asked for
+            return dict(trial.params)
+
+    def _end(self, trial: optuna.Trial, value: float | None = None, state: Any = None) -> None:
+        try:
+            self.optuna.tell(trial, value, state)
+        except RuntimeError:
+            # A sampler that has tried everything, such as the grid's, stops the study, which Optuna allows within
+            # its own loop alone. The trial is recorded all the same.
+            if not self.optuna.get_trials(deepcopy=False)[trial.number].state.is_finished():
+                raise
+            self._stopped = True
+
+    def _relative(self, folder: Path) -> str:
+        """Return ``folder`` as it is kept: relative to the search's own, which may be moved."""
+        if self._folder is not None and folder.is_relative_to(self._folder):
+            return str(folder.relative_to(self._folder))
+        return str(folder)
+
+
+def _opened(config: HyperparameterOptConfig, journal: Journal | None) -> optuna.Study:
+    """Return a new study of Optuna's, or the one in ``journal``."""
+    import optuna
+    from optuna.storages import InMemoryStorage, JournalStorage
+
+    space = space_as_json(config)
+    with _quiet():
+        storage: Any = JournalStorage(journal) if journal is not None else InMemoryStorage()  # type: ignore[arg-type]
+        names = [each.study_name for each in storage.get_all_studies()]
+        if not names:
+            found = optuna.create_study(
+                study_name=config.name or "search",
+                storage=storage,
+                sampler=sampler(config),
+                pruner=pruner(config),
+                direction=_DIRECTIONS[config.direction],
+            )
+            found.set_user_attr(_SPACE, space)
+            found.set_user_attr(_SHARED, _shared(config))
+            return found
+        found = optuna.load_study(study_name=names[0], storage=storage, pruner=pruner(config))
+        found.sampler = sampler(config, num_known=len(found.get_trials(deepcopy=False)))
+    for name, before, now in (
+        ("direction", found.direction.name.lower(), _DIRECTIONS[config.direction]),
+        ("searchspace", found.user_attrs.get(_SPACE), space),
+    ):
+        if before != now:
+            raise LagomError(f"the search to resume had {name}={before}, and now has {now}; resume with the same")
+    shared = found.user_attrs.get(_SHARED, {})
+    for name, now in _shared(config).items():
+        if shared.get(name, now) != now:
+            log.warning(
+                "the search to resume had %s=%s, and now has %s: its trials are compared with new ones, and "
+                "best_config says the new value of all",
+                name,
+                shared[name],
+                now,
+            )
+    return found
+
+
+def _shared(config: HyperparameterOptConfig) -> dict[str, Any]:
+    """Return what all trials of the search share, as far as it is plain."""
+    hparams = {name: value for name, value in config.hparams.items() if isinstance(value, (str, int, float, bool))}
+    return {"optimization_key": config.optimization_key, "hparams": hparams}
+
+
+def _limit(config: HyperparameterOptConfig) -> float:
+    """Return the number of trials that the search has at most."""
+    limit: float = config.num_trials if config.num_trials is not None else math.inf
+    if config.optimizer == "grid":
+        limit = min(limit, math.prod(len(values) for values in grid(config).values()))
+    return limit
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out Optuna's line for a new study, and that a class is experimental."""
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(max(before, optuna.logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def _as_json(value: Any) -> str | None:
+    """Return ``value`` as JSON if that is short, else None."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        return None
+    return text if len(text) <= _MAX_RETURNED else None

@@ -1,0 +1,59 @@
+"""Files of trials: each trial has a disk of its own, and the best one's files are put in their places at the end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tarfile
+from pathlib import Path
+
+OUTPUT = "output.txt"
+"""Text that a trial printed."""
+PACKED = ".files.tar"
+"""A trial's files as they arrive from another host."""
+_TAIL = 15  # lines
+
+
+def unpack_files(folder: Path) -> None:
+    """Unpack the files of a trial that another host has sent to ``folder``."""
+    if (folder / PACKED).exists():
+        with tarfile.open(folder / PACKED) as tar:
+            tar.extractall(folder, filter="data")
+        (folder / PACKED).unlink()
+
+
+def put_in_place(folder: Path) -> list[str]:
+    """Copy the files that a trial has written, and ``keep_files`` in ``files/settle.py`` has kept, to their places.
+
+    Return a sentence for each that could not be put there: the trials are done, and their result is not lost for it.
+    """
+    problems = []
+    for name, root in (("files", os.getcwd()), ("elsewhere", "")):
+        for at, folders, files in os.walk(folder / name):
+            place = root + at.removeprefix(str(folder / name))
+            for file in (*files, *(each for each in folders if os.path.islink(f"{at}/{each}"))):
+                problems += _put(f"{at}/{file}", f"{place}/{file}")
+    return problems
+
+
+def _put(source: str, place: str) -> list[str]:
+    try:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        if os.path.isdir(place) and not os.path.islink(place):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))  # copy2 would put the file into it
+        if os.path.islink(source) and os.path.lexists(place):
+            os.unlink(place)
+        shutil.copy2(source, place, follow_symlinks=False)
+    except OSError as error:
+        return [f"{place}, which the best trial wrote, could not be put there: {error.strerror or error}"]
+    return []
+
+
+def last_lines(folder: Path) -> str:
+    """Return the last lines that a trial printed, indented; empty if there are none."""
+    try:
+        text = (folder / OUTPUT).read_text(errors="replace")
+    except OSError:
+        return ""
+    return "".join(f"    {line}\n" for line in text.splitlines()[-_TAIL:])

@@ -1,0 +1,74 @@
+"""``TrialSource``: what a search asks for its next trial, and tells how trials ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from lagom.call import Call
+
+State = Literal["complete", "pruned", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialSpec:
+    """A trial to run."""
+
+    number: int
+    params: Mapping[str, Any]
+    """Parameters as people are shown them."""
+    change: Callable[[Call], Call]
+    """Makes the trial's call from the one that all trials share; pickled for the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialOutcome:
+    """How a trial ended."""
+
+    state: State
+    value: float | None = None
+    """The metric: what the function returned; for a pruned trial, what it reported last."""
+    returned: Any = None
+    """Value that the function returned, as JSON."""
+    error: str = ""
+    """Type and message of the exception of a failed trial."""
+    traceback: str = ""
+    seconds: float = 0.0
+    started: float | None = None
+    """Time at which a slot got the trial, in seconds since the epoch."""
+    slot: int = 0
+    folder: Path | None = None
+    """The trial's own folder, with its output and the files that it wrote."""
+
+
+class TrialSource(Protocol):
+    """Decides which trials run, from how the earlier ones went. The search calls it from one thread."""
+
+    @property
+    def finished(self) -> bool:
+        """Return whether no more trials will be asked for, whatever becomes of the running ones."""
+
+    def ask(self) -> TrialSpec | None:
+        """Return the next trial; None if there is none now: finished, or it depends on trials that are running."""
+
+    def report(self, number: int, step: int, value: float) -> bool:
+        """Note what the trial ``number`` reports; return whether it is to be pruned."""
+
+    def tell(self, number: int, outcome: TrialOutcome) -> None:
+        """Note how the trial ``number`` ended."""
+
+
+class KeptTrialSource(TrialSource, Protocol):
+    """A source that keeps its trials, and may go on from those of an earlier search."""
+
+    def trials(self) -> list[dict[str, Any]]:
+        """Return one dict for each trial that has ended, in the order of their numbers."""
+
+    @property
+    def kept_trial(self) -> int | None:
+        """Return the number of the trial whose files are put in their places at the end; None if there is none."""
+
+    def close(self) -> None:
+        """Close the journal; the trials can still be read, and no more asked for."""

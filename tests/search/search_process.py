@@ -1,0 +1,50 @@
+"""A search in a process of its own, to be interrupted or killed while its trials run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import contextlib, json, sys, time
+from lagom import experiment
+from lagom.config import HyperparameterOptConfig, Searchspace
+from tests.integration import clusters
+
+def train(x):
+    time.sleep({seconds})
+    return x
+
+resume = sys.argv[1] if len(sys.argv) > 1 else None
+config = HyperparameterOptConfig(
+    searchspace=Searchspace(x=("DOUBLE", [0.0, 1.0])), optimizer="random", seed=1, num_trials={trials}, num_slots=2,
+    launcher="{launcher}", run_dir="runs", resume=resume,
+)
+with clusters.local(2) if config.launcher == "spark" else contextlib.nullcontext():
+    result = experiment.lagom(train, config)
+    print(json.dumps([result.interrupted, [[one["number"], one["state"], one["value"]] for one in result.trials]]))
+"""
+
+
+def start(seconds: object, trials: int, *args: str, launcher: str = "local") -> subprocess.Popen[str]:
+    """Start a search of so many trials, each of ``seconds``, in the working directory; ``args``: the one to resume.
+
+    It prints whether it was interrupted, and number, state and value of each trial.
+    """
+    Path("program.py").write_text(PROGRAM.format(seconds=seconds, trials=trials, launcher=launcher))
+    pipe, env = subprocess.PIPE, os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "program.py", *args], stdout=pipe, stderr=pipe, text=True, env=env)
+
+
+def wait_for_trials(number: int) -> Path:
+    """Wait until so many trials have begun; return the folder of the search."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if len(found := sorted(Path("runs").glob("*/trials/*"))) >= number:
+            return found[0].parents[1]
+        time.sleep(0.02)
+    raise AssertionError("no trials have begun")
